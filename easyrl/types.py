@@ -1,0 +1,76 @@
+"""What flows through the house: Prompt → Completion × G → RolloutGroup → MicroBatch.
+
+Floor 0: plain data in NumPy arrays, so that nothing here needs torch or knows a device.
+
+Shapes: P prompt tokens, R tokens of one completion, G completions of one prompt,
+ΣR all completion tokens of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+Messages = list[dict[str, Any]]
+"""A chat: `[{"role": "user", "content": "..."}]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the data set at its place in the run's stream of prompts."""
+
+    index: int
+    """Position in the stream, counted over the whole run: it orders groups and seeds sampling."""
+    content: str | Messages
+    columns: Mapping[str, Any]
+    """Every other column of the row, handed to the reward functions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The tokens that one sequence sampled."""
+
+    token_ids: Int32  # [R], the end-of-sequence token included
+    logprobs: Float32  # [R], under the sampling distribution (at the temperature)
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """The G rollouts of one prompt, scored: what the ring buffer carries."""
+
+    iteration: int
+    policy_version: int
+    prompt_index: int
+    prompt_ids: Int32  # [P]
+    completion_lengths: Int32  # [G]
+    completion_ids: Int32  # [ΣR], completion after completion
+    rollout_logprobs: Float32  # [ΣR], what the engine reported
+    loss_mask: Bool  # [ΣR], False where a token was not sampled by the policy
+    rewards: Float32  # [G]
+    advantages: Float32  # [G]
+    truncated: Bool  # [G], True where the completion hit its length limit
+
+    @property
+    def num_generations(self) -> int:
+        return len(self.completion_lengths)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.completion_ids)
+
+    def completion_slices(self) -> Sequence[slice]:
+        """Where each completion stands in the [ΣR] arrays."""
+        ends = np.cumsum(self.completion_lengths)
+        return [
+            slice(int(end - length), int(end))
+            for end, length in zip(ends, self.completion_lengths, strict=True)
+        ]
