@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -74,3 +77,12 @@ class RolloutGroup:
             slice(int(end - length), int(end))
             for end, length in zip(ends, self.completion_lengths, strict=True)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPiece:
+    """Elements `start : start + len(values)` of the flattened weight `name`."""
+
+    name: str
+    start: int
+    values: Tensor  # [n], valid until the next piece is asked for

@@ -1,0 +1,1 @@
+"""Pure functions of arrays and tensors: no I/O, no device, no config files."""

@@ -1,0 +1,230 @@
+"""Whole iterations of the demo under four schedules, each tuned on its own.
+
+    waves      fixed batches of groups, each waits for its longest; trained when all are in
+    sync       continuous batching; trained when all groups are in
+    colocated  sync, where each phase may use all cores in turn
+    periodic   continuous batching; groups are trained while others are generated
+
+All four run the same code on the same work: the learning rate is 0, so that every iteration of
+every run has the same weights, prompts and random numbers. `waves`, `sync` and `periodic` split
+the cores between the groups; `colocated` gives all of them to both. Each is first tuned (groups
+in flight, threads), then the tuned ones run in turn, ROUNDS times, so that noise hits all alike.
+
+The ceiling of `periodic` over `sync` follows from the busy times of `sync`:
+(infer + train + weights) / (max(infer, train) + weights).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from easyrl import devices, events
+from easyrl.config import Config, load_config
+from easyrl.data.datasets import PromptStream, open_prompts
+from easyrl.observe.run_folder import RunFolder
+from easyrl.runtime.controller import Controller
+from easyrl.runtime.dispatch import Dispatcher
+from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.supervisor import Supervisor, Worker
+from easyrl.types import Prompt
+
+SIZES = (16, 64)  # prompts per iteration
+NUM_GENERATIONS = 8
+WARM_UP_ITERATIONS = 1
+ROUNDS = 3
+MODES = ("waves", "sync", "colocated", "periodic")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is tuned."""
+
+    mode: str
+    groups_in_flight: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Medians over the measured iterations of a run, in seconds."""
+
+    iteration_seconds: float
+    infer_seconds: float
+    train_seconds: float
+    weights_seconds: float
+    completion_tokens: float
+
+
+def run(sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> list[dict[str, Any]]:
+    """One row per size and mode: what it was tuned to, its times, and `over_sync` and
+    `over_colocated`: how many times as fast as these it is (median over rounds)."""
+    return [row for size in sizes for row in _compare(size, rounds)]
+
+
+def _compare(size: int, rounds: int) -> list[dict[str, Any]]:
+    tuned = {mode: _tune(mode, size) for mode in MODES}
+    timings: dict[str, list[Timing]] = {mode: [] for mode in MODES}
+    for _ in range(rounds):
+        for mode in MODES:
+            timings[mode].append(_measure(tuned[mode], size, iterations=_iterations(size)))
+    sync = timings["sync"]
+    infer = statistics.median(t.infer_seconds for t in sync)
+    train = statistics.median(t.train_seconds for t in sync)
+    weights = statistics.median(t.weights_seconds for t in sync)
+    ceiling = (infer + train + weights) / (max(infer, train) + weights)
+    rows = []
+    for mode in MODES:
+        over_sync = _ratio(sync, timings[mode])
+        row = {
+            "prompts": size,
+            "generations": NUM_GENERATIONS,
+            "mode": mode,
+            "groups_in_flight": tuned[mode].groups_in_flight,
+            "threads": tuned[mode].threads,
+            "iteration_seconds": _median(timings[mode], "iteration_seconds"),
+            "infer_seconds": _median(timings[mode], "infer_seconds"),
+            "train_seconds": _median(timings[mode], "train_seconds"),
+            "completion_tokens": _median(timings[mode], "completion_tokens"),
+            "over_sync": over_sync,
+            "over_colocated": _ratio(timings["colocated"], timings[mode]),
+        }
+        if mode == "periodic":
+            row |= {"ceiling": ceiling, "share_of_ceiling": over_sync / ceiling}
+        rows.append(row)
+    return rows
+
+
+def _ratio(slow: Sequence[Timing], fast: Sequence[Timing]) -> float:
+    return statistics.median(
+        a.iteration_seconds / b.iteration_seconds for a, b in zip(slow, fast, strict=True)
+    )
+
+
+def _median(timings: Sequence[Timing], name: str) -> float:
+    values: list[float] = [getattr(timing, name) for timing in timings]
+    return statistics.median(values)
+
+
+def _iterations(size: int) -> int:
+    return 8 if size <= 16 else 4
+
+
+def _tune(mode: str, size: int) -> Setting:
+    """The fastest setting of a mode."""
+    candidates = [
+        Setting(mode, groups, threads)
+        for groups in _groups_in_flight(mode, size)
+        for threads in ((1, devices.num_cores()) if mode == "colocated" else (_share(),))
+    ]
+    if len(candidates) == 1:
+        return candidates[0]
+    seconds = {
+        setting: _measure(setting, size, iterations=_iterations(size) // 2).iteration_seconds
+        for setting in candidates
+    }
+    return min(candidates, key=lambda setting: seconds[setting])
+
+
+def _groups_in_flight(mode: str, size: int) -> list[int]:
+    """Few groups make an even stream for `periodic`; the others wait for all anyway."""
+    parts = (8, 4, 2) if mode == "periodic" else (4, 2, 1)
+    return sorted({max(2, size // part) for part in parts})
+
+
+def _share() -> int:
+    return max(1, devices.num_cores() // 2)
+
+
+def _measure(setting: Setting, size: int, iterations: int) -> Timing:
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(setting, size, iterations, Path(folder) / "run")
+        run_folder = RunFolder(config)
+        with Supervisor() as supervisor:
+            Controller(
+                config,
+                resolve_placement(config),
+                prompts=_TrainingOnly(open_prompts(config)),
+                folder=run_folder,
+                supervisor=supervisor,
+                say=lambda text: None,
+                make_dispatcher=_Waves if setting.mode == "waves" else Dispatcher,
+            ).run()
+        lines = (run_folder.path / "metrics.jsonl").read_text().splitlines()
+    measured = [json.loads(line) for line in lines][WARM_UP_ITERATIONS:]
+    tokens = [metrics["perf/tokens_per_second"] for metrics in measured]
+    seconds = [metrics["perf/iteration_seconds"] for metrics in measured]
+
+    def mean(name: str) -> float:
+        values: list[float] = [metrics[name] for metrics in measured]
+        return statistics.mean(values)
+
+    return Timing(
+        iteration_seconds=mean("perf/iteration_seconds"),
+        infer_seconds=mean("perf/infer_seconds"),
+        train_seconds=mean("perf/train_seconds"),
+        weights_seconds=mean("perf/weights_seconds"),
+        completion_tokens=statistics.mean(a * b for a, b in zip(tokens, seconds, strict=True)),
+    )
+
+
+def _config(setting: Setting, size: int, iterations: int, folder: Path) -> Config:
+    return load_config(
+        flags={
+            "output.dir": str(folder),
+            "output.sample_groups": 0,
+            "runtime.schedule": "periodic" if setting.mode == "periodic" else "sync",
+            "train.iterations": iterations + WARM_UP_ITERATIONS,
+            "train.prompts_per_iteration": size,
+            "train.learning_rate": 0.0,
+            "rollout.num_generations": NUM_GENERATIONS,
+            "rollout.max_concurrent_groups": setting.groups_in_flight,
+            "devices.infer": "cpu",
+            "devices.train": "cpu",
+            "devices.infer_threads": setting.threads,
+            "devices.train_threads": setting.threads,
+        }
+    )
+
+
+class _TrainingOnly:
+    """A prompt stream without held-out problems: no evaluation between the iterations."""
+
+    def __init__(self, prompts: PromptStream) -> None:
+        self._prompts = prompts
+
+    @property
+    def epoch_length(self) -> int | None:
+        return self._prompts.epoch_length
+
+    def prompt(self, index: int) -> Prompt:
+        return self._prompts.prompt(index)
+
+    def held_out(self) -> list[Prompt]:
+        return []
+
+
+class _Waves(Dispatcher):
+    """The next batch is handed out when the last group of the one before it is done."""
+
+    def start(self, iteration: int, prompts: Sequence[Prompt]) -> None:
+        self._iteration = iteration
+        self._left = deque(prompts)
+        self._next_wave()
+
+    def on_group(self, worker: Worker) -> None:
+        self._running -= 1
+        if self._running == 0 and self._left:
+            self._next_wave()
+
+    def _next_wave(self) -> None:
+        size = min(len(self._left), self._in_flight)
+        wave = [self._left.popleft() for _ in range(size)]
+        self._running = size
+        self._workers[0].send(events.Generate(self._iteration, wave))

@@ -1,0 +1,181 @@
+"""The command line: parse, build the config, call.
+
+Thin: imports of anything heavier than Typer stand inside the commands, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from easyrl import __version__
+
+if TYPE_CHECKING:
+    from easyrl.config import Config
+
+USER_ERROR = 2
+"""Exit code for what the user can mend; Typer's own usage errors have it too."""
+
+app = typer.Typer(
+    name="easyrl",
+    help="Strictly on-policy reinforcement learning of language models, at asynchronous speed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure the parts and the whole.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE.yaml", help="Config file; see `config`.")
+]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Any setting; these win over all else."),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the results here.")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"easyrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def grpo(
+    *,
+    config: ConfigFile = None,
+    model: Annotated[
+        str | None, typer.Option(help="`tiny`, a Hugging Face folder, or a hub id.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="A task, a .jsonl or .parquet file, or a hub id.")
+    ] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(help="exact_match, file.py:function or package.module:function; repeatable."),
+    ] = None,
+    infer_devices: Annotated[
+        str | None, typer.Option(help="Devices that generate: 0-3, 0,2,5, cpu or cpu:2.")
+    ] = None,
+    train_devices: Annotated[str | None, typer.Option(help="Devices that train.")] = None,
+    output: Annotated[str | None, typer.Option(metavar="DIR", help="The run folder.")] = None,
+    iterations: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same data and sampling.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="periodic or sync.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config and placement, and stop.")
+    ] = False,
+    words: Words = None,
+) -> None:
+    """Train a model with GRPO."""
+    flags = {
+        "model.path": model,
+        "data.dataset": dataset,
+        "reward.functions": reward or None,
+        "devices.infer": infer_devices,
+        "devices.train": train_devices,
+        "output.dir": output,
+        "train.iterations": iterations,
+        "runtime.seed": seed,
+        "runtime.schedule": schedule,
+    }
+    with _user_errors():
+        resolved = _load(config, flags, words)
+        if dry_run:
+            _print_plan(resolved)
+            return
+        from easyrl.runtime.run import run
+
+        exit_code = run(resolved)
+    raise typer.Exit(exit_code)
+
+
+@app.command("config")
+def print_config(config: ConfigFile = None, words: Words = None) -> None:
+    """Print every setting with its meaning, as YAML that --config takes."""
+    from easyrl.config import to_commented_yaml
+
+    with _user_errors():
+        typer.echo(to_commented_yaml(_load(config, {}, words)), nl=False)
+
+
+@bench.command("ring")
+def bench_ring(json: JsonFile = None) -> None:
+    """The ring buffer: bandwidth, and how soon a blocked consumer wakes."""
+    _bench("ring", json)
+
+
+@bench.command("engine")
+def bench_engine(json: JsonFile = None) -> None:
+    """The embedded engine against transformers' generate."""
+    _bench("engine", json)
+
+
+@bench.command("pipeline")
+def bench_pipeline(json: JsonFile = None) -> None:
+    """Whole iterations: waves, sync, colocated and periodic, each tuned on its own."""
+    _bench("pipeline", json)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+def _load(file: Path | None, flags: Mapping[str, Any], words: list[str] | None) -> Config:
+    from easyrl.config import load_config
+
+    return load_config(file, flags, words or ())
+
+
+def _print_plan(config: Config) -> None:
+    from easyrl.config import to_commented_yaml
+    from easyrl.runtime.placement import describe, resolve_placement
+
+    placement = describe(resolve_placement(config))
+    typer.echo(to_commented_yaml(config))
+    for line in placement.splitlines():  # comments, so that the whole output is a config file
+        typer.echo(f"# {line}".rstrip())
+
+
+def _bench(suite: str, file: Path | None) -> None:
+    from easyrl.bench import report
+
+    if file is not None:
+        with _user_errors():
+            report.check_writable(file)  # before minutes of measuring
+    results = importlib.import_module(f"easyrl.bench.{suite}").run()
+    report.print_table(suite, results)
+    if file is not None:
+        report.write_json(file, suite, results)
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """A ValueError is the user's to mend: its message, no traceback."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo("easyrl: " + str(error).replace("\n", "\n        "), err=True)
+        raise typer.Exit(USER_ERROR) from None

@@ -1,0 +1,302 @@
+"""Every setting of a run, once, with its meaning, unit and default.
+
+Floor 0: no torch, no device. `load_config` makes a `Config` from four layers; the later wins:
+
+    defaults  <  --config FILE.yaml  <  named flags  <  section.key=value words
+
+A `Config` has checked itself, so whoever holds one may rely on it. The docstrings below are the
+comments that `easyrl config` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from easyrl import config_text
+from easyrl.config_text import ConfigError
+from easyrl.device_sets import DeviceSet, check_disjoint, parse_device_set
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DeviceSet",
+    "check_disjoint",
+    "load_config",
+    "parse_device_set",
+    "to_commented_yaml",
+]
+
+
+class Section(BaseModel):
+    """Strict: a value of another type is an error, never converted."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class ModelConfig(Section):
+    """The policy that is trained."""
+
+    path: str = Field(default="tiny", min_length=1)
+    """`tiny` (the built-in model), a Hugging Face folder, or a hub id."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    dataset: str = Field(default="arithmetic", min_length=1)
+    """A task (`arithmetic`), a .jsonl or .parquet file, or a hub id (`openai/gsm8k`)."""
+    prompt_column: str = Field(default="prompt", min_length=1)
+    """Column with the prompt: a string, or chat messages. All others go to the rewards."""
+    subset: str | None = None
+    """Configuration of a hub data set (`main`); null: its only one."""
+    split: str = Field(default="train", min_length=1)
+    """Split of a hub data set."""
+    shuffle: bool = True
+    """Visit the rows in a new order every epoch, drawn from `runtime.seed`."""
+    max_prompt_length: int = Field(default=512, ge=1)
+    """Longest prompt in tokens; a longer one is an error that names it."""
+
+
+class RewardConfig(Section):
+    """What scores a completion."""
+
+    functions: list[str] | None = None
+    """List of `exact_match`, `file.py:function`, `package.module:function`; null: the task's."""
+    weights: list[float] | None = None
+    """One weight per function, in their order; null: 1 each."""
+    answer_column: str = Field(default="answer", min_length=1)
+    """Column that `exact_match` compares the completion with."""
+    num_workers: int = Field(default=1, ge=1, le=512)
+    """Processes that score in parallel."""
+
+
+class RolloutConfig(Section):
+    """How completions are sampled."""
+
+    num_generations: int = Field(default=8, ge=2)
+    """Completions per prompt: the group whose rewards are compared."""
+    max_completion_length: int = Field(default=160, ge=1)
+    """Longest completion in tokens; one that reaches it is cut off."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Sampling temperature, of generation and of the trained distribution alike."""
+    max_concurrent_groups: int | None = Field(default=None, ge=1)
+    """Groups in flight per engine: more is efficient, fewer an even stream; null: chosen from
+    `train.prompts_per_iteration`."""
+    ring_slots: int | None = Field(default=None, ge=1)
+    """Finished groups the ring buffer holds; null: `train.prompts_per_iteration`."""
+
+
+class AlgorithmConfig(Section):
+    """The loss (GRPO)."""
+
+    epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
+    """The probability ratio is clipped below at 1 - epsilon."""
+    epsilon_high: float | None = Field(default=None, gt=0.0)
+    """The probability ratio is clipped above at 1 + epsilon_high; null: epsilon."""
+    scale_rewards: Literal["group", "none"] = "group"
+    """Divide a group's advantages by the standard deviation of its rewards (`group`), or not."""
+
+
+class TrainConfig(Section):
+    """Iterations and the optimizer (AdamW)."""
+
+    iterations: int = Field(default=100, ge=1)
+    """Optimizer steps of the run: weights out, groups in, one step, each time."""
+    prompts_per_iteration: int = Field(default=32, ge=1)
+    """Prompts, and so groups, per iteration."""
+    learning_rate: float = Field(default=5e-4, ge=0.0)
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after warm-up; linear and cosine fall to 0."""
+    warmup_iterations: int = Field(default=0, ge=0)
+    """Iterations in which the learning rate rises linearly to its peak."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Decoupled weight decay of AdamW."""
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of AdamW's mean of gradients."""
+    adam_beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    """Decay of AdamW's mean of squared gradients."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """The gradient's norm is clipped to this."""
+    max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
+    """Tokens per forward and backward: bounds the trainer's memory, does not change the result."""
+
+
+class DevicesConfig(Section):
+    """Who runs where. `0-3`, `0,2,5`, `cpu` (one worker) or `cpu:3` (three workers)."""
+
+    infer: str | None = None
+    """Devices that generate; null: chosen from what the machine has."""
+    train: str | None = None
+    """Devices that train; null: chosen from what the machine has."""
+    infer_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of each rollout worker; null: its share of the cores."""
+    train_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of each train worker; null: its share of the cores."""
+
+    @field_validator("infer", "train")
+    @classmethod
+    def _is_device_set(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None:
+            parse_device_set(value, f"devices.{info.field_name}")
+        return value
+
+
+class RuntimeConfig(Section):
+    """How the run is driven."""
+
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seeds the order of the data, the sampling and the generated problems."""
+    schedule: Literal["periodic", "sync"] = "periodic"
+    """`periodic` trains on groups while others are generated; `sync` waits for all of them."""
+    deterministic: bool = False
+    """Same configuration, same weights to the last bit, under either schedule; slower."""
+    timeout_seconds: float = Field(default=120.0, gt=0.0)
+    """Longest wait of one worker for another, in seconds; past it the run stops and says why."""
+
+
+class OutputConfig(Section):
+    """What a run leaves behind."""
+
+    dir: str | None = Field(default=None, min_length=1)
+    """The run folder; null: runs/<time>-<task>."""
+    sample_groups: int = Field(default=1, ge=0)
+    """Groups per iteration whose texts and rewards are written to samples.jsonl."""
+
+
+class Config(Section):
+    """All sections."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    devices: DevicesConfig = DevicesConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    output: OutputConfig = OutputConfig()
+
+    @property
+    def ring_slots(self) -> int:
+        """Slots of the ring buffer, the default resolved."""
+        return self.rollout.ring_slots or self.train.prompts_per_iteration
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        problems = [*self._ring_problems(), *self._reward_problems(), *self._length_problems()]
+        if self.devices.infer is not None and self.devices.train is not None:
+            infer = parse_device_set(self.devices.infer, "devices.infer")
+            train = parse_device_set(self.devices.train, "devices.train")
+            try:
+                check_disjoint(infer, train)
+            except ValueError as overlap:
+                problems.append(str(overlap))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _ring_problems(self) -> list[str]:
+        needed = self.train.prompts_per_iteration
+        if self.ring_slots >= needed:
+            return []
+        if self.runtime.schedule == "sync":
+            why = "runtime.schedule=sync"
+        elif self.runtime.deterministic:
+            why = "runtime.deterministic=true"
+        else:
+            return []
+        return [
+            f"rollout.ring_slots: {self.ring_slots} came, but with {why} all groups of an "
+            f"iteration wait in the ring, which would deadlock; accepted: at least {needed} "
+            "(train.prompts_per_iteration), or null"
+        ]
+
+    def _reward_problems(self) -> list[str]:
+        functions, weights = self.reward.functions, self.reward.weights
+        if weights is None:
+            return []
+        # Without functions of the user's own the task's single one scores.
+        wanted = len(functions) if functions else 1
+        if len(weights) == wanted:
+            return []
+        return [
+            f"reward.weights: {len(weights)} weights came for {wanted} reward "
+            f"function{'s' if wanted != 1 else ''}; accepted: one per entry of reward.functions"
+        ]
+
+    def _length_problems(self) -> list[str]:
+        prompt, completion = self.data.max_prompt_length, self.rollout.max_completion_length
+        budget = self.train.max_tokens_per_micro_batch
+        if prompt + completion <= budget:
+            return []
+        return [
+            f"train.max_tokens_per_micro_batch: {budget} came, but one rollout may have "
+            f"{prompt} + {completion} tokens (data.max_prompt_length + "
+            f"rollout.max_completion_length); accepted: at least {prompt + completion}"
+        ]
+
+
+def load_config(
+    file: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    words: Sequence[str] = (),
+) -> Config:
+    """Defaults < `file` < `flags` < `words`.
+
+    `flags` are named flags by `section.key`; None means the flag was not given. `words` are
+    `section.key=value`. Raises ConfigError with one line for every problem found.
+    """
+    layers: list[tuple[config_text.Key, Any]] = []
+    problems: list[str] = []
+    if file is not None:
+        layers += config_text.read_file(file)
+    layers += [
+        config_text.read_flag(*flag) for flag in (flags or {}).items() if flag[1] is not None
+    ]
+    for word in words:
+        try:
+            layers.append(config_text.read_word(Config, word))
+        except ConfigError as error:
+            problems.append(str(error))
+
+    values: dict[str, dict[str, Any]] = {}
+    for (section, key), text in layers:
+        try:
+            value = config_text.convert(Config, (section, key), text)
+        except ConfigError as error:
+            problems.append(str(error))
+        else:
+            values.setdefault(section, {})[key] = value
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        problems += config_text.problems(error)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def to_commented_yaml(config: Config) -> str:
+    """The config as YAML that explains itself and loads again to an equal config."""
+    return config_text.commented_yaml(config)

@@ -1,0 +1,237 @@
+"""Config as text: YAML files and `section.key=value` words in, commented YAML out.
+
+Floor 0. Knows sections and keys only as fields of a pydantic model, never one by name.
+
+YAML is read without YAML's guesses (`1e-6` a string, `0-3` a date, `no` a boolean): every scalar
+stays the text it is, and becomes a value by the type of its key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+Key = tuple[str, str]
+"""(section, key)"""
+
+NULLS = {"", "~", "null"}
+ENDS_OF_YAML = re.compile(r"\n?\.\.\.\n$|\n$")
+
+
+class ConfigError(ValueError):
+    """What a user wrote cannot be used. The message is for them, one line per problem: the key,
+    what came, what is accepted."""
+
+
+class Quoted(str):
+    """A text that is taken as it stands: in quotes in YAML (`"null"`, `"12"`), or from a flag."""
+
+
+class _TextLoader(yaml.BaseLoader):
+    """Scalars as text; a key given twice is an error, for one of them would be ignored."""
+
+    def construct_scalar(self, node: Any) -> Any:
+        text = super().construct_scalar(node)
+        return Quoted(text) if getattr(node, "style", None) in ("'", '"') else text
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(None, None, "a key must be a word", key_node.start_mark)
+            if key_node.value in seen:
+                problem = f"'{key_node.value}' is given twice"
+                raise yaml.MarkedYAMLError(None, None, problem, key_node.start_mark)
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_TextLoader)  # a BaseLoader: makes str, list, dict only
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        what = error.problem or error.context
+        raise ConfigError(f"{source}{line}: not readable as YAML: {what}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not readable as YAML: {error}") from None
+
+
+def read_file(path: Path) -> list[tuple[Key, Any]]:
+    """The texts of a config file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+    sections = _parse_yaml(text, str(path))
+    if sections in (None, ""):
+        return []
+    if not isinstance(sections, dict):
+        raise ConfigError(f"{path}: {_kind(sections)} came; accepted: sections with keys in them")
+    texts: list[tuple[Key, Any]] = []
+    for section, keys in sections.items():
+        if keys == "" and not isinstance(keys, Quoted):
+            continue  # a section whose keys are all commented out
+        if not isinstance(keys, dict):
+            raise ConfigError(
+                f"{path}: {section}: {_kind(keys)} came; accepted: a section with keys in it"
+            )
+        texts += [((section, key), text) for key, text in keys.items()]
+    return texts
+
+
+def read_flag(name: str, value: Any) -> tuple[Key, Any]:
+    """A named flag's `section.key` and its value, which is typed already."""
+    section, _, key = name.partition(".")
+    return (section, key), Quoted(value) if isinstance(value, str) else value
+
+
+def read_word(schema: type[BaseModel], word: str) -> tuple[Key, Any]:
+    """`train.learning_rate=1e-6` as its key and its text."""
+    name, equals, text = word.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        near = _nearest(schema, section, key) if dot else _nearest(schema, "", section)
+        hint = f" (did you mean {near}=...?)" if near else ""
+        raise ConfigError(f"'{word}': not a setting{hint}; accepted: section.key=value")
+    # Only lists are YAML's: a path or an id may hold characters that mean something to YAML.
+    is_list = text.lstrip().startswith("[")
+    return (section, key), _parse_yaml(text, name) if is_list else text.strip()
+
+
+def _nearest(schema: type[BaseModel], section: str, key: str) -> str | None:
+    """The key that was probably meant: in this section, else by its own name in any other."""
+    sections = _sections(schema)
+    close = difflib.get_close_matches(section, sections, n=1)
+    if close:
+        near = difflib.get_close_matches(key, sections[close[0]].model_fields, n=1)
+        if near:
+            return f"{close[0]}.{near[0]}"
+    homes = {field: name for name, model in sections.items() for field in model.model_fields}
+    near = difflib.get_close_matches(key, homes, n=1, cutoff=0.8)
+    return f"{homes[near[0]]}.{near[0]}" if near else None
+
+
+def convert(schema: type[BaseModel], name: Key, text: Any) -> Any:
+    """The value that a text means for this key; an unknown key raises.
+
+    What fits no type of the key is left as it is, for pydantic to refuse.
+    """
+    section, key = name
+    sections = _sections(schema)
+    if section in sections and key in sections[section].model_fields:
+        return _convert(text, sections[section].model_fields[key].annotation)
+    what = "key" if section in sections else "section"
+    if near := _nearest(schema, section, key):
+        hint = f"did you mean {near}?"
+    elif section in sections:
+        hint = f"accepted in {section}: {', '.join(sections[section].model_fields)}"
+    else:
+        hint = f"sections: {', '.join(sections)}"
+    raise ConfigError(f"{section}.{key}: unknown {what}; {hint}")
+
+
+def _convert(text: Any, annotation: Any) -> Any:
+    kinds = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
+    if isinstance(text, list):
+        inner = [get_args(kind)[0] for kind in kinds if get_origin(kind) is list]
+        return [_convert(item, inner[0]) for item in text] if inner else text
+    if not isinstance(text, str):
+        return text
+    quoted = isinstance(text, Quoted)
+    if NoneType in kinds and text in NULLS and not quoted:
+        return None
+    if quoted or any(kind is str or get_origin(kind) is Literal for kind in kinds):
+        return str(text)
+    if text in ("true", "false"):
+        return text == "true"
+    return _number(text)
+
+
+def _number(text: str) -> int | float | str:
+    if re.fullmatch(r"[-+]?[0-9][0-9_]*", text):
+        return int(text.replace("_", ""))
+    if re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text):
+        return float(text)
+    return text
+
+
+def problems(error: ValidationError) -> list[str]:
+    """pydantic's findings in our words, one line each."""
+    return [_problem(details) for details in error.errors(include_url=False)]
+
+
+def _problem(details: ErrorDetails) -> str:
+    own = details.get("ctx", {}).get("error")
+    if isinstance(own, ValueError):  # our own check wrote the whole line
+        return str(own)
+    names = {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "bool_type": "true or false",
+        "string_type": "a string",
+        "string_too_short": "a string that is not empty",
+        "list_type": "a list, as in [a, b]",
+        "finite_number": "a finite number",
+    }
+    message = re.sub(r"^Input should (be|have) (a valid )?", "", details["msg"])
+    accepted = names.get(details["type"], message[0].lower() + message[1:])
+    key = ".".join(map(str, details["loc"]))
+    came = details["input"]
+    shown = "null" if came is None else str(came).lower() if isinstance(came, bool) else repr(came)
+    return f"{key}: {shown} came; accepted: {accepted}"
+
+
+def commented_yaml(config: BaseModel) -> str:
+    """Every key under its docstring as a comment; `read_file` reads it back to the same values."""
+    blocks = []
+    for section, model in _sections(type(config)).items():
+        lines = [*_comment(model.__doc__ or "", ""), f"{section}:"]
+        for key, field in model.model_fields.items():
+            lines += _comment(field.description or "", "  ")
+            lines.append(f"  {key}: {_yaml_value(getattr(getattr(config, section), key))}")
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()),
+        width=98,
+        initial_indent=f"{indent}# ",
+        subsequent_indent=f"{indent}# ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _yaml_value(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=2**31, allow_unicode=True)
+    return ENDS_OF_YAML.sub("", text)
+
+
+def _sections(schema: type[BaseModel]) -> Mapping[str, type[BaseModel]]:
+    found = {name: field.annotation for name, field in schema.model_fields.items()}
+    return {name: model for name, model in found.items() if _is_model(model)}  # type: ignore[misc]
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "a list"
+    return "a mapping" if isinstance(value, Mapping) else f"'{value}'"

@@ -1,0 +1,260 @@
+"""Rows to prompts: the endless stream that a run draws from.
+
+    task (generated)  ─┐
+    .jsonl, .parquet  ─┼─► open_prompts ─► PromptStream.prompt(index) ─► Prompt
+    hub id            ─┘
+
+Floor 1: knows rows, no tokens and no model. What is wrong with the data is found when it is
+opened, before a process is started.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import os
+import re
+import ssl
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import numpy as np
+import numpy.typing as npt
+
+from easyrl.config import Config, ConfigError
+from easyrl.data.chat import what_is_wrong
+from easyrl.types import Prompt
+
+TASKS = {"arithmetic": "easyrl.tasks.arithmetic"}
+"""Named presets: a module with `train_prompts(seed)`, `held_out_prompts()` and `score`."""
+
+OTHER_FORMATS = {".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip", ".yaml"}
+RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}
+"""Arguments of a reward function that are not columns."""
+HUB_TIMEOUT_SECONDS = 5.0
+
+
+class PromptStream(Protocol):
+    """Prompts without end: `prompt(i)` is the same whenever and wherever it is asked."""
+
+    @property
+    def epoch_length(self) -> int | None:
+        """Rows of the data set; None where prompts are generated."""
+        ...
+
+    def prompt(self, index: int) -> Prompt: ...
+
+    def held_out(self) -> list[Prompt]:
+        """Prompts that training never sees; empty where the data has none."""
+        ...
+
+
+def open_prompts(config: Config) -> PromptStream:
+    """Open `data.dataset`. Raises ConfigError where it cannot be used."""
+    name = config.data.dataset
+    if name in TASKS:
+        _refuse_hub_keys(config, "a task")
+        return TaskStream(name, config.runtime.seed)
+    path = Path(name).expanduser()
+    if path.suffix in (".jsonl", ".parquet"):
+        _refuse_hub_keys(config, "a file")
+        if not path.is_file():
+            raise ConfigError(f"data.dataset (--dataset): there is no file '{name}'")
+        if path.suffix == ".jsonl":
+            rows, lines = read_jsonl(path)
+            return RowStream(rows, lambda row: f"{path}:{lines[row]}", config)
+        rows = _load_parquet(path)
+    elif path.suffix in OTHER_FORMATS or path.exists():
+        raise ConfigError(
+            f"data.dataset (--dataset): '{name}' came; accepted: a .jsonl or .parquet file"
+        )
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        rows = _load_dataset(name, name, name=config.data.subset, split=config.data.split)
+    else:
+        near = difflib.get_close_matches(name, TASKS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(
+            f"data.dataset (--dataset): '{name}' is no task{hint}; accepted: "
+            f"{', '.join(TASKS)}, a .jsonl or .parquet file, or a hub id (owner/name)"
+        )
+    return RowStream(rows, lambda row: f"{name}, row {row} (counted from 0)", config)
+
+
+class TaskStream:
+    """A task's generated problems."""
+
+    def __init__(self, task: str, seed: int) -> None:
+        self._task = importlib.import_module(TASKS[task])
+        self._train_prompts = self._task.train_prompts(seed)
+
+    @property
+    def epoch_length(self) -> None:
+        return None
+
+    def prompt(self, index: int) -> Prompt:
+        prompt: Prompt = self._train_prompts[index]
+        return prompt
+
+    def held_out(self) -> list[Prompt]:
+        prompts: list[Prompt] = self._task.held_out_prompts()
+        return prompts
+
+
+class RowStream:
+    """A finite data set, epoch after epoch, each in an order of its own."""
+
+    def __init__(
+        self, rows: Sequence[dict[str, Any]], place_of: Callable[[int], str], config: Config
+    ) -> None:
+        """`place_of(i)` says where row i stands, for errors."""
+        self._column = config.data.prompt_column
+        self._rows = rows
+        self._shuffle = config.data.shuffle
+        self._seed = config.runtime.seed
+        if len(rows) == 0:
+            raise ConfigError(f"data.dataset (--dataset): '{config.data.dataset}' has no rows")
+        self._check_columns()
+        for row, content in enumerate(self._contents()):
+            if wrong := what_is_wrong(content):
+                raise ConfigError(
+                    f"{place_of(row)}: column '{self._column}' (data.prompt_column): {wrong}; "
+                    'accepted: a string, or chat messages [{"role": ..., "content": ...}]'
+                )
+        self._order = lru_cache(maxsize=2)(self._draw_order)
+
+    def _check_columns(self) -> None:
+        names = getattr(self._rows, "column_names", None) or list(self._rows[0])  # all have all
+        if self._column not in names:
+            raise ConfigError(
+                f"data.prompt_column: there is no column '{self._column}'; "
+                f"the data has: {', '.join(names)}"
+            )
+        if taken := RESERVED_COLUMNS & set(names) - {self._column}:
+            raise ConfigError(
+                f"data.dataset (--dataset): column '{taken.pop()}' has the name of an argument "
+                "that every reward function gets; rename it"
+            )
+
+    def _contents(self) -> list[Any]:
+        if isinstance(self._rows, list):
+            return [row[self._column] for row in self._rows]
+        column: list[Any] = self._rows.data.column(self._column).to_pylist()  # type: ignore[attr-defined]
+        return column
+
+    @property
+    def epoch_length(self) -> int:
+        return len(self._rows)
+
+    def prompt(self, index: int) -> Prompt:
+        epoch, place = divmod(index, len(self._rows))
+        columns = dict(self._rows[int(self._order(epoch)[place])])
+        return Prompt(index, columns.pop(self._column), columns)
+
+    def held_out(self) -> list[Prompt]:
+        return []
+
+    def _draw_order(self, epoch: int) -> npt.NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(len(self._rows))
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
+
+
+def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The rows of a JSONL file and their line numbers. Blank lines are skipped.
+
+    Every row gets every column that any row has; None where a line does not name it.
+    """
+    rows: list[dict[str, Any]] = []
+    numbers: list[int] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if not text:
+                    continue
+                row = json.loads(text)
+            except ValueError as error:  # of the encoding, the grammar, or an absurd number
+                raise ConfigError(f"{path}:{number}: not readable as JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ConfigError(
+                    f"{path}:{number}: {text[:40]} came; accepted: one JSON object per line"
+                )
+            rows.append(row)
+            numbers.append(number)
+    blank = dict.fromkeys(name for row in rows for name in row)
+    return [blank | row for row in rows], numbers
+
+
+def _refuse_hub_keys(config: Config, what: str) -> None:
+    for key in ("subset", "split"):
+        value = getattr(config.data, key)
+        if value != type(config.data).model_fields[key].default:
+            raise ConfigError(
+                f"data.{key}: '{value}' came, but '{config.data.dataset}' is {what} "
+                f"and has none; only a hub data set has"
+            )
+
+
+def _load_parquet(path: Path) -> Any:
+    import pyarrow.parquet
+
+    try:
+        num_rows = pyarrow.parquet.read_metadata(path).num_rows
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(
+            f"data.dataset (--dataset): '{path}' is not readable as parquet: {_first_line(error)}"
+        ) from error
+    # `datasets` fails on a file without rows.
+    return (
+        _load_dataset(str(path), "parquet", data_files=str(path), split="train") if num_rows else []
+    )
+
+
+def _load_dataset(shown: str, source: str, **options: Any) -> Any:
+    """`datasets.load_dataset`, quiet, ending soon, and with errors that say what to do."""
+    import datasets
+    import huggingface_hub
+
+    datasets.disable_progress_bars()
+    offline = (datasets.config, "HF_HUB_OFFLINE"), (huggingface_hub.constants, "HF_HUB_OFFLINE")
+    before = [getattr(module, name) for module, name in offline]
+    # Left alone the hub's client retries an unreachable hub for half a minute. Offline it takes
+    # what is in the cache and fails at once on what is not.
+    if source == shown and not any(before) and not _hub_answers():
+        for module, name in offline:
+            setattr(module, name, True)
+    try:
+        return datasets.load_dataset(source, **options)
+    except (ConnectionError, TimeoutError) as error:
+        raise ConfigError(
+            f"data.dataset (--dataset): the hub cannot be reached for '{shown}', and it is not in "
+            f"the cache: {_first_line(error)}. Check the network (HF_ENDPOINT names a mirror), or "
+            "give a .jsonl or .parquet file"
+        ) from error
+    except Exception as error:  # datasets raises a kind of its own for every format
+        why = _first_line(error.__cause__ or error)
+        raise ConfigError(f"data.dataset (--dataset): '{shown}' cannot be loaded: {why}") from error
+    finally:
+        for (module, name), value in zip(offline, before, strict=True):
+            setattr(module, name, value)
+
+
+def _hub_answers() -> bool:
+    request = Request(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", method="HEAD")
+    try:
+        urlopen(request, timeout=HUB_TIMEOUT_SECONDS).close()
+    except HTTPError:
+        return True  # an answer, whatever it says
+    except OSError as error:
+        # Certificates are the client's business: it may know more of them.
+        return isinstance(getattr(error, "reason", None), ssl.SSLError)
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,75 @@
+"""The only file that spells cuda, npu, nccl, hccl and visible-devices variables.
+
+Floor 0: names and counts of devices, the communication backend between them, CPU cores.
+torch is imported only inside functions.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+LOOPBACK_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "HCCL_SOCKET_IFNAME": "lo",
+}
+"""Set in every worker before torch is imported: nothing listens beyond loopback."""
+
+DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Also set where a run must give the same bits every time."""
+
+
+def num_cores() -> int:
+    """CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def accelerator() -> tuple[str, int]:
+    """Kind and number of the accelerators that torch sees: ("cpu", 0) where there is none."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return "cpu", 0
+    current = torch.accelerator.current_accelerator()
+    assert current is not None
+    return current.type, torch.accelerator.device_count()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def communication_device(device: str, *, shared: bool) -> str:
+    """Where buffers of a collective live. Two ranks on one accelerator go through the CPU:
+    NCCL and HCCL refuse them."""
+    return "cpu" if shared else device
+
+
+def make_process_group(device: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A process group of its own, beside torch's default world, for buffers on `device`."""
+    import torch
+    import torch.distributed as dist
+
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    if kind == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    if kind == "npu":
+        from torch_npu._C._distributed_c10d import ProcessGroupHCCL  # type: ignore[import-not-found]
+
+        return ProcessGroupHCCL(store, rank, size, timeout)
+    raise ValueError(f"devices: no communication backend for device '{device}'")

@@ -1,0 +1,305 @@
+"""The embedded engine: transformers' own model code under a continuous-batching loop.
+
+    submit ─► waiting groups ─► prompt prefilled once ─► sequences ready ─► rows ─► finished groups
+
+One forward per step carries the newest token of every row in flight and, when few sequences are
+ready to start, the prompts of the next groups. A finished row is taken over by the next ready
+sequence in the same step; when there is none, the last row moves into its place, so a finished
+row costs nothing. Groups are served first come, first served; which tokens a step computes is a
+function of the requests and the sampled tokens alone, never of a clock (invariant 5).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from easyrl.engines.base import FinishedGroup, GroupRequest
+from easyrl.engines.kv_cache import KVCache, PromptCache, StepLayout
+from easyrl.engines.sampling import sample, uniform_stream
+from easyrl.model.policy import Policy
+from easyrl.types import Completion, WeightPiece
+
+MAX_PREFILL_TOKENS = 2048
+"""Prompt tokens of one step, unless a single prompt is longer: bounds the delay of a step."""
+
+
+@dataclass(slots=True)
+class _Group:
+    request: GroupRequest
+    prompt: PromptCache = field(default_factory=PromptCache)
+    completions: dict[int, Completion] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    group: _Group
+    sample_index: int
+    limit: int  # completion tokens at most
+    uniforms: np.ndarray[Any, np.dtype[np.float64]]  # [limit]
+    first_token: int = 0
+    first_logprob: float = 0.0
+
+
+class EmbeddedEngine:
+    """Continuous batching over `num_rows` preallocated rows (see `engines.base.Engine`)."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        num_rows: int,
+        max_prompt_length: int,
+        max_completion_length: int,
+        temperature: float,
+        seed: int,
+        ignore_eos: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.max_prompt_length = max_prompt_length
+        self.max_completion_length = max_completion_length
+        self.temperature = temperature
+        self.seed = seed
+        self._eos = np.asarray([] if ignore_eos else policy.eos_token_ids, dtype=np.int64)
+        self._cache = KVCache(num_rows, max_prompt_length + max_completion_length)
+        self._waiting: deque[GroupRequest] = deque()
+        self._ready: deque[_Sequence] = deque()
+        self._finished: list[FinishedGroup] = []
+        # Row state; the first _num_active rows are in flight.
+        self._num_active = 0
+        self._sequences: list[_Sequence | None] = [None] * num_rows
+        self._positions = np.zeros(num_rows, dtype=np.int64)  # of the newest token
+        self._counts = np.zeros(num_rows, dtype=np.int64)  # completion tokens so far
+        self._limits = np.zeros(num_rows, dtype=np.int64)
+        shape = (num_rows, max_completion_length)
+        self._uniforms = np.zeros(shape, dtype=np.float64)
+        self._tokens = np.zeros(shape, dtype=np.int32)
+        self._logprobs = np.zeros(shape, dtype=np.float32)
+        self._row_state: list[np.ndarray[Any, Any]] = [
+            self._positions,
+            self._counts,
+            self._limits,
+            self._uniforms,
+            self._tokens,
+            self._logprobs,
+        ]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._num_active or self._ready or self._waiting or self._finished)
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that take part in the next step."""
+        return self._num_active
+
+    def submit(self, request: GroupRequest) -> None:
+        if not 0 < len(request.prompt_ids) <= self.max_prompt_length:
+            raise ValueError(
+                f"data.max_prompt_length: a prompt must have 1 to {self.max_prompt_length} tokens; "
+                f"prompt {request.key} has {len(request.prompt_ids)}. "
+                "Raise data.max_prompt_length or shorten the prompt"
+            )
+        lengths = request.completion_lengths
+        if lengths is not None and not 1 <= min(lengths) <= max(lengths) <= (
+            self.max_completion_length
+        ):
+            raise ValueError(
+                f"completion lengths must lie in 1..{self.max_completion_length}; got {lengths}"
+            )
+        self._waiting.append(request)
+
+    def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
+        if self.has_work:
+            raise RuntimeError("weights arrived while sequences of the old policy are in flight")
+        self.policy.load_weights(pieces)
+
+    @torch.inference_mode()
+    def step(self) -> list[FinishedGroup]:
+        prefill = self._choose_prefill()
+        if self._num_active or prefill:
+            self._forward_and_sample(prefill)
+        self._start_ready_rows()
+        finished, self._finished = self._finished, []
+        return finished
+
+    # -- what a step computes ---------------------------------------------------------------
+
+    def _choose_prefill(self) -> list[_Group]:
+        """The next groups to prefill: none while enough sequences are ready to take over rows."""
+        rows = self._cache.num_rows
+        free = rows - self._num_active
+        if len(self._ready) >= free + max(1, rows // 16) or not self._waiting:
+            return []
+        wanted = free + max(1, rows // 4) - len(self._ready)
+        groups: list[_Group] = []
+        tokens = 0
+        while self._waiting and wanted > 0:
+            request = self._waiting[0]
+            tokens += len(request.prompt_ids)
+            if groups and tokens > MAX_PREFILL_TOKENS:
+                break
+            groups.append(_Group(self._waiting.popleft()))
+            wanted -= request.num_generations
+        return groups
+
+    def _forward_and_sample(self, prefill: list[_Group]) -> None:
+        n = self._num_active
+        logits, prompts = self._forward([group.request.prompt_ids for group in prefill])
+        starting: list[_Sequence] = []
+        for group, prompt in zip(prefill, prompts, strict=True):
+            group.prompt = prompt
+            starting += self._new_sequences(group)
+        counts = self._counts[:n]
+        uniforms = np.concatenate(
+            [self._uniforms[np.arange(n), counts], [s.uniforms[0] for s in starting]]
+        )
+        if starting:  # the last prompt token predicts the first token of all G completions
+            repeats = torch.tensor([1] * n + [g.request.num_generations for g in prefill])
+            logits = logits.repeat_interleave(repeats.to(logits.device), dim=0)
+        tokens, logprobs = sample(
+            logits, torch.from_numpy(uniforms).to(logits.device), self.temperature
+        )
+        new_tokens, new_logprobs = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        for sequence, token, logprob in zip(
+            starting, new_tokens[n:], new_logprobs[n:], strict=True
+        ):
+            sequence.first_token, sequence.first_logprob = int(token), float(logprob)
+        self._ready.extend(starting)
+        self._advance(new_tokens[:n], new_logprobs[:n])
+
+    def _forward(self, prompts: list[Any]) -> tuple[Tensor, list[PromptCache]]:
+        """Logits of every active row and of every prompt's last token: [n + len(prompts), V]."""
+        n = self._num_active
+        device = self.policy.device
+        lengths = [len(prompt) for prompt in prompts]
+        rows = np.arange(n)
+        newest = self._tokens[rows, self._counts[:n] - 1]
+        positions = np.concatenate([self._positions[:n], *(np.arange(size) for size in lengths)])
+        ids = np.concatenate([newest, *(np.asarray(p, dtype=np.int64) for p in prompts)])
+        keep = np.concatenate([rows, n + np.cumsum(lengths, dtype=np.int64) - 1])
+        positions_on_device = torch.from_numpy(positions).to(device)
+        layout = StepLayout(
+            self._cache,
+            positions_on_device[:n],
+            longest=int(self._positions[:n].max(initial=-1)) + 1,
+            prompt_lengths=lengths,
+        )
+        logits = self.policy.forward(
+            torch.from_numpy(ids.astype(np.int64)).to(device),
+            positions_on_device,
+            layout,
+            logits_at=torch.from_numpy(keep).to(device),
+        )
+        return logits, layout.prompts
+
+    def _new_sequences(self, group: _Group) -> list[_Sequence]:
+        request = group.request
+        limits = request.completion_lengths or [self.max_completion_length] * (
+            request.num_generations
+        )
+        return [
+            _Sequence(group, i, limit, uniform_stream(self.seed, (*request.key, i), limit))
+            for i, limit in enumerate(limits)
+        ]
+
+    # -- rows ---------------------------------------------------------------------------------
+
+    def _advance(self, tokens: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any]) -> None:
+        """Write the sampled token of every active row; end rows that are complete."""
+        n = self._num_active
+        rows = np.arange(n)
+        counts = self._counts[:n]
+        self._tokens[rows, counts] = tokens
+        self._logprobs[rows, counts] = logprobs
+        counts += 1
+        self._positions[:n] += 1
+        stopped = np.isin(tokens, self._eos)
+        ended = np.flatnonzero(stopped | (counts >= self._limits[:n]))
+        for row in ended[::-1]:  # from the end, so that a moved row is never one still to be ended
+            self._end_row(int(row), stopped=bool(stopped[row]))
+
+    def _end_row(self, row: int, *, stopped: bool) -> None:
+        sequence, count = self._sequences[row], self._counts[row]
+        assert sequence is not None
+        self._complete(
+            sequence,
+            Completion(
+                self._tokens[row, :count].copy(),
+                self._logprobs[row, :count].copy(),
+                "stop" if stopped else "length",
+            ),
+        )
+        replacement = self._next_ready()
+        if replacement is not None:
+            self._start_rows([row], [replacement])
+            return
+        last = self._num_active - 1
+        if row != last:
+            self._cache.move_row(last, row, int(self._positions[last]))
+            for state in self._row_state:
+                state[row] = state[last]
+            self._sequences[row] = self._sequences[last]
+        self._sequences[last] = None
+        self._num_active = last
+
+    def _next_ready(self) -> _Sequence | None:
+        """The next sequence that needs a row. One whose first token ends it never does."""
+        while self._ready:
+            sequence = self._ready.popleft()
+            stopped = sequence.first_token in self._eos
+            if not stopped and sequence.limit > 1:
+                return sequence
+            self._complete(
+                sequence,
+                Completion(
+                    np.array([sequence.first_token], dtype=np.int32),
+                    np.array([sequence.first_logprob], dtype=np.float32),
+                    "stop" if stopped else "length",
+                ),
+            )
+        return None
+
+    def _start_ready_rows(self) -> None:
+        """Fill free rows, the copies of one prompt in one go."""
+        while self._num_active < self._cache.num_rows:
+            batch: list[_Sequence] = []
+            while len(batch) < self._cache.num_rows - self._num_active:
+                sequence = self._next_ready()
+                if sequence is None:
+                    break
+                if batch and sequence.group is not batch[0].group:
+                    self._ready.appendleft(sequence)
+                    break
+                batch.append(sequence)
+            if not batch:
+                return
+            first = self._num_active
+            self._num_active += len(batch)
+            self._start_rows(list(range(first, self._num_active)), batch)
+
+    def _start_rows(self, rows: list[int], sequences: list[_Sequence]) -> None:
+        """Start sequences of one group in `rows`."""
+        group = sequences[0].group
+        self._cache.start_rows(torch.tensor(rows, device=self.policy.device), group.prompt)
+        for row, sequence in zip(rows, sequences, strict=True):
+            self._sequences[row] = sequence
+            self._positions[row] = len(group.request.prompt_ids)
+            self._counts[row] = 1
+            self._limits[row] = sequence.limit
+            self._uniforms[row, : sequence.limit] = sequence.uniforms
+            self._tokens[row, 0] = sequence.first_token
+            self._logprobs[row, 0] = sequence.first_logprob
+
+    def _complete(self, sequence: _Sequence, completion: Completion) -> None:
+        group = sequence.group
+        group.completions[sequence.sample_index] = completion
+        if len(group.completions) == group.request.num_generations:
+            ordered = [group.completions[i] for i in range(group.request.num_generations)]
+            self._finished.append(FinishedGroup(group.request, ordered))

@@ -1,0 +1,1 @@
+"""Load, forward and save a causal language model: knows tokens, not tasks."""

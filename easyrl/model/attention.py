@@ -1,0 +1,189 @@
+"""The one attention function of EasyRL, registered with transformers.
+
+A model loaded with `attn_implementation="easyrl"` builds no mask of its own. Every forward
+hands a *layout* through the model's keyword arguments:
+
+    model(input_ids, position_ids=..., attention_layout=layout)
+
+and each layer calls `layout.attend(...)`. The layout knows which tokens of the row belong
+together; the model's code is not touched. The trainer's layout is `PackedSequences`; the
+embedded engine brings its own, which reads and writes a KV cache.
+
+Shapes: T tokens of the packed row, B sequences, L longest of them, Hq query heads,
+Hkv key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ATTENTION_NAME = "easyrl"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSettings:
+    """What a layer asks of its attention besides query, key and value."""
+
+    layer: int
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+
+
+class AttentionLayout(Protocol):
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        """Attention over the packed row: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]."""
+        ...
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="easyrl"` known to transformers."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,  # [1, Hq, T, D]
+    key: Tensor,  # [1, Hkv, T, D]
+    value: Tensor,  # [1, Hkv, T, D]
+    attention_mask: Tensor | None,
+    *,
+    attention_layout: AttentionLayout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if s_aux is not None:
+        raise ValueError(
+            f"model.path: {type(module).__name__} has attention sinks, which EasyRL's attention "
+            "cannot compute exactly; choose a model without them"
+        )
+    settings = AttentionSettings(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    output = attention_layout.attend(
+        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), settings
+    )
+    return output.unsqueeze(0), None
+
+
+class PackedSequences:
+    """Several whole sequences one after another in a row, each causal on its own.
+
+    Linear layers see no padding. Attention alone is padded to the longest sequence of the row:
+    behind a causal mask the padding is never looked at.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        sizes = np.asarray(lengths, dtype=np.int64)
+        longest = int(sizes.max())
+        inside = np.arange(longest)[None, :] < sizes[:, None]  # [B, L]
+        starts = np.cumsum(sizes) - sizes
+        source = np.where(inside, starts[:, None] + np.arange(longest)[None, :], 0)
+        self.num_sequences = len(sizes)
+        self.longest = longest
+        self._token_of_cell = torch.from_numpy(source.reshape(-1)).to(device)  # [B*L]
+        self._cell_of_token = torch.from_numpy(np.flatnonzero(inside)).to(device)  # [T]
+        self._padding = torch.from_numpy(~inside.reshape(-1)).to(device)  # [B*L]
+        self._has_padding = bool((~inside).any())
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        q, k, v = (self._spread(x).transpose(1, 2) for x in (query, key, value))
+        repeats = q.shape[1] // k.shape[1]
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        output = causal_attention(q, k, v, settings)
+        return self._gather(output.transpose(1, 2))
+
+    def _spread(self, tokens: Tensor) -> Tensor:
+        """[T, H, D] -> [B, L, H, D]"""
+        shape = (self.num_sequences, self.longest, *tokens.shape[1:])
+        if not self._has_padding:
+            return tokens.reshape(shape)
+        return _select_once(tokens, self._token_of_cell, self._cell_of_token).view(shape)
+
+    def _gather(self, cells: Tensor) -> Tensor:
+        """[B, L, H, D] -> [T, H, D]"""
+        flat = cells.reshape(-1, *cells.shape[2:])
+        if not self._has_padding:
+            return flat
+        return _select_once(flat, self._cell_of_token, self._token_of_cell, self._padding)
+
+
+def _select_once(
+    source: Tensor, index: Tensor, inverse: Tensor, unselected: Tensor | None = None
+) -> Tensor:
+    """`index_select` whose inverse is known, so that its backward is a gather too.
+
+    Rows of the source that `unselected` marks are not in `index`: their gradient is zero.
+    """
+    selected: Tensor = _SelectOnce.apply(source, index, inverse, unselected)  # type: ignore[no-untyped-call]
+    return selected
+
+
+class _SelectOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, source: Tensor, index: Tensor, inverse: Tensor, unselected: Tensor | None
+    ) -> Tensor:
+        ctx.inverse, ctx.unselected = inverse, unselected
+        return source.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = gradients[0].contiguous().index_select(0, ctx.inverse)
+        if ctx.unselected is not None:
+            gradient.masked_fill_(ctx.unselected.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
+        return gradient, None, None, None
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+) -> Tensor:
+    """Causal attention of whole sequences: 3 x [B, Hq, L, D] -> [B, Hq, L, D]."""
+    length = query.shape[2]
+    window = settings.sliding_window
+    if settings.softcap is None and (window is None or window >= length):
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=settings.scaling
+        )
+    positions = torch.arange(length, device=query.device)
+    distance = positions[:, None] - positions[None, :]
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    if settings.softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, scale=settings.scaling
+        )
+    bias = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
+    return unfused_attention(query, key, value, bias, settings)
+
+
+def unfused_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, settings: AttentionSettings
+) -> Tensor:
+    """softmax(softcap(q·k·scaling) + bias)·v, for what the fused kernels do not offer."""
+    scores = torch.matmul(query, key.transpose(-1, -2)) * settings.scaling
+    if settings.softcap is not None:
+        scores = torch.tanh(scores / settings.softcap) * settings.softcap
+    weights = torch.softmax(scores + bias, dim=-1, dtype=torch.float32)
+    return torch.matmul(weights.to(value.dtype), value)

@@ -1,0 +1,134 @@
+"""A causal language model as EasyRL uses it: packed tokens in, logits at chosen places out.
+
+Loads any Hugging Face causal-LM folder or hub id whose attention goes through transformers'
+attention interface, and refuses what it could not compute exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from easyrl.model.attention import ATTENTION_NAME, AttentionLayout, register_attention
+from easyrl.types import WeightPiece
+
+BUILT_IN_MODELS = {"tiny": Path(__file__).parent.parent / "tasks" / "tiny"}
+
+
+def resolve_model(path: str) -> str:
+    """The folder of a built-in model, or `path` (a folder or hub id) as it is."""
+    return str(BUILT_IN_MODELS.get(path, path))
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(resolve_model(path), trust_remote_code=trust_remote_code)
+
+
+class Policy:
+    """The model on its device. `forward` takes T packed tokens without a batch dimension."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.eos_token_ids = _eos_token_ids(model)
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        device: torch.device | str = "cpu",
+        *,
+        trust_remote_code: bool = False,
+    ) -> Policy:
+        """Load in float32. Raises ValueError for a model that cannot be served exactly."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        register_attention()
+        folder = resolve_model(path)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        _check_servable(path, config)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=trust_remote_code,
+        )
+        if not getattr(model, "_supports_attention_backend", False):
+            raise ValueError(
+                f"model.path: {type(model).__name__} ({path}) does not go through transformers' "
+                "attention interface, so EasyRL cannot serve it exactly; choose another model"
+            )
+        return cls(model.to(device), torch.device(device))
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor
+    ) -> Tensor:
+        """Logits [K, V] at the places `logits_at` [K] of the packed row `input_ids` [T]."""
+        output = self.model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=logits_at,
+            attention_layout=layout,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight once (tied ones under their first name), in name order."""
+        yield from sorted(self.model.named_parameters())
+
+    def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
+        own = {name: tensor.data.view(-1) for name, tensor in self.model.named_parameters()}
+        for piece in pieces:
+            own[piece.name][piece.start : piece.start + len(piece.values)].copy_(piece.values)
+
+    def weights_sha256(self) -> str:
+        """SHA-256 over the bytes of all weights, in name order."""
+        digest = hashlib.sha256()
+        for name, tensor in self.named_weights():
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def save(self, folder: Path, tokenizer: Any) -> None:
+        """Write a Hugging Face folder that transformers and vLLM load as it is."""
+        self.model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _check_servable(path: str, config: Any) -> None:
+    text = config.get_text_config()
+    for index, kind in enumerate(getattr(text, "layer_types", None) or []):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(
+                f"model.path: layer {index} of {path} is of type {kind}; EasyRL serves full and "
+                "sliding-window attention exactly, and nothing approximately. Choose another model"
+            )
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {
+        value.get("rope_type") for value in rope.values() if isinstance(value, dict)
+    }
+    if changing := kinds & {"dynamic", "longrope"}:
+        raise ValueError(
+            f"model.path: {path} uses {changing.pop()} RoPE, whose factors depend on the longest "
+            "sequence beside a token, so packed rows would be wrong. Choose another model, or set "
+            "rope_type to 'default' in its config.json if your sequences stay short"
+        )
+
+
+def _eos_token_ids(model: Any) -> list[int]:
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = model.config.get_text_config().eos_token_id
+    if eos is None:
+        return []
+    return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]

@@ -1,0 +1,1 @@
+"""Events in, pictures and files out."""

@@ -1,0 +1,59 @@
+"""The run folder: what a run leaves behind (DESIGN.md, section 8)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from easyrl.config import Config, ConfigError, to_commented_yaml
+
+
+class RunFolder:
+    """`config.yaml` at the start, a line of `metrics.jsonl` per iteration, `summary.json` last."""
+
+    def __init__(self, config: Config) -> None:
+        """Make the folder. Raises ConfigError where it exists or cannot be made."""
+        self.path = Path(config.output.dir or _default_name(config)).expanduser()
+        try:
+            self.path.mkdir(parents=True)
+            (self.path / "config.yaml").write_text(to_commented_yaml(config))
+        except FileExistsError:
+            raise ConfigError(
+                f"output.dir (--output): '{self.path}' exists; accepted: a folder that does not, "
+                "so that no run is overwritten"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"output.dir (--output): '{self.path}' cannot be made: {error.strerror}; "
+                "accepted: a folder on a disk that can be written"
+            ) from None
+
+    @property
+    def model(self) -> Path:
+        """Where the final model goes: a Hugging Face folder."""
+        return self.path / "model"
+
+    def log_metrics(self, metrics: Mapping[str, Any]) -> None:
+        self._append("metrics.jsonl", metrics)
+
+    def log_sample(self, sample: Mapping[str, Any]) -> None:
+        self._append("samples.jsonl", sample)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        with (self.path / name).open("a") as file:  # whole lines, also when the run is cut off
+            file.write(json.dumps(line) + "\n")
+
+
+def _default_name(config: Config) -> str:
+    task = Path(config.data.dataset).stem
+    name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{task}"
+    suffix = 1
+    while Path(name + ("" if suffix == 1 else f"-{suffix}")).exists():
+        suffix += 1
+    return name + ("" if suffix == 1 else f"-{suffix}")

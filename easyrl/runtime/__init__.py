@@ -1,0 +1,1 @@
+"""Places, spawns, watches, stops: the runtime knows no tensor."""

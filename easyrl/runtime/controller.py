@@ -1,0 +1,236 @@
+"""The controller: the CLI's own process. It drives iterations and moves only small messages.
+
+One iteration (k from 0, policy_version = k):
+
+    controller              train worker                    rollout workers
+    ──────────────────────────────────────────────────────────────────────────────────
+    ExchangeWeights k ────► broadcast weights ════════════► receive; no sequence in flight
+    TrainIteration k ─────► wait for the first group
+    Generate prompts ─────────────────────────────────────► engine, rewards, advantages
+                            group ◄══════ ring ◄═══════════ group            (many times)
+                            forward, backward
+    ◄── GroupScored ──────────────────────────────────────  (small: rewards, lengths)
+                            last group in: optimizer step
+    ◄── IterationTrained ──
+    metrics.jsonl, one line of output; k + 1
+
+It consumes events, produces prompts and files, and waits only in `Supervisor.wait`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from easyrl import events
+from easyrl.channels.ring_buffer import RingBuffer
+from easyrl.channels.ring_layout import RingLayout
+from easyrl.config import Config
+from easyrl.data.datasets import PromptStream
+from easyrl.observe.run_folder import RunFolder
+from easyrl.rewards.loading import reward_names
+from easyrl.runtime.dispatch import Dispatcher
+from easyrl.runtime.iteration import IterationRecord
+from easyrl.runtime.launch import rollout_main, train_main
+from easyrl.runtime.placement import Placement
+from easyrl.runtime.supervisor import Supervisor, Worker
+from easyrl.runtime.totals import Totals
+from easyrl.types import Prompt
+from easyrl.workers.settings import WorkerSettings
+
+
+class Controller:
+    """One run, from spawned workers to the saved model."""
+
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        *,
+        prompts: PromptStream,
+        folder: RunFolder,
+        supervisor: Supervisor,
+        say: Callable[[str], None],
+        make_dispatcher: Callable[..., Dispatcher] = Dispatcher,
+    ) -> None:
+        self.config = config
+        self.placement = placement
+        self.prompts = prompts
+        self.folder = folder
+        self.supervisor = supervisor
+        self.say = say
+        self._make_dispatcher = make_dispatcher
+        self.reward_names = reward_names(config)
+        self.totals = Totals(placement.num_devices)
+        self.policy_version = 0
+        self._store_fd = os.memfd_create("easyrl-store")  # no name: nothing to leave behind
+
+    def run(self) -> dict[str, Any]:
+        """Train; returns what `summary.json` holds."""
+        self._start_workers()
+        held_out = self.prompts.held_out()
+        self._exchange_weights()
+        before = self._evaluate(0, held_out)
+        for iteration in range(self.config.train.iterations):
+            self._run_iteration(iteration)
+        after = None
+        if held_out:
+            self._exchange_weights()
+            after = self._evaluate(1, held_out)
+        sha256 = self._save_model()
+        return self.totals.summary(
+            self.config.train.iterations, self.policy_version, before, after, sha256
+        )
+
+    # -- workers --------------------------------------------------------------------------------
+
+    def _start_workers(self) -> None:
+        rollout, data = self.config.rollout, self.config.data
+        num_rollout = self.placement.infer.count
+        ring = RingBuffer(
+            RingLayout(
+                num_slots=self.config.ring_slots,
+                num_generations=rollout.num_generations,
+                max_prompt_length=data.max_prompt_length,
+                max_completion_length=rollout.max_completion_length,
+                num_owners=num_rollout + self.placement.train.count,
+            )
+        )
+        self.rollout_workers = [
+            self._spawn("rollout", number, number, ring) for number in range(num_rollout)
+        ]
+        self.train_worker = self._spawn("train", 0, num_rollout, ring)
+        ring.close()  # the workers have their own descriptors
+        not_ready = {worker.name for worker in self._workers}
+        while not_ready:
+            for worker, event in self.supervisor.wait():
+                assert isinstance(event, events.Ready)
+                not_ready.remove(worker.name)
+        self.dispatcher = self._make_dispatcher(self.rollout_workers, self.config, self.placement)
+        for rank, worker in enumerate(self._workers):
+            worker.send(events.JoinWeights(membership=0, rank=rank, size=len(self._workers)))
+
+    @property
+    def _workers(self) -> list[Worker]:
+        """The members of the weight channel, in the order of their ranks."""
+        return [self.train_worker, *self.rollout_workers]
+
+    def _spawn(self, role: str, number: int, owner_id: int, ring: RingBuffer) -> Worker:
+        place = self.placement
+        is_rollout = role == "rollout"
+        settings = WorkerSettings(
+            name=f"{role}-{number}",
+            owner_id=owner_id,
+            config=self.config,
+            device=place.device_name(place.infer if is_rollout else place.train, number),
+            shares_device=place.shares_device,
+            num_threads=place.infer_threads if is_rollout else place.train_threads,
+            max_concurrent_groups=place.max_concurrent_groups,
+            store_path=f"/proc/{os.getpid()}/fd/{self._store_fd}",
+        )
+        target = rollout_main if is_rollout else train_main
+        return self.supervisor.spawn(settings.name, target, settings, ring)
+
+    # -- phases of a run ------------------------------------------------------------------------
+
+    def _exchange_weights(self) -> float:
+        """Bring the trainer's weights to all rollout workers; returns the seconds it took."""
+        started = time.monotonic()
+        for worker in self._workers:
+            worker.send(events.ExchangeWeights(self.policy_version))
+        waiting = len(self._workers)
+        for event in self._events():
+            assert isinstance(event, events.WeightsExchanged)
+            waiting -= 1
+            if waiting == 0:
+                break
+        return time.monotonic() - started
+
+    def _run_iteration(self, iteration: int) -> None:
+        train = self.config.train
+        started = time.monotonic()
+        record = IterationRecord(iteration, weights_seconds=self._exchange_weights())
+        first = iteration * train.prompts_per_iteration
+        prompts = [self.prompts.prompt(first + i) for i in range(train.prompts_per_iteration)]
+        self.train_worker.send(events.TrainIteration(iteration, first))
+        self.dispatcher.start(iteration, prompts)
+        while record.trained is None or len(record.groups) < len(prompts):
+            for worker, event in self.supervisor.wait():
+                match event:
+                    case events.GroupScored():
+                        record.add_group(worker.name, event, time.monotonic() - started)
+                        self.dispatcher.on_group(worker)
+                        self._write_samples(event)
+                    case events.IterationTrained():
+                        record.trained = event
+                    case _:
+                        raise AssertionError(f"{worker.name} sent {event}")
+        self._finish_iteration(record, time.monotonic() - started)
+
+    def _finish_iteration(self, record: IterationRecord, seconds: float) -> None:
+        trained = record.trained
+        assert trained is not None
+        if trained.groups_trained != self.config.train.prompts_per_iteration:
+            raise RuntimeError(
+                f"iteration {record.iteration} trained {trained.groups_trained} groups, "
+                f"{self.config.train.prompts_per_iteration} were due"
+            )
+        self.policy_version = trained.policy_version
+        metrics = record.metrics(self.reward_names)
+        metrics |= self.totals.add_iteration(record, metrics["reward"], seconds)
+        line = {"iteration": record.iteration, "policy_version": self.policy_version, **metrics}
+        self.folder.log_metrics(line)
+        self.say(
+            f"iteration {record.iteration + 1}/{self.config.train.iterations}  "
+            f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.1f}  "
+            f"loss {metrics['loss']:+.4f}  grad_norm {metrics['grad_norm']:.3f}  "
+            f"{seconds:.2f} s  {metrics['perf/tokens_per_second']:.0f} tokens/s"
+        )
+        if metrics["num_updates_not_finite"]:
+            self.say(
+                f"iteration {record.iteration + 1}: loss or gradient was not finite; the update "
+                "was dropped (lower train.learning_rate if this goes on)"
+            )
+
+    def _write_samples(self, group: events.GroupScored) -> None:
+        for sample in group.samples:
+            self.folder.log_sample(
+                {
+                    "iteration": group.iteration,
+                    "prompt_index": group.prompt_index,
+                    "prompt": group.prompt,
+                    "completion": sample.completion,
+                    "reward": sample.reward,
+                    "advantage": sample.advantage,
+                }
+            )
+
+    def _evaluate(self, round_: int, held_out: list[Prompt]) -> float | None:
+        """Mean reward of one completion each of the held-out prompts, with the current weights."""
+        if not held_out:
+            return None
+        workers = self.rollout_workers
+        for number, worker in enumerate(workers):
+            worker.send(events.Evaluate(round_, held_out[number :: len(workers)]))
+        rewards: dict[int, float] = {}
+        for event in self._events():
+            assert isinstance(event, events.PromptEvaluated)
+            rewards[event.prompt_index] = event.reward
+            if len(rewards) == len(held_out):
+                break
+        accuracy = sum(rewards[prompt.index] for prompt in held_out) / len(held_out)
+        self.say(f"held-out accuracy {accuracy:.3f} ({len(held_out)} problems)")
+        return accuracy
+
+    def _save_model(self) -> str:
+        self.train_worker.send(events.SaveModel(str(self.folder.model)))
+        saved = next(self._events())
+        assert isinstance(saved, events.ModelSaved)
+        return saved.weights_sha256
+
+    def _events(self) -> Iterator[events.Event]:
+        while True:
+            for _, event in self.supervisor.wait():
+                yield event

@@ -1,0 +1,60 @@
+"""What the controller learns of one iteration, and the metrics it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from easyrl import events
+
+
+@dataclass(slots=True)
+class IterationRecord:
+    """Filled by events from both groups while the iteration runs."""
+
+    iteration: int
+    groups: list[events.GroupScored] = field(default_factory=list)
+    trained: events.IterationTrained | None = None
+    weights_seconds: float = 0.0
+    first_group_seconds: float = 0.0
+    """From the iteration's start to its first finished group."""
+    _engine_seconds: dict[str, float] = field(default_factory=dict)
+
+    def add_group(self, worker: str, group: events.GroupScored, seconds: float) -> None:
+        """A group came from `worker`, so many seconds after the iteration's start."""
+        if not self.groups:
+            self.first_group_seconds = seconds
+        self.groups.append(group)
+        self._engine_seconds[worker] = group.busy_seconds
+
+    @property
+    def infer_seconds(self) -> float:
+        """Busy time of an engine, mean over the engines."""
+        return sum(self._engine_seconds.values()) / max(1, len(self._engine_seconds))
+
+    def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
+        """TRL's names where it has one (DESIGN.md, section 6)."""
+        assert self.trained is not None
+        # Events come in order of arrival: sort, so that sums do not depend on it.
+        groups = sorted(self.groups, key=lambda group: group.prompt_index)
+        rewards = np.array([group.rewards for group in groups])  # [N, G]
+        lengths = np.concatenate([group.completion_lengths for group in groups])
+        metrics = {
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std(axis=1, ddof=1).mean()),
+            "frac_reward_zero_std": float((rewards == rewards[:, :1]).all(axis=1).mean()),
+            "completions/mean_length": float(lengths.mean()),
+            "completions/min_length": float(lengths.min()),
+            "completions/max_length": float(lengths.max()),
+            "completions/clipped_ratio": sum(g.num_truncated for g in groups) / rewards.size,
+        }
+        for number, name in enumerate(reward_names):
+            scores = np.array(
+                [group.rewards_by_function[number] for group in groups], dtype=np.float64
+            )
+            if not np.isnan(scores).all():
+                metrics[f"rewards/{name}/mean"] = float(np.nanmean(scores))
+                metrics[f"rewards/{name}/std"] = float(np.nanstd(scores))
+        return {**metrics, **self.trained.metrics}

@@ -1,0 +1,76 @@
+"""Inside a worker's process: set up the environment, then hand over to the worker.
+
+This module imports no torch, so that the environment is set before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+from easyrl import devices
+from easyrl.channels.ring_buffer import RingBuffer
+from easyrl.events import Failed, Ready
+from easyrl.lifeline import die_with_parent
+from easyrl.workers.settings import WorkerSettings
+
+
+def rollout_main(settings: WorkerSettings, ring: RingBuffer, control: Connection) -> None:
+    _run("easyrl.workers.rollout", "RolloutWorker", settings, ring, control)
+
+
+def train_main(settings: WorkerSettings, ring: RingBuffer, control: Connection) -> None:
+    _run("easyrl.workers.train", "TrainWorker", settings, ring, control)
+
+
+def _run(
+    module: str, name: str, settings: WorkerSettings, ring: RingBuffer, control: Connection
+) -> None:
+    started = time.monotonic()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller hears Ctrl-C and stops us
+    exit_code = 0
+    try:
+        _set_up_environment(settings)
+        worker_class = getattr(__import__(module, fromlist=[name]), name)
+        worker = worker_class(settings, ring.attach(settings.owner_id), control)
+        control.send(Ready(time.monotonic() - started))
+        worker.run()
+    except (EOFError, BrokenPipeError, SystemExit):
+        pass  # the controller is gone, or has told us to stop
+    except BaseException as error:
+        exit_code = 1
+        with contextlib.suppress(OSError):
+            control.send(
+                Failed(
+                    f"{type(error).__name__}: {error}",
+                    traceback.format_exc(),
+                    is_user_error=isinstance(error, ValueError),
+                )
+            )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # a process group stuck in a collective must not hold up the end
+
+
+def _set_up_environment(settings: WorkerSettings) -> None:
+    os.environ.update(devices.LOOPBACK_ENVIRONMENT)
+    os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    deterministic = settings.config.runtime.deterministic
+    if deterministic:
+        os.environ.update(devices.DETERMINISTIC_ENVIRONMENT)
+
+    import torch
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(settings.num_threads)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)

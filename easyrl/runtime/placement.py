@@ -1,0 +1,123 @@
+"""Which worker runs on which device, with how many threads and groups in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from easyrl import devices
+from easyrl.config import Config, ConfigError, DeviceSet, check_disjoint, parse_device_set
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    infer: DeviceSet
+    train: DeviceSet
+    accelerator: str
+    """Kind of the accelerators ("cpu" where there is none)."""
+    infer_threads: int
+    train_threads: int
+    max_concurrent_groups: int
+    """Per rollout worker."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of both groups; the CPU counts once per worker, a shared device once."""
+        return self.infer.count + self.train.count - int(self.shares_device)
+
+    @property
+    def shares_device(self) -> bool:
+        return self.infer.kind == "accelerator" and self.infer == self.train
+
+    def device_name(self, devices_of_group: DeviceSet, number: int) -> str:
+        """The name torch knows worker `number`'s device by."""
+        if devices_of_group.kind == "cpu":
+            return "cpu"
+        return f"{self.accelerator}:{devices_of_group.indices[number]}"
+
+
+def resolve_placement(config: Config) -> Placement:
+    """Choose what the config leaves open. Raises ConfigError for devices that are not there."""
+    wanted = {
+        key: None if text is None else parse_device_set(text, f"devices.{key}")
+        for key, text in (("infer", config.devices.infer), ("train", config.devices.train))
+    }
+    kind, count = "cpu", 0
+    if any(devices_ is None or devices_.kind == "accelerator" for devices_ in wanted.values()):
+        kind, count = devices.accelerator()
+    infer = wanted["infer"] or _default("infer", count, wanted["train"])
+    train = wanted["train"] or _default("train", count, infer)
+    for key, devices_ in (("infer", infer), ("train", train)):
+        _check_present(key, devices_, kind, count)
+    check_disjoint(infer, train)
+    if train.count != 1:
+        raise ConfigError(
+            f"devices.train (--train-devices): '{train}' names {train.count} devices; accepted "
+            "in this version: one train device"
+        )
+    workers_on_cpu = sum(d.count for d in (infer, train) if d.kind == "cpu")
+    share = max(1, devices.num_cores() // max(1, workers_on_cpu))
+    return Placement(
+        infer=infer,
+        train=train,
+        accelerator=kind,
+        infer_threads=config.devices.infer_threads or share,
+        train_threads=config.devices.train_threads or share,
+        max_concurrent_groups=_max_concurrent_groups(config, infer.count),
+    )
+
+
+def describe(placement: Placement) -> str:
+    """The placement as lines of text, one per worker."""
+    lines = []
+    for role, group, threads in (
+        ("rollout", placement.infer, placement.infer_threads),
+        ("train", placement.train, placement.train_threads),
+    ):
+        for number in range(group.count):
+            device = placement.device_name(group, number)
+            lines.append(f"{role}-{number}: {device}, {threads} CPU thread(s)")
+    lines.append(f"groups in flight per rollout worker: {placement.max_concurrent_groups}")
+    if placement.shares_device:
+        lines.append("both groups share one accelerator")
+    return "\n".join(lines)
+
+
+def _max_concurrent_groups(config: Config, num_workers: int) -> int:
+    """Enough rows to keep the engine efficient, few enough that groups end one after another."""
+    if config.rollout.max_concurrent_groups is not None:
+        return config.rollout.max_concurrent_groups
+    per_worker = -(-config.train.prompts_per_iteration // num_workers)
+    if config.runtime.schedule == "sync":
+        return per_worker  # nobody waits for the first group
+    return max(min(per_worker, 4), per_worker // 4)
+
+
+def _default(key: str, count: int, other: DeviceSet | None) -> DeviceSet:
+    """What a group gets when nothing is said: half of the accelerators, or one CPU worker."""
+    if count == 0 or (other is not None and other.kind == "cpu"):
+        return DeviceSet("cpu", (0,))
+    if count == 1:
+        return DeviceSet("accelerator", (0,))
+    taken = other.indices if other is not None else ()
+    free = [index for index in range(count) if index not in taken]
+    if not free:
+        raise ConfigError(
+            f"devices.{key} (--{key}-devices): none given, and the other group has all {count} "
+            "devices; accepted: a set such as 0-1"
+        )
+    if key == "train":
+        return DeviceSet("accelerator", (free[-1],))
+    return DeviceSet("accelerator", tuple(free if other is not None else free[:-1]))
+
+
+def _check_present(key: str, wanted: DeviceSet, kind: str, count: int) -> None:
+    if wanted.kind == "cpu":
+        return
+    missing = [index for index in wanted.indices if index >= count]
+    if missing:
+        there = f"{count} accelerator(s) of kind {kind}, 0-{count - 1}" if count else "none"
+        raise ConfigError(
+            f"devices.{key} (--{key}-devices): '{wanted}' asks for accelerator "
+            f"{', '.join(map(str, missing))}, but this machine has {there}; "
+            "accepted: devices that are there, or cpu"
+        )

@@ -1,0 +1,64 @@
+"""`easyrl grpo`, once the config is resolved: check, make the run folder, train, sum up."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+
+from easyrl.config import Config
+from easyrl.data.datasets import open_prompts
+from easyrl.observe.run_folder import RunFolder
+from easyrl.rewards.loading import check_rewards
+from easyrl.runtime.placement import describe, resolve_placement
+
+FINISHED, FAILED, USER_ERROR = 0, 1, 2
+SIGNALLED = 128
+"""Plus the signal's number: 130 after Ctrl-C, 143 after SIGTERM."""
+
+
+def run(config: Config) -> int:
+    """Train; returns the exit code. Raises ValueError for what the user can mend."""
+    placement = resolve_placement(config)
+    prompts = open_prompts(config)
+    check_rewards(config, prompts.prompt(0))
+    folder = RunFolder(config)
+    _say(f"run folder {folder.path}\n{describe(placement)}")
+
+    from easyrl.runtime.controller import Controller  # loads torch
+    from easyrl.runtime.supervisor import Interrupted, Supervisor, WorkerFailure
+
+    try:
+        with Supervisor() as supervisor:
+            summary = Controller(
+                config,
+                placement,
+                prompts=prompts,
+                folder=folder,
+                supervisor=supervisor,
+                say=_say,
+            ).run()
+    except Interrupted as interrupted:
+        _say(f"stopped by {interrupted}; what there is lies in {folder.path}")
+        return SIGNALLED + interrupted.signum
+    except KeyboardInterrupt:
+        return SIGNALLED + signal.SIGINT
+    except WorkerFailure as failure:
+        if not failure.is_user_error:
+            print(failure.traceback, file=sys.stderr)
+        print(f"easyrl: {failure}", file=sys.stderr)
+        return USER_ERROR if failure.is_user_error else FAILED
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+    folder.write_summary(summary)
+    _say(
+        f"finished: reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}, "
+        f"{summary['completion_tokens']} tokens in {summary['wall_seconds']:.1f} s; "
+        f"model in {folder.model}"
+    )
+    return FINISHED
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

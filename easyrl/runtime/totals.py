@@ -1,0 +1,90 @@
+"""The sums of a run, and the summary they become."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from easyrl.runtime.iteration import IterationRecord
+
+LAST_ITERATIONS = 5
+"""`reward_first` and `reward_last` are means over so many iterations."""
+
+
+class Totals:
+    def __init__(self, num_devices: int) -> None:
+        self._num_devices = num_devices
+        self._started = time.monotonic()
+        self._rewards: list[float] = []
+        self._iteration_seconds = 0.0
+        self.weights_seconds = 0.0
+        self.completion_tokens = 0
+        self.infer_seconds = 0.0
+        self.train_seconds = 0.0
+        self.groups_trained = 0
+        self.groups_off_policy = 0
+        self.largest_logp_difference = 0.0
+        self.updates_not_finite = 0
+
+    def add_iteration(
+        self, record: IterationRecord, reward: float, seconds: float
+    ) -> dict[str, float]:
+        """Add a finished iteration; returns its `perf/*` metrics."""
+        trained = record.trained
+        assert trained is not None
+        self._rewards.append(reward)
+        self._iteration_seconds += seconds
+        self.completion_tokens += trained.completion_tokens
+        self.infer_seconds += record.infer_seconds
+        self.train_seconds += trained.busy_seconds
+        self.weights_seconds += record.weights_seconds
+        self.groups_trained += trained.groups_trained
+        self.groups_off_policy += trained.groups_off_policy
+        self.updates_not_finite += int(trained.metrics["num_updates_not_finite"])
+        self.largest_logp_difference = max(
+            self.largest_logp_difference,
+            trained.metrics["sampling/sampling_logp_difference/max"],
+        )
+        return {
+            "num_tokens": self.completion_tokens,
+            "perf/iteration_seconds": seconds,
+            "perf/infer_seconds": record.infer_seconds,
+            "perf/train_seconds": trained.busy_seconds,
+            "perf/weights_seconds": record.weights_seconds,
+            "perf/first_group_seconds": record.first_group_seconds,
+            "perf/tokens_per_second": trained.completion_tokens / seconds,
+            "perf/tokens_per_second_per_device": (
+                trained.completion_tokens / seconds / self._num_devices
+            ),
+        }
+
+    def summary(
+        self,
+        iterations: int,
+        policy_version: int,
+        accuracy_before: float | None,
+        accuracy_after: float | None,
+        weights_sha256: str,
+    ) -> dict[str, Any]:
+        first, last = self._rewards[:LAST_ITERATIONS], self._rewards[-LAST_ITERATIONS:]
+        return {
+            "iterations": iterations,
+            "policy_version": policy_version,
+            "wall_seconds": time.monotonic() - self._started,
+            "reward_first": sum(first) / len(first),
+            "reward_last": sum(last) / len(last),
+            "completion_tokens": self.completion_tokens,
+            "tokens_per_second_per_device": (
+                self.completion_tokens / self._iteration_seconds / self._num_devices
+            ),
+            "accuracy_before": accuracy_before,
+            "accuracy_after": accuracy_after,
+            "infer_seconds": self.infer_seconds,
+            "train_seconds": self.train_seconds,
+            "weights_seconds": self.weights_seconds,
+            "groups_trained": self.groups_trained,
+            "groups_off_policy": self.groups_off_policy,
+            "sampling_logp_difference_max": self.largest_logp_difference,
+            "updates_not_finite": self.updates_not_finite,
+            "weights_sha256": weights_sha256,
+        }

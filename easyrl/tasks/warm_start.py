@@ -1,0 +1,181 @@
+"""Make the model `tiny` that the demo starts from: `python -m easyrl.tasks.warm_start`.
+
+A Qwen3 of 0.8 M parameters with one token per character learns to answer `arithmetic` by
+supervised training from scratch, on training problems alone. The corpus is flawed on purpose, so
+that RL has something to sharpen. It has two writers:
+
+- the careful one (CAREFUL_SHARE of the solutions) adds the tens, then the units, without a slip;
+- the hasty one adds each number in one go (`17+58=75`), and with HASTY_SLIP_PROBABILITY a sum is
+  off by 1 or by 10; the working goes on from the wrong sum.
+
+The model learns both manners in these proportions, so before RL it is right in under half of its
+samples. The reward for right answers teaches it to take care: completions grow longer as the
+accuracy rises.
+
+Seeded: the same machine, versions and thread count give the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from easyrl.tasks import arithmetic
+
+MODEL_DIR = Path(__file__).parent / "tiny"
+CAREFUL_SHARE = 1 / 3
+HASTY_SLIP_PROBABILITY = 0.4
+MAX_POSITIONS = 512
+BATCH_SIZE = 32
+IGNORED = -100
+"""The label of a token that the loss leaves out."""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character of printable ASCII, and the newline."""
+    characters = ["\n", *map(chr, range(32, 127))]
+    vocabulary = ["<pad>", "<eos>", "<unk>", *characters]
+    backend = Tokenizer(
+        models.WordLevel({token: id_ for id_, token in enumerate(vocabulary)}, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Return the untrained model (torch's global seed decides its weights)."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=384,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.do_sample = True
+    return model
+
+
+def corpus_solution(operands: Sequence[int], rng: random.Random) -> str:
+    """Return a solution by the careful or, oftener, by the hasty writer (see above)."""
+    if rng.random() < CAREFUL_SHARE:
+        return arithmetic.worked_solution(operands)
+    total = operands[0]
+    lines = []
+    for number in operands[1:]:
+        slipped = rng.random() < HASTY_SLIP_PROBABILITY
+        slip = rng.choice((-10, -1, 1, 10)) if slipped else 0
+        lines.append(f"{total}+{number}={total + number + slip}\n")
+        total += number + slip
+    return "".join(lines) + f"#{total}"
+
+
+def batches(
+    tokenizer: PreTrainedTokenizerFast, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield input ids and labels, both [BATCH_SIZE, T], of training problems for ever.
+
+    Sixteen batches are drawn at a time and sorted by length, so that little is padding.
+    """
+    rng = random.Random(seed)
+    index = 0
+    while True:
+        examples = []
+        for _ in range(16 * BATCH_SIZE):
+            operands = arithmetic.problem(seed, index)
+            prompt = tokenizer.encode(arithmetic.prompt_text(operands))
+            completion = tokenizer.encode(corpus_solution(operands, rng))
+            examples.append((prompt, [*completion, tokenizer.eos_token_id]))
+            index += 1
+        examples.sort(key=lambda example: len(example[0]) + len(example[1]))
+        starts = list(range(0, len(examples), BATCH_SIZE))
+        rng.shuffle(starts)
+        for start in starts:
+            chosen = examples[start : start + BATCH_SIZE]
+            length = max(len(prompt) + len(completion) for prompt, completion in chosen)
+            ids = torch.full((BATCH_SIZE, length), tokenizer.pad_token_id)
+            labels = torch.full((BATCH_SIZE, length), IGNORED)
+            for row, (prompt, completion) in enumerate(chosen):
+                end = len(prompt) + len(completion)
+                ids[row, :end] = torch.tensor(prompt + completion)
+                labels[row, len(prompt) : end] = torch.tensor(completion)
+            yield ids, labels
+
+
+def warm_start(output: Path, *, num_steps: int, learning_rate: float, seed: int) -> None:
+    """Train the model for `num_steps` batches and write it, with its tokenizer, to `output`."""
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    num_warmup = max(1, num_steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(
+            (step + 1) / num_warmup, 0.5 * (1.02 + 0.98 * math.cos(math.pi * step / num_steps))
+        ),
+    )
+    began = time.monotonic()
+    data = batches(tokenizer, seed)
+    for step in range(1, num_steps + 1):
+        ids, labels = next(data)
+        # Padding stands right of everything that counts: causal attention needs no mask.
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 50 == 0 or step == num_steps:
+            seconds = time.monotonic() - began
+            print(f"step {step}/{num_steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+def main() -> None:
+    """Parse the command line and make the model."""
+    parser = argparse.ArgumentParser(prog="python -m easyrl.tasks.warm_start", description=__doc__)
+    parser.add_argument("--output", type=Path, default=MODEL_DIR, help="folder to write")
+    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    warm_start(
+        arguments.output,
+        num_steps=arguments.steps,
+        learning_rate=arguments.learning_rate,
+        seed=arguments.seed,
+    )
+
+
+if __name__ == "__main__":
+    main()

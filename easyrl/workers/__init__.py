@@ -1,0 +1,1 @@
+"""The two loops, each readable top to bottom."""

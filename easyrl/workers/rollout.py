@@ -1,0 +1,227 @@
+"""The rollout worker: prompts in; completions, rewards, advantages; groups into the ring.
+
+    controller ──Generate──► engine ──completions──► scorer processes
+                               ▲                          │ rewards
+    train worker ──weights─────┘                          ▼
+                                    ring ◄── group ◄── advantages
+
+    consumes: prompts, weights       waits for: work, rewards, a free slot in the ring
+    produces: groups (ring)          unblocks:  the train worker waiting for a group
+
+One engine step, then a look at everything else: nothing here waits while the engine has work,
+except for a free slot in the ring (back-pressure).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
+
+import numpy as np
+
+from easyrl import events
+from easyrl.algorithm.advantages import group_advantages
+from easyrl.channels.ring_buffer import RingPort
+from easyrl.channels.weights import WeightChannel
+from easyrl.config import Config
+from easyrl.data.chat import render_prompt
+from easyrl.delays import maybe_sleep
+from easyrl.engines.base import FinishedGroup, GroupRequest
+from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.model.policy import Policy, load_tokenizer
+from easyrl.rewards.loading import reward_weights
+from easyrl.rewards.scorer import Scorer, combine
+from easyrl.types import Float32, Prompt, RolloutGroup
+from easyrl.workers.settings import WorkerSettings
+
+TRAIN, EVALUATE = 0, 1
+Key = tuple[int, int, int]
+"""(TRAIN, iteration, prompt index) or (EVALUATE, round, prompt index): names a group, and seeds
+the randomness of its sequences."""
+
+
+class RolloutWorker:
+    def __init__(self, settings: WorkerSettings, port: RingPort, control: Connection) -> None:
+        self.settings = settings
+        self.config: Config = settings.config
+        self.port = port
+        self.control = control
+        model, rollout = self.config.model, self.config.rollout
+        self.scorer = Scorer(self.config)
+        self.reward_weights = reward_weights(self.config)
+        self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        policy = Policy.load(model.path, settings.device, trust_remote_code=model.trust_remote_code)
+        self.engine = EmbeddedEngine(
+            policy,
+            num_rows=settings.max_concurrent_groups * rollout.num_generations,
+            max_prompt_length=self.config.data.max_prompt_length,
+            max_completion_length=rollout.max_completion_length,
+            temperature=rollout.temperature,
+            seed=self.config.runtime.seed,
+        )
+        self.policy_version = -1
+        self.channel: WeightChannel | None = None
+        self._iteration = -1
+        self._busy_seconds = 0.0  # of the engine, in this iteration
+        self._prompts: dict[Key, Prompt] = {}
+        self._being_scored: dict[Key, FinishedGroup] = {}
+        self._outbox: deque[tuple[RolloutGroup, events.GroupScored]] = deque()
+
+    def run(self) -> None:
+        """Obey commands and roll out until `Stop`."""
+        try:
+            while True:
+                self._wait_for_something_to_do()
+                if self.control.poll() and not self._obey(self.control.recv()):
+                    return
+                if self.engine.has_work and not self._outbox:
+                    self._generate()
+                for key, scores in self.scorer.finished():
+                    self._finish_group(cast(Key, key), scores)
+                self._publish()
+        finally:
+            self.scorer.close()
+
+    def _wait_for_something_to_do(self) -> None:
+        if self._outbox:
+            wait([self.control, self.scorer.fileno(), self.port.writable_fd])
+        elif not self.engine.has_work:
+            wait([self.control, self.scorer.fileno()])
+
+    def _obey(self, command: events.Command) -> bool:
+        match command:
+            case events.JoinWeights(membership, rank, size):
+                self.channel = self.settings.join_weights(membership, rank, size)
+            case events.ExchangeWeights(version):
+                self._receive_weights(version)
+            case events.Generate(iteration, prompts):
+                if iteration != self._iteration:
+                    self._iteration, self._busy_seconds = iteration, 0.0
+                for prompt in prompts:
+                    self._submit(
+                        (TRAIN, iteration, prompt.index),
+                        prompt,
+                        self.config.rollout.num_generations,
+                    )
+            case events.Evaluate(round_, prompts):
+                for prompt in prompts:
+                    self._submit((EVALUATE, round_, prompt.index), prompt, 1)
+            case events.Stop():
+                return False
+        return True
+
+    def _receive_weights(self, version: int) -> None:
+        assert self.channel is not None
+        if self.engine.has_work or self._being_scored or self._outbox:
+            raise RuntimeError(
+                f"weights {version} came while groups of the old policy are under way"
+            )
+        started = time.monotonic()
+        self.engine.load_weights(self.channel.receive(version))
+        self.policy_version = version
+        self.control.send(events.WeightsExchanged(version, time.monotonic() - started, 0))
+
+    def _submit(self, key: Key, prompt: Prompt, num_generations: int) -> None:
+        self._prompts[key] = prompt
+        self.engine.submit(
+            GroupRequest(key, render_prompt(prompt.content, self.tokenizer), num_generations)
+        )
+
+    def _generate(self) -> None:
+        started = time.monotonic()
+        maybe_sleep()
+        finished = self.engine.step()
+        self._busy_seconds += time.monotonic() - started
+        for group in finished:
+            key = cast(Key, group.request.key)
+            self._being_scored[key] = group
+            prompt = self._prompts[key]
+            self.scorer.submit(
+                key,
+                prompt.content,
+                self._texts(group),
+                [completion.token_ids.tolist() for completion in group.completions],
+                prompt.columns,
+            )
+
+    def _texts(self, group: FinishedGroup) -> list[str]:
+        texts: list[str] = self.tokenizer.batch_decode(
+            [completion.token_ids for completion in group.completions], skip_special_tokens=True
+        )
+        return texts
+
+    def _finish_group(self, key: Key, scores: list[list[float | None]]) -> None:
+        finished, prompt = self._being_scored.pop(key), self._prompts.pop(key)
+        rewards = combine(scores, self.reward_weights)
+        kind, iteration, index = key
+        if kind == EVALUATE:
+            length = len(finished.completions[0].token_ids)
+            self.control.send(events.PromptEvaluated(iteration, index, float(rewards[0]), length))
+            return
+        group = self._make_group(iteration, index, finished, rewards)
+        self._outbox.append((group, self._report(group, prompt, finished, scores)))
+
+    def _make_group(
+        self, iteration: int, prompt_index: int, finished: FinishedGroup, rewards: Float32
+    ) -> RolloutGroup:
+        completions = finished.completions
+        tokens = np.concatenate([completion.token_ids for completion in completions])
+        return RolloutGroup(
+            iteration=iteration,
+            policy_version=self.policy_version,
+            prompt_index=prompt_index,
+            prompt_ids=np.array(finished.request.prompt_ids, dtype=np.int32),
+            completion_lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int32),
+            completion_ids=tokens,
+            rollout_logprobs=np.concatenate([completion.logprobs for completion in completions]),
+            loss_mask=np.ones(len(tokens), dtype=np.bool_),
+            rewards=rewards,
+            advantages=group_advantages(rewards, self.config.algorithm.scale_rewards),
+            truncated=np.array([c.finish_reason == "length" for c in completions]),
+        )
+
+    def _report(
+        self,
+        group: RolloutGroup,
+        prompt: Prompt,
+        finished: FinishedGroup,
+        scores: list[list[float | None]],
+    ) -> events.GroupScored:
+        place = group.prompt_index % self.config.train.prompts_per_iteration
+        is_sample = place < self.config.output.sample_groups
+        return events.GroupScored(
+            iteration=group.iteration,
+            prompt_index=group.prompt_index,
+            rewards=group.rewards.tolist(),
+            rewards_by_function=scores,
+            completion_lengths=group.completion_lengths.tolist(),
+            num_truncated=int(group.truncated.sum()),
+            busy_seconds=self._busy_seconds,
+            prompt=_as_text(prompt.content) if is_sample else None,
+            samples=[
+                events.Sample(text, float(reward), float(advantage))
+                for text, reward, advantage in zip(
+                    self._texts(finished), group.rewards, group.advantages, strict=True
+                )
+            ]
+            if is_sample
+            else (),
+        )
+
+    def _publish(self) -> None:
+        """Put what is finished into the ring, as far as it has room."""
+        while self._outbox:
+            group, report = self._outbox[0]
+            maybe_sleep()
+            if not self.port.put(group, timeout_seconds=0.0):
+                return
+            self._outbox.popleft()
+            self.control.send(report)
+
+
+def _as_text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(f"{message['role']}: {message['content']}" for message in content)

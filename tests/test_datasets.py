@@ -1,0 +1,242 @@
+"""Data sets: every source gives the same kind of prompts, and every mistake is named."""
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easyrl.config import ConfigError, load_config
+from easyrl.data.chat import render_prompt
+from easyrl.data.datasets import PromptStream, open_prompts
+
+CHAT = [{"role": "user", "content": "What is 1+1?"}]
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(20)]
+
+
+def opened(dataset: object, *words: str) -> PromptStream:
+    return open_prompts(load_config(None, {"data.dataset": str(dataset)}, words))
+
+
+def error_of(dataset: object, *words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        opened(dataset, *words)
+    return str(caught.value)
+
+
+def jsonl(folder: Path, *lines: Any) -> Path:
+    file = folder / "data.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    file.write_text("\n".join(texts), encoding="utf-8")
+    return file
+
+
+def parquet(folder: Path, **columns: list[Any]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    file = folder / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    return file
+
+
+# The stream.
+
+
+def test_task_is_an_endless_stream_with_held_out_prompts() -> None:
+    stream = opened("arithmetic")
+    assert stream.epoch_length is None
+    assert stream.prompt(10**9).index == 10**9
+    assert stream.prompt(5) == opened("arithmetic").prompt(5)
+    assert stream.prompt(5) != opened("arithmetic", "runtime.seed=1").prompt(5)
+    held_out = {str(prompt.content) for prompt in stream.held_out()}
+    assert len(held_out) >= 500
+    assert not held_out & {str(stream.prompt(index).content) for index in range(2000)}
+
+
+def test_jsonl_rows_in_file_order_without_shuffle(tmp_path: Path) -> None:
+    stream = opened(jsonl(tmp_path, *ROWS), "data.shuffle=false")
+    assert stream.epoch_length == 20
+    assert stream.held_out() == []
+    prompts = [stream.prompt(index) for index in range(25)]
+    assert [prompt.index for prompt in prompts] == list(range(25))
+    assert [prompt.content for prompt in prompts[:20]] == [row["prompt"] for row in ROWS]
+    assert prompts[23].columns == {"answer": "4", "level": 3}
+    assert "prompt" not in prompts[0].columns
+
+
+def test_every_epoch_is_the_whole_data_set_in_an_order_of_its_own(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, *ROWS)
+    stream = opened(file)
+    epochs = [[stream.prompt(20 * e + i).content for i in range(20)] for e in range(3)]
+    assert all(sorted(map(str, epoch)) == sorted(map(str, epochs[0])) for epoch in epochs)
+    assert all(one != other for one, other in pairwise(epochs))
+    assert [opened(file).prompt(45).content for _ in range(2)] == [epochs[2][5]] * 2
+    seeded = opened(file, "runtime.seed=1")
+    assert [seeded.prompt(i).content for i in range(20)] != epochs[0]
+
+
+def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, "\ufeff" + json.dumps(ROWS[0]), "", "   ", ROWS[1], "")
+    assert opened(file).epoch_length == 2
+
+
+def test_column_that_only_some_lines_have_is_none_elsewhere(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "b", "answer": 1})
+    stream = opened(file, "data.shuffle=false")
+    assert [stream.prompt(index).columns for index in range(2)] == [{"answer": None}, {"answer": 1}]
+
+
+def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
+    columns = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+    from_parquet, from_jsonl = opened(parquet(tmp_path, **columns)), opened(jsonl(tmp_path, *ROWS))
+    assert from_parquet.epoch_length == 20
+    assert from_parquet.held_out() == []
+    assert [from_parquet.prompt(i) for i in range(40)] == [from_jsonl.prompt(i) for i in range(40)]
+
+
+def test_chat_messages_are_prompts_too(tmp_path: Path) -> None:
+    assert (
+        opened(jsonl(tmp_path, {"question": CHAT}), "data.prompt_column=question").prompt(0).content
+        == CHAT
+    )
+    assert opened(parquet(tmp_path, prompt=[CHAT])).prompt(0).content == CHAT
+
+
+# Mistakes.
+
+
+def test_missing_file_is_told(tmp_path: Path) -> None:
+    for name in ("none.jsonl", "none.parquet"):
+        assert f"there is no file '{tmp_path / name}'" in error_of(tmp_path / name)
+
+
+def test_unknown_extension_is_told(tmp_path: Path) -> None:
+    assert ".jsonl or .parquet" in error_of("data/train.csv")
+    assert ".jsonl or .parquet" in error_of(tmp_path)
+
+
+def test_unknown_task_names_the_nearest() -> None:
+    message = error_of("arithmetics")
+    assert "did you mean arithmetic?" in message
+    assert "hub id" in message
+
+
+def test_missing_prompt_column_lists_those_there_are(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, {"question": "a", "answer": "b"})
+    assert "no column 'prompt'; the data has: question, answer" in error_of(file)
+    assert "the data has: q" in error_of(parquet(tmp_path, q=["a"]))
+
+
+def test_empty_data_set_is_told(tmp_path: Path) -> None:
+    assert "has no rows" in error_of(jsonl(tmp_path, "", "  "))
+    import pyarrow
+
+    empty = pyarrow.array([], pyarrow.string())
+    assert "has no rows" in error_of(parquet(tmp_path, prompt=empty))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"prompt": "a"', "not readable as JSON"),
+        ("prompt: a", "not readable as JSON"),
+        ('["a"]', "one JSON object per line"),
+        ('"a"', "one JSON object per line"),
+        ('{"prompt": ' + "1" * 5000 + "}", "not readable as JSON"),
+    ],
+)
+def test_broken_line_is_named(line: str, why: str, tmp_path: Path) -> None:
+    file = jsonl(tmp_path, {"prompt": "a"}, "", line)
+    message = error_of(file)
+    assert message.startswith(f"{file}:3: ")
+    assert why in message
+
+
+def test_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    assert error_of(file).startswith(f"{file}:2: ")
+
+
+@pytest.mark.parametrize(
+    "content", [None, 3, "", [], ["a"], {"role": "user"}, [{"role": "user"}], [{"content": "a"}]]
+)
+def test_prompt_that_is_neither_string_nor_messages_is_named(content: Any, tmp_path: Path) -> None:
+    message = error_of(jsonl(tmp_path, {"prompt": "a"}, {"prompt": content}))
+    assert message.startswith(f"{tmp_path / 'data.jsonl'}:2: column 'prompt'")
+    assert "accepted: a string, or chat messages" in message
+
+
+def test_null_prompt_in_parquet_is_named_by_its_row(tmp_path: Path) -> None:
+    assert "row 1 (counted from 0): column" in error_of(parquet(tmp_path, prompt=["a", None]))
+
+
+def test_broken_parquet_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "data.parquet"
+    file.write_text("no parquet")
+    assert f"'{file}' is not readable as parquet: " in error_of(file)
+
+
+def test_column_named_like_an_argument_is_refused(tmp_path: Path) -> None:
+    message = error_of(jsonl(tmp_path, {"prompt": "a", "completions": "b"}))
+    assert "column 'completions'" in message
+    stream = opened(jsonl(tmp_path, {"prompts": "a"}), "data.prompt_column=prompts")
+    assert stream.prompt(0).content == "a"
+
+
+def test_hub_keys_are_refused_where_there_is_no_hub(tmp_path: Path) -> None:
+    assert "data.split: 'test'" in error_of(jsonl(tmp_path, *ROWS), "data.split=test")
+    assert "data.subset: 'main'" in error_of("arithmetic", "data.subset=main")
+
+
+def test_unreachable_hub_ends_soon_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    import datasets  # noqa: F401  its import is not what is timed
+
+    began = time.monotonic()
+    message = error_of("easyrl-no-such-owner/no-such-data")
+    assert time.monotonic() - began < 5
+    assert "cannot be reached" in message
+    assert "HF_ENDPOINT" in message
+
+
+# Tokens.
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    characters = {character: i for i, character in enumerate("<>0123456789+=?")}
+    backend = Tokenizer(models.WordLevel(characters, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.post_processor = processors.TemplateProcessing(
+        single="< $A", special_tokens=[("<", characters["<"])]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+
+
+def test_string_is_tokenised_as_the_tokenizer_does_it(tokenizer: Any) -> None:
+    assert render_prompt("1+2=", tokenizer) == [0, 3, 12, 4, 13]  # its own "<" in front
+
+
+def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    try:
+        ids = render_prompt([{"role": "user", "content": "1+2="}], tokenizer)
+    finally:
+        tokenizer.chat_template = None
+    assert ids == [3, 12, 4, 13, 1]
+    assert all(type(token) is int for token in ids)
+
+
+def test_messages_without_a_chat_template_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="no chat template"):
+        render_prompt(CHAT, tokenizer)

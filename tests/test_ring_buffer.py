@@ -1,0 +1,847 @@
+"""The ring buffer: hand-over, order, back-pressure, and what happens when a process is killed."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from dataclasses import fields, replace
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from easyrl.channels import ring_layout
+from easyrl.channels.ring_buffer import InOrderReader, RingBuffer, RingPort
+from easyrl.channels.ring_layout import ARRAYS, HEADER, RingLayout
+from easyrl.channels.ring_resources import TokenPipe, available_memory_bytes
+from easyrl.types import RolloutGroup
+
+SPAWN = multiprocessing.get_context("spawn")
+RING_FILE = sys.modules[RingBuffer.__module__].__file__
+BOUND_SECONDS = 30.0
+KILLED = -signal.SIGKILL
+
+
+def layout(num_slots=4, num_generations=3, max_prompt=16, max_completion=8, num_owners=8):
+    return RingLayout(
+        num_slots=num_slots,
+        num_generations=num_generations,
+        max_prompt_length=max_prompt,
+        max_completion_length=max_completion,
+        num_owners=num_owners,
+    )
+
+
+def make_group(index, lengths=None, prompt_length=None):
+    """A group whose every element follows from its prompt's index."""
+    rng = np.random.default_rng(index)
+    lengths = rng.integers(0, 9, 3) if lengths is None else lengths
+    tokens, generations = int(sum(lengths)), len(lengths)
+    prompt_length = int(rng.integers(0, 17)) if prompt_length is None else prompt_length
+    return RolloutGroup(
+        iteration=index // 10,
+        policy_version=index // 20,
+        prompt_index=index,
+        prompt_ids=rng.integers(0, 2**31 - 1, prompt_length, dtype=np.int32),
+        completion_lengths=np.asarray(lengths, np.int32),
+        completion_ids=rng.integers(0, 2**31 - 1, tokens, dtype=np.int32),
+        rollout_logprobs=rng.standard_normal(tokens, dtype=np.float32),
+        loss_mask=rng.random(tokens) < 0.5,
+        rewards=rng.standard_normal(generations, dtype=np.float32),
+        advantages=rng.standard_normal(generations, dtype=np.float32),
+        truncated=rng.random(generations) < 0.5,
+    )
+
+
+def assert_same(got, expected):
+    for field in fields(RolloutGroup):
+        np.testing.assert_array_equal(getattr(got, field.name), getattr(expected, field.name))
+        if isinstance(getattr(got, field.name), np.ndarray):
+            assert getattr(got, field.name).dtype == getattr(expected, field.name).dtype
+
+
+def take_all(port):
+    """Read and release everything that is ready; the prompts' indexes, in order."""
+    indexes = []
+    while (lease := port.get(0)) is not None:
+        with lease as group:
+            assert_same(group, make_group(group.prompt_index))
+            indexes.append(group.prompt_index)
+    return indexes
+
+
+def assert_whole(ring, port):
+    """An empty ring has every slot free, each once."""
+    num_slots = ring.layout.num_slots
+    assert [port.put(make_group(i), 0) for i in range(num_slots)] == [True] * num_slots
+    assert not port.put(make_group(0), 0)
+    assert take_all(port) == list(range(num_slots))
+
+
+@pytest.fixture
+def new_ring():
+    with contextlib.ExitStack() as rings:
+
+        def make(**limits):
+            return rings.enter_context(contextlib.closing(RingBuffer(layout(**limits))))
+
+        yield make
+
+
+# Hand-over
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(
+            st.integers(0, 10**9),
+            st.integers(0, 16),
+            st.lists(st.integers(0, 8), min_size=1, max_size=3),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_ragged_groups_come_out_as_they_went_in(groups):
+    with contextlib.closing(RingBuffer(layout(num_slots=3))) as ring:
+        port = ring.attach(0)
+        for index, prompt_length, lengths in groups:  # more than slots: slots are used again
+            group = make_group(index, lengths, prompt_length)
+            assert port.put(group, 0)
+            with port.get(0) as got:
+                assert_same(got, group)
+
+
+def test_layout_covers_every_field_of_a_group():
+    assert {f.name for f in fields(RolloutGroup)} == {name for name, _, _ in ARRAYS} | (
+        {"iteration", "policy_version", "prompt_index"} & set(HEADER)
+    )
+
+
+def test_arrays_in_a_slot_are_aligned_and_apart():
+    dtype = layout(num_generations=5, max_prompt=7, max_completion=3).slot_dtype()
+    end = 0
+    for name in dtype.names:
+        field, offset = dtype.fields[name][:2]
+        assert offset >= end
+        assert offset % (64 if name not in HEADER else 8) == 0
+        end = offset + field.itemsize
+    assert end <= dtype.itemsize
+    assert dtype.itemsize % 64 == 0
+
+
+def test_total_bytes_is_known_before_the_memory_is_made_and_is_what_is_made(new_ring):
+    limits = layout(num_slots=5)
+    ring = new_ring(num_slots=5)
+    assert os.fstat(ring._memory_fd).st_size == limits.total_bytes
+
+
+def test_memory_cannot_grow(new_ring):
+    ring = new_ring()
+    with pytest.raises(PermissionError):
+        os.ftruncate(ring._memory_fd, 2 * ring.layout.total_bytes)
+
+
+def test_group_is_read_in_place_not_copied(new_ring):
+    ring = new_ring()
+    port = ring.attach(0)
+    port.put(make_group(1, [3, 5, 8], 16), 0)
+    lease = port.get(0)
+    for name, _, _ in ARRAYS:
+        assert np.shares_memory(getattr(lease.group, name), ring.slots[name])
+    ring.slots["completion_ids"][:, 0] = 77
+    assert lease.group.completion_ids[0] == 77
+    with pytest.raises(ValueError, match="read-only"):
+        lease.group.completion_ids[0] = 1
+
+
+def test_group_can_be_read_in_place_as_torch_tensors_without_a_warning(new_ring):
+    import torch
+
+    ring = new_ring()
+    port = ring.attach(0)
+    group = make_group(1, [3, 5, 8], 16)
+    port.put(group, 0)
+    lease = port.get(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensors = lease.tensors()
+    for name, _, _ in ARRAYS:
+        view = getattr(lease.group, name)
+        assert tensors[name].data_ptr() == view.__array_interface__["data"][0]
+        assert torch.equal(tensors[name], torch.from_numpy(getattr(group, name)))
+
+
+def test_released_slot_is_used_again_and_second_release_does_nothing(new_ring):
+    ring = new_ring(num_slots=2)
+    port = ring.attach(0)
+    port.put(make_group(0), 0)
+    lease = port.get(0)
+    lease.release()
+    lease.release()
+    assert_whole(ring, port)
+
+
+def produce(ring, owner, indexes, result):
+    port = ring.attach(owner)
+    result.send(all(port.put(make_group(i), BOUND_SECONDS) for i in indexes))
+
+
+def consume(ring, owner, stop, result):
+    """Take groups until told to stop."""
+    port = ring.attach(owner)
+    deadline = time.monotonic() + BOUND_SECONDS
+    while not stop.poll() and time.monotonic() < deadline:
+        lease = port.get(0.02)
+        if lease is not None:
+            with lease as group:
+                assert_same(group, make_group(group.prompt_index))
+            result.send(group.prompt_index)
+    result.send(None)
+
+
+@contextlib.contextmanager
+def spawned(*calls):
+    processes = [SPAWN.Process(target=target, args=args) for target, *args in calls]
+    try:
+        for process in processes:
+            process.start()
+        yield processes
+        for process in processes:
+            process.join(BOUND_SECONDS)
+        assert [process.exitcode for process in processes] == [0] * len(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(BOUND_SECONDS)
+
+
+def test_three_producers_and_two_consumers_hand_over_every_group_exactly_once(new_ring):
+    ring = new_ring(num_slots=4)
+    num_groups = 300
+    puts = [SPAWN.Pipe(duplex=False) for _ in range(3)]
+    gets = [SPAWN.Pipe(duplex=False) for _ in range(2)]
+    stops = [SPAWN.Pipe(duplex=False) for _ in range(2)]
+    producers = [(produce, ring, i, range(i, num_groups, 3), puts[i][1]) for i in range(3)]
+    consumers = [(consume, ring, 3 + i, stops[i][0], gets[i][1]) for i in range(2)]
+    with spawned(*producers, *consumers):
+        seen, readers = [], [reader for reader, _ in gets]
+        while readers:
+            ready = wait(readers, BOUND_SECONDS)
+            assert ready, f"only {len(seen)} groups came"
+            for reader in ready:
+                index = reader.recv()
+                if index is None:
+                    readers.remove(reader)
+                else:
+                    seen.append((reader, index))
+            if len(seen) == num_groups:
+                for _, stop in stops:
+                    stop.send(True)
+        assert all(reader.recv() for reader, _ in puts)
+    assert sorted(index for _, index in seen) == list(range(num_groups))
+    assert len({id(reader) for reader, _ in seen}) == 2  # both consumers took part
+    assert_whole(ring, ring.attach(0))
+
+
+def test_ring_does_not_pickle_except_for_a_spawned_process(new_ring):
+    import pickle
+
+    with pytest.raises(RuntimeError, match="inheritance"):
+        pickle.dumps(new_ring())
+
+
+# Order and back-pressure
+
+
+def test_arrival_order(new_ring):
+    port = new_ring(num_slots=6).attach(0)
+    for index in (4, 2, 9, 0):
+        port.put(make_group(index), 0)
+    assert take_all(port) == [4, 2, 9, 0]
+
+
+def test_in_order_reader_follows_prompts_whatever_the_arrival(new_ring):
+    ring = new_ring(num_slots=8)
+    port, reader = ring.attach(0), InOrderReader(ring.attach(1), first_prompt_index=20)
+    arrivals = [23, 21, 20, 22, 27, 24, 25, 26]
+    delivered = []
+    for index in arrivals:
+        port.put(make_group(index), 0)
+        while (lease := reader.get(0)) is not None:
+            with lease as group:
+                assert_same(group, make_group(group.prompt_index))
+                delivered.append((index, group.prompt_index))
+    assert [prompt for _, prompt in delivered] == list(range(20, 28))
+    assert delivered[:3] == [(20, 20), (20, 21), (22, 22)]  # each as soon as it can be
+    assert_whole(ring, port)
+
+
+def test_in_order_reader_refuses_a_prompt_that_comes_twice(new_ring):
+    ring = new_ring()
+    port, reader = ring.attach(0), InOrderReader(ring.attach(1), 0)
+    port.put(make_group(1), 0)
+    port.put(make_group(1), 0)
+    with pytest.raises(RuntimeError, match="prompt 1 came twice"):
+        reader.get(0)
+
+
+def test_producer_waits_while_no_slot_is_free(new_ring):
+    ring = new_ring(num_slots=2)
+    producer, consumer = ring.attach(0), ring.attach(1)
+    assert producer.put(make_group(0), 0)
+    assert producer.put(make_group(1), 0)
+    assert not producer.put(make_group(2), 0)
+    start = time.monotonic()
+    assert not producer.put(make_group(2), 0.05)
+    assert 0.05 <= time.monotonic() - start < 5
+
+    lease = consumer.get(0)
+    assert not producer.put(make_group(2), 0)  # being read is not free
+    timer = threading.Timer(0.1, lease.release)
+    timer.start()
+    start = time.monotonic()
+    assert producer.put(make_group(2), BOUND_SECONDS)
+    assert 0.08 <= time.monotonic() - start < 5
+    timer.join()
+    assert take_all(consumer) == [1, 2]
+
+
+def test_consumer_waits_for_a_group_and_no_longer_than_asked(new_ring):
+    ring = new_ring()
+    producer, consumer = ring.attach(0), ring.attach(1)
+    assert consumer.get(0) is None
+    start = time.monotonic()
+    assert consumer.get(0.05) is None
+    assert 0.05 <= time.monotonic() - start < 5
+    timer = threading.Timer(0.1, producer.put, (make_group(3), 0))
+    timer.start()
+    assert consumer.get(BOUND_SECONDS).group.prompt_index == 3
+    timer.join()
+
+
+def test_event_loop_can_wait_on_ring_and_connection_together(new_ring):
+    ring = new_ring(num_slots=1)
+    port = ring.attach(0)
+    ours, theirs = SPAWN.Pipe()
+    assert wait([port.readable_fd, ours], 0) == []
+    theirs.send("stop")
+    assert wait([port.readable_fd, ours], 0) == [ours]
+    assert wait([port.writable_fd], 0) == [port.writable_fd]
+    port.put(make_group(0), 0)
+    assert set(wait([port.readable_fd, ours], 0)) == {port.readable_fd, ours}
+    assert wait([port.writable_fd], 0) == []
+
+
+def test_reader_that_loses_the_race_for_a_group_does_not_wait(new_ring, monkeypatch):
+    port = new_ring().attach(0)
+    monkeypatch.setattr(TokenPipe, "wait", lambda self, timeout: True)  # another one was faster
+    start = time.monotonic()
+    assert port.get(0.05) is None
+    assert time.monotonic() - start < 5
+    assert port.ring.moves[0] % 2 == 0
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("group", "sizes"),
+    [
+        (make_group(0, [1, 1, 1], 17), "num_prompt_tokens is 17, a slot holds 16"),
+        (make_group(0, [1] * 4, 1), "num_generations is 4, a slot holds 3"),
+        (make_group(0, [8, 9, 8], 1), "num_completion_tokens is 25, a slot holds 24"),
+    ],
+)
+def test_group_too_large_for_a_slot_is_refused_with_its_sizes(new_ring, group, sizes):
+    ring = new_ring()
+    port = ring.attach(0)
+    with pytest.raises(ValueError, match=sizes):
+        port.put(group, 0)
+    assert_whole(ring, port)
+
+
+def test_group_whose_arrays_do_not_fit_together_is_refused(new_ring):
+    ring = new_ring()
+    port = ring.attach(0)
+    group = make_group(0, [2, 2, 2])
+    for name, wrong in (("loss_mask", np.ones(1, bool)), ("rewards", np.zeros(3))):
+        with pytest.raises(ValueError, match=name):
+            port.put(replace(group, **{name: wrong}), 0)
+    assert_whole(ring, port)
+
+
+def test_ring_larger_than_memory_is_refused_by_the_keys_that_mend_it(monkeypatch):
+    limits = layout()
+    limits.check_memory(limits.total_bytes)
+    monkeypatch.setattr(ring_layout, "available_memory_bytes", lambda: limits.total_bytes - 1)
+    with pytest.raises(ValueError) as error:
+        RingBuffer(limits)
+    for key in (
+        "rollout.ring_slots",
+        "rollout.num_generations",
+        "rollout.max_completion_length",
+        "data.max_prompt_length",
+    ):
+        assert key in str(error.value)
+
+
+def test_ring_with_more_slots_than_a_pipe_carries_is_refused():
+    files = open_files()
+    with pytest.raises(ValueError, match=r"rollout.ring_slots: expected at most"):
+        RingBuffer(layout(num_slots=20_000))
+    assert open_files() == files
+
+
+def test_pipe_holds_its_capacity_even_when_its_first_page_is_nearly_used_up():
+    pipe = TokenPipe.create()
+    capacity = pipe.capacity()
+    for _ in range(511):
+        pipe.send(0)
+    for _ in range(511):
+        assert pipe.receive() == 0
+    for slot in range(capacity):
+        pipe.send(slot)
+    assert pipe.drain() == list(range(capacity))
+    for fd in pipe.fds:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("key", ["num_slots", "num_generations", "max_prompt", "num_owners"])
+def test_limits_below_one_are_refused(key):
+    with pytest.raises(ValueError, match="expected at least 1, got 0"):
+        layout(**{key: 0})
+
+
+def write_tree(root: Path, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_available_memory_is_the_least_of_machine_and_cgroups(tmp_path):
+    write_tree(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n",
+            "proc/self/cgroup": "0::/pod/job\n",
+            "sys/fs/cgroup/pod/memory.max": str(3 << 20),
+            "sys/fs/cgroup/pod/memory.current": str(2 << 20),
+            "sys/fs/cgroup/pod/memory.stat": f"anon 5\ninactive_file {1 << 19}\n",
+            "sys/fs/cgroup/pod/job/memory.max": "max",
+            "sys/fs/cgroup/pod/job/memory.current": "5",
+            "sys/fs/cgroup/pod/job/memory.stat": "anon 5\n",
+        },
+    )
+    assert available_memory_bytes(tmp_path) == (3 << 19)
+    write_tree(tmp_path, {"sys/fs/cgroup/pod/memory.max": "max"})
+    assert available_memory_bytes(tmp_path) == 4096 * 1024
+
+
+def test_available_memory_in_a_version_1_cgroup(tmp_path):
+    folder = "sys/fs/cgroup/memory"  # a container sees its own group at the mount
+    write_tree(
+        tmp_path,
+        {
+            "proc/meminfo": "MemAvailable: 4096 kB\n",
+            "proc/self/cgroup": "5:cpu:/docker/x\n4:memory:/docker/x\n",
+            f"{folder}/memory.limit_in_bytes": str(2 << 20),
+            f"{folder}/memory.usage_in_bytes": str(1 << 20),
+            f"{folder}/memory.stat": "total_inactive_file 7\n",
+        },
+    )
+    assert available_memory_bytes(tmp_path) == (1 << 20) + 7
+
+
+def segment_names():
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+
+
+def open_files():
+    """What this process's descriptors of pipes and shared memory stand for."""
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them
+            links.append(str(path.readlink()))
+    return Counter(name for name in links if name.startswith(("pipe:", "/memfd:", "/dev/shm")))
+
+
+@pytest.mark.parametrize("has_memfd", [True, False])
+def test_no_name_and_no_descriptor_is_left(monkeypatch, has_memfd):
+    if not has_memfd:
+        monkeypatch.delattr(os, "memfd_create")
+        resource_tracker.ensure_running()  # Python's own, one a process, has a pipe
+    names, files = segment_names(), open_files()
+    ring = RingBuffer(layout())
+    assert segment_names() == names  # not even while it lives
+    assert open_files() != files
+    assert_whole(ring, ring.attach(0))
+    ring.close()
+    ring.close()
+    del ring
+    assert open_files() == files
+
+
+# Killed processes. The killed are forked, so that hundreds of kills take seconds.
+
+
+def fork(action):
+    """Run `action` in a forked child that outlives neither it nor the bound; its process id."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(BOUND_SECONDS))
+        status = 1
+        try:
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+def exit_code(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+EVERY_LINE = pytest.mark.parametrize(
+    "event_kind", ["line", pytest.param("opcode", marks=pytest.mark.long)]
+)
+
+
+def kill_at(step, event_kind):
+    """Kill this process before the step-th line (or bytecode) it runs in the ring's module."""
+    steps_left = step
+
+    def trace(frame, event, _):
+        nonlocal steps_left
+        if frame.f_code.co_filename != RING_FILE:
+            return None
+        frame.f_trace_opcodes = event_kind == "opcode"
+        if event == event_kind:
+            steps_left -= 1
+            if steps_left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+
+
+VICTIM = 5
+
+
+def kill_everywhere(ring, event_kind, before, operation):
+    """Yield after a victim was killed before each line of `operation` in turn.
+
+    `before(port)` runs in the victim first, untraced; its value goes to `operation(port, value)`.
+    """
+    for step in range(1, 5000):
+
+        def victim(step=step):
+            port = ring.attach(VICTIM)
+            value = before(port)
+            kill_at(step, event_kind)
+            operation(port, value)
+            sys.settrace(None)
+
+        code = exit_code(fork(victim))
+        if code == 0:
+            assert step > 10, "hardly anything was traced"
+            return
+        assert code == KILLED
+        yield step
+
+
+@EVERY_LINE
+def test_producer_killed_anywhere_in_put_loses_no_slot_and_no_finished_group(new_ring, event_kind):
+    ring = new_ring(num_slots=3)
+    living = ring.attach(0)
+    outcomes = []
+    living.put(make_group(1), 0)
+    for _ in kill_everywhere(
+        ring, event_kind, lambda port: None, lambda port, _: port.put(make_group(7), 0)
+    ):
+        reading = living.get(0)  # a living process holds a slot meanwhile
+        reclaimed = ring.reclaim(VICTIM)
+        reading.release()
+        arrived = take_all(living)
+        assert arrived in ([], [7])
+        outcomes.append((arrived == [7], bool(reclaimed.unfinished), bool(reclaimed.returned)))
+        if reclaimed.unfinished:
+            assert reclaimed.unfinished == [(0, 7)]
+            assert arrived == []
+        if reclaimed.returned:
+            assert reclaimed.returned == [(0, 7)]
+            assert arrived == [7]
+        assert_whole(ring, living)
+        living.put(make_group(1), 0)
+    delivered = [outcome[0] for outcome in outcomes]
+    assert delivered == sorted(delivered)  # from one point on the group is safe
+    # Killed before and after naming its group, after marking it ready, and after publishing it.
+    assert set(outcomes) == {
+        (False, False, False),
+        (False, True, False),
+        (True, False, True),
+        (True, False, False),
+    }
+
+
+@EVERY_LINE
+def test_consumer_killed_anywhere_in_get_loses_no_group(new_ring, event_kind):
+    ring = new_ring(num_slots=3)
+    living = ring.attach(0)
+    returned = []
+    living.put(make_group(1), 0)
+    living.put(make_group(2), 0)
+    for _ in kill_everywhere(ring, event_kind, lambda port: None, lambda port, _: port.get(0)):
+        returned.append(ring.reclaim(VICTIM).returned)
+        assert take_all(living) == [1, 2]  # in the old order, too
+        assert_whole(ring, living)
+        living.put(make_group(1), 0)
+        living.put(make_group(2), 0)
+    assert [] in returned
+    assert [(0, 1)] in returned
+
+
+@EVERY_LINE
+def test_consumer_killed_anywhere_in_release_gives_its_group_back_or_has_released_it(
+    new_ring, event_kind
+):
+    ring = new_ring(num_slots=3)
+    living = ring.attach(0)
+    outcomes = []
+    living.put(make_group(1), 0)
+    living.put(make_group(2), 0)
+    for _ in kill_everywhere(
+        ring, event_kind, lambda port: port.get(0), lambda _, lease: lease.release()
+    ):
+        ring.reclaim(VICTIM)
+        arrived = take_all(living)
+        outcomes.append(len(arrived))
+        assert arrived in ([1, 2], [2])
+        assert_whole(ring, living)
+        living.put(make_group(1), 0)
+        living.put(make_group(2), 0)
+    assert outcomes == sorted(outcomes, reverse=True)  # once released it never comes back
+    assert set(outcomes) == {1, 2}
+
+
+def test_reclaim_does_not_take_slots_from_the_living(new_ring):
+    ring = new_ring(num_slots=3)
+    dead, living = ring.attach(VICTIM), ring.attach(0)
+    for index in range(3):
+        living.put(make_group(index), 0)
+    ours, _, _theirs_too = living.get(0), dead.get(0), living.get(0)
+    assert ring.reclaim(VICTIM).returned == [(0, 1)]
+    assert not living.put(make_group(9), 0)
+    assert take_all(living) == [1]
+    assert_same(ours.group, make_group(0))
+
+
+def test_reclaim_waits_for_a_living_owner_in_the_middle_of_a_move(new_ring):
+    ring = new_ring(num_slots=2)
+    port = ring.attach(0)
+    port.put(make_group(1), 0)
+    slot = ring.ready.receive()  # owner 2 has just taken the number …
+    ring.moves[2] = 1
+
+    def arrive():
+        ring.slots["status"][slot] = 2 << 2 | 3  # … and now says so
+        ring.moves[2] = 2
+
+    timer = threading.Timer(0.1, arrive)
+    timer.start()
+    assert ring.reclaim(VICTIM, timeout_seconds=BOUND_SECONDS).returned == []
+    timer.join()
+    assert port.get(0) is None
+    assert ring.reclaim(2).returned == [(0, 1)]
+    assert take_all(port) == [1]
+
+
+class SlowPipe(TokenPipe):
+    """Says when a number is in nobody's hands, and leaves it there for a while."""
+
+    def __init__(self, pipe, told_fd):
+        super().__init__(*pipe.fds)
+        self.told_fd = told_fd
+
+    def dawdle(self):
+        os.write(self.told_fd, b"x")
+        time.sleep(0.1)
+
+    def send(self, slot):
+        self.dawdle()
+        super().send(slot)
+
+    def receive(self):
+        slot = super().receive()
+        self.dawdle()
+        return slot
+
+
+@pytest.mark.parametrize(
+    ("operation", "slow", "groups_left"),
+    [
+        ("put", "free", [1, 2, 7]),
+        ("put", "ready", [1, 2, 7]),
+        ("get", "ready", [2]),
+        ("get", "free", [2]),
+    ],
+)
+def test_reclaim_leaves_a_slow_move_of_the_living_alone(new_ring, operation, slow, groups_left):
+    ring = new_ring(num_slots=4)
+    port = ring.attach(0)
+    port.put(make_group(1), 0)
+    port.put(make_group(2), 0)
+    told, tell = os.pipe()
+
+    def slow_one():
+        setattr(ring, slow, SlowPipe(getattr(ring, slow), tell))
+        if operation == "put":
+            ring.attach(1).put(make_group(7), 0)
+        else:
+            ring.attach(1).get(0).release()
+
+    pid = fork(slow_one)
+    assert os.read(told, 1) == b"x"
+    reclaimed = ring.reclaim(VICTIM, timeout_seconds=BOUND_SECONDS)
+    assert (reclaimed.unfinished, reclaimed.returned) == ([], [])
+    assert exit_code(pid) == 0
+    assert take_all(port) == groups_left
+    assert_whole(ring, port)
+    os.close(told)
+    os.close(tell)
+
+
+def test_two_owners_dead_in_the_middle_of_moves_are_reclaimed_together(new_ring):
+    ring = new_ring(num_slots=3)
+    port = ring.attach(0)
+    port.put(make_group(1), 0)
+    port.put(make_group(2), 0)
+    ring.ready.receive()  # each died with a number in hand
+    ring.free.receive()
+    ring.moves[[1, 2]] = 1
+    with pytest.raises(ValueError, match="reclaim it first"):
+        ring.attach(1)
+    with pytest.raises(TimeoutError, match=r"owners \[2\] are still moving"):
+        ring.reclaim(1, timeout_seconds=0.05)
+    with port.get(0) as group:  # the ring goes on meanwhile
+        assert group.prompt_index == 2
+    assert ring.reclaim(1, 2).returned == [(0, 1)]
+    assert take_all(port) == [1]
+    assert_whole(ring, ring.attach(1))
+
+
+def stress_producer(ring, owner, log_fd, numbers):
+    port, rng = ring.attach(owner), random.Random(os.getpid())
+    for index in numbers:
+        os.write(log_fd, b"P%d\n" % index)
+        while not port.put(make_group(index), 0.05):
+            pass
+        os.write(log_fd, b"D%d\n" % index)
+        time.sleep(rng.random() * 0.002)
+
+
+def stress_consumer(ring, owner, log_fd):
+    port, rng = ring.attach(owner), random.Random(os.getpid())
+    while True:
+        lease = port.get(0.05)
+        if lease is not None:
+            index = lease.group.prompt_index
+            assert_same(lease.group, make_group(index))
+            os.write(log_fd, b"B%d\n" % index)
+            time.sleep(rng.random() * 0.002)
+            lease.release()
+            os.write(log_fd, b"E%d\n" % index)
+
+
+@pytest.mark.parametrize("num_kills", [60, pytest.param(1500, marks=pytest.mark.long)])
+def test_processes_killed_at_random_moments_lose_nothing_and_repeat_nothing(
+    new_ring, tmp_path, num_kills
+):
+    ring = new_ring(num_slots=5)
+    rng = random.Random(num_kills)
+    log = tmp_path / "log"
+    log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # appended in whole lines
+    started = 0
+
+    def start(owner):
+        nonlocal started
+        started += 1
+        first = started * 100_000
+        if owner < 3:
+            return fork(lambda: stress_producer(ring, owner, log_fd, range(first, first + 99_999)))
+        return fork(lambda: stress_consumer(ring, owner, log_fd))
+
+    pids = {owner: start(owner) for owner in range(5)}
+    consumer_kills = 0
+    try:
+        for _ in range(num_kills):
+            time.sleep(rng.random() * 0.02)
+            dead = rng.sample(range(5), rng.choice([1, 1, 1, 2]))  # at times two at once
+            for owner in dead:
+                os.kill(pids[owner], signal.SIGKILL)
+                assert exit_code(pids.pop(owner)) == KILLED
+                consumer_kills += owner >= 3
+            ring.reclaim(*dead, timeout_seconds=BOUND_SECONDS)
+            pids |= {owner: start(owner) for owner in dead}
+    finally:
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(log_fd)
+    ring.reclaim(*range(5))
+    events = log.read_text().splitlines()
+    consumer_kills += 2
+    events += [f"{mark}{index}" for index in take_all(ring.attach(0)) for mark in "BE"]
+    assert_whole(ring, ring.attach(0))
+
+    deliveries = Counter(event[1:] for event in events if event[0] == "B")
+    put, tried = ({e[1:] for e in events if e[0] == mark} for mark in "DP")
+    assert len(put) > num_kills, "hardly anything went through the ring"
+    assert put <= set(deliveries)  # nothing lost
+    assert set(deliveries) <= tried
+    released = set()
+    for event in events:
+        assert not (event[0] == "B" and event[1:] in released), "delivered after its release"
+        if event[0] == "E":
+            released.add(event[1:])
+    # A second delivery only of a group whose reader was killed before it said to be done.
+    assert sum(deliveries.values()) - len(deliveries) <= consumer_kills
+
+
+def hold_group(ring: RingBuffer, result: Connection):
+    port: RingPort = ring.attach(VICTIM)
+    lease = port.get(BOUND_SECONDS)
+    result.send(lease.group.prompt_index)
+    time.sleep(BOUND_SECONDS)
+
+
+def test_group_held_by_a_spawned_worker_that_is_killed_is_delivered_again(new_ring):
+    ring = new_ring(num_slots=2)
+    port = ring.attach(0)
+    port.put(make_group(3), 0)
+    reader, writer = SPAWN.Pipe(duplex=False)
+    process = SPAWN.Process(target=hold_group, args=(ring, writer))
+    process.start()
+    try:
+        assert reader.poll(BOUND_SECONDS)
+        assert reader.recv() == 3
+        assert port.get(0) is None
+    finally:
+        process.kill()
+        process.join(BOUND_SECONDS)
+    assert ring.reclaim(VICTIM).returned == [(0, 3)]
+    assert take_all(port) == [3]
+    assert_whole(ring, port)
