@@ -535,6 +535,8 @@ def kill_at(step, event_kind):
                 os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
+    # Python 3.12 looks for bytecodes only where a frame asked for them before this call.
+    sys._getframe().f_trace_opcodes = event_kind == "opcode"
     sys.settrace(trace)
 
 

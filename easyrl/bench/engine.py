@@ -19,7 +19,8 @@ import torch
 from easyrl.data.chat import render_prompt
 from easyrl.engines.base import GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
-from easyrl.model.policy import Policy, load_tokenizer, resolve_model
+from easyrl.hub import resolve_model
+from easyrl.model.policy import Policy, load_tokenizer
 from easyrl.tasks.arithmetic import held_out_prompts
 
 ROWS = 128

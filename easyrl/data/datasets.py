@@ -13,21 +13,18 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
-import os
 import re
-import ssl
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import numpy as np
 import numpy.typing as npt
 
 from easyrl.config import Config, ConfigError
 from easyrl.data.chat import what_is_wrong
+from easyrl.hub import hub_answers
 from easyrl.types import Prompt
 
 TASKS = {"arithmetic": "easyrl.tasks.arithmetic"}
@@ -36,7 +33,6 @@ TASKS = {"arithmetic": "easyrl.tasks.arithmetic"}
 OTHER_FORMATS = {".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip", ".yaml"}
 RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}
 """Arguments of a reward function that are not columns."""
-HUB_TIMEOUT_SECONDS = 5.0
 
 
 class PromptStream(Protocol):
@@ -225,7 +221,7 @@ def _load_dataset(shown: str, source: str, **options: Any) -> Any:
     before = [getattr(module, name) for module, name in offline]
     # Left alone the hub's client retries an unreachable hub for half a minute. Offline it takes
     # what is in the cache and fails at once on what is not.
-    if source == shown and not any(before) and not _hub_answers():
+    if source == shown and not any(before) and not hub_answers():
         for module, name in offline:
             setattr(module, name, True)
     try:
@@ -242,18 +238,6 @@ def _load_dataset(shown: str, source: str, **options: Any) -> Any:
     finally:
         for (module, name), value in zip(offline, before, strict=True):
             setattr(module, name, value)
-
-
-def _hub_answers() -> bool:
-    request = Request(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", method="HEAD")
-    try:
-        urlopen(request, timeout=HUB_TIMEOUT_SECONDS).close()
-    except HTTPError:
-        return True  # an answer, whatever it says
-    except OSError as error:
-        # Certificates are the client's business: it may know more of them.
-        return isinstance(getattr(error, "reason", None), ssl.SSLError)
-    return True
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,15 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easyrl.hub import resolve_model
 from easyrl.model.attention import ATTENTION_NAME, AttentionLayout, register_attention
 from easyrl.types import WeightPiece
-
-BUILT_IN_MODELS = {"tiny": Path(__file__).parent.parent / "tasks" / "tiny"}
-
-
-def resolve_model(path: str) -> str:
-    """The folder of a built-in model, or `path` (a folder or hub id) as it is."""
-    return str(BUILT_IN_MODELS.get(path, path))
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:

@@ -87,7 +87,7 @@ def _max_concurrent_groups(config: Config, num_workers: int) -> int:
     if config.rollout.max_concurrent_groups is not None:
         return config.rollout.max_concurrent_groups
     per_worker = -(-config.train.prompts_per_iteration // num_workers)
-    if config.runtime.schedule == "sync":
+    if config.runtime.schedule == "sync" and not config.runtime.deterministic:
         return per_worker  # nobody waits for the first group
     return max(min(per_worker, 4), per_worker // 4)
 

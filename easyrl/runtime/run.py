@@ -8,6 +8,7 @@ import traceback
 
 from easyrl.config import Config
 from easyrl.data.datasets import open_prompts
+from easyrl.hub import check_model
 from easyrl.observe.run_folder import RunFolder
 from easyrl.rewards.loading import check_rewards
 from easyrl.runtime.placement import describe, resolve_placement
@@ -20,6 +21,7 @@ SIGNALLED = 128
 def run(config: Config) -> int:
     """Train; returns the exit code. Raises ValueError for what the user can mend."""
     placement = resolve_placement(config)
+    check_model(config.model.path)
     prompts = open_prompts(config)
     check_rewards(config, prompts.prompt(0))
     folder = RunFolder(config)

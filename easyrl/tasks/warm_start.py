@@ -1,16 +1,16 @@
 """Make the model `tiny` that the demo starts from: `python -m easyrl.tasks.warm_start`.
 
 A Qwen3 of 0.8 M parameters with one token per character learns to answer `arithmetic` by
-supervised training from scratch, on training problems alone. The corpus is flawed on purpose, so
-that RL has something to sharpen. It has two writers:
+supervised training from scratch, on training problems alone and in two stages:
 
-- the careful one (CAREFUL_SHARE of the solutions) adds the tens, then the units, without a slip;
-- the hasty one adds each number in one go (`17+58=75`), and with HASTY_SLIP_PROBABILITY a sum is
-  off by 1 or by 10; the working goes on from the wrong sum.
+1. worked solutions without a flaw: the model learns to add, and is nearly always right;
+2. solutions with haste: with HASTE_PROBABILITY a line adds its number in one go (`17+58=75`)
+   instead of tens, then units, and with SLIP_PROBABILITY such a sum is off by 1 or by 10, the
+   working going on from the wrong sum.
 
-The model learns both manners in these proportions, so before RL it is right in under half of its
-samples. The reward for right answers teaches it to take care: completions grow longer as the
-accuracy rises.
+The second stage is there on purpose: it lets the model be right in under half of its samples, and
+gives RL something to unlearn. The reward for right answers teaches it to take care on every line;
+its completions grow longer as the accuracy rises.
 
 Seeded: the same machine, versions and thread count give the same weights.
 """
@@ -21,7 +21,7 @@ import argparse
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -31,8 +31,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from easyrl.tasks import arithmetic
 
 MODEL_DIR = Path(__file__).parent / "tiny"
-CAREFUL_SHARE = 1 / 3
-HASTY_SLIP_PROBABILITY = 0.4
+HASTE_PROBABILITY = 0.3
+SLIP_PROBABILITY = 0.5
 MAX_POSITIONS = 512
 BATCH_SIZE = 32
 IGNORED = -100
@@ -80,22 +80,25 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return model
 
 
-def corpus_solution(operands: Sequence[int], rng: random.Random) -> str:
-    """Return a solution by the careful or, oftener, by the hasty writer (see above)."""
-    if rng.random() < CAREFUL_SHARE:
-        return arithmetic.worked_solution(operands)
+def flawed_solution(operands: Sequence[int], rng: random.Random) -> str:
+    """Return a solution with lines in haste, many of them wrong (see above)."""
     total = operands[0]
     lines = []
     for number in operands[1:]:
-        slipped = rng.random() < HASTY_SLIP_PROBABILITY
-        slip = rng.choice((-10, -1, 1, 10)) if slipped else 0
-        lines.append(f"{total}+{number}={total + number + slip}\n")
-        total += number + slip
+        tens, units = number // 10 * 10, number % 10
+        if rng.random() >= HASTE_PROBABILITY:
+            lines.append(f"{total}+{tens}={total + tens}+{units}={total + number}\n")
+            total += number
+        else:
+            slipped = rng.random() < SLIP_PROBABILITY
+            slip = rng.choice((-10, -1, 1, 10)) if slipped else 0
+            lines.append(f"{total}+{number}={total + number + slip}\n")
+            total += number + slip
     return "".join(lines) + f"#{total}"
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerFast, seed: int
+    tokenizer: PreTrainedTokenizerFast, seed: int, solve: Callable[[Sequence[int]], str]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield input ids and labels, both [BATCH_SIZE, T], of training problems for ever.
 
@@ -108,7 +111,7 @@ def batches(
         for _ in range(16 * BATCH_SIZE):
             operands = arithmetic.problem(seed, index)
             prompt = tokenizer.encode(arithmetic.prompt_text(operands))
-            completion = tokenizer.encode(corpus_solution(operands, rng))
+            completion = tokenizer.encode(solve(operands))
             examples.append((prompt, [*completion, tokenizer.eos_token_id]))
             index += 1
         examples.sort(key=lambda example: len(example[0]) + len(example[1]))
@@ -126,11 +129,14 @@ def batches(
             yield ids, labels
 
 
-def warm_start(output: Path, *, num_steps: int, learning_rate: float, seed: int) -> None:
-    """Train the model for `num_steps` batches and write it, with its tokenizer, to `output`."""
-    torch.manual_seed(seed)
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+def train(
+    model: Qwen3ForCausalLM,
+    data: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    num_steps: int,
+    learning_rate: float,
+) -> None:
+    """Take `num_steps` AdamW steps: a short warm-up, then a cosine down to 1 %."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01
     )
@@ -138,11 +144,10 @@ def warm_start(output: Path, *, num_steps: int, learning_rate: float, seed: int)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min(
-            (step + 1) / num_warmup, 0.5 * (1.02 + 0.98 * math.cos(math.pi * step / num_steps))
+            (step + 1) / num_warmup, 0.505 + 0.495 * math.cos(math.pi * step / num_steps)
         ),
     )
     began = time.monotonic()
-    data = batches(tokenizer, seed)
     for step in range(1, num_steps + 1):
         ids, labels = next(data)
         # Padding stands right of everything that counts: causal attention needs no mask.
@@ -155,6 +160,18 @@ def warm_start(output: Path, *, num_steps: int, learning_rate: float, seed: int)
         if step % 50 == 0 or step == num_steps:
             seconds = time.monotonic() - began
             print(f"step {step}/{num_steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
+
+
+def warm_start(output: Path, *, num_steps: int, num_flawed_steps: int, seed: int) -> None:
+    """Train the model in its two stages and write it, with its tokenizer, to `output`."""
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    careful = batches(tokenizer, seed, arithmetic.worked_solution)
+    train(model, careful, num_steps=num_steps, learning_rate=3e-3)
+    rng = random.Random(seed)
+    flawed = batches(tokenizer, seed + 1, lambda operands: flawed_solution(operands, rng))
+    train(model, flawed, num_steps=num_flawed_steps, learning_rate=1e-3)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
 
@@ -163,8 +180,8 @@ def main() -> None:
     """Parse the command line and make the model."""
     parser = argparse.ArgumentParser(prog="python -m easyrl.tasks.warm_start", description=__doc__)
     parser.add_argument("--output", type=Path, default=MODEL_DIR, help="folder to write")
-    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--steps", type=int, default=1500, help="on careful solutions alone")
+    parser.add_argument("--flawed-steps", type=int, default=300, help="on both writers' solutions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
     arguments = parser.parse_args()
@@ -172,7 +189,7 @@ def main() -> None:
     warm_start(
         arguments.output,
         num_steps=arguments.steps,
-        learning_rate=arguments.learning_rate,
+        num_flawed_steps=arguments.flawed_steps,
         seed=arguments.seed,
     )
 

@@ -1,0 +1,1 @@
+"""Where every figure comes from: `easyrl bench ring | engine | pipeline`."""

@@ -1,0 +1,1 @@
+"""Rows to prompts, and groups to packed micro-batches."""

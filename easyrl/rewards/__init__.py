@@ -1,0 +1,1 @@
+"""Text in, numbers out: no engine, no trainer."""
