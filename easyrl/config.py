@@ -73,6 +73,9 @@ class DataConfig(Section):
     """Split of a hub data set."""
     shuffle: bool = True
     """Visit the rows in a new order every epoch, drawn from `runtime.seed`."""
+    num_held_out: int | None = Field(default=None, ge=0)
+    """Held-out problems that accuracy is measured on before and after, where the task has such;
+    null: all of them."""
     max_prompt_length: int = Field(default=512, ge=1)
     """Longest prompt in tokens; a longer one is an error that names it."""
 

@@ -133,7 +133,7 @@ class ModelSaved:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The worker cannot go on. `is_user_error`: the message alone helps, the traceback not."""
+    """The worker cannot go on. The traceback is empty where the message says it all."""
 
     message: str
     traceback: str

@@ -158,7 +158,9 @@ def test_before_rl_tiny_is_right_in_a_part_of_its_samples(model, tokenizer):
 
 def test_warm_start_makes_a_model_that_loads(tmp_path):
     command = [sys.executable, "-m", "easyrl.tasks.warm_start", "--output", str(tmp_path)]
-    subprocess.run([*command, "--steps", "2", "--threads", "1"], check=True, timeout=120)
+    subprocess.run(
+        [*command, "--steps", "2", "--flawed-steps", "2", "--threads", "1"], check=True, timeout=120
+    )
     assert {file.name for file in tmp_path.iterdir()} >= {file.name for file in TINY.iterdir()}
     made = AutoModelForCausalLM.from_pretrained(tmp_path)
     shipped = AutoModelForCausalLM.from_pretrained(TINY)

@@ -27,11 +27,11 @@ from typing import Any
 
 from easyrl import devices, events
 from easyrl.config import Config, load_config
-from easyrl.data.datasets import PromptStream, open_prompts
-from easyrl.observe.run_folder import RunFolder
+from easyrl.data.datasets import open_prompts
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.run_folder import RunFolder
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.types import Prompt
 
@@ -150,7 +150,7 @@ def _measure(setting: Setting, size: int, iterations: int) -> Timing:
             Controller(
                 config,
                 resolve_placement(config),
-                prompts=_TrainingOnly(open_prompts(config)),
+                prompts=open_prompts(config),
                 folder=run_folder,
                 supervisor=supervisor,
                 say=lambda text: None,
@@ -179,6 +179,7 @@ def _config(setting: Setting, size: int, iterations: int, folder: Path) -> Confi
         flags={
             "output.dir": str(folder),
             "output.sample_groups": 0,
+            "data.num_held_out": 0,
             "runtime.schedule": "periodic" if setting.mode == "periodic" else "sync",
             "train.iterations": iterations + WARM_UP_ITERATIONS,
             "train.prompts_per_iteration": size,
@@ -191,23 +192,6 @@ def _config(setting: Setting, size: int, iterations: int, folder: Path) -> Confi
             "devices.train_threads": setting.threads,
         }
     )
-
-
-class _TrainingOnly:
-    """A prompt stream without held-out problems: no evaluation between the iterations."""
-
-    def __init__(self, prompts: PromptStream) -> None:
-        self._prompts = prompts
-
-    @property
-    def epoch_length(self) -> int | None:
-        return self._prompts.epoch_length
-
-    def prompt(self, index: int) -> Prompt:
-        return self._prompts.prompt(index)
-
-    def held_out(self) -> list[Prompt]:
-        return []
 
 
 class _Waves(Dispatcher):

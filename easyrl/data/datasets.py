@@ -25,10 +25,8 @@ import numpy.typing as npt
 from easyrl.config import Config, ConfigError
 from easyrl.data.chat import what_is_wrong
 from easyrl.hub import hub_answers
+from easyrl.tasks import TASKS
 from easyrl.types import Prompt
-
-TASKS = {"arithmetic": "easyrl.tasks.arithmetic"}
-"""Named presets: a module with `train_prompts(seed)`, `held_out_prompts()` and `score`."""
 
 OTHER_FORMATS = {".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip", ".yaml"}
 RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}

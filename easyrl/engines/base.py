@@ -25,8 +25,8 @@ class GroupRequest:
     prompt_ids: Sequence[int]  # [P]
     num_generations: int
     completion_lengths: Sequence[int] | None = None  # [G]
-    """Exact lengths to generate, the end-of-sequence token ignored (benchmarks); None: until
-    that token or the engine's limit."""
+    """Most tokens of each completion, and just that many where the engine ignores the
+    end-of-sequence token (benchmarks); None: the engine's limit."""
 
 
 @dataclass(frozen=True, slots=True)

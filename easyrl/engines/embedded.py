@@ -34,6 +34,7 @@ MAX_PREFILL_TOKENS = 2048
 class _Group:
     request: GroupRequest
     prompt: PromptCache = field(default_factory=PromptCache)
+    num_started: int = 0
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
@@ -107,11 +108,16 @@ class EmbeddedEngine:
                 "Raise data.max_prompt_length or shorten the prompt"
             )
         lengths = request.completion_lengths
-        if lengths is not None and not 1 <= min(lengths) <= max(lengths) <= (
-            self.max_completion_length
-        ):
+        if lengths is None:
+            lengths = [self.max_completion_length] * request.num_generations
+        if not lengths or len(lengths) != request.num_generations:
             raise ValueError(
-                f"completion lengths must lie in 1..{self.max_completion_length}; got {lengths}"
+                f"rollout.num_generations: expected at least 1, and a length for each; group "
+                f"{request.key} has {request.num_generations} and {len(lengths)} lengths"
+            )
+        if not 1 <= min(lengths) <= max(lengths) <= self.max_completion_length:
+            raise ValueError(
+                f"completion lengths: expected 1 to {self.max_completion_length}, got {lengths}"
             )
         self._waiting.append(request)
 
@@ -256,6 +262,7 @@ class EmbeddedEngine:
             stopped = sequence.first_token in self._eos
             if not stopped and sequence.limit > 1:
                 return sequence
+            self._mark_started(sequence.group, 1)
             self._complete(
                 sequence,
                 Completion(
@@ -296,6 +303,13 @@ class EmbeddedEngine:
             self._uniforms[row, : sequence.limit] = sequence.uniforms
             self._tokens[row, 0] = sequence.first_token
             self._logprobs[row, 0] = sequence.first_logprob
+        self._mark_started(group, len(rows))
+
+    def _mark_started(self, group: _Group, count: int) -> None:
+        """Let go of the prompt's keys and values when no sequence has still to start from them."""
+        group.num_started += count
+        if group.num_started == group.request.num_generations:
+            group.prompt = PromptCache()
 
     def _complete(self, sequence: _Sequence, completion: Completion) -> None:
         group = sequence.group

@@ -71,6 +71,11 @@ def _attention(
             f"model.path: {type(module).__name__} has attention sinks, which EasyRL's attention "
             "cannot compute exactly; choose a model without them"
         )
+    if attention_mask is not None:
+        raise ValueError(
+            f"model.path: {type(module).__name__} makes an attention mask of its own, which "
+            "EasyRL's attention cannot follow exactly; choose another model"
+        )
     settings = AttentionSettings(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,

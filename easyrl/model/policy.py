@@ -42,12 +42,14 @@ class Policy:
         trust_remote_code: bool = False,
     ) -> Policy:
         """Load in float32. Raises ValueError for a model that cannot be served exactly."""
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
         register_attention()
         folder = resolve_model(path)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         _check_servable(path, config)
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else its class comes with the model
+            _check_interface(path, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -55,11 +57,7 @@ class Policy:
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=trust_remote_code,
         )
-        if not getattr(model, "_supports_attention_backend", False):
-            raise ValueError(
-                f"model.path: {type(model).__name__} ({path}) does not go through transformers' "
-                "attention interface, so EasyRL cannot serve it exactly; choose another model"
-            )
+        _check_interface(path, type(model))
         return cls(model.to(device), torch.device(device))
 
     def forward(
@@ -90,7 +88,7 @@ class Policy:
         digest = hashlib.sha256()
         for name, tensor in self.named_weights():
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def save(self, folder: Path, tokenizer: Any) -> None:
@@ -116,6 +114,14 @@ def _check_servable(path: str, config: Any) -> None:
             f"model.path: {path} uses {changing.pop()} RoPE, whose factors depend on the longest "
             "sequence beside a token, so packed rows would be wrong. Choose another model, or set "
             "rope_type to 'default' in its config.json if your sequences stay short"
+        )
+
+
+def _check_interface(path: str, model_class: Any) -> None:
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise ValueError(
+            f"model.path: {model_class.__name__} ({path}) does not go through transformers' "
+            "attention interface, so EasyRL cannot serve it exactly; choose another model"
         )
 
 

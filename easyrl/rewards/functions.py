@@ -15,6 +15,11 @@ from easyrl.types import Messages
 RewardFunction = Callable[..., list[float | None]]
 
 
+class RewardError(RuntimeError):
+    """A reward function failed, or returned what is no reward. The message names both it and the
+    prompt, and holds the function's own traceback."""
+
+
 def exact_match(
     prompts: Sequence[str | Messages],
     completions: Sequence[str | Messages],

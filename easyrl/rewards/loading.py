@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from easyrl.config import Config, ConfigError
-from easyrl.data.datasets import TASKS
 from easyrl.rewards.functions import RewardFunction, exact_match
+from easyrl.tasks import TASKS
 from easyrl.types import Prompt
 
 KEY = "reward.functions (--reward)"

@@ -28,16 +28,11 @@ from pebble import ProcessExpired, ProcessPool
 
 from easyrl.config import Config
 from easyrl.lifeline import die_with_parent
-from easyrl.rewards.functions import RewardFunction
+from easyrl.rewards.functions import RewardError, RewardFunction
 from easyrl.rewards.loading import load_reward, own_traceback, reward_names, reward_specs
 from easyrl.types import Float32, Messages
 
 Scores = list[list[float | None]]  # [functions][G]
-
-
-class RewardError(RuntimeError):
-    """A reward function failed, or returned what is no reward. The message names both it and the
-    prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,12 @@ from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.channels.ring_layout import RingLayout
 from easyrl.config import Config
 from easyrl.data.datasets import PromptStream
-from easyrl.observe.run_folder import RunFolder
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.iteration import IterationRecord
 from easyrl.runtime.launch import rollout_main, train_main
 from easyrl.runtime.placement import Placement
+from easyrl.runtime.run_folder import RunFolder
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.runtime.totals import Totals
 from easyrl.types import Prompt
@@ -70,7 +70,7 @@ class Controller:
     def run(self) -> dict[str, Any]:
         """Train; returns what `summary.json` holds."""
         self._start_workers()
-        held_out = self.prompts.held_out()
+        held_out = self.prompts.held_out()[: self.config.data.num_held_out]
         self._exchange_weights()
         before = self._evaluate(0, held_out)
         for iteration in range(self.config.train.iterations):

@@ -12,12 +12,16 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.events import Failed, Ready
 from easyrl.lifeline import die_with_parent
+from easyrl.rewards.functions import RewardError
 from easyrl.workers.settings import WorkerSettings
+
+PACKAGE = Path(__file__).parent.parent
 
 
 def rollout_main(settings: WorkerSettings, ring: RingBuffer, control: Connection) -> None:
@@ -46,16 +50,23 @@ def _run(
     except BaseException as error:
         exit_code = 1
         with contextlib.suppress(OSError):
-            control.send(
-                Failed(
-                    f"{type(error).__name__}: {error}",
-                    traceback.format_exc(),
-                    is_user_error=isinstance(error, ValueError),
-                )
-            )
+            control.send(_describe(error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # a process group stuck in a collective must not hold up the end
+
+
+def _describe(error: BaseException) -> Failed:
+    """A user's mistake, or a reward that failed, is told by its message alone; all else by its
+    traceback too."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_ours = bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
+    if isinstance(error, ValueError) and is_ours:
+        return Failed(str(error), traceback="", is_user_error=True)
+    if isinstance(error, RewardError):
+        return Failed(str(error), traceback="", is_user_error=False)
+    message = f"{type(error).__name__}: {error}"
+    return Failed(message, traceback.format_exc(), is_user_error=False)
 
 
 def _set_up_environment(settings: WorkerSettings) -> None:

@@ -9,9 +9,9 @@ import traceback
 from easyrl.config import Config
 from easyrl.data.datasets import open_prompts
 from easyrl.hub import check_model
-from easyrl.observe.run_folder import RunFolder
 from easyrl.rewards.loading import check_rewards
 from easyrl.runtime.placement import describe, resolve_placement
+from easyrl.runtime.run_folder import RunFolder
 
 FINISHED, FAILED, USER_ERROR = 0, 1, 2
 SIGNALLED = 128
@@ -46,7 +46,7 @@ def run(config: Config) -> int:
     except KeyboardInterrupt:
         return SIGNALLED + signal.SIGINT
     except WorkerFailure as failure:
-        if not failure.is_user_error:
+        if failure.traceback:
             print(failure.traceback, file=sys.stderr)
         print(f"easyrl: {failure}", file=sys.stderr)
         return USER_ERROR if failure.is_user_error else FAILED

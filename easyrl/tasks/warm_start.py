@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from easyrl.tasks import arithmetic
 
 MODEL_DIR = Path(__file__).parent / "tiny"
-HASTE_PROBABILITY = 0.3
+HASTE_PROBABILITY = 0.12
 SLIP_PROBABILITY = 0.5
 MAX_POSITIONS = 512
 BATCH_SIZE = 32
@@ -171,7 +171,7 @@ def warm_start(output: Path, *, num_steps: int, num_flawed_steps: int, seed: int
     train(model, careful, num_steps=num_steps, learning_rate=3e-3)
     rng = random.Random(seed)
     flawed = batches(tokenizer, seed + 1, lambda operands: flawed_solution(operands, rng))
-    train(model, flawed, num_steps=num_flawed_steps, learning_rate=1e-3)
+    train(model, flawed, num_steps=num_flawed_steps, learning_rate=5e-4)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
 
@@ -180,10 +180,10 @@ def main() -> None:
     """Parse the command line and make the model."""
     parser = argparse.ArgumentParser(prog="python -m easyrl.tasks.warm_start", description=__doc__)
     parser.add_argument("--output", type=Path, default=MODEL_DIR, help="folder to write")
-    parser.add_argument("--steps", type=int, default=1500, help="on careful solutions alone")
-    parser.add_argument("--flawed-steps", type=int, default=300, help="on both writers' solutions")
+    parser.add_argument("--steps", type=int, default=1500, help="on worked solutions")
+    parser.add_argument("--flawed-steps", type=int, default=150, help="on solutions with haste")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     warm_start(

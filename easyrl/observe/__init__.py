@@ -1,1 +1,0 @@
-"""Events in, pictures and files out."""

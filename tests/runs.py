@@ -1,0 +1,78 @@
+"""How the tests start `easyrl grpo`, and what they look at afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SMALL = (
+    "train.prompts_per_iteration=4",
+    "rollout.num_generations=4",
+    "rollout.max_completion_length=24",
+    "data.max_prompt_length=32",
+    "data.num_held_out=8",
+)
+"""Words of a run that takes a second or two once its workers are up."""
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "easyrl", "grpo", *arguments]
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def finish(*arguments: str, timeout: float = 240, **environment: str) -> tuple[int, str, str]:
+    """Run to the end: exit code, standard output, standard error."""
+    process = start(*arguments, **environment)
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def without_timing(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+
+
+def wait_for_line(process: subprocess.Popen[str], beginning: str, timeout: float = 120) -> None:
+    """Read the run's output up to a line that begins so."""
+    assert process.stdout is not None
+    deadline = time.monotonic() + timeout
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return
+        assert time.monotonic() < deadline, f"no line '{beginning}…' in time"
+    raise AssertionError(f"the run ended before a line '{beginning}…'")
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those still running after so long (zombies of a dead parent do not run)."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

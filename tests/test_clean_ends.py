@@ -1,0 +1,139 @@
+"""However a run ends, nothing is left behind, and the cause is said once."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runs import SMALL, descendants, start, wait_for_line, wait_until_gone
+
+ENDLESS = ("--iterations", "100000", *SMALL)
+SECONDS = 5.0  # the bound of a clean end
+
+
+def is_worker(process: psutil.Process) -> bool:
+    return "resource_tracker" not in " ".join(process.cmdline())
+
+
+def started(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A run in its iterations, and all its processes."""
+    process = start("--output", str(tmp_path / "run"), *ENDLESS, *arguments)
+    wait_for_line(process, "iteration 2/")
+    processes = descendants(process.pid)
+    assert len([p for p in processes if is_worker(p)]) >= 3  # rollout, train, scorer
+    return process, processes
+
+
+def shared_memory() -> set[Path]:
+    folder = Path("/dev/shm")
+    return set(folder.iterdir()) if folder.is_dir() else set()
+
+
+def end(process: subprocess.Popen[str], processes: list[psutil.Process]) -> tuple[int, str, str]:
+    """Wait for the run's end; all of its processes must be gone in time."""
+    began = time.monotonic()
+    out, err = process.communicate(timeout=SECONDS)
+    left = wait_until_gone(processes, SECONDS - (time.monotonic() - began))
+    assert left == [], f"left behind: {left}"
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_everything(tmp_path: Path, signum: int, code: int) -> None:
+    before = shared_memory()
+    process, processes = started(tmp_path)
+    process.send_signal(signum)
+    returned, out, err = end(process, processes)
+    assert returned == code
+    assert "Traceback" not in err
+    assert out.count("stopped by") == 1
+    assert shared_memory() <= before
+
+
+def test_ctrl_c_in_a_terminal_reaches_all_processes_and_is_no_error(tmp_path: Path) -> None:
+    run = start("--output", str(tmp_path / "run"), *ENDLESS)
+    wait_for_line(run, "iteration 2/")
+    processes = descendants(run.pid)
+    for p in [psutil.Process(run.pid), *processes]:  # what a terminal does to the foreground group
+        p.send_signal(signal.SIGINT)
+    returned, _, err = end(run, processes)
+    assert returned == 130
+    assert "Traceback" not in err and "KeyboardInterrupt" not in err
+
+
+def test_ctrl_c_while_the_workers_start(tmp_path: Path) -> None:
+    process = start("--output", str(tmp_path / "run"), *ENDLESS)
+    wait_for_line(process, "groups in flight")
+    deadline = time.monotonic() + 30
+    while len(descendants(process.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    processes = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    returned, _, err = end(process, processes)
+    assert returned == 130 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("victim", ["rollout-0", "train-0"])
+def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path, victim: str) -> None:
+    process, processes = started(tmp_path)
+    position = 0 if victim == "rollout-0" else 1
+    workers = sorted(
+        (p for p in psutil.Process(process.pid).children() if is_worker(p)),
+        key=lambda p: p.create_time(),
+    )
+    workers[position].kill()
+    returned, _, err = end(process, processes)
+    assert returned == 1
+    assert err.count(f"{victim} was killed by SIGKILL") == 1
+
+
+def test_a_killed_reward_process_ends_the_run_and_is_said(tmp_path: Path) -> None:
+    process, processes = started(tmp_path)
+    workers = [p for p in psutil.Process(process.pid).children() if is_worker(p)]
+    scorers = [c for w in workers for c in w.children() if is_worker(c)]
+    assert len(scorers) == 1
+    scorers[0].kill()
+    returned, _, err = end(process, processes)
+    assert returned == 1
+    assert "reward" in err
+
+
+def test_a_killed_controller_takes_its_workers_with_it(tmp_path: Path) -> None:
+    process, processes = started(tmp_path)
+    process.kill()
+    process.wait()
+    assert wait_until_gone(processes, SECONDS) == []
+
+
+def test_a_reward_that_raises_ends_the_run_with_its_own_traceback_once(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(
+        "def score(prompts, completions, **columns):\n    raise KeyError('no such thing')\n"
+    )
+    process = start(
+        *("--output", str(tmp_path / "run"), "--reward", f"{tmp_path}/bad.py:score"),
+        *ENDLESS,
+    )
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert err.count("KeyError: 'no such thing'") == 1
+    assert "bad.py" in err and "for the prompt" in err
+
+
+def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef score(prompts, completions, **columns):\n    time.sleep(1000)\n"
+    )
+    process = start(
+        *("--output", str(tmp_path / "run"), "--reward", f"{tmp_path}/slow.py:score"),
+        *ENDLESS,
+    )
+    wait_for_line(process, "groups in flight")
+    time.sleep(8)
+    processes = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    assert end(process, processes)[0] == 130

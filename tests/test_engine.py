@@ -1,0 +1,542 @@
+"""The embedded engine: greedy as `generate`, samples that depend on nothing but their name, and
+no wasted work."""
+
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from easyrl.engines import embedded
+from easyrl.engines.base import GroupRequest
+from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.engines.sampling import sample, uniform_stream
+from easyrl.model.attention import ATTENTION_NAME, PackedSequences, register_attention
+from easyrl.model.policy import Policy
+from easyrl.types import WeightPiece
+
+torch.set_num_threads(1)
+register_attention()
+
+VOCABULARY = 31
+EOS = 2
+WINDOW = 5
+MAX_PROMPT, MAX_COMPLETION = 12, 16
+
+FAMILIES = {
+    "qwen3": {"tie_word_embeddings": True},
+    "llama": {"num_key_value_heads": 1},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma2": {
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 4.0,
+    },
+}
+
+
+def tiny_model(family, attention, seed=1):
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+    }
+    config = AutoConfig.for_model(family, **(sizes | FAMILIES[family]))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.25)
+    return model.eval()
+
+
+@cache
+def policy_of(family):
+    return Policy(tiny_model(family, ATTENTION_NAME), torch.device("cpu"))
+
+
+@cache
+def reference_of(family):
+    return tiny_model(family, "eager")
+
+
+def make_engine(family="qwen3", policy=None, **changes):
+    options = {
+        "num_rows": 4,
+        "max_prompt_length": MAX_PROMPT,
+        "max_completion_length": MAX_COMPLETION,
+        "temperature": 1.0,
+        "seed": 7,
+    }
+    return EmbeddedEngine(policy or policy_of(family), **(options | changes))
+
+
+def draw_prompts(number, seed=3, longest=MAX_PROMPT):
+    """Of ragged lengths, the shortest and the longest among them."""
+    rng = np.random.default_rng(seed)
+    lengths = [1, longest, *rng.integers(1, longest + 1, number)][:number]
+    return [rng.integers(3, VOCABULARY, length).tolist() for length in lengths]
+
+
+def requests(prompts, num_generations=1, lengths=None):
+    return [
+        GroupRequest((index,), prompt, num_generations, None if lengths is None else lengths[index])
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def run(engine, submitted):
+    """Completions by key, after everything came back once."""
+    for request in submitted:
+        engine.submit(request)
+    finished = []
+    while engine.has_work:
+        finished += engine.step()
+    assert Counter(group.request.key for group in finished) == Counter(r.key for r in submitted)
+    return {group.request.key: group.completions for group in finished}
+
+
+def tokens_of(completions):
+    return {key: [c.token_ids.tolist() for c in group] for key, group in completions.items()}
+
+
+class Watch:
+    """Counts the rows of every forward: decode tokens and prompts."""
+
+    def __init__(self, engine, monkeypatch):
+        self.decode_rows = []
+        self.prompts = []
+        original = engine.policy.forward
+
+        def forward(input_ids, position_ids, layout, logits_at):
+            lengths = layout._prompt_lengths
+            self.decode_rows.append(len(input_ids) - sum(lengths))
+            start = self.decode_rows[-1]
+            for length in lengths:
+                self.prompts.append(tuple(input_ids[start : start + length].tolist()))
+                start += length
+            return original(input_ids, position_ids, layout, logits_at)
+
+        monkeypatch.setattr(engine.policy, "forward", forward)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    def make(**changes):
+        engine = make_engine(
+            policy=Policy(policy_of("qwen3").model, torch.device("cpu")), **changes
+        )
+        return engine, Watch(engine, monkeypatch)
+
+    return make
+
+
+# -- what is generated ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_generations", [1, 3])
+def test_greedy_is_generate_token_for_token(family, num_generations):
+    """More sequences than rows, prompts of ragged lengths, completions that end early."""
+    prompts = draw_prompts(11)
+    engine = make_engine(family, num_rows=4, temperature=0.0)
+    got = tokens_of(run(engine, requests(prompts, num_generations)))
+    ended_early = 0
+    for index, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        output = reference_of(family).generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=MAX_COMPLETION,
+            eos_token_id=EOS,
+        )
+        expected = output[0, len(prompt) :].tolist()
+        assert got[(index,)] == [expected] * num_generations
+        ended_early += len(expected) < MAX_COMPLETION
+    assert family != "qwen3" or ended_early > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_reported_logprobs_are_those_of_a_plain_forward(family, temperature):
+    prompts = draw_prompts(6)
+    engine = make_engine(family, temperature=temperature)
+    for key, completions in run(engine, requests(prompts, 3)).items():
+        prompt = prompts[key[0]]
+        for completion in completions:
+            ids = torch.tensor([prompt + completion.token_ids.tolist()])
+            with torch.no_grad():
+                logits = reference_of(family)(input_ids=ids, use_cache=False).logits[0]
+            logprobs = torch.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
+            expected = logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+            np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-5)
+            assert completion.logprobs.dtype == np.float32
+            assert completion.token_ids.dtype == np.int32
+
+
+def test_a_completion_ends_with_the_end_token_or_at_its_limit():
+    completions = run(make_engine(), requests(draw_prompts(20), 4))
+    reasons = Counter()
+    for completion in (c for group in completions.values() for c in group):
+        tokens = completion.token_ids.tolist()
+        assert EOS not in tokens[:-1]
+        assert completion.finish_reason == ("stop" if tokens[-1] == EOS else "length")
+        assert tokens[-1] == EOS or len(tokens) == MAX_COMPLETION
+        reasons[completion.finish_reason] += 1
+    assert min(reasons["stop"], reasons["length"]) > 5
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """21 prompts x 3, one after another through a single row: no neighbour at all."""
+    return tokens_of(run(make_engine(num_rows=1), requests(draw_prompts(21), 3)))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 70), st.randoms(use_true_random=False), st.integers(0, 20))
+def test_samples_do_not_depend_on_rows_order_or_neighbours(sampled, num_rows, random, left_out):
+    submitted = requests(draw_prompts(21), 3)[left_out:]
+    random.shuffle(submitted)
+    got = tokens_of(run(make_engine(num_rows=num_rows), submitted))
+    assert got == {key: sampled[key] for key in got}
+
+
+def test_groups_that_arrive_while_others_run_change_no_sample(sampled):
+    engine = make_engine(num_rows=7)
+    waiting = requests(draw_prompts(21), 3)
+    finished = []
+    while waiting or engine.has_work:
+        if waiting:
+            engine.submit(waiting.pop(0))
+        finished += engine.step()
+    assert tokens_of({g.request.key: g.completions for g in finished}) == sampled
+
+
+def test_a_larger_group_begins_with_the_samples_of_a_smaller_one(sampled):
+    got = tokens_of(run(make_engine(num_rows=5), requests(draw_prompts(21), 5)))
+    assert {key: samples[:3] for key, samples in got.items()} == sampled
+
+
+def test_randomness_is_of_seed_key_sample_and_position(sampled):
+    prompts = draw_prompts(21)
+    other_seed = tokens_of(run(make_engine(seed=8), requests(prompts, 3)))
+    assert other_seed != sampled
+    moved = [GroupRequest((index + 1,), p, 3) for index, p in enumerate(prompts)]
+    assert list(tokens_of(run(make_engine(), moved)).values()) != list(sampled.values())
+    streams = [
+        uniform_stream(seed, (a, b, sample_index), 4)
+        for seed in (0, 1)
+        for a in (0, 1)
+        for b in (0, 1, 2**40)
+        for sample_index in (0, 1)
+    ]
+    assert len({number for stream in streams for number in stream}) == 4 * len(streams)
+
+
+def test_two_engines_fed_the_same_list_give_the_same_bits():
+    one, other = (run(make_engine(num_rows=6), requests(draw_prompts(15), 4)) for _ in range(2))
+    assert list(one) == list(other)  # the order in which groups finish is the same too
+    for key, completions in one.items():
+        for a, b in zip(completions, other[key], strict=True):
+            assert a.token_ids.tobytes() == b.token_ids.tobytes()
+            assert a.logprobs.tobytes() == b.logprobs.tobytes()
+
+
+def test_an_engine_that_has_run_before_gives_the_same_bits_as_a_new_one():
+    """Nothing of an iteration is left in rows, caches or counters for the next one."""
+    used = make_engine(num_rows=6)
+    run(used, requests(draw_prompts(9, seed=99), 5))
+    submitted = requests(draw_prompts(15), 4)
+    expected, got = run(make_engine(num_rows=6), submitted), run(used, submitted)
+    for key, completions in expected.items():
+        for a, b in zip(completions, got[key], strict=True):
+            assert a.token_ids.tobytes() == b.token_ids.tobytes()
+            assert a.logprobs.tobytes() == b.logprobs.tobytes()
+
+
+# -- how it is computed ---------------------------------------------------------------------------
+
+
+def test_a_finished_row_costs_nothing(watched):
+    """Every row of every forward gives a token that is kept, and rows are refilled."""
+    lengths = np.random.default_rng(0).integers(1, MAX_COMPLETION + 1, (30, 2)).tolist()
+    engine, watch = watched(num_rows=8, ignore_eos=True)
+    run(engine, requests(draw_prompts(30), 2, lengths))
+    # A sequence's first token comes from its prompt's forward, each further one from a row.
+    assert sum(watch.decode_rows) == sum(length - 1 for group in lengths for length in group)
+    assert max(watch.decode_rows) == 8
+    last_full = max(step for step, rows in enumerate(watch.decode_rows) if rows == 8)
+    refilled, tail = watch.decode_rows[1:last_full], watch.decode_rows[last_full:]
+    assert np.mean(refilled) >= 7.5  # a row that ends before the next prompt is ready waits a step
+    assert all(8 in pair for pair in pairwise(refilled))
+    assert tail == sorted(tail, reverse=True)  # then rows are only compacted
+
+
+def test_a_prompt_is_prefilled_once_for_its_whole_group(watched):
+    prompts = draw_prompts(13)
+    engine, watch = watched(num_rows=4)
+    run(engine, requests(prompts, 6))  # more completions than rows
+    assert Counter(watch.prompts) == Counter(map(tuple, prompts))
+
+
+def test_prompts_of_one_step_stay_under_the_token_bound(watched, monkeypatch):
+    monkeypatch.setattr(embedded, "MAX_PREFILL_TOKENS", 15)
+    engine, watch = watched(num_rows=16)
+    sizes = []
+    for request in requests(draw_prompts(40), 1):
+        engine.submit(request)
+    while engine.has_work:
+        before = len(watch.prompts)
+        engine.step()
+        sizes.append(sum(map(len, watch.prompts[before:])))
+    assert max(sizes) <= 15 and len(watch.prompts) == 40
+
+
+def test_a_prompt_longer_than_the_token_bound_goes_alone(watched, monkeypatch):
+    monkeypatch.setattr(embedded, "MAX_PREFILL_TOKENS", 5)
+    prompts = draw_prompts(12)
+    engine, watch = watched(num_rows=16)
+    run(engine, requests(prompts))
+    assert Counter(watch.prompts) == Counter(map(tuple, prompts))
+
+
+def test_groups_start_in_the_order_they_were_submitted(watched):
+    prompts = draw_prompts(17)
+    engine, watch = watched(num_rows=3)
+    run(engine, requests(prompts, 2))
+    assert watch.prompts == list(map(tuple, prompts))
+
+
+def test_keys_and_values_of_a_prompt_go_when_all_its_completions_have_started():
+    """The last completion of a group may run for long; its prompt's copy need not."""
+    engine = make_engine(num_rows=4, ignore_eos=True)
+    engine.submit(GroupRequest((0,), [5] * MAX_PROMPT, 3, [16, 16, 1]))
+    engine.submit(GroupRequest((1,), [6] * MAX_PROMPT, 3, [16, 1, 16]))
+    engine.step()
+    groups = {id(s.group): s.group for s in engine._sequences if s is not None}.values()
+    kept = {group.request.key: len(group.prompt.keys) for group in groups}
+    assert engine.num_active == 4 and kept == {(0,): 0, (1,): 0}
+
+
+def test_the_cache_never_grows():
+    engine = make_engine(num_rows=4)
+    run(engine, requests(draw_prompts(5), 2))
+    addresses = [tensor.data_ptr() for tensor in engine._cache.keys + engine._cache.values]
+    run(engine, requests(draw_prompts(30, seed=5), 3))
+    assert addresses == [t.data_ptr() for t in engine._cache.keys + engine._cache.values]
+
+
+# -- groups, ends and limits ----------------------------------------------------------------------
+
+
+def test_a_group_comes_back_when_all_are_done_in_sample_order():
+    engine = make_engine(num_rows=3, ignore_eos=True)
+    lengths = [9, 2, 16, 1, 5]
+    engine.submit(GroupRequest((0,), [4, 5, 6], 5, lengths))
+    engine.submit(GroupRequest((1,), [7], 2, [1, 2]))
+    order = []
+    while engine.has_work:
+        for group in engine.step():
+            order.append(group.request.key)
+            sizes = [len(completion.token_ids) for completion in group.completions]
+            assert sizes == list(group.request.completion_lengths)
+            assert {completion.finish_reason for completion in group.completions} == {"length"}
+    assert sorted(order) == [(0,), (1,)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.lists(st.lists(st.integers(1, MAX_COMPLETION), min_size=1, max_size=5), max_size=12),
+)
+def test_asked_lengths_are_generated_exactly(num_rows, lengths):
+    submitted = [
+        GroupRequest((index,), draw_prompts(12)[index], len(sizes), sizes)
+        for index, sizes in enumerate(lengths)
+    ]
+    got = tokens_of(run(make_engine(num_rows=num_rows, ignore_eos=True), submitted))
+    assert {key: [len(t) for t in group] for key, group in got.items()} == {
+        (index,): sizes for index, sizes in enumerate(lengths)
+    }
+
+
+def eos_first_policy():
+    """A model whose likeliest token is the end token, always."""
+    model = tiny_model("llama", ATTENTION_NAME)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.model.embed_tokens.weight.fill_(1.0)
+        model.model.norm.weight.fill_(1.0)
+        model.lm_head.weight[EOS] = 1.0
+    return Policy(model, torch.device("cpu"))
+
+
+def test_the_end_token_may_come_first():
+    engine = make_engine(policy=eos_first_policy(), temperature=0.0, num_rows=2)
+    for completions in run(engine, requests(draw_prompts(9), 3)).values():
+        for completion in completions:
+            assert completion.token_ids.tolist() == [EOS]
+            assert completion.finish_reason == "stop" and len(completion.logprobs) == 1
+
+
+def test_one_token_may_be_the_limit():
+    engine = make_engine(max_completion_length=1, num_rows=2)
+    for completions in run(engine, requests(draw_prompts(9), 3)).values():
+        assert [len(completion.token_ids) for completion in completions] == [1, 1, 1]
+    assert engine.num_active == 0
+
+
+def test_a_model_may_have_several_end_tokens_or_none():
+    policy = Policy(policy_of("qwen3").model, torch.device("cpu"))
+    policy.eos_token_ids = [EOS, 3, 4]
+    ends = Counter(
+        completion.token_ids.tolist()[-1]
+        for group in run(make_engine(policy=policy), requests(draw_prompts(12), 4)).values()
+        for completion in group
+        if completion.finish_reason == "stop"
+    )
+    assert set(ends) == {EOS, 3, 4}
+    policy.eos_token_ids = []
+    for group in run(make_engine(policy=policy), requests(draw_prompts(3), 2)).values():
+        assert {len(completion.token_ids) for completion in group} == {MAX_COMPLETION}
+
+
+def test_a_prompt_and_completion_of_full_length_fit():
+    engine = make_engine(num_rows=1, ignore_eos=True)
+    run(engine, [GroupRequest((0,), [5] * MAX_PROMPT, 2, [MAX_COMPLETION] * 2)])
+
+
+@pytest.mark.parametrize("length", [0, MAX_PROMPT + 1])
+def test_an_empty_or_too_long_prompt_is_refused(length):
+    engine = make_engine()
+    with pytest.raises(ValueError, match=rf"data\.max_prompt_length.*has {length}"):
+        engine.submit(GroupRequest((0,), [5] * length, 2))
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("num_generations", "lengths"),
+    [(0, None), (2, [1]), (2, [1, 2, 3]), (1, []), (2, [0, 1]), (1, [MAX_COMPLETION + 1])],
+)
+def test_a_group_that_could_never_be_whole_is_refused(num_generations, lengths):
+    engine = make_engine()
+    with pytest.raises(ValueError, match="expected"):
+        engine.submit(GroupRequest((0,), [5], num_generations, lengths))
+    assert not engine.has_work
+
+
+def test_an_engine_without_work_steps_to_nothing():
+    engine = make_engine()
+    assert not engine.has_work and engine.step() == []
+
+
+# -- new weights ----------------------------------------------------------------------------------
+
+
+def pieces_of(policy, piece_size=100):
+    for name, tensor in policy.named_weights():
+        flat = tensor.detach().reshape(-1)
+        for start in range(0, len(flat), piece_size):
+            yield WeightPiece(name, start, flat[start : start + piece_size].clone())
+
+
+def test_new_weights_are_refused_while_sequences_are_in_flight():
+    engine = make_engine(policy=Policy(tiny_model("qwen3", ATTENTION_NAME), torch.device("cpu")))
+    before = engine.policy.weights_sha256()
+    other = Policy(tiny_model("qwen3", ATTENTION_NAME, seed=2), torch.device("cpu"))
+    engine.submit(requests(draw_prompts(1), 2)[0])
+    for _ in range(3):  # waiting, then in flight
+        with pytest.raises(RuntimeError, match="in flight"):
+            engine.load_weights(pieces_of(other))
+        engine.step()
+    assert engine.policy.weights_sha256() == before
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_after_new_weights_nothing_of_the_old_ones_is_used(family):
+    """Tied and untied heads: the same bits as an engine that never saw the old weights."""
+    engine = make_engine(policy=Policy(tiny_model(family, ATTENTION_NAME), torch.device("cpu")))
+    new = Policy(tiny_model(family, ATTENTION_NAME, seed=2), torch.device("cpu"))
+    submitted = requests(draw_prompts(9), 3)
+    old = run(engine, submitted)
+    engine.load_weights(pieces_of(new))
+    assert engine.policy.weights_sha256() == new.weights_sha256()
+    got, expected = run(engine, submitted), run(make_engine(policy=new), submitted)
+    assert tokens_of(got) == tokens_of(expected) != tokens_of(old)
+    for key, completions in expected.items():
+        for a, b in zip(completions, got[key], strict=True):
+            assert a.logprobs.tobytes() == b.logprobs.tobytes()
+
+
+def test_an_engine_leaves_its_model_trainable():
+    """Sampling under inference mode must leave no inference tensor where autograd needs one."""
+    policy = Policy(tiny_model("gemma2", ATTENTION_NAME), torch.device("cpu"))
+    run(make_engine(policy=policy), requests(draw_prompts(3), 2))
+    logits = policy.forward(
+        torch.tensor([4, 5, 6]), torch.arange(3), PackedSequences([3]), torch.arange(3)
+    )
+    logits.sum().backward()
+    assert all(p.grad is not None for p in policy.model.parameters())
+
+
+# -- the sampling distribution --------------------------------------------------------------------
+
+
+def test_samples_follow_the_distribution_of_the_model():
+    """Chi-square over the first tokens of 4,000 samples of one prompt."""
+    num_samples, temperature, prompt = 4000, 0.8, [4, 9, 11]
+    engine = make_engine(
+        num_rows=64, temperature=temperature, max_completion_length=1, ignore_eos=True
+    )
+    (completions,) = run(engine, [GroupRequest((0,), prompt, num_samples)]).values()
+    counts = np.bincount([c.token_ids[0] for c in completions], minlength=VOCABULARY)
+    with torch.no_grad():
+        logits = reference_of("qwen3")(input_ids=torch.tensor([prompt])).logits[0, -1]
+    expected = torch.softmax(logits.double() / temperature, -1).numpy() * num_samples
+    rare = expected < 5
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    degrees = len(counts) - 1
+    assert degrees >= 5
+    chi_square = float(((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum())
+    assert chi_square < degrees + 4 * np.sqrt(2 * degrees)
+
+
+def test_the_inverse_transform_meets_every_boundary():
+    logits = torch.tensor([[0.1, 0.2, 0.0, 0.7]]).log()  # token 2 is impossible
+    cases = {0.0: 0, 0.0999: 0, 0.1001: 1, 0.2999: 1, 0.3001: 3, 0.9999: 3, 1 - 2**-53: 3}
+    tokens, logprobs = sample(
+        logits.expand(len(cases), -1), torch.tensor(list(cases), dtype=torch.float64), 1.0
+    )
+    assert tokens.tolist() == list(cases.values())
+    expected = [[0.1, 0.2, 0.0, 0.7][token] for token in cases.values()]
+    np.testing.assert_allclose(logprobs.exp(), expected, rtol=1e-6)
+
+
+def test_an_impossible_first_token_is_never_drawn():
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0]])
+    tokens, _ = sample(logits, torch.zeros(1, dtype=torch.float64), 1.0)
+    assert tokens.tolist() == [1]
+
+
+def test_temperature_sharpens_and_reported_logprobs_follow():
+    logits = torch.tensor([[0.0, 1.0]])
+    _, at_half = sample(logits, torch.tensor([0.99], dtype=torch.float64), 0.5)
+    assert float(at_half) == pytest.approx(-np.log1p(np.exp(-2.0)), abs=1e-6)
+    _, greedy = sample(logits, torch.tensor([0.0], dtype=torch.float64), 0.0)
+    assert float(greedy) == pytest.approx(-np.log1p(np.exp(-1.0)), abs=1e-6)

@@ -1,0 +1,42 @@
+"""What a worker's process is given before torch is loaded, and where its failures go."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import json, os, sys
+from easyrl.config import load_config
+from easyrl.runtime import launch
+from easyrl.workers.settings import WorkerSettings
+
+assert "torch" not in sys.modules
+settings = WorkerSettings(
+    name="rollout-0", owner_id=0, device="cpu", shares_device=False, num_threads=1,
+    config=load_config(words=["runtime.deterministic=true"]), max_concurrent_groups=1,
+    store_path="",
+)
+launch._set_up_environment(settings)
+import torch
+names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS"]
+print(json.dumps({
+    **{name: os.environ[name] for name in names},
+    "threads": torch.get_num_threads(),
+    "deterministic": torch.are_deterministic_algorithms_enabled(),
+}))
+"""
+
+
+def test_a_worker_is_bound_to_loopback_and_to_its_threads_before_torch_is_loaded() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert json.loads(done.stdout) == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "threads": 1,
+        "deterministic": True,
+    }

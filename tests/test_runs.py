@@ -1,0 +1,210 @@
+"""Whole runs of `easyrl grpo`, as a user starts them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runs import SMALL, descendants, finish, lines_of, start, summary_of, wait_for_line
+from runs import without_timing as plain
+
+SUMMARY_KEYS = {
+    "iterations",
+    "policy_version",
+    "wall_seconds",
+    "reward_first",
+    "reward_last",
+    "completion_tokens",
+    "tokens_per_second_per_device",
+    "accuracy_before",
+    "accuracy_after",
+    "infer_seconds",
+    "train_seconds",
+    "weights_seconds",
+    "groups_trained",
+    "groups_off_policy",
+    "weights_sha256",
+}
+
+
+def test_a_run_leaves_a_whole_run_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = (*SMALL, "rollout.max_completion_length=100")  # so that some answers are right
+    code, out, err = finish("--output", str(folder), "--iterations", "3", *words)
+    assert (code, err) == (0, "")
+    assert "iteration 3/3" in out
+    summary = summary_of(folder)
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["groups_trained"] == 12 and summary["groups_off_policy"] == 0
+    assert summary["policy_version"] == 3
+    metrics = lines_of(folder / "metrics.jsonl")
+    assert [line["iteration"] for line in metrics] == [0, 1, 2]
+    for line in metrics:
+        assert 0 < line["sampling/sampling_logp_difference/max"] <= 1e-4
+        assert line["num_updates_not_finite"] == 0
+        assert all(math.isfinite(v) for v in line.values() if isinstance(v, float))
+    samples = lines_of(folder / "samples.jsonl")
+    assert len(samples) == 3 * 4 and all(s["prompt"].endswith("=") for s in samples)
+    assert {"completion", "reward", "advantage"} <= samples[0].keys()
+    # The run can be started again from its own config.
+    again = tmp_path / "again"
+    code, _, err = finish("--config", str(folder / "config.yaml"), "--output", str(again))
+    assert (code, err) == (0, "")
+    assert summary_of(again)["iterations"] == 3
+
+
+def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summary(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path / "run"
+    assert finish("--output", str(folder), "--iterations", "2", *SMALL)[0] == 0
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert tokenizer.decode(tokenizer("12+34=")["input_ids"]) == "12+34="
+    weights = dict(sorted(model.named_parameters()))
+    digest = hashlib.sha256()
+    for name, tensor in weights.items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().numpy().tobytes())
+    assert digest.hexdigest() == summary_of(folder)["weights_sha256"]
+    before = load_file(Path(__file__).parent.parent / "easyrl/tasks/tiny/model.safetensors")
+    assert any(not torch.equal(before[n], t) for n, t in weights.items()), "nothing was trained"
+
+
+def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path: Path) -> None:
+    """Deterministic mode, ten iterations, random delays in engine, rewards, ring and trainer."""
+    ends = {}
+    for schedule in ("sync", "periodic"):
+        folder = tmp_path / schedule
+        words = ("runtime.deterministic=true", "rollout.max_concurrent_groups=2")
+        code, _, err = finish(
+            *("--output", str(folder), "--iterations", "10", "--schedule", schedule),
+            *("train.prompts_per_iteration=6", "rollout.max_completion_length=48", *words),
+            *("data.max_prompt_length=32", "train.max_tokens_per_micro_batch=400"),
+            EASYRL_RANDOM_DELAYS="0.01",
+        )
+        assert (code, err) == (0, "")
+        metrics = [plain(line) for line in lines_of(folder / "metrics.jsonl")]
+        ends[schedule] = summary_of(folder)["weights_sha256"], metrics
+    # Not the weights alone: every metric of every iteration, the engine's last bits among them.
+    assert ends["sync"] == ends["periodic"]
+
+
+def test_the_seed_decides_the_run(tmp_path: Path) -> None:
+    hashes = []
+    for number, seed in enumerate(("1", "1", "2")):
+        folder = tmp_path / str(number)
+        words = ("runtime.deterministic=true", *SMALL)
+        assert finish("--output", str(folder), "--iterations", "2", "--seed", seed, *words)[0] == 0
+        hashes.append(summary_of(folder)["weights_sha256"])
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_two_rollout_workers_share_the_prompts_of_an_iteration(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    code, _, err = finish(
+        *("--output", str(folder), "--iterations", "2", "--infer-devices", "cpu:2"),
+        *("train.prompts_per_iteration=12", "rollout.max_concurrent_groups=2", *SMALL[1:]),
+    )
+    assert (code, err) == (0, "")
+    assert summary_of(folder)["groups_trained"] == 24
+    assert all(
+        line["sampling/sampling_logp_difference/max"] <= 1e-4
+        for line in lines_of(folder / "metrics.jsonl")
+    )
+
+
+def test_a_ring_of_one_slot_holds_back_the_engine_and_loses_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    code, _, err = finish(
+        "--output", str(folder), "--iterations", "2", "rollout.ring_slots=1", *SMALL
+    )
+    assert (code, err) == (0, "")
+    assert summary_of(folder)["groups_trained"] == 8
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a={% endif %}"
+)
+REWARDS = """
+def score(prompts, completions, completion_ids, answer, **columns):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(answer)
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [min(len(text), 40) / 40 for text in texts]
+
+def sometimes(completions, **columns):
+    return [None if number % 2 else 1.0 for number, _ in enumerate(completions)]
+"""
+
+
+def make_llama(folder: Path) -> None:
+    """A tiny random Llama with the demo's tokenizer and a chat template: a model of one's own."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        Path(__file__).parent.parent / "easyrl" / "tasks" / "tiny"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["plain", "chat"])
+def test_a_model_data_and_rewards_of_ones_own(tmp_path: Path, kind: str) -> None:
+    make_llama(tmp_path / "llama")
+    question = "1+2=" if kind == "plain" else [{"role": "1", "content": "1+2="}]
+    rows = [{"question": question, "answer": str(i)} for i in range(5)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    folder = tmp_path / "run"
+    rewards = tmp_path / "my_rewards.py"
+    code, _, err = finish(
+        *("--model", str(tmp_path / "llama"), "--dataset", str(tmp_path / "data.jsonl")),
+        *("--reward", f"{rewards}:score", "--reward", f"{rewards}:sometimes"),
+        *("--infer-devices", "cpu", "--train-devices", "cpu", "--output", str(folder)),
+        *("--iterations", "3", "data.prompt_column=question", "reward.weights=[1.0, 0.5]", *SMALL),
+    )
+    assert (code, err) == (0, "")
+    summary = summary_of(folder)
+    assert summary["accuracy_before"] is None and summary["accuracy_after"] is None
+    line = lines_of(folder / "metrics.jsonl")[-1]
+    assert line["rewards/sometimes/mean"] == 1.0
+    assert line["reward"] == pytest.approx(line["rewards/score/mean"] + 0.25, abs=1e-5)
+    assert line["sampling/sampling_logp_difference/max"] <= 1e-4
+    assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_workers_listen_on_loopback_only(tmp_path: Path) -> None:
+    process = start("--output", str(tmp_path / "run"), "--iterations", "500", *SMALL)
+    try:
+        wait_for_line(process, "iteration 1/")
+        workers = descendants(process.pid)
+        listening = [
+            c.laddr.ip for p in workers for c in p.net_connections() if c.status == "LISTEN"
+        ]
+        assert listening and set(listening) <= {"127.0.0.1", "::1"}
+    finally:
+        process.kill()
+        process.wait()
