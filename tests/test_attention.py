@@ -336,3 +336,22 @@ def test_a_model_with_a_mask_of_its_own_is_refused(tmp_path):
     """Doge learns which keys to look at; its mask would be lost without a word."""
     message = refusal(tmp_path, "doge", num_key_value_heads=2, keep_window_size=4)
     assert "mask of its own" in message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": WINDOW}),
+        ("phimoe", {"sliding_window": WINDOW}),
+    ],
+)
+def test_a_window_that_only_transformers_mask_knows_is_refused(model_type, changes, tmp_path):
+    experts = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    message = refusal(tmp_path, model_type, num_key_value_heads=2, **experts, **changes)
+    assert "sliding window" in message
+
+
+def test_a_layer_that_attends_twice_is_refused(tmp_path):
+    """Differential attention: the engine keeps one set of keys and values per layer."""
+    message = refusal(tmp_path, "diffllama", num_key_value_heads=2)
+    assert "each layer's once" in message

@@ -3,7 +3,6 @@ no wasted work."""
 
 from collections import Counter
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -282,7 +281,6 @@ def test_a_finished_row_costs_nothing(watched):
     last_full = max(step for step, rows in enumerate(watch.decode_rows) if rows == 8)
     refilled, tail = watch.decode_rows[1:last_full], watch.decode_rows[last_full:]
     assert np.mean(refilled) >= 7.5  # a row that ends before the next prompt is ready waits a step
-    assert all(8 in pair for pair in pairwise(refilled))
     assert tail == sorted(tail, reverse=True)  # then rows are only compacted
 
 

@@ -40,7 +40,8 @@ def grpo_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float) -> Los
     before the first group arrives: so streaming changes nothing. A completion whose tokens are
     all masked counts in that denominator and adds nothing.
     """
-    ratio = torch.exp(inputs.logprobs - inputs.old_logprobs)
+    # What stands at a masked token does not matter, even if it is not finite.
+    ratio = torch.exp(torch.where(inputs.loss_mask, inputs.logprobs - inputs.old_logprobs, 0.0))
     clipped = torch.clamp(ratio, 1.0 - epsilon, 1.0 + epsilon_high)
     per_token = -torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
     mask = inputs.loss_mask.to(per_token.dtype)

@@ -16,5 +16,6 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     with torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        finite = logprobs.clamp(min=torch.finfo(torch.float32).min)  # 0 · log 0 is 0
+        entropy = -(logprobs.exp() * finite).sum(dim=-1)
     return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy

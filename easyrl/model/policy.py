@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from easyrl.hub import resolve_model
-from easyrl.model.attention import ATTENTION_NAME, AttentionLayout, register_attention
+from easyrl.model.attention import (
+    ATTENTION_NAME,
+    AttentionLayout,
+    AttentionSettings,
+    register_attention,
+)
 from easyrl.types import WeightPiece
 
 
@@ -58,7 +63,9 @@ class Policy:
             trust_remote_code=trust_remote_code,
         )
         _check_interface(path, type(model))
-        return cls(model.to(device), torch.device(device))
+        policy = cls(model.to(device), torch.device(device))
+        policy._check_layers(path)
+        return policy
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor
@@ -73,6 +80,26 @@ class Policy:
         )
         logits: Tensor = output.logits[0]
         return logits
+
+    @torch.no_grad()
+    def _check_layers(self, path: str) -> None:
+        """One token through all layers: each must ask for the attention its config describes.
+
+        (Some model classes make windows only in the mask that transformers builds for them.)
+        """
+        probe, zero = _Probe(), torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.forward(zero, zero, probe, logits_at=zero)
+        text = self.model.config.get_text_config()
+        window = getattr(text, "sliding_window", None)
+        every = ["full_attention" if window is None else "sliding_attention"] * len(probe.windows)
+        kinds = getattr(text, "layer_types", None) or every
+        for layer, (asked, kind) in enumerate(zip(probe.windows, kinds, strict=False)):
+            if kind == "sliding_attention" and asked is None:
+                raise ValueError(
+                    f"model.path: layer {layer} of {path} has a sliding window, but "
+                    f"{type(self.model).__name__} does not tell its attention function, so EasyRL "
+                    "cannot serve it exactly; choose another model"
+                )
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight once (tied ones under their first name), in name order."""
@@ -95,6 +122,25 @@ class Policy:
         """Write a Hugging Face folder that transformers and vLLM load as it is."""
         self.model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+class _Probe:
+    """An attention layout that notes the window each layer asks for."""
+
+    def __init__(self) -> None:
+        self.windows: list[int | None] = []
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        if settings.layer != len(self.windows):
+            raise ValueError(
+                f"model.path: attention of layer {settings.layer} came where that of layer "
+                f"{len(self.windows)} was due; EasyRL needs each layer's once and in order. "
+                "Choose another model"
+            )
+        self.windows.append(settings.sliding_window)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
 def _check_servable(path: str, config: Any) -> None:

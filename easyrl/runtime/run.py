@@ -20,10 +20,10 @@ SIGNALLED = 128
 
 def run(config: Config) -> int:
     """Train; returns the exit code. Raises ValueError for what the user can mend."""
-    placement = resolve_placement(config)
     check_model(config.model.path)
     prompts = open_prompts(config)
     check_rewards(config, prompts.prompt(0))
+    placement = resolve_placement(config)  # last: to look for accelerators takes torch
     folder = RunFolder(config)
     _say(f"run folder {folder.path}\n{describe(placement)}")
 

@@ -10,7 +10,7 @@ supervised training from scratch, on training problems alone and in two stages:
 
 The second stage is there on purpose: it lets the model be right in under half of its samples, and
 gives RL something to unlearn. The reward for right answers teaches it to take care on every line;
-its completions grow longer as the accuracy rises.
+its completions grow a little longer as the accuracy rises.
 
 Seeded: the same machine, versions and thread count give the same weights.
 """

@@ -22,6 +22,20 @@ class _Reader(Protocol):
     def get(self, timeout_seconds: float) -> Lease | None: ...
 
 
+class _CheckedPort(RingPort):
+    """The ring's end of this process, with every group checked as it arrives."""
+
+    def __init__(self, port: RingPort, check: Callable[[RolloutGroup], None]) -> None:
+        super().__init__(port.ring, port.owner_id)
+        self._check = check
+
+    def get(self, timeout_seconds: float) -> Lease | None:
+        lease = super().get(timeout_seconds)
+        if lease is not None:
+            self._check(lease.group)
+        return lease
+
+
 class GroupStream:
     """The groups of one iteration, each exactly once and all of one policy."""
 
@@ -38,11 +52,15 @@ class GroupStream:
         wait_for_group: Callable[[], None],
     ) -> None:
         """`wait_for_group` returns when the ring may hold another group."""
-        self._reader: _Reader = InOrderReader(port, first_prompt_index) if in_order else port
+        arrivals = _CheckedPort(port, self._check)
+        self._reader: _Reader = (
+            InOrderReader(arrivals, first_prompt_index) if in_order else arrivals
+        )
         self._wait_for_group = wait_for_group
         self._iteration = iteration
         self._policy_version = policy_version
         self._due = set(range(first_prompt_index, first_prompt_index + num_groups))
+        self._num_awaited = num_groups
         self._arrived: deque[Lease] = deque()
         self._num_to_hold_back = num_groups if wait_for_all else 0
         self.num_trained = 0
@@ -50,14 +68,14 @@ class GroupStream:
 
     @property
     def is_exhausted(self) -> bool:
-        return not self._due and not self._arrived
+        return not self._num_awaited and not self._arrived
 
     def next(self, *, wait: bool) -> Lease | None:
         """The next group's lease; None when there is none (yet: only with `wait=False`)."""
-        while self._due and (wait or self._num_to_hold_back or not self._arrived):
+        while self._num_awaited and (wait or self._num_to_hold_back or not self._arrived):
             lease = self._reader.get(0.0)
             if lease is not None:
-                self._check(lease.group)
+                self._num_awaited -= 1
                 self._arrived.append(lease)
                 if len(self._arrived) >= max(1, self._num_to_hold_back):
                     self._num_to_hold_back = 0

@@ -1,0 +1,470 @@
+"""Packing and the group stream: every rollout once, within the budget, whatever the order."""
+
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from easyrl.algorithm.losses import LossInputs, grpo_loss
+from easyrl.channels.ring_buffer import RingBuffer
+from easyrl.channels.ring_layout import RingLayout
+from easyrl.data.packing import pack, split_group
+from easyrl.model.attention import ATTENTION_NAME, PackedSequences, register_attention
+from easyrl.model.logprobs import token_logprobs
+from easyrl.model.policy import Policy
+from easyrl.types import RolloutGroup
+from easyrl.workers.group_stream import GroupStream, micro_batches
+
+torch.set_num_threads(1)
+
+ITERATION, VERSION, FIRST = 4, 9, 40
+VOCABULARY = 31
+NUM_GENERATIONS = 3
+LONGEST_PROMPT, LONGEST_COMPLETION = 9, 12
+
+
+def make_group(index, **changes):
+    """A group whose every element follows from its prompt's index; some have masked tokens."""
+    rng = np.random.default_rng(index)
+    lengths = rng.integers(1, LONGEST_COMPLETION + 1, NUM_GENERATIONS)
+    tokens = int(lengths.sum())
+    group = RolloutGroup(
+        iteration=ITERATION,
+        policy_version=VERSION,
+        prompt_index=index,
+        prompt_ids=rng.integers(3, VOCABULARY, rng.integers(1, LONGEST_PROMPT + 1), dtype=np.int32),
+        completion_lengths=lengths.astype(np.int32),
+        completion_ids=rng.integers(3, VOCABULARY, tokens, dtype=np.int32),
+        rollout_logprobs=-rng.random(tokens, dtype=np.float32),
+        loss_mask=rng.random(tokens) < 0.8,
+        rewards=rng.random(NUM_GENERATIONS, dtype=np.float32),
+        advantages=rng.standard_normal(NUM_GENERATIONS, dtype=np.float32),
+        truncated=np.zeros(NUM_GENERATIONS, dtype=np.bool_),
+    )
+    return dataclasses.replace(group, **changes)
+
+
+def zeroed(group, which):
+    advantages = group.advantages.copy()
+    advantages[which] = 0.0
+    return dataclasses.replace(group, advantages=advantages)
+
+
+class Feed:
+    """A ring in this process, filled by `arrivals` one by one as the stream waits."""
+
+    def __init__(self, arrivals, num_slots=None):
+        self.ring = RingBuffer(
+            RingLayout(
+                num_slots=num_slots or max(1, len(arrivals)),
+                num_generations=NUM_GENERATIONS,
+                max_prompt_length=LONGEST_PROMPT,
+                max_completion_length=LONGEST_COMPLETION,
+                num_owners=2,
+            )
+        )
+        self.producer, self.consumer = self.ring.attach(0), self.ring.attach(1)
+        self.arrivals = list(arrivals)
+        self.num_waits = 0
+
+    def arrive(self):
+        assert self.arrivals, "waits for a group that never comes"
+        self.num_waits += 1
+        assert self.producer.put(self.arrivals.pop(0), 0.0), "the ring is full: slots were kept"
+
+    def stream(self, num_groups, *, in_order=False, wait_for_all=False):
+        return GroupStream(
+            self.consumer,
+            iteration=ITERATION,
+            policy_version=VERSION,
+            first_prompt_index=FIRST,
+            num_groups=num_groups,
+            in_order=in_order,
+            wait_for_all=wait_for_all,
+            wait_for_group=self.arrive,
+        )
+
+    @property
+    def num_free(self):
+        free = self.ring.free.drain()
+        for slot in free:
+            self.ring.free.send(slot)
+        return len(free)
+
+
+@pytest.fixture
+def feed():
+    feeds = []
+
+    def make(*arguments, **options):
+        feeds.append(Feed(*arguments, **options))
+        return feeds[-1]
+
+    yield make
+    for each in feeds:
+        each.ring.close()
+
+
+def batches_of(groups, max_tokens, *, order=None, fill=True, in_order=False, wait_for_all=False):
+    """The micro-batches of these groups, which arrive in this order."""
+    arrivals = groups if order is None else [groups[i] for i in order]
+    source = Feed(arrivals)
+    try:
+        stream = source.stream(len(groups), in_order=in_order, wait_for_all=wait_for_all)
+        batches = list(micro_batches(stream, max_tokens=max_tokens, fill=fill))
+        assert stream.is_exhausted and stream.num_trained == len(groups)
+        assert stream.completion_tokens == sum(g.num_completion_tokens for g in groups)
+        assert source.num_free == len(groups)  # every slot was given back
+        return batches
+    finally:
+        source.ring.close()
+
+
+def sequences_of(batch):
+    """What each sequence of a micro-batch is trained on, read the way the trainer reads it."""
+    starts = np.cumsum(batch.sequence_lengths) - batch.sequence_lengths
+    found = []
+    for number, (start, length) in enumerate(zip(starts, batch.sequence_lengths, strict=True)):
+        mine = batch.completion_of_token == number
+        np.testing.assert_array_equal(batch.position_ids[start : start + length], np.arange(length))
+        places = batch.logits_at[mine]
+        # A token is predicted from the place before it, and from no other sequence.
+        np.testing.assert_array_equal(batch.input_ids[places + 1], batch.targets[mine])
+        assert start <= places.min() and places.max() == start + length - 2
+        found.append(
+            (
+                tuple(batch.input_ids[start : start + length].tolist()),
+                len(places),
+                tuple(batch.rollout_logprobs[mine].tolist()),
+                tuple(batch.loss_mask[mine].tolist()),
+                tuple(set(batch.advantages[mine].tolist())),
+            )
+        )
+    assert sum(batch.sequence_lengths) == len(batch.input_ids) == len(batch.position_ids)
+    return found
+
+
+def expected_sequences(groups):
+    return [
+        (
+            (*group.prompt_ids.tolist(), *group.completion_ids[where].tolist()),
+            where.stop - where.start,
+            tuple(group.rollout_logprobs[where].tolist()),
+            tuple(group.loss_mask[where].tolist()),
+            (float(advantage),),
+        )
+        for group in groups
+        for where, advantage in zip(group.completion_slices(), group.advantages, strict=True)
+        if advantage != 0
+    ]
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(0, 10**6), st.sets(st.integers(0, NUM_GENERATIONS - 1))),
+    min_size=1,
+    max_size=7,
+).map(
+    lambda drawn: [
+        dataclasses.replace(zeroed(make_group(seed), sorted(zeros)), prompt_index=FIRST + place)
+        for place, (seed, zeros) in enumerate(drawn)
+    ]
+)
+
+
+# -- packing --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(GROUPS, st.integers(1, 120), st.booleans(), st.booleans(), st.randoms())
+def test_every_rollout_is_packed_once_and_within_the_budget(groups, budget, fill, wait, random):
+    order = random.sample(range(len(groups)), len(groups))
+    batches = batches_of(groups, budget, order=order, fill=fill, wait_for_all=wait)
+    found = [sequence for batch in batches for sequence in sequences_of(batch)]
+    assert found == expected_sequences([groups[i] for i in order])
+    for batch in batches:
+        # A rollout that is over the budget by itself stands alone.
+        assert len(batch.input_ids) <= budget or batch.num_completions == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(GROUPS, st.integers(1, 120))
+def test_no_micro_batch_is_smaller_than_it_must_be(groups, budget):
+    batches = batches_of(groups, budget)
+    for batch, following in pairwise(batches):
+        assert len(batch.input_ids) + following.sequence_lengths[0] > budget
+
+
+@settings(max_examples=60, deadline=None)
+@given(GROUPS, st.integers(1, 120), st.booleans(), st.randoms())
+def test_boundaries_follow_from_the_groups_alone(groups, budget, wait_for_all, random):
+    """In deterministic mode: neither arrival nor schedule shows in any array."""
+    order = random.sample(range(len(groups)), len(groups))
+    plain = batches_of(groups, budget)
+    shuffled = batches_of(groups, budget, order=order, in_order=True, wait_for_all=wait_for_all)
+    assert len(plain) == len(shuffled)
+    for one, other in zip(plain, shuffled, strict=True):
+        for field in dataclasses.fields(one):
+            a, b = np.asarray(getattr(one, field.name)), np.asarray(getattr(other, field.name))
+            np.testing.assert_array_equal(a, b)
+            assert a.dtype == b.dtype
+
+
+def test_boundaries_do_not_depend_on_what_the_tokens_are():
+    groups = [make_group(FIRST + place) for place in range(5)]
+    others = [
+        dataclasses.replace(
+            group, completion_ids=group.completion_ids[::-1].copy(), rewards=-group.rewards
+        )
+        for group in groups
+    ]
+    assert [b.sequence_lengths for b in batches_of(groups, 40)] == [
+        b.sequence_lengths for b in batches_of(others, 40)
+    ]
+
+
+def test_a_micro_batch_has_its_own_memory():
+    """The slots it was packed from are given back and written over."""
+    group = make_group(FIRST)
+    batch = pack(split_group(group))
+    for field in dataclasses.fields(batch):
+        array = getattr(batch, field.name)
+        if isinstance(array, np.ndarray):
+            for mine in dataclasses.fields(group):
+                theirs = getattr(group, mine.name)
+                assert not isinstance(theirs, np.ndarray) or not np.shares_memory(array, theirs)
+
+
+def test_one_rollout_alone_has_its_own_memory_too():
+    group = zeroed(make_group(FIRST), [1, 2])
+    (rollout,) = split_group(group)
+    batch = pack([rollout])
+    for name in ("rollout_logprobs", "loss_mask"):
+        assert not np.shares_memory(getattr(batch, name), getattr(group, name))
+
+
+def test_dtypes_are_what_torch_indexes_with():
+    batch = pack(split_group(make_group(FIRST)))
+    for name in ("input_ids", "position_ids", "logits_at", "targets", "completion_of_token"):
+        assert getattr(batch, name).dtype == np.int64
+    assert batch.advantages.dtype == batch.rollout_logprobs.dtype == np.float32
+
+
+# -- the gradient ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def policy():
+    register_attention()
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    return Policy(model.eval(), torch.device("cpu"))
+
+
+def accumulated_gradient(policy, batches, num_completions):
+    """As the trainer does it: one backward per micro-batch, divided by the iteration's count."""
+    policy.model.zero_grad()
+    for batch in batches:
+        logits = policy.forward(
+            torch.from_numpy(batch.input_ids),
+            torch.from_numpy(batch.position_ids),
+            PackedSequences(batch.sequence_lengths),
+            logits_at=torch.from_numpy(batch.logits_at),
+        )
+        logprobs, _ = token_logprobs(logits, torch.from_numpy(batch.targets), 0.9)
+        outputs = grpo_loss(
+            LossInputs(
+                logprobs=logprobs,
+                old_logprobs=logprobs.detach(),
+                advantages=torch.from_numpy(batch.advantages),
+                loss_mask=torch.from_numpy(batch.loss_mask),
+                completion_of_token=torch.from_numpy(batch.completion_of_token),
+                num_completions=batch.num_completions,
+            ),
+            epsilon=0.2,
+            epsilon_high=0.2,
+        )
+        (outputs.loss / num_completions).backward()
+    return {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+
+
+def gradient_by_definition(policy, groups):
+    """Sequence by sequence, straight from the formula, zero advantages included."""
+    policy.model.zero_grad()
+    total = 0.0
+    for group in groups:
+        prompt = group.prompt_ids.tolist()
+        for where, advantage in zip(group.completion_slices(), group.advantages, strict=True):
+            ids = torch.tensor(prompt + group.completion_ids[where].tolist())
+            length = where.stop - where.start
+            logits = policy.forward(
+                ids, torch.arange(len(ids)), PackedSequences([len(ids)]), torch.arange(len(ids))
+            )
+            logprobs = torch.log_softmax(logits / 0.9, -1)[-length - 1 : -1]
+            chosen = logprobs[torch.arange(length), ids[-length:]]
+            mask = torch.from_numpy(group.loss_mask[where])
+            ratio = torch.exp(chosen - chosen.detach())
+            per_token = torch.where(mask, -ratio * float(advantage), 0.0)
+            total = total + per_token.sum() / max(1, int(mask.sum()))
+    (total / sum(group.num_generations for group in groups)).backward()
+    return {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+
+
+def largest_gap(got, expected):
+    """DESIGN.md, invariant 4."""
+    norm = torch.stack([g.norm() for g in expected.values()]).norm()
+    return max(
+        float((got[name] - g).norm() / max(g.norm(), 1e-4 * norm)) for name, g in expected.items()
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(GROUPS, st.integers(1, 150), st.booleans(), st.randoms())
+def test_the_gradient_is_the_same_in_any_order_and_any_micro_batch(
+    policy, groups, budget, fill, random
+):
+    """Rollouts of advantage zero are not computed, and stay in the denominator."""
+    order = random.sample(range(len(groups)), len(groups))
+    batches = batches_of(groups, budget, order=order, fill=fill)
+    if not batches:
+        return
+    got = accumulated_gradient(policy, batches, len(groups) * NUM_GENERATIONS)
+    assert largest_gap(got, gradient_by_definition(policy, groups)) <= 1e-5
+
+
+def test_a_rollout_of_advantage_zero_costs_nothing_and_halves_the_rest(policy):
+    groups = [make_group(FIRST), zeroed(make_group(FIRST + 1), [0, 1, 2])]
+    batches = batches_of(groups, 10**6)
+    assert sum(batch.num_completions for batch in batches) == NUM_GENERATIONS
+    alone = accumulated_gradient(policy, batches_of(groups[:1], 10**6), NUM_GENERATIONS)
+    both = accumulated_gradient(policy, batches, 2 * NUM_GENERATIONS)
+    assert largest_gap({name: 2 * g for name, g in both.items()}, alone) <= 1e-6
+
+
+def test_an_iteration_without_a_gradient_has_no_micro_batch():
+    groups = [zeroed(make_group(FIRST + place), [0, 1, 2]) for place in range(4)]
+    for fill in (True, False):
+        assert batches_of(groups, 50, fill=fill) == []
+
+
+# -- the stream -----------------------------------------------------------------------------------
+
+
+def drain(stream):
+    indexes = []
+    while (lease := stream.next(wait=True)) is not None:
+        with lease as group:
+            indexes.append(group.prompt_index)
+    return indexes
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        {"policy_version": VERSION - 1},
+        {"policy_version": VERSION + 1},
+        {"iteration": ITERATION - 1},
+    ],
+)
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("wait_for_all", [False, True])
+def test_an_off_policy_group_stops_the_run(feed, stale, in_order, wait_for_all):
+    source = feed([make_group(FIRST), make_group(FIRST + 1, **stale)])
+    stream = source.stream(2, in_order=in_order, wait_for_all=wait_for_all)
+    with pytest.raises(RuntimeError, match=r"off-policy group: prompt 41 .* trains policy 9"):
+        drain(stream)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_group_that_comes_twice_stops_the_run(feed, in_order):
+    source = feed([make_group(FIRST), make_group(FIRST), make_group(FIRST + 1)])
+    with pytest.raises(RuntimeError, match="prompt 40 came twice"):
+        drain(source.stream(2, in_order=in_order))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("index", [FIRST - 1, FIRST + 2])
+def test_a_group_of_another_iterations_prompt_stops_the_run(feed, in_order, index):
+    """At once, also where delivery in order would have it wait for its turn for ever."""
+    source = feed([make_group(index), make_group(FIRST), make_group(FIRST + 1)])
+    with pytest.raises(RuntimeError, match=f"prompt {index}"):
+        drain(source.stream(2, in_order=in_order))
+
+
+def test_groups_come_in_order_of_arrival_by_default(feed):
+    source = feed([make_group(FIRST + place) for place in (2, 0, 1)])
+    assert drain(source.stream(3)) == [FIRST + 2, FIRST, FIRST + 1]
+
+
+@pytest.mark.parametrize("wait_for_all", [False, True])
+def test_groups_come_in_order_of_their_prompts_if_asked(feed, wait_for_all):
+    source = feed([make_group(FIRST + place) for place in (3, 2, 0, 1)])
+    stream = source.stream(4, in_order=True, wait_for_all=wait_for_all)
+    assert drain(stream) == [FIRST, FIRST + 1, FIRST + 2, FIRST + 3]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_sync_hands_nothing_out_before_all_are_in(feed, in_order):
+    source = feed([make_group(FIRST + place) for place in (2, 1, 3, 0)])
+    stream = source.stream(4, in_order=in_order, wait_for_all=True)
+    lease = stream.next(wait=True)
+    assert lease is not None and source.num_waits == 4
+    assert sorted([lease.group.prompt_index, *drain(stream)]) == [40, 41, 42, 43]
+
+
+def test_periodic_hands_the_first_group_out_before_the_second_is_there(feed):
+    source = feed([make_group(FIRST + place) for place in (1, 0)])
+    stream = source.stream(2)
+    assert stream.next(wait=True).group.prompt_index == FIRST + 1 and source.num_waits == 1
+    assert stream.next(wait=False) is None and not stream.is_exhausted
+    assert stream.next(wait=True).group.prompt_index == FIRST and stream.is_exhausted
+    assert stream.next(wait=True) is None and source.num_waits == 2
+
+
+def test_periodic_trains_what_is_there_rather_than_wait(feed):
+    source = feed([make_group(FIRST + place) for place in range(3)])
+    batches = micro_batches(source.stream(3), max_tokens=10**6, fill=False)
+    assert next(batches).num_completions == NUM_GENERATIONS and source.num_waits == 1
+    source.arrive()
+    source.arrive()
+    assert next(batches).num_completions == 2 * NUM_GENERATIONS  # both that came meanwhile
+    assert list(batches) == [] and source.num_waits == 3
+
+
+def test_a_slot_is_free_before_its_micro_batch_is_trained(feed):
+    """With a ring of one slot the next group can be written while this one is trained."""
+    source = feed([make_group(FIRST + place) for place in range(4)], num_slots=1)
+    for _ in micro_batches(source.stream(4), max_tokens=10**6, fill=False):
+        assert source.num_free == 1
+    assert source.num_waits == 4
+
+
+def test_a_group_cut_by_the_budget_keeps_its_slot_until_its_last_rollout_is_packed(feed):
+    source = feed([make_group(FIRST)])
+    num_free = [source.num_free for _ in micro_batches(source.stream(1), max_tokens=1, fill=False)]
+    assert num_free == [0] * (NUM_GENERATIONS - 1) + [1]
+
+
+def test_groups_without_a_gradient_give_their_slots_back(feed):
+    groups = [zeroed(make_group(FIRST + place), [0, 1, 2]) for place in range(3)]
+    source = feed(groups, num_slots=1)
+    assert list(micro_batches(source.stream(3), max_tokens=50, fill=False)) == []
+    assert source.num_free == 1
