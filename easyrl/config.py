@@ -98,7 +98,7 @@ class RolloutConfig(Section):
 
     num_generations: int = Field(default=8, ge=2)
     """Completions per prompt: the group whose rewards are compared."""
-    max_completion_length: int = Field(default=160, ge=1)
+    max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens; one that reaches it is cut off."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature, of generation and of the trained distribution alike."""
@@ -123,21 +123,21 @@ class AlgorithmConfig(Section):
 class TrainConfig(Section):
     """Iterations and the optimizer (AdamW)."""
 
-    iterations: int = Field(default=100, ge=1)
+    iterations: int = Field(default=60, ge=1)
     """Optimizer steps of the run: weights out, groups in, one step, each time."""
-    prompts_per_iteration: int = Field(default=32, ge=1)
+    prompts_per_iteration: int = Field(default=16, ge=1)
     """Prompts, and so groups, per iteration."""
-    learning_rate: float = Field(default=5e-4, ge=0.0)
-    """Peak learning rate."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    learning_rate: float | None = Field(default=None, ge=0.0)
+    """Peak learning rate; null: 3e-4 for the built-in model, 1e-6 for any other."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after warm-up; linear and cosine fall to 0."""
-    warmup_iterations: int = Field(default=0, ge=0)
+    warmup_iterations: int = Field(default=2, ge=0)
     """Iterations in which the learning rate rises linearly to its peak."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay of AdamW."""
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of AdamW's mean of gradients."""
-    adam_beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    adam_beta2: float = Field(default=0.99, ge=0.0, lt=1.0)
     """Decay of AdamW's mean of squared gradients."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """The gradient's norm is clipped to this."""
@@ -199,6 +199,13 @@ class Config(Section):
     devices: DevicesConfig = DevicesConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     output: OutputConfig = OutputConfig()
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate, the default resolved."""
+        if self.train.learning_rate is not None:
+            return self.train.learning_rate
+        return 3e-4 if self.model.path == "tiny" else 1e-6
 
     @property
     def ring_slots(self) -> int:

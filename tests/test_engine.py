@@ -187,6 +187,26 @@ def test_reported_logprobs_are_those_of_a_plain_forward(family, temperature):
             assert completion.token_ids.dtype == np.int32
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_token_is_drawn_with_the_number_of_its_own_position(family):
+    """The inverse transform of a plain forward's distribution, token by token."""
+    prompts = draw_prompts(8)
+    num_close = 0
+    for key, completions in run(make_engine(family), requests(prompts, 2)).items():
+        for index, completion in enumerate(completions):
+            numbers = uniform_stream(7, (*key, index), MAX_COMPLETION)
+            ids = torch.tensor([prompts[key[0]] + completion.token_ids.tolist()])
+            with torch.no_grad():
+                logits = reference_of(family)(input_ids=ids, use_cache=False).logits[0]
+            cumulative = torch.softmax(logits.double(), -1).cumsum(-1).numpy()
+            for position, token in enumerate(completion.token_ids):
+                below_and_up_to = np.append(0.0, cumulative[len(prompts[key[0]]) - 1 + position])
+                assert below_and_up_to[token] - 1e-5 <= numbers[position]
+                assert numbers[position] <= below_and_up_to[token + 1] + 1e-5
+                num_close += below_and_up_to[token + 1] - below_and_up_to[token] < 0.5
+    assert num_close > 50  # intervals narrow enough to tell numbers apart
+
+
 def test_a_completion_ends_with_the_end_token_or_at_its_limit():
     completions = run(make_engine(), requests(draw_prompts(20), 4))
     reasons = Counter()

@@ -167,6 +167,8 @@ def _plan(manifest: Sequence[Sequence[Any]], bucket_bytes: int) -> list[list[_Sl
         start = 0
         while start < count:
             offset = -(-offset // ALIGNMENT) * ALIGNMENT
+            if bucket_bytes < dtype.itemsize:
+                raise ValueError(f"a bucket of {bucket_bytes} bytes cannot hold a {dtype}")
             room = (bucket_bytes - offset) // dtype.itemsize
             if room <= 0:
                 buckets.append([])

@@ -51,7 +51,7 @@ class TrainWorker:
         train = self.config.train
         self.optimizer = torch.optim.AdamW(
             self.policy.model.parameters(),
-            lr=train.learning_rate,
+            lr=self.config.learning_rate,
             betas=(train.adam_beta1, train.adam_beta2),
             weight_decay=train.weight_decay,
             fused=True,
@@ -185,7 +185,7 @@ class TrainWorker:
         parameters = list(self.policy.model.parameters())
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm))
         is_finite = math.isfinite(norm) and math.isfinite(float(loss))
-        learning_rate = train.learning_rate * learning_rate_factor(
+        learning_rate = self.config.learning_rate * learning_rate_factor(
             iteration,
             num_iterations=train.iterations,
             warmup_iterations=train.warmup_iterations,

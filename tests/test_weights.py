@@ -1,0 +1,386 @@
+"""The weight channel between spawned processes: whole, equal, versioned, and never waiting for
+ever."""
+
+import hashlib
+import ipaddress
+import multiprocessing
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from easyrl import devices
+from easyrl.channels.weights import ALIGNMENT, WeightChannel, _plan
+from easyrl.config import Config
+from easyrl.runtime import launch
+from easyrl.workers.settings import WorkerSettings
+
+SPAWN = multiprocessing.get_context("spawn")
+TIMEOUT_SECONDS = 2.0
+PATIENCE_SECONDS = TIMEOUT_SECONDS + 4.0  # a bounded wait, seen from outside on a busy machine
+START_SECONDS = 60.0
+SHAPES = {
+    "embedding.weight": ((37, 19), torch.float32),
+    "half": ((301,), torch.bfloat16),
+    "empty": ((0, 4), torch.float32),
+    "scalar": ((), torch.float32),
+    "counts": ((7,), torch.int64),
+    "last.bias": ((5,), torch.float32),
+}
+
+
+def make_weights(version):
+    """Other values for every version."""
+    generator = torch.Generator().manual_seed(version)
+    return {
+        name: torch.randint(-1000, 1000, shape, generator=generator).to(dtype)
+        for name, (shape, dtype) in SHAPES.items()
+    }
+
+
+def digests(weights):
+    return {
+        name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in weights.items()
+    }
+
+
+class Member:
+    """What a member's process does when it is told to."""
+
+    def __init__(self, store_path):
+        self.store_path = store_path
+        self.channel = None
+        self.settings = WorkerSettings(
+            name="rollout-0",
+            owner_id=0,
+            config=Config.model_validate({"runtime": {"timeout_seconds": TIMEOUT_SECONDS}}),
+            device="cpu",
+            shares_device=False,
+            num_threads=1,
+            max_concurrent_groups=1,
+            store_path=store_path,
+        )
+        launch._set_up_environment(self.settings)
+
+    def join(self, membership, rank, size, bucket_bytes=1024):
+        self.channel = WeightChannel(
+            self.store_path,
+            membership=membership,
+            rank=rank,
+            size=size,
+            device="cpu",
+            timeout_seconds=TIMEOUT_SECONDS,
+            bucket_bytes=bucket_bytes,
+        )
+
+    def join_as_a_worker(self, membership, rank, size):
+        self.channel = self.settings.join_weights(membership, rank, size)
+
+    def leave(self):
+        self.channel = None
+
+    def send(self, version):
+        return self.channel.send(version, make_weights(version).items())
+
+    def receive(self, version, pause_seconds=0.0):
+        """Digests of the weights, put together from pieces."""
+        got = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
+        ends = dict.fromkeys(SHAPES, 0)
+        for piece in self.channel.receive(version):
+            assert piece.start == ends[piece.name], "pieces of a weight come in order, no gaps"
+            ends[piece.name] += len(piece.values)
+            got[piece.name].view(-1)[piece.start : ends[piece.name]] = piece.values
+            time.sleep(pause_seconds)
+        assert ends == {name: tensor.numel() for name, tensor in got.items()}
+        return digests(got)
+
+    def environment(self):
+        return {name: os.environ.get(name) for name in devices.LOOPBACK_ENVIRONMENT}
+
+
+def member_main(store_path, control):
+    member = Member(store_path)
+    control.send("ready")
+    while (command := control.recv()) is not None:
+        method, arguments = command
+        started = time.monotonic()
+        try:
+            answer = getattr(member, method)(*arguments)
+        except Exception as error:
+            answer = error
+        control.send((answer, time.monotonic() - started))
+    os._exit(0)
+
+
+class Members:
+    """Processes that stay from test to test: importing torch is the slow part."""
+
+    def __init__(self):
+        self.store_fd = os.memfd_create("test-store")
+        self.membership = -1
+        self.processes = {}
+        self.controls = {}
+
+    def start(self, number):
+        """See that the first `number` members live."""
+        fresh = []
+        for n in range(number):
+            if n not in self.processes or not self.processes[n].is_alive():
+                ours, theirs = SPAWN.Pipe()
+                store_path = f"/proc/{os.getpid()}/fd/{self.store_fd}"
+                self.processes[n] = SPAWN.Process(target=member_main, args=(store_path, theirs))
+                self.processes[n].start()
+                theirs.close()
+                self.controls[n] = ours
+                fresh.append(ours)
+        for control in fresh:
+            assert control.poll(START_SECONDS) and control.recv() == "ready"
+
+    def tell(self, number, method, *arguments):
+        self.controls[number].send((method, arguments))
+
+    def answer(self, number):
+        """What a member answered, and the seconds it took; an exception is returned."""
+        assert self.controls[number].poll(PATIENCE_SECONDS), f"member {number} waits for ever"
+        return self.controls[number].recv()
+
+    def all(self, *commands):
+        """One command for each of the first members, at the same time; their answers."""
+        for number, command in enumerate(commands):
+            self.tell(number, *command)
+        answers = [self.answer(number)[0] for number in range(len(commands))]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def join(self, size, bucket_bytes=1024):
+        """A new membership of the first `size` members."""
+        self.start(size)
+        self.membership += 1
+        self.all(*[("join", self.membership, rank, size, bucket_bytes) for rank in range(size)])
+
+    def close(self):
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+        os.close(self.store_fd)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    members = Members()
+    yield members
+    members.close()
+
+
+@pytest.fixture
+def members(processes):
+    """Three living members that are in no channel."""
+    processes.start(3)
+    yield processes
+    for number, process in processes.processes.items():
+        if process.is_alive():
+            processes.tell(number, "leave")
+            answer, seconds = processes.answer(number)
+            assert answer is None and seconds < 1.0  # a channel, even a broken one, goes at once
+
+
+def assert_bounded(outcome, kinds, *words):
+    error, seconds = outcome
+    assert isinstance(error, kinds), error
+    assert seconds <= PATIENCE_SECONDS
+    for word in words:
+        assert re.search(word, str(error)), error
+
+
+# -- what arrives ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [16, 48, 1024, 37 * 19 * 4, 2**20])
+def test_all_receivers_get_the_senders_bytes(members, bucket_bytes):
+    """Weights that are larger than a bucket, as large, and many in one."""
+    members.join(3, bucket_bytes)
+    for version in (0, 1, 7):
+        sent, *received = members.all(("send", version), ("receive", version), ("receive", version))
+        weights = make_weights(version)
+        assert received == [digests(weights)] * 2
+        assert sent == sum(t.numel() * t.element_size() for t in weights.values())
+
+
+def test_pieces_stay_whole_when_a_receiver_is_slow(members):
+    """The sender fills its bucket again while a receiver still reads its own."""
+    members.join(3, 512)
+    _, *received = members.all(("send", 3), ("receive", 3, 0.03), ("receive", 3))
+    assert received == [digests(make_weights(3))] * 2
+
+
+def test_a_membership_of_one_sender_and_one_receiver(members):
+    members.join(2)
+    assert members.all(("send", 5), ("receive", 5))[1] == digests(make_weights(5))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 200), st.sampled_from(["float32", "bfloat16", "int64", "uint8"])),
+        max_size=8,
+    ),
+    st.integers(8, 300),
+)
+def test_a_plan_places_every_element_once_and_nothing_overlaps(weights, bucket_bytes):
+    manifest = [(f"w{i}", count, dtype) for i, (count, dtype) in enumerate(weights)]
+    plan = _plan(manifest, bucket_bytes)
+    placed = {name: 0 for name, _, _ in manifest}
+    for bucket in plan:
+        end = 0
+        assert bucket
+        for slot in bucket:
+            assert slot.offset >= end and slot.offset % ALIGNMENT == 0 and slot.count > 0
+            assert slot.start == placed[slot.name]
+            placed[slot.name] += slot.count
+            end = slot.offset + slot.count * slot.dtype.itemsize
+        assert end <= bucket_bytes
+    assert placed == {name: count for name, count, _ in manifest}
+
+
+def test_a_bucket_too_small_for_one_element_is_an_error():
+    """Not an endless search for room."""
+    with pytest.raises(ValueError, match="bucket"):
+        _plan([("w", 3, "int64")], 7)
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_another_version_than_was_due_is_an_error(members):
+    members.join(3)
+    members.tell(1, "receive", 2)
+    members.tell(2, "receive", 2)
+    members.tell(0, "send", 1)
+    for receiver in (1, 2):
+        assert_bounded(members.answer(receiver), RuntimeError, "version 2 was due, 1 was sent")
+    members.answer(0)  # the sender is left alone with its buckets: bounded, either way
+
+
+def test_a_member_that_never_joins_is_waited_for_within_the_bound(members):
+    members.membership += 1
+    for rank in (0, 1):
+        members.tell(rank, "join", members.membership, rank, 3)
+    assert_bounded(
+        members.answer(0),
+        TimeoutError,
+        "the trainer of 3 members, making the process group",
+        r"waited [23]\.\d s; runtime\.timeout_seconds bounds this wait",
+    )
+    assert_bounded(members.answer(1), TimeoutError, "rollout member 1 of 3 members, making")
+
+
+def test_a_sender_that_does_not_send_is_waited_for_within_the_bound(members):
+    members.join(3)
+    for receiver in (1, 2):
+        members.tell(receiver, "receive", 0)
+    for receiver in (1, 2):
+        words = f"rollout member {receiver} of 3 members, waiting for names"
+        assert_bounded(members.answer(receiver), TimeoutError, words, r"runtime\.timeout_seconds")
+
+
+def test_a_receiver_that_does_not_take_part_is_waited_for_within_the_bound(members):
+    members.join(3)
+    members.tell(0, "send", 0)
+    members.tell(1, "receive", 0)
+    assert_bounded(
+        members.answer(0), TimeoutError, "the trainer of 3 members, sending names", "waited 2"
+    )
+    members.answer(1)
+
+
+def test_a_later_exchange_is_bounded_as_well(members):
+    """The names are known from the first; the second waits for a version."""
+    members.join(3)
+    members.all(("send", 0), ("receive", 0), ("receive", 0))
+    members.tell(1, "receive", 1)
+    assert_bounded(members.answer(1), TimeoutError, "waiting for a version")
+
+
+def test_a_receiver_that_stops_half_way_is_waited_for_within_the_bound(members):
+    members.join(3, 256)
+    members.tell(0, "send", 0)
+    members.tell(1, "receive", 0)
+    members.tell(2, "receive", 0, 3 * TIMEOUT_SECONDS)
+    assert_bounded(members.answer(0), (TimeoutError, ConnectionError), r"bucket \d+ of \d+")
+    members.answer(1)
+    members.processes[2].kill()
+    members.processes[2].join()
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_killed_member_is_noticed_and_the_others_make_a_channel_without_it(members, killed):
+    members.join(3)
+    os.kill(members.processes[killed].pid, signal.SIGKILL)
+    members.processes[killed].join()
+    left = [number for number in range(3) if number != killed]
+    for number in left:
+        members.tell(number, *(("send", 0) if number == 0 else ("receive", 0)))
+    for number in left:
+        # The two left may still reach each other for a while; nobody waits past the bound.
+        assert_bounded(members.answer(number), (ConnectionError, TimeoutError), "of 3 members")
+    members.membership += 1
+    for rank, number in enumerate(left):
+        members.tell(number, "join", members.membership, rank, 2)
+    assert [members.answer(number)[0] for number in left] == [None, None]
+    members.tell(left[0], "send", 4)
+    members.tell(left[1], "receive", 4)
+    members.answer(left[0])
+    assert members.answer(left[1])[0] == digests(make_weights(4))
+
+
+def test_a_channel_is_made_anew_after_a_member_leaves_and_after_one_joins(members):
+    members.join(3)
+    members.all(("send", 0), ("receive", 0), ("receive", 0))
+    members.join(2)
+    assert members.all(("send", 1), ("receive", 1))[1] == digests(make_weights(1))
+    members.join(3)
+    received = members.all(("send", 2), ("receive", 2), ("receive", 2))[1:]
+    assert received == [digests(make_weights(2))] * 2
+
+
+# -- what listens ---------------------------------------------------------------------------------
+
+
+def test_members_listen_on_loopback_only(members):
+    """Joined the way a worker joins. Where the host's own name resolves to loopback the sockets
+    alone could not fail, so the variables that make it so are looked at too."""
+    members.membership += 1
+    members.all(*[("join_as_a_worker", members.membership, rank, 3) for rank in range(3)])
+    members.all(("send", 0), ("receive", 0), ("receive", 0))
+    for number in range(3):
+        process = psutil.Process(members.processes[number].pid)
+        listening = [
+            ipaddress.ip_address(connection.laddr.ip)
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert listening and all(address.is_loopback for address in listening)
+    environments = members.all(*[("environment",)] * 3)
+    assert (
+        environments
+        == [{"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "HCCL_SOCKET_IFNAME": "lo"}]
+        * 3
+    )
+
+
+def test_the_store_leaves_no_file_behind(members):
+    """It is an anonymous memory file, reached through its owner's descriptor."""
+    members.join(2)
+    members.all(("send", 1), ("receive", 1))
+    target = Path(f"/proc/self/fd/{members.store_fd}").readlink()
+    assert str(target).startswith("/memfd:") and os.fstat(members.store_fd).st_nlink == 0
