@@ -9,8 +9,8 @@ and each layer calls `layout.attend(...)`. The layout knows which tokens of the 
 together; the model's code is not touched. The trainer's layout is `PackedSequences`; the
 embedded engine brings its own, which reads and writes a KV cache.
 
-Shapes: T tokens of the packed row, B sequences, L longest of them, Hq query heads,
-Hkv key/value heads, D head size.
+Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size; of a bucket:
+B sequences, L the longest of them; C cells (B x L) of all buckets.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ATTENTION_NAME = "easyrl"
+
+BUCKET_RATIO = 1.5
+"""Longest to shortest sequence that are padded together: less padding, but more kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,46 +94,71 @@ def _attention(
 class PackedSequences:
     """Several whole sequences one after another in a row, each causal on its own.
 
-    Linear layers see no padding. Attention alone is padded to the longest sequence of the row:
-    behind a causal mask the padding is never looked at.
+    Linear layers see no padding. Attention alone is padded, to the longest of a *bucket* of
+    sequences of similar length: behind a causal mask the padding is never looked at.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         sizes = np.asarray(lengths, dtype=np.int64)
-        longest = int(sizes.max())
-        inside = np.arange(longest)[None, :] < sizes[:, None]  # [B, L]
         starts = np.cumsum(sizes) - sizes
-        source = np.where(inside, starts[:, None] + np.arange(longest)[None, :], 0)
-        self.num_sequences = len(sizes)
-        self.longest = longest
-        self._token_of_cell = torch.from_numpy(source.reshape(-1)).to(device)  # [B*L]
-        self._cell_of_token = torch.from_numpy(np.flatnonzero(inside)).to(device)  # [T]
-        self._padding = torch.from_numpy(~inside.reshape(-1)).to(device)  # [B*L]
-        self._has_padding = bool((~inside).any())
+        token_of_cell, is_real = [], []
+        self._buckets = _make_buckets(sizes)
+        for bucket in self._buckets:
+            places = np.arange(bucket.longest)[None, :]
+            inside = places < sizes[bucket.sequences][:, None]  # [B, L]
+            tokens = np.where(inside, starts[bucket.sequences][:, None] + places, 0)
+            token_of_cell.append(tokens.reshape(-1))
+            is_real.append(inside.reshape(-1))
+        tokens, real = np.concatenate(token_of_cell), np.concatenate(is_real)  # [C]
+        cell_of_token = np.empty(int(sizes.sum()), dtype=np.int64)  # [T]
+        cell_of_token[tokens[real]] = np.flatnonzero(real)
+        self._token_of_cell = torch.from_numpy(tokens).to(device)
+        self._cell_of_token = torch.from_numpy(cell_of_token).to(device)
+        self._padding = torch.from_numpy(~real).to(device)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        q, k, v = (self._spread(x).transpose(1, 2) for x in (query, key, value))
-        repeats = q.shape[1] // k.shape[1]
-        if repeats > 1:
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        output = causal_attention(q, k, v, settings)
-        return self._gather(output.transpose(1, 2))
+        spread = [
+            _select_once(x, self._token_of_cell, self._cell_of_token) for x in (query, key, value)
+        ]  # 3 x [C, H, D]
+        outputs = []
+        first = 0
+        for bucket in self._buckets:
+            cells = slice(first, first + bucket.num_cells)
+            first += bucket.num_cells
+            shape = (len(bucket.sequences), bucket.longest, -1)
+            q, k, v = (x[cells].view(*shape, x.shape[-1]).transpose(1, 2) for x in spread)
+            repeats = q.shape[1] // k.shape[1]
+            if repeats > 1:
+                k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+            output = causal_attention(q, k, v, settings).transpose(1, 2)  # [B, L, Hq, D]
+            outputs.append(output.reshape(bucket.num_cells, *output.shape[2:]))
+        return _select_once(
+            torch.cat(outputs), self._cell_of_token, self._token_of_cell, self._padding
+        )
 
-    def _spread(self, tokens: Tensor) -> Tensor:
-        """[T, H, D] -> [B, L, H, D]"""
-        shape = (self.num_sequences, self.longest, *tokens.shape[1:])
-        if not self._has_padding:
-            return tokens.reshape(shape)
-        return _select_once(tokens, self._token_of_cell, self._cell_of_token).view(shape)
 
-    def _gather(self, cells: Tensor) -> Tensor:
-        """[B, L, H, D] -> [T, H, D]"""
-        flat = cells.reshape(-1, *cells.shape[2:])
-        if not self._has_padding:
-            return flat
-        return _select_once(flat, self._cell_of_token, self._token_of_cell, self._padding)
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    sequences: np.ndarray[Any, np.dtype[np.int64]]  # [B], their numbers in the row
+    longest: int  # L
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.sequences) * self.longest
+
+
+def _make_buckets(sizes: np.ndarray[Any, np.dtype[np.int64]]) -> list[_Bucket]:
+    """Sequences by length, so that none is padded to more than BUCKET_RATIO times its own."""
+    by_length = np.argsort(-sizes, kind="stable")
+    buckets = []
+    while len(by_length):
+        longest = int(sizes[by_length[0]])
+        count = int((sizes[by_length] * BUCKET_RATIO >= longest).sum())
+        buckets.append(_Bucket(by_length[:count], longest))
+        by_length = by_length[count:]
+    return buckets
 
 
 def _select_once(
