@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from easyrl.model.attention import ATTENTION_NAME, AttentionSettings, PackedSequences
+from easyrl.model.attention import ATTENTION_NAME, AttentionSettings, PackedGroups
 from easyrl.model.policy import Policy
 
 torch.set_num_threads(1)
@@ -95,7 +95,7 @@ def packed_logits(policy, sequences):
     return policy.forward(
         torch.cat(sequences),
         torch.cat([torch.arange(length) for length in lengths]),
-        PackedSequences(lengths),
+        PackedGroups.of_sequences(lengths),
         logits_at=torch.arange(sum(lengths)),
     )
 
@@ -174,6 +174,81 @@ def test_any_ragged_row_equals_its_sequences_alone(lengths, seed):
     assert_same_as_alone(reference, policy, draw_sequences(lengths, seed), floor=1e-2)
 
 
+def draw_groups(shapes, seed=2):
+    """Of each (P, [R, ...]): a prompt and its completions."""
+    pieces = draw_sequences([n for prompt, rs in shapes for n in (prompt, *rs)], seed)
+    groups = []
+    for _, completions in shapes:
+        prompt = pieces.pop(0)
+        groups.append((prompt, [pieces.pop(0) for _ in completions]))
+    return groups
+
+
+def assert_shared_same_as_alone(reference, policy, shapes, seed=2, floor=1e-4):
+    """Logits that predict completion tokens, and every gradient, of `[P | R1 | R2 ...]` rows."""
+    groups = draw_groups(shapes, seed)
+    row, positions, places, sequences, alone_at = [], [], [], [], []
+    for prompt, completions in groups:
+        last_of_prompt = sum(map(len, row)) + len(prompt) - 1
+        row.append(prompt)
+        positions.append(torch.arange(len(prompt)))
+        for completion in completions:
+            start = sum(map(len, row))
+            row.append(completion)
+            positions.append(len(prompt) + torch.arange(len(completion)))
+            places += [last_of_prompt, *range(start, start + len(completion) - 1)]
+            begin = sum(map(len, sequences)) + len(prompt) - 1
+            alone_at += range(begin, begin + len(completion))
+            sequences.append(torch.cat([prompt, completion]))
+    targets = torch.cat([c for _, completions in groups for c in completions])
+
+    def loss(logits):
+        weights = torch.randn(len(logits), generator=torch.Generator().manual_seed(3))
+        return (-F.cross_entropy(logits, targets, reduction="none") * weights).sum()
+
+    reference.zero_grad()
+    expected = separate_logits(reference, sequences)[alone_at]
+    loss(expected).backward()
+    policy.model.zero_grad()
+    got = policy.forward(
+        torch.cat(row),
+        torch.cat(positions),
+        PackedGroups([(len(p), [len(c) for c in cs]) for p, cs in groups]),
+        logits_at=torch.tensor(places),
+    )
+    loss(got).backward()
+    assert float((got - expected).detach().abs().max()) <= 1e-5
+    gap = largest_gradient_gap(
+        {name: p.grad for name, p in policy.model.named_parameters()},
+        {name: p.grad for name, p in reference.named_parameters()},
+        floor,
+    )
+    assert gap <= 1e-5
+
+
+SHARED_SHAPES = [(9, [4, 13, 1]), (3, [6]), (12, [2, 2, 17, 5])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_completions_that_share_a_prompt_equal_each_sequence_alone(family):
+    reference, policy = reference_and_policy(family)
+    assert_shared_same_as_alone(reference, policy, SHARED_SHAPES)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.integers(0, 2**31),
+)
+def test_any_shared_row_equals_its_sequences_alone(shapes, seed):
+    reference, policy = reference_and_policy("mistral")
+    assert_shared_same_as_alone(reference, policy, shapes, seed, floor=1e-2)
+
+
 def test_a_neighbour_changes_nothing_of_a_sequence():
     _, policy = reference_and_policy("gemma2")
     first, second, other = draw_sequences([7, 4, 11])
@@ -185,7 +260,7 @@ def test_a_neighbour_changes_nothing_of_a_sequence():
 
 def test_a_loss_of_one_sequence_sends_no_gradient_to_the_others():
     """Padding repeats the row's first token; nothing of it may flow back."""
-    layout = PackedSequences([2, 5, 1])
+    layout = PackedGroups.of_sequences([2, 5, 1])
     query, key, value = (
         torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(i), requires_grad=True)
         for i in range(3)
@@ -200,7 +275,7 @@ def test_a_loss_of_one_sequence_sends_no_gradient_to_the_others():
 
 def test_attention_gradients_agree_with_finite_differences():
     """In float64, through padding, a window and shared key heads."""
-    layout = PackedSequences([3, 1, 4])
+    layout = PackedGroups.of_sequences([3, 1, 4])
     attention = AttentionSettings(layer=0, scaling=0.7, sliding_window=2, softcap=None)
     shapes = [(8, 4, 3), (8, 2, 3), (8, 2, 3)]
     inputs = [
@@ -222,7 +297,7 @@ def test_logits_come_back_for_the_places_asked_for_only():
         some = policy.forward(
             torch.cat(sequences),
             torch.cat([torch.arange(length) for length in LENGTHS]),
-            PackedSequences(LENGTHS),
+            PackedGroups.of_sequences(LENGTHS),
             logits_at=places,
         )
     torch.testing.assert_close(some, every[places], rtol=0, atol=1e-5)

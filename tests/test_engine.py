@@ -3,6 +3,7 @@ no wasted work."""
 
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from easyrl.engines import embedded
 from easyrl.engines.base import GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.sampling import sample, uniform_stream
-from easyrl.model.attention import ATTENTION_NAME, PackedSequences, register_attention
+from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.policy import Policy
 from easyrl.types import WeightPiece
 
@@ -506,7 +507,7 @@ def test_an_engine_leaves_its_model_trainable():
     policy = Policy(tiny_model("gemma2", ATTENTION_NAME), torch.device("cpu"))
     run(make_engine(policy=policy), requests(draw_prompts(3), 2))
     logits = policy.forward(
-        torch.tensor([4, 5, 6]), torch.arange(3), PackedSequences([3]), torch.arange(3)
+        torch.tensor([4, 5, 6]), torch.arange(3), PackedGroups.of_sequences([3]), torch.arange(3)
     )
     logits.sum().backward()
     assert all(p.grad is not None for p in policy.model.parameters())
@@ -558,3 +559,35 @@ def test_temperature_sharpens_and_reported_logprobs_follow():
     assert float(at_half) == pytest.approx(-np.log1p(np.exp(-2.0)), abs=1e-6)
     _, greedy = sample(logits, torch.tensor([0.0], dtype=torch.float64), 0.0)
     assert float(greedy) == pytest.approx(-np.log1p(np.exp(-1.0)), abs=1e-6)
+
+
+def test_an_engine_that_ramps_up_starts_with_few_rows_and_ends_with_all():
+    policy = Policy.load("tiny")
+    engine = EmbeddedEngine(
+        policy,
+        num_rows=16,
+        max_prompt_length=8,
+        max_completion_length=12,
+        temperature=1.0,
+        seed=0,
+        ignore_eos=True,
+    )
+
+    def roll_out(first_rows):
+        if first_rows is not None:
+            engine.ramp_up(first_rows)
+        for number in range(12):
+            engine.submit(GroupRequest((number,), [5, 6, 7], 4))
+        rows, finished = [], {}
+        while engine.has_work:
+            for group in engine.step():
+                finished[group.request.key] = [c.token_ids.tolist() for c in group.completions]
+            rows.append(engine.num_active)
+        return rows, finished
+
+    ramped, with_ramp = roll_out(4)
+    assert ramped[0] == 4 and max(ramped) == 16
+    assert all(later - earlier <= 8 for earlier, later in pairwise(ramped[:20]))
+    at_once, without = roll_out(16)
+    assert at_once[0] == 16
+    assert with_ramp == without  # what is sampled does not depend on it

@@ -14,7 +14,7 @@ from easyrl.algorithm.losses import LossInputs, grpo_loss
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.channels.ring_layout import RingLayout
 from easyrl.data.packing import pack, split_group
-from easyrl.model.attention import ATTENTION_NAME, PackedSequences, register_attention
+from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.types import RolloutGroup
@@ -127,25 +127,31 @@ def batches_of(groups, max_tokens, *, order=None, fill=True, in_order=False, wai
 
 def sequences_of(batch):
     """What each sequence of a micro-batch is trained on, read the way the trainer reads it."""
-    starts = np.cumsum(batch.sequence_lengths) - batch.sequence_lengths
     found = []
-    for number, (start, length) in enumerate(zip(starts, batch.sequence_lengths, strict=True)):
-        mine = batch.completion_of_token == number
-        np.testing.assert_array_equal(batch.position_ids[start : start + length], np.arange(length))
-        places = batch.logits_at[mine]
-        # A token is predicted from the place before it, and from no other sequence.
-        np.testing.assert_array_equal(batch.input_ids[places + 1], batch.targets[mine])
-        assert start <= places.min() and places.max() == start + length - 2
-        found.append(
-            (
-                tuple(batch.input_ids[start : start + length].tolist()),
-                len(places),
-                tuple(batch.rollout_logprobs[mine].tolist()),
-                tuple(batch.loss_mask[mine].tolist()),
-                tuple(set(batch.advantages[mine].tolist())),
+    place = 0
+    for prompt_length, completion_lengths in batch.groups:
+        prompt = np.arange(place, place + prompt_length)
+        place += prompt_length
+        for length in completion_lengths:
+            completion = np.arange(place, place + length)
+            place += length
+            mine = batch.completion_of_token == len(found)
+            tokens = np.concatenate([prompt, completion])
+            np.testing.assert_array_equal(batch.position_ids[tokens], np.arange(len(tokens)))
+            # A token is predicted from the place before it: the first from the prompt's last.
+            np.testing.assert_array_equal(batch.logits_at[mine], tokens[-length - 1 : -1])
+            np.testing.assert_array_equal(batch.input_ids[completion], batch.targets[mine])
+            found.append(
+                (
+                    tuple(batch.input_ids[tokens].tolist()),
+                    length,
+                    tuple(batch.rollout_logprobs[mine].tolist()),
+                    tuple(batch.loss_mask[mine].tolist()),
+                    tuple(set(batch.advantages[mine].tolist())),
+                )
             )
-        )
-    assert sum(batch.sequence_lengths) == len(batch.input_ids) == len(batch.position_ids)
+    assert place == len(batch.input_ids) == len(batch.position_ids)
+    assert len(found) == batch.num_completions
     return found
 
 
@@ -191,12 +197,33 @@ def test_every_rollout_is_packed_once_and_within_the_budget(groups, budget, fill
         assert len(batch.input_ids) <= budget or batch.num_completions == 1
 
 
+def last_prompt_of(batch):
+    prompt_length, completion_lengths = batch.groups[-1]
+    start = len(batch.input_ids) - sum(completion_lengths) - prompt_length
+    return batch.input_ids[start : start + prompt_length].tolist()
+
+
+def test_the_rollouts_of_a_group_share_their_prompt():
+    groups = [make_group(FIRST), make_group(FIRST + 1)]
+    (batch,) = batches_of(groups, 10**6)
+    assert [length for length, _ in batch.groups] == [len(g.prompt_ids) for g in groups]
+    expected = sum(
+        len(g.prompt_ids)
+        + sum(n for n, a in zip(g.completion_lengths, g.advantages, strict=True) if a != 0)
+        for g in groups
+    )
+    assert len(batch.input_ids) == expected
+
+
 @settings(max_examples=60, deadline=None)
 @given(GROUPS, st.integers(1, 120))
 def test_no_micro_batch_is_smaller_than_it_must_be(groups, budget):
     batches = batches_of(groups, budget)
     for batch, following in pairwise(batches):
-        assert len(batch.input_ids) + following.sequence_lengths[0] > budget
+        prompt_length, completion_lengths = following.groups[0]
+        shared = following.input_ids[:prompt_length].tolist() == last_prompt_of(batch)
+        added = completion_lengths[0] + (0 if shared else prompt_length)
+        assert len(batch.input_ids) + added > budget
 
 
 @settings(max_examples=60, deadline=None)
@@ -209,7 +236,10 @@ def test_boundaries_follow_from_the_groups_alone(groups, budget, wait_for_all, r
     assert len(plain) == len(shuffled)
     for one, other in zip(plain, shuffled, strict=True):
         for field in dataclasses.fields(one):
-            a, b = np.asarray(getattr(one, field.name)), np.asarray(getattr(other, field.name))
+            a, b = getattr(one, field.name), getattr(other, field.name)
+            if field.name == "groups":
+                assert a == b
+                continue
             np.testing.assert_array_equal(a, b)
             assert a.dtype == b.dtype
 
@@ -222,9 +252,7 @@ def test_boundaries_do_not_depend_on_what_the_tokens_are():
         )
         for group in groups
     ]
-    assert [b.sequence_lengths for b in batches_of(groups, 40)] == [
-        b.sequence_lengths for b in batches_of(others, 40)
-    ]
+    assert [b.groups for b in batches_of(groups, 40)] == [b.groups for b in batches_of(others, 40)]
 
 
 def test_a_micro_batch_has_its_own_memory():
@@ -286,7 +314,7 @@ def accumulated_gradient(policy, batches, num_completions):
         logits = policy.forward(
             torch.from_numpy(batch.input_ids),
             torch.from_numpy(batch.position_ids),
-            PackedSequences(batch.sequence_lengths),
+            PackedGroups(batch.groups),
             logits_at=torch.from_numpy(batch.logits_at),
         )
         logprobs, _ = token_logprobs(logits, torch.from_numpy(batch.targets), 0.9)
@@ -316,7 +344,10 @@ def gradient_by_definition(policy, groups):
             ids = torch.tensor(prompt + group.completion_ids[where].tolist())
             length = where.stop - where.start
             logits = policy.forward(
-                ids, torch.arange(len(ids)), PackedSequences([len(ids)]), torch.arange(len(ids))
+                ids,
+                torch.arange(len(ids)),
+                PackedGroups.of_sequences([len(ids)]),
+                torch.arange(len(ids)),
             )
             logprobs = torch.log_softmax(logits / 0.9, -1)[-length - 1 : -1]
             chosen = logprobs[torch.arange(length), ids[-length:]]

@@ -1,12 +1,13 @@
-"""Groups to packed micro-batches: no padding, at most a budget of tokens each.
+"""Groups to packed micro-batches: a prompt once, no padding, at most a budget of tokens each.
 
-    RolloutGroup, RolloutGroup, … ──► [prompt completion][prompt completion] … ──► MicroBatch
+    RolloutGroup, … ──► [prompt | completion | completion …][prompt | completion …] ──► MicroBatch
 
-The unit of packing is one rollout, so a group larger than the budget is split and nothing else
-changes. Which rollouts share a micro-batch is a function of their order and lengths alone
-(invariant 5).
+The unit of packing is one rollout, so a group larger than the budget is split, its prompt repeated
+in each part, and nothing else changes. Which rollouts share a micro-batch is a function of their
+order and lengths alone (invariant 5).
 
-Shapes: T tokens of the packed row, K completion tokens in it, C completions.
+Shapes: T tokens of the packed row, K completion tokens in it, C completions; P tokens of a prompt,
+R of a completion.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from easyrl.types import Bool, Float32, Int32, RolloutGroup
 class Rollout:
     """One completion with its prompt: views into its group's arrays."""
 
+    prompt_index: int
     prompt_ids: Int32  # [P]
     completion_ids: Int32  # [R]
     rollout_logprobs: Float32  # [R]
     loss_mask: Bool  # [R]
     advantage: float
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
+    def num_tokens_behind(self, previous: Rollout | None) -> int:
+        """Tokens it adds to a row that ends with `previous`: the prompt only where it is new."""
+        is_shared = previous is not None and previous.prompt_index == self.prompt_index
+        return len(self.completion_ids) + (0 if is_shared else len(self.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class MicroBatch:
     """What one forward and backward works on."""
 
     input_ids: np.ndarray  # [T] int64
-    position_ids: np.ndarray  # [T] int64, from 0 in every sequence
-    sequence_lengths: list[int]  # [C], they sum to T
+    position_ids: np.ndarray  # [T] int64: a completion's go on from its prompt's
+    groups: list[tuple[int, list[int]]]  # of each its P, and the R of its completions
     logits_at: np.ndarray  # [K] int64: the places whose logits predict completion tokens
     targets: np.ndarray  # [K] int64: those completion tokens
     completion_of_token: np.ndarray  # [K] int64 in 0..C-1
@@ -50,13 +53,14 @@ class MicroBatch:
 
     @property
     def num_completions(self) -> int:
-        return len(self.sequence_lengths)
+        return sum(len(completion_lengths) for _, completion_lengths in self.groups)
 
 
 def split_group(group: RolloutGroup) -> list[Rollout]:
     """The group's rollouts that carry a gradient. One of advantage 0 has none."""
     return [
         Rollout(
+            group.prompt_index,
             group.prompt_ids,
             group.completion_ids[where],
             group.rollout_logprobs[where],
@@ -69,21 +73,35 @@ def split_group(group: RolloutGroup) -> list[Rollout]:
 
 
 def pack(rollouts: Sequence[Rollout]) -> MicroBatch:
-    """Lay rollouts one after another in a row."""
-    lengths = [rollout.num_tokens for rollout in rollouts]
+    """Lay rollouts one after another in a row; those of one prompt that follow each other share
+    it."""
+    groups: list[tuple[int, list[int]]] = []
+    ids: list[Int32] = []
+    positions: list[np.ndarray] = []
+    logits_at: list[np.ndarray] = []
+    place = prompt_end = 0
+    previous = None
+    for rollout in rollouts:
+        num_prompt, num_completion = len(rollout.prompt_ids), len(rollout.completion_ids)
+        if rollout.num_tokens_behind(previous) > num_completion:
+            groups.append((num_prompt, []))
+            ids.append(rollout.prompt_ids)
+            positions.append(np.arange(num_prompt))
+            place += num_prompt
+            prompt_end = place
+        groups[-1][1].append(num_completion)
+        ids.append(rollout.completion_ids)
+        positions.append(num_prompt + np.arange(num_completion))
+        # The token before a completion token predicts it; before the first, the prompt's last.
+        logits_at.append(np.concatenate([[prompt_end - 1], place + np.arange(num_completion - 1)]))
+        place += num_completion
+        previous = rollout
     completion_lengths = [len(rollout.completion_ids) for rollout in rollouts]
-    starts = np.cumsum(lengths) - lengths
-    ids = [part for r in rollouts for part in (r.prompt_ids, r.completion_ids)]
-    # The token before a completion token predicts it.
-    logits_at = [
-        start + len(r.prompt_ids) - 1 + np.arange(len(r.completion_ids))
-        for start, r in zip(starts, rollouts, strict=True)
-    ]
     advantages = np.array([rollout.advantage for rollout in rollouts], dtype=np.float32)
     return MicroBatch(
         input_ids=np.concatenate(ids).astype(np.int64),
-        position_ids=np.concatenate([np.arange(length) for length in lengths]),
-        sequence_lengths=lengths,
+        position_ids=np.concatenate(positions),
+        groups=groups,
         logits_at=np.concatenate(logits_at).astype(np.int64),
         targets=np.concatenate([r.completion_ids for r in rollouts]).astype(np.int64),
         completion_of_token=np.repeat(np.arange(len(rollouts)), completion_lengths),

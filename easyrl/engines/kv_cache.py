@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from easyrl.model.attention import AttentionSettings, PackedSequences
+from easyrl.model.attention import AttentionSettings, PackedGroups
 
 
 class PromptCache:
@@ -67,7 +67,7 @@ class StepLayout:
         self._longest = longest
         self._prompt_lengths = list(prompt_lengths)
         self._packed = (
-            PackedSequences(prompt_lengths, device=positions.device) if prompt_lengths else None
+            PackedGroups.of_sequences(prompt_lengths, positions.device) if prompt_lengths else None
         )
         self._biases: dict[tuple[int | None, int], Tensor] = {}
 

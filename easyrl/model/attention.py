@@ -6,7 +6,7 @@ hands a *layout* through the model's keyword arguments:
     model(input_ids, position_ids=..., attention_layout=layout)
 
 and each layer calls `layout.attend(...)`. The layout knows which tokens of the row belong
-together; the model's code is not touched. The trainer's layout is `PackedSequences`; the
+together; the model's code is not touched. The trainer's layout is `PackedGroups`; the
 embedded engine brings its own, which reads and writes a KV cache.
 
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size; of a bucket:
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ATTENTION_NAME = "easyrl"
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 BUCKET_RATIO = 1.5
 """Longest to shortest sequence that are padded together: less padding, but more kernels."""
@@ -91,37 +92,53 @@ def _attention(
     return output.unsqueeze(0), None
 
 
-class PackedSequences:
-    """Several whole sequences one after another in a row, each causal on its own.
+class PackedGroups:
+    """Groups one after another in a row, `[P | R1 | R2 | ...]` each: the prompt stands there once.
 
-    Linear layers see no padding. Attention alone is padded, to the longest of a *bucket* of
-    sequences of similar length: behind a causal mask the padding is never looked at.
+    Every completion is causal behind its prompt and sees no other. Linear layers see each prompt
+    once and no padding. Attention alone works on whole sequences `P + R`, padded to the longest of
+    a *bucket* of similar lengths: behind a causal mask the padding is never looked at. A prompt's
+    queries are computed with every completion there, and taken from one of them.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        sizes = np.asarray(lengths, dtype=np.int64)
-        starts = np.cumsum(sizes) - sizes
-        token_of_cell, is_real = [], []
-        self._buckets = _make_buckets(sizes)
-        for bucket in self._buckets:
-            places = np.arange(bucket.longest)[None, :]
-            inside = places < sizes[bucket.sequences][:, None]  # [B, L]
-            tokens = np.where(inside, starts[bucket.sequences][:, None] + places, 0)
-            token_of_cell.append(tokens.reshape(-1))
-            is_real.append(inside.reshape(-1))
-        tokens, real = np.concatenate(token_of_cell), np.concatenate(is_real)  # [C]
-        cell_of_token = np.empty(int(sizes.sum()), dtype=np.int64)  # [T]
-        cell_of_token[tokens[real]] = np.flatnonzero(real)
-        self._token_of_cell = torch.from_numpy(tokens).to(device)
-        self._cell_of_token = torch.from_numpy(cell_of_token).to(device)
-        self._padding = torch.from_numpy(~real).to(device)
+    def __init__(
+        self,
+        groups: Sequence[tuple[int, Sequence[int]]],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`groups`: of each its P, and the R of its completions (none: the prompt stands alone)."""
+        sequences = _Sequences.of(groups)
+        self._buckets = _make_buckets(sequences.lengths)
+        cells = [sequences.cells(bucket) for bucket in self._buckets]
+        token = np.concatenate([tokens for tokens, _ in cells])  # [C]
+        is_real = np.concatenate([real for _, real in cells])  # [C]
+        cell_of_token = np.empty(sequences.num_tokens, dtype=np.int64)  # [T]
+        cell_of_token[token[is_real]] = np.flatnonzero(is_real)  # of a prompt: its last copy
+        is_chosen = cell_of_token[token] == np.arange(len(token))  # [C]
+        copies = np.flatnonzero(is_real & ~is_chosen)
+
+        def on_device(array: np.ndarray[Any, Any]) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        self._index = _CellIndex(
+            token_of_cell=on_device(token),
+            cell_of_token=on_device(cell_of_token),
+            not_chosen=on_device(~is_chosen),
+            copies=on_device(copies),
+            token_of_copy=on_device(token[copies]),
+        )
+
+    @classmethod
+    def of_sequences(
+        cls, lengths: Sequence[int], device: torch.device | str = "cpu"
+    ) -> PackedGroups:
+        """Whole sequences that share nothing."""
+        return cls([(length, ()) for length in lengths], device)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        spread = [
-            _select_once(x, self._token_of_cell, self._cell_of_token) for x in (query, key, value)
-        ]  # 3 x [C, H, D]
+        spread = [_spread(x, self._index) for x in (query, key, value)]  # 3 x [C, H, D]
         outputs = []
         first = 0
         for bucket in self._buckets:
@@ -134,14 +151,51 @@ class PackedSequences:
                 k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
             output = causal_attention(q, k, v, settings).transpose(1, 2)  # [B, L, Hq, D]
             outputs.append(output.reshape(bucket.num_cells, *output.shape[2:]))
-        return _select_once(
-            torch.cat(outputs), self._cell_of_token, self._token_of_cell, self._padding
+        return _collect(torch.cat(outputs), self._index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequences:
+    """Where the prompt and the completion of every sequence stand in the row: 4 x [sequences]."""
+
+    prompt_starts: _Ints
+    prompt_lengths: _Ints
+    completion_starts: _Ints
+    lengths: _Ints  # P + R
+    num_tokens: int  # T
+
+    @classmethod
+    def of(cls, groups: Sequence[tuple[int, Sequence[int]]]) -> _Sequences:
+        rows: list[tuple[int, int, int, int]] = []
+        place = 0
+        for prompt_length, completion_lengths in groups:
+            prompt_start = place
+            place += prompt_length
+            for length in completion_lengths:
+                rows.append((prompt_start, prompt_length, place, prompt_length + length))
+                place += length
+            if not completion_lengths:
+                rows.append((prompt_start, prompt_length, place, prompt_length))
+        columns = np.array(rows, dtype=np.int64).T
+        return cls(columns[0], columns[1], columns[2], columns[3], num_tokens=place)
+
+    def cells(self, bucket: _Bucket) -> tuple[_Ints, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """Of every cell of the bucket [B*L]: its token in the row, and whether it has one."""
+        chosen = bucket.sequences[:, None]  # [B, 1]
+        places = np.arange(bucket.longest)[None, :]  # [1, L]
+        prompt_lengths = self.prompt_lengths[chosen]
+        tokens = np.where(
+            places < prompt_lengths,
+            self.prompt_starts[chosen] + places,
+            self.completion_starts[chosen] + places - prompt_lengths,
         )
+        is_real = places < self.lengths[chosen]
+        return np.where(is_real, tokens, 0).reshape(-1), is_real.reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    sequences: np.ndarray[Any, np.dtype[np.int64]]  # [B], their numbers in the row
+    sequences: _Ints  # [B], their numbers in the row
     longest: int  # L
 
     @property
@@ -149,7 +203,7 @@ class _Bucket:
         return len(self.sequences) * self.longest
 
 
-def _make_buckets(sizes: np.ndarray[Any, np.dtype[np.int64]]) -> list[_Bucket]:
+def _make_buckets(sizes: _Ints) -> list[_Bucket]:
     """Sequences by length, so that none is padded to more than BUCKET_RATIO times its own."""
     by_length = np.argsort(-sizes, kind="stable")
     buckets = []
@@ -161,31 +215,58 @@ def _make_buckets(sizes: np.ndarray[Any, np.dtype[np.int64]]) -> list[_Bucket]:
     return buckets
 
 
-def _select_once(
-    source: Tensor, index: Tensor, inverse: Tensor, unselected: Tensor | None = None
-) -> Tensor:
-    """`index_select` whose inverse is known, so that its backward is a gather too.
+@dataclass(frozen=True, slots=True)
+class _CellIndex:
+    """Which token of the row each cell holds, and which cell answers for each token."""
 
-    Rows of the source that `unselected` marks are not in `index`: their gradient is zero.
-    """
-    selected: Tensor = _SelectOnce.apply(source, index, inverse, unselected)  # type: ignore[no-untyped-call]
-    return selected
+    token_of_cell: Tensor  # [C] int64
+    cell_of_token: Tensor  # [T] int64
+    not_chosen: Tensor  # [C] bool: padding, and copies of a token that another cell answers for
+    copies: Tensor  # int64: cells that hold such a copy
+    token_of_copy: Tensor  # int64: their tokens
 
 
-class _SelectOnce(torch.autograd.Function):
+def _spread(tokens: Tensor, index: _CellIndex) -> Tensor:
+    """[T, H, D] -> [C, H, D]"""
+    cells: Tensor = _Spread.apply(tokens, index)  # type: ignore[no-untyped-call]
+    return cells
+
+
+def _collect(cells: Tensor, index: _CellIndex) -> Tensor:
+    """[C, H, D] -> [T, H, D]"""
+    tokens: Tensor = _Collect.apply(cells, index)  # type: ignore[no-untyped-call]
+    return tokens
+
+
+class _Spread(torch.autograd.Function):
+    """`index_select` whose inverse is known: backward is a gather, and a sum over the copies."""
+
     @staticmethod
-    def forward(
-        ctx: Any, source: Tensor, index: Tensor, inverse: Tensor, unselected: Tensor | None
-    ) -> Tensor:
-        ctx.inverse, ctx.unselected = inverse, unselected
-        return source.index_select(0, index)
+    def forward(ctx: Any, tokens: Tensor, index: _CellIndex) -> Tensor:
+        ctx.index = index
+        return tokens.index_select(0, index.token_of_cell)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        gradient = gradients[0].contiguous().index_select(0, ctx.inverse)
-        if ctx.unselected is not None:
-            gradient.masked_fill_(ctx.unselected.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
-        return gradient, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        cells, index = gradients[0].contiguous(), ctx.index
+        tokens = cells.index_select(0, index.cell_of_token)
+        if len(index.copies):
+            tokens.index_add_(0, index.token_of_copy, cells.index_select(0, index.copies))
+        return tokens, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, cells: Tensor, index: _CellIndex) -> Tensor:
+        ctx.index = index
+        return cells.index_select(0, index.cell_of_token)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        index = ctx.index
+        cells = gradients[0].contiguous().index_select(0, index.token_of_cell)
+        cells.masked_fill_(index.not_chosen.view(-1, *[1] * (cells.dim() - 1)), 0.0)
+        return cells, None
 
 
 def causal_attention(

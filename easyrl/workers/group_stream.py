@@ -119,13 +119,15 @@ def micro_batches(stream: GroupStream, *, max_tokens: int, fill: bool) -> Iterat
         if lease is not None:
             leases.append(lease)
             for rollout in split_group(lease.group):
-                if pending and num_tokens + rollout.num_tokens > max_tokens:
+                added = rollout.num_tokens_behind(pending[-1] if pending else None)
+                if pending and num_tokens + added > max_tokens:
                     batch, pending, num_tokens = pack(pending), [], 0
+                    added = rollout.num_tokens_behind(None)
                     _release(leases[:-1])
                     leases = [lease]
                     yield batch
                 pending.append(rollout)
-                num_tokens += rollout.num_tokens
+                num_tokens += added
         if lease is None or stream.is_exhausted or not pending:
             batches = [pack(pending)] if pending else []
             pending, num_tokens = [], 0

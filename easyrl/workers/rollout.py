@@ -37,6 +37,8 @@ from easyrl.types import Float32, Prompt, RolloutGroup
 from easyrl.workers.settings import WorkerSettings
 
 TRAIN, EVALUATE = 0, 1
+FIRST_GROUPS = 2
+"""Groups in flight at an iteration's start, so that the trainer has something to do soon."""
 Key = tuple[int, int, int]
 """(TRAIN, iteration, prompt index) or (EVALUATE, round, prompt index): names a group, and seeds
 the randomness of its sequences."""
@@ -98,7 +100,7 @@ class RolloutWorker:
                 self._receive_weights(version)
             case events.Generate(iteration, prompts):
                 if iteration != self._iteration:
-                    self._iteration, self._busy_seconds = iteration, 0.0
+                    self._begin_iteration(iteration)
                 for prompt in prompts:
                     self._submit(
                         (TRAIN, iteration, prompt.index),
@@ -111,6 +113,12 @@ class RolloutWorker:
             case events.Stop():
                 return False
         return True
+
+    def _begin_iteration(self, iteration: int) -> None:
+        self._iteration, self._busy_seconds = iteration, 0.0
+        runtime = self.config.runtime
+        if runtime.schedule == "periodic" or runtime.deterministic:  # someone waits for a group
+            self.engine.ramp_up(FIRST_GROUPS * self.config.rollout.num_generations)
 
     def _receive_weights(self, version: int) -> None:
         assert self.channel is not None

@@ -26,7 +26,7 @@ from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
 from easyrl.data.packing import MicroBatch
 from easyrl.delays import maybe_sleep
-from easyrl.model.attention import PackedSequences
+from easyrl.model.attention import PackedGroups
 from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy, load_tokenizer
 from easyrl.workers.group_stream import GroupStream, micro_batches
@@ -148,7 +148,7 @@ class TrainWorker:
         logits = self.policy.forward(
             torch.from_numpy(batch.input_ids).to(self.device),
             torch.from_numpy(batch.position_ids).to(self.device),
-            PackedSequences(batch.sequence_lengths, self.device),
+            PackedGroups(batch.groups, self.device),
             logits_at=torch.from_numpy(batch.logits_at).to(self.device),
         )
         logprobs, entropy = token_logprobs(logits, targets, temperature)
