@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,6 +154,7 @@ def _measure(setting: Setting, size: int, iterations: int) -> Timing:
                 prompts=open_prompts(config),
                 folder=run_folder,
                 supervisor=supervisor,
+                started=time.monotonic(),
                 say=lambda text: None,
                 make_dispatcher=_Waves if setting.mode == "waves" else Dispatcher,
             ).run()

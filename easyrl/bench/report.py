@@ -47,7 +47,8 @@ def print_table(suite: str, results: Sequence[Row]) -> None:
     columns = dict.fromkeys(key for row in results for key in row)
     numeric = {key for row in results for key, value in row.items() if _is_number(value)}
     for key in columns:
-        table.add_column(key, justify="right" if key in numeric else "left")
+        heading = key.replace("_", " ")  # so that it can be wrapped
+        table.add_column(heading, justify="right" if key in numeric else "left", overflow="fold")
     for row in results:
         table.add_row(*(_shown(row.get(key)) for key in columns))
     Console().print(table)

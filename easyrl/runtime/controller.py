@@ -52,6 +52,7 @@ class Controller:
         prompts: PromptStream,
         folder: RunFolder,
         supervisor: Supervisor,
+        started: float,
         say: Callable[[str], None],
         make_dispatcher: Callable[..., Dispatcher] = Dispatcher,
     ) -> None:
@@ -63,7 +64,7 @@ class Controller:
         self.say = say
         self._make_dispatcher = make_dispatcher
         self.reward_names = reward_names(config)
-        self.totals = Totals(placement.num_devices)
+        self.totals = Totals(placement.num_devices, started)
         self.policy_version = 0
         self._store_fd = os.memfd_create("easyrl-store")  # no name: nothing to leave behind
 
@@ -160,6 +161,7 @@ class Controller:
             for worker, event in self.supervisor.wait():
                 match event:
                     case events.GroupScored():
+                        self._note_rollout()
                         record.add_group(worker.name, event, time.monotonic() - started)
                         self.dispatcher.on_group(worker)
                         self._write_samples(event)
@@ -217,12 +219,17 @@ class Controller:
         rewards: dict[int, float] = {}
         for event in self._events():
             assert isinstance(event, events.PromptEvaluated)
+            self._note_rollout()
             rewards[event.prompt_index] = event.reward
             if len(rewards) == len(held_out):
                 break
         accuracy = sum(rewards[prompt.index] for prompt in held_out) / len(held_out)
         self.say(f"held-out accuracy {accuracy:.3f} ({len(held_out)} problems)")
         return accuracy
+
+    def _note_rollout(self) -> None:
+        if self.totals.note_rollout():
+            self.say(f"first rollout after {self.totals.first_rollout_seconds:.1f} s")
 
     def _save_model(self) -> str:
         self.train_worker.send(events.SaveModel(str(self.folder.model)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 import traceback
 
 from easyrl.config import Config
@@ -20,6 +21,7 @@ SIGNALLED = 128
 
 def run(config: Config) -> int:
     """Train; returns the exit code. Raises ValueError for what the user can mend."""
+    started = time.monotonic()
     check_model(config.model.path)
     prompts = open_prompts(config)
     check_rewards(config, prompts.prompt(0))
@@ -38,6 +40,7 @@ def run(config: Config) -> int:
                 prompts=prompts,
                 folder=folder,
                 supervisor=supervisor,
+                started=started,
                 say=_say,
             ).run()
     except Interrupted as interrupted:

@@ -12,9 +12,11 @@ LAST_ITERATIONS = 5
 
 
 class Totals:
-    def __init__(self, num_devices: int) -> None:
+    def __init__(self, num_devices: int, started: float) -> None:
+        """`started`: when the command began, as `time.monotonic` tells it."""
         self._num_devices = num_devices
-        self._started = time.monotonic()
+        self._started = started
+        self.first_rollout_seconds: float | None = None
         self._rewards: list[float] = []
         self._iteration_seconds = 0.0
         self.weights_seconds = 0.0
@@ -25,6 +27,13 @@ class Totals:
         self.groups_off_policy = 0
         self.largest_logp_difference = 0.0
         self.updates_not_finite = 0
+
+    def note_rollout(self) -> bool:
+        """A rollout has come; returns whether it is the run's first."""
+        if self.first_rollout_seconds is not None:
+            return False
+        self.first_rollout_seconds = time.monotonic() - self._started
+        return True
 
     def add_iteration(
         self, record: IterationRecord, reward: float, seconds: float
@@ -71,6 +80,7 @@ class Totals:
             "iterations": iterations,
             "policy_version": policy_version,
             "wall_seconds": time.monotonic() - self._started,
+            "first_rollout_seconds": self.first_rollout_seconds,
             "reward_first": sum(first) / len(first),
             "reward_last": sum(last) / len(last),
             "completion_tokens": self.completion_tokens,

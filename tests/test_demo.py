@@ -1,0 +1,41 @@
+"""The demo with its defaults, as `make demo` runs it: minutes, so `make test-long`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runs import finish, lines_of, summary_of, without_timing
+
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_demo_learns(tmp_path: Path, seed: int) -> None:
+    folder = tmp_path / "run"
+    code, _, err = finish("--output", str(folder), "--seed", str(seed), timeout=600)
+    assert (code, err) == (0, "")
+    summary = summary_of(folder)
+    assert 0.2 <= summary["accuracy_before"] <= 0.6
+    assert summary["accuracy_after"] >= 0.85
+    assert summary["reward_last"] >= 0.9
+    assert summary["groups_off_policy"] == 0 and summary["updates_not_finite"] == 0
+    assert summary["sampling_logp_difference_max"] <= 1e-4
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_demo_is_the_same_run_under_both_schedules(tmp_path: Path, seed: int) -> None:
+    ends = []
+    for schedule in ("sync", "periodic"):
+        folder = tmp_path / schedule
+        code, _, err = finish(
+            *("--output", str(folder), "--iterations", "10", "--schedule", schedule),
+            *("--seed", str(seed), "runtime.deterministic=true"),
+            timeout=600,
+            EASYRL_RANDOM_DELAYS="0.02",
+        )
+        assert (code, err) == (0, "")
+        metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
+        ends.append((summary_of(folder)["weights_sha256"], metrics))
+    assert ends[0] == ends[1]
