@@ -52,6 +52,9 @@ def test_a_signal_ends_everything(tmp_path: Path, signum: int, code: int) -> Non
     assert returned == code
     assert "Traceback" not in err
     assert out.count("stopped by") == 1
+    deadline = time.monotonic() + SECONDS
+    while not shared_memory() <= before and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert shared_memory() <= before
 
 

@@ -102,7 +102,7 @@ def test_the_seed_decides_the_run(tmp_path: Path) -> None:
     hashes = []
     for number, seed in enumerate(("1", "1", "2")):
         folder = tmp_path / str(number)
-        words = ("runtime.deterministic=true", *SMALL)
+        words = ("runtime.deterministic=true", *SMALL, "rollout.max_completion_length=100")
         assert finish("--output", str(folder), "--iterations", "2", "--seed", seed, *words)[0] == 0
         hashes.append(summary_of(folder)["weights_sha256"])
     assert hashes[0] == hashes[1] != hashes[2]
