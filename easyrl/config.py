@@ -113,7 +113,8 @@ class AlgorithmConfig(Section):
     """The loss (GRPO)."""
 
     epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The probability ratio is clipped below at 1 - epsilon."""
+    """The probability ratio is clipped below at 1 - epsilon. With one update per iteration, as now,
+    the ratio is 1 and nothing is clipped."""
     epsilon_high: float | None = Field(default=None, gt=0.0)
     """The probability ratio is clipped above at 1 + epsilon_high; null: epsilon."""
     scale_rewards: Literal["group", "none"] = "group"
@@ -142,7 +143,8 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """The gradient's norm is clipped to this."""
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
-    """Tokens per forward and backward: bounds the trainer's memory, does not change the result."""
+    """Tokens of a packed row, a group's prompt counted once: how much is trained at a time. It does
+    not change the result. (Attention holds the prompt once per completion.)"""
 
 
 class DevicesConfig(Section):
@@ -175,7 +177,8 @@ class RuntimeConfig(Section):
     deterministic: bool = False
     """Same configuration, same weights to the last bit, under either schedule; slower."""
     timeout_seconds: float = Field(default=120.0, gt=0.0)
-    """Longest wait of one worker for another, in seconds; past it the run stops and says why."""
+    """Longest wait in a weight exchange, and longest time of one reward call, in seconds; past it
+    the run stops and says why."""
 
 
 class OutputConfig(Section):

@@ -50,12 +50,6 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def communication_device(device: str, *, shared: bool) -> str:
-    """Where buffers of a collective live. Two ranks on one accelerator go through the CPU:
-    NCCL and HCCL refuse them."""
-    return "cpu" if shared else device
-
-
 def make_process_group(device: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """A process group of its own, beside torch's default world, for buffers on `device`."""
     import torch

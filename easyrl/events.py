@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from easyrl.types import Prompt
 
@@ -72,14 +71,10 @@ class Stop:
 class Ready:
     """The worker has loaded what it needs."""
 
-    start_seconds: float
-
 
 @dataclass(frozen=True, slots=True)
 class WeightsExchanged:
     policy_version: int
-    seconds: float
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +107,6 @@ class PromptEvaluated:
     round: int
     prompt_index: int
     reward: float
-    completion_length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,4 +144,3 @@ Event = (
     | ModelSaved
     | Failed
 )
-Metrics = dict[str, Any]

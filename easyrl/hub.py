@@ -34,6 +34,10 @@ def check_model(path: str) -> None:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{KEY}: the folder '{path}' has no config.json; {FORMS}")
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+            raise ConfigError(f"{KEY}: the folder '{path}' has no weights (*.safetensors); {FORMS}")
+        if not any(folder.glob("token*")) and not any(folder.glob("vocab*")):
+            raise ConfigError(f"{KEY}: the folder '{path}' has no tokenizer; {FORMS}")
     elif not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
         raise ConfigError(f"{KEY}: there is no folder '{path}'; {FORMS}")
     else:
@@ -44,9 +48,11 @@ def _check_on_hub(repository: str) -> None:
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
-    if isinstance(huggingface_hub.try_to_load_from_cache(repository, "config.json"), str):
-        return
+    is_cached = isinstance(huggingface_hub.try_to_load_from_cache(repository, "config.json"), str)
     if not hub_answers():
+        if is_cached:
+            os.environ["HF_HUB_OFFLINE"] = "1"  # for the workers: ask nobody, take what is there
+            return
         raise ConfigError(
             f"{KEY}: '{repository}' is no folder here, and the hub cannot be reached. Check the "
             f"name and the network (HF_ENDPOINT names a mirror); {FORMS}"

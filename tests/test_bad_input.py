@@ -15,6 +15,8 @@ def write(folder: Path) -> None:
     (folder / "broken.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": \n')
     (folder / "other.jsonl").write_text('{"question": "1+1="}\n')
     (folder / "no_config").mkdir()
+    (folder / "no_weights").mkdir()
+    (folder / "no_weights" / "config.json").write_text("{}")
     (folder / "r.py").write_text("def score(completions, **columns):\n    return [0.0]\n")
     (folder / "fails.py").write_text("import nothing_of_that_name\n")
     (folder / "taken").mkdir()
@@ -29,6 +31,20 @@ MISTAKES = {
     "missing model folder": (["--model", "./nowhere"], "model.path"),
     "model that the hub does not give": (["--model", "nobody/nothing"], "model.path"),
     "model folder without config": (["--model", "{folder}/no_config"], "config.json"),
+    "model folder without weights": (["--model", "{folder}/no_weights"], "no weights"),
+    "more slots than the ring can have": (["train.prompts_per_iteration=8000"], "ring_slots"),
+    "more memory than there is": (
+        [
+            "rollout.max_completion_length=20000000",
+            "train.max_tokens_per_micro_batch=60000000",
+            "train.prompts_per_iteration=4000",
+        ],
+        "this machine and its cgroup have",
+    ),
+    "a group larger than a slot can be": (
+        ["rollout.max_completion_length=50000000", "train.max_tokens_per_micro_batch=60000000"],
+        "rollout.max_completion_length",
+    ),
     "missing prompt column": (["--dataset", "{folder}/other.jsonl"], "question"),
     "empty data set": (["--dataset", "{folder}/empty.jsonl"], "data.dataset"),
     "broken line": (["--dataset", "{folder}/broken.jsonl"], "broken.jsonl:2"),

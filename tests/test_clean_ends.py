@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import time
@@ -10,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runs import SMALL, descendants, start, wait_for_line, wait_until_gone
+from easyrl.events import SaveModel
+from easyrl.runtime.supervisor import Supervisor
+from runs import SMALL, descendants, finish, start, wait_for_line, wait_until_gone
 
 ENDLESS = ("--iterations", "100000", *SMALL)
 SECONDS = 5.0  # the bound of a clean end
@@ -140,3 +143,33 @@ def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path: Path) ->
     processes = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     assert end(process, processes)[0] == 130
+
+
+def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody() -> None:
+    began = time.monotonic()
+    with Supervisor() as supervisor:
+        worker = supervisor.spawn("deaf", sleep_for_ever)
+        for _ in range(3):
+            worker.send(SaveModel("x" * 2**20))
+        assert time.monotonic() - began < SECONDS
+        supervisor.wait(timeout_seconds=0.5)
+    assert time.monotonic() - began < SECONDS + 2
+    assert not worker.process.is_alive()
+
+
+def sleep_for_ever(control: object) -> None:
+    time.sleep(1000)
+
+
+def test_an_exception_in_a_worker_is_told_once_with_its_traceback(tmp_path: Path) -> None:
+    """A model whose weights cannot be read: not foreseen, so the worker's own words."""
+    folder = tmp_path / "model"
+    shutil.copytree(Path(__file__).parent.parent / "easyrl" / "tasks" / "tiny", folder)
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    code, _, err = finish("--model", str(folder), "--output", str(tmp_path / "run"), *ENDLESS)
+    assert code == 1
+    assert err.count("Traceback (most recent call last)") >= 1
+    assert err.count("easyrl: ") == 1
+    last = err.strip().splitlines()[-1]
+    assert "Error" in last and err.count(last) == 1
+    assert "resource_tracker" not in err

@@ -170,7 +170,7 @@ def test_bench_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "ring.json"
     result = call("bench", "ring", "--json", str(file))
     assert result.exit_code == 0, result.output
-    assert "gb_per_second" in result.stdout
+    assert "gb per second" in result.stdout
     assert "3.142" in result.stdout
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["suite"] == "ring"

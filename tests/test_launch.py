@@ -14,7 +14,7 @@ from easyrl.workers.settings import WorkerSettings
 
 assert "torch" not in sys.modules
 settings = WorkerSettings(
-    name="rollout-0", owner_id=0, device="cpu", shares_device=False, num_threads=1,
+    name="rollout-0", owner_id=0, device="cpu", weights_cross_on_cpu=True, num_threads=1,
     config=load_config(words=["runtime.deterministic=true"]), max_concurrent_groups=1,
     store_path="",
 )

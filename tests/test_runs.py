@@ -113,6 +113,7 @@ def test_two_rollout_workers_share_the_prompts_of_an_iteration(tmp_path: Path) -
     code, _, err = finish(
         *("--output", str(folder), "--iterations", "2", "--infer-devices", "cpu:2"),
         *("train.prompts_per_iteration=12", "rollout.max_concurrent_groups=2", *SMALL[1:]),
+        "rollout.max_completion_length=100",
     )
     assert (code, err) == (0, "")
     assert summary_of(folder)["groups_trained"] == 24

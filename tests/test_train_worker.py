@@ -21,7 +21,7 @@ def worker() -> TrainWorker:
         owner_id=0,
         config=load_config(words=["train.learning_rate=1e-2", "train.max_grad_norm=1.0"]),
         device="cpu",
-        shares_device=False,
+        weights_cross_on_cpu=True,
         num_threads=1,
         max_concurrent_groups=1,
         store_path="",

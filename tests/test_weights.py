@@ -63,7 +63,7 @@ class Member:
             owner_id=0,
             config=Config.model_validate({"runtime": {"timeout_seconds": TIMEOUT_SECONDS}}),
             device="cpu",
-            shares_device=False,
+            weights_cross_on_cpu=True,
             num_threads=1,
             max_concurrent_groups=1,
             store_path=store_path,

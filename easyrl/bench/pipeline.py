@@ -32,6 +32,7 @@ from easyrl.data.datasets import open_prompts
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.ring import make_ring
 from easyrl.runtime.run_folder import RunFolder
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.types import Prompt
@@ -54,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Medians over the measured iterations of a run, in seconds."""
+    """Means over the measured iterations of a run, in seconds."""
 
     iteration_seconds: float
     infer_seconds: float
@@ -114,7 +115,7 @@ def _median(timings: Sequence[Timing], name: str) -> float:
 
 
 def _iterations(size: int) -> int:
-    return 8 if size <= 16 else 4
+    return 6 if size <= 16 else 3
 
 
 def _tune(mode: str, size: int) -> Setting:
@@ -135,7 +136,7 @@ def _tune(mode: str, size: int) -> Setting:
 
 def _groups_in_flight(mode: str, size: int) -> list[int]:
     """Few groups make an even stream for `periodic`; the others wait for all anyway."""
-    parts = (8, 4, 2, 1) if mode == "periodic" else (2, 1)
+    parts = (8, 4, 2) if mode == "periodic" else (2, 1)
     return sorted({max(2, size // part) for part in parts})
 
 
@@ -147,13 +148,15 @@ def _measure(setting: Setting, size: int, iterations: int) -> Timing:
     with tempfile.TemporaryDirectory() as folder:
         config = _config(setting, size, iterations, Path(folder) / "run")
         run_folder = RunFolder(config)
+        placement = resolve_placement(config)
         with Supervisor() as supervisor:
             Controller(
                 config,
-                resolve_placement(config),
+                placement,
                 prompts=open_prompts(config),
                 folder=run_folder,
                 supervisor=supervisor,
+                ring=make_ring(config, placement),
                 started=time.monotonic(),
                 say=lambda text: None,
                 make_dispatcher=_Waves if setting.mode == "waves" else Dispatcher,

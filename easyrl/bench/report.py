@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from easyrl import devices
+
 Row = Mapping[str, Any]
 CPUINFO_NAMES = ("model name", "Model", "Hardware")
 
@@ -18,20 +20,13 @@ def machine() -> dict[str, Any]:
     """What a figure depends on, besides the code."""
     return {
         "cpu": _cpu_model(),
-        "cores": available_cores(),
+        "cores": devices.num_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
         "transformers": metadata.version("transformers"),
     }
-
-
-def available_cores() -> int:
-    """Cores this process may use, which can be fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def print_table(suite: str, results: Sequence[Row]) -> None:

@@ -41,6 +41,7 @@ ARRAYS = (  # field of RolloutGroup, element type, its one dimension
 
 NO_PROMPT = -1
 CACHE_LINE_BYTES = 64
+MAX_SLOT_BYTES = 2**31  # of a NumPy record
 
 
 def _aligned(num_bytes: int) -> int:
@@ -91,6 +92,13 @@ class RingLayout:
         end = 8 * len(HEADER)
         for name, element, dimension in ARRAYS:
             end = _aligned(end)
+            if end + np.dtype(element).itemsize * self.capacity(dimension) >= MAX_SLOT_BYTES:
+                raise ValueError(
+                    "a group may have 2 GiB in the ring buffer, and these limits allow more: lower "
+                    f"rollout.num_generations ({self.num_generations}), "
+                    f"rollout.max_completion_length ({self.max_completion_length}) or "
+                    f"data.max_prompt_length ({self.max_prompt_length})"
+                )
             names.append(name)
             formats.append((element, (self.capacity(dimension),)))
             offsets.append(end)

@@ -7,7 +7,7 @@ Every arrow is a broadcast in which sender and receivers wait for each other, fo
 `timeout_seconds` each. The process group is the channel's own, not torch's default world: it is
 made over a shared store when the membership changes, and thrown away with it.
 
-A weight travels under its checkpoint name, cut into pieces where it crosses a bucket's end, so
+A weight travels under its parameter name, cut into pieces where it crosses a bucket's end, so
 that no more than one bucket is held beside the model.
 """
 

@@ -101,6 +101,12 @@ class Policy:
                     "cannot serve it exactly; choose another model"
                 )
 
+    def stop_at(self, token_id: int | None) -> None:
+        """Also end completions at this token: a chat model's config may not name the one that its
+        tokenizer ends turns with."""
+        if token_id is not None and token_id not in self.eos_token_ids:
+            self.eos_token_ids.append(token_id)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight once (tied ones under their first name), in name order."""
         yield from sorted(self.model.named_parameters())

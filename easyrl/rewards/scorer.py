@@ -27,6 +27,7 @@ import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
 from easyrl.config import Config
+from easyrl.delays import maybe_sleep
 from easyrl.lifeline import die_with_parent
 from easyrl.rewards.functions import RewardError, RewardFunction
 from easyrl.rewards.loading import load_reward, own_traceback, reward_names, reward_specs
@@ -155,6 +156,7 @@ def _start_worker(config: Config) -> None:
 
 def _score_group(group: _Group) -> Scores:
     assert _config is not None
+    maybe_sleep()
     try:
         if not _functions:  # not in _start_worker: an error there would be nobody's answer
             names = reward_names(_config)

@@ -26,7 +26,6 @@ from typing import Any
 
 from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
-from easyrl.channels.ring_layout import RingLayout
 from easyrl.config import Config
 from easyrl.data.datasets import PromptStream
 from easyrl.rewards.loading import reward_names
@@ -52,6 +51,7 @@ class Controller:
         prompts: PromptStream,
         folder: RunFolder,
         supervisor: Supervisor,
+        ring: RingBuffer,
         started: float,
         say: Callable[[str], None],
         make_dispatcher: Callable[..., Dispatcher] = Dispatcher,
@@ -62,6 +62,7 @@ class Controller:
         self.folder = folder
         self.supervisor = supervisor
         self.say = say
+        self._ring = ring
         self._make_dispatcher = make_dispatcher
         self.reward_names = reward_names(config)
         self.totals = Totals(placement.num_devices, started)
@@ -70,16 +71,18 @@ class Controller:
 
     def run(self) -> dict[str, Any]:
         """Train; returns what `summary.json` holds."""
+        try:
+            return self._run()
+        finally:
+            os.close(self._store_fd)
+
+    def _run(self) -> dict[str, Any]:
         self._start_workers()
         held_out = self.prompts.held_out()[: self.config.data.num_held_out]
-        self._exchange_weights()
         before = self._evaluate(0, held_out)
         for iteration in range(self.config.train.iterations):
             self._run_iteration(iteration)
-        after = None
-        if held_out:
-            self._exchange_weights()
-            after = self._evaluate(1, held_out)
+        after = self._evaluate(1, held_out)
         sha256 = self._save_model()
         return self.totals.summary(
             self.config.train.iterations, self.policy_version, before, after, sha256
@@ -88,22 +91,12 @@ class Controller:
     # -- workers --------------------------------------------------------------------------------
 
     def _start_workers(self) -> None:
-        rollout, data = self.config.rollout, self.config.data
         num_rollout = self.placement.infer.count
-        ring = RingBuffer(
-            RingLayout(
-                num_slots=self.config.ring_slots,
-                num_generations=rollout.num_generations,
-                max_prompt_length=data.max_prompt_length,
-                max_completion_length=rollout.max_completion_length,
-                num_owners=num_rollout + self.placement.train.count,
-            )
-        )
         self.rollout_workers = [
-            self._spawn("rollout", number, number, ring) for number in range(num_rollout)
+            self._spawn("rollout", number, owner_id=number) for number in range(num_rollout)
         ]
-        self.train_worker = self._spawn("train", 0, num_rollout, ring)
-        ring.close()  # the workers have their own descriptors
+        self.train_worker = self._spawn("train", 0, owner_id=num_rollout)
+        self._ring.close()  # the workers have their own descriptors
         not_ready = {worker.name for worker in self._workers}
         while not_ready:
             for worker, event in self.supervisor.wait():
@@ -118,7 +111,7 @@ class Controller:
         """The members of the weight channel, in the order of their ranks."""
         return [self.train_worker, *self.rollout_workers]
 
-    def _spawn(self, role: str, number: int, owner_id: int, ring: RingBuffer) -> Worker:
+    def _spawn(self, role: str, number: int, owner_id: int) -> Worker:
         place = self.placement
         is_rollout = role == "rollout"
         settings = WorkerSettings(
@@ -126,13 +119,13 @@ class Controller:
             owner_id=owner_id,
             config=self.config,
             device=place.device_name(place.infer if is_rollout else place.train, number),
-            shares_device=place.shares_device,
+            weights_cross_on_cpu=place.weights_cross_on_cpu,
             num_threads=place.infer_threads if is_rollout else place.train_threads,
             max_concurrent_groups=place.max_concurrent_groups,
             store_path=f"/proc/{os.getpid()}/fd/{self._store_fd}",
         )
         target = rollout_main if is_rollout else train_main
-        return self.supervisor.spawn(settings.name, target, settings, ring)
+        return self.supervisor.spawn(settings.name, target, settings, self._ring)
 
     # -- phases of a run ------------------------------------------------------------------------
 
@@ -213,6 +206,7 @@ class Controller:
         """Mean reward of one completion each of the held-out prompts, with the current weights."""
         if not held_out:
             return None
+        self._exchange_weights()
         workers = self.rollout_workers
         for number, worker in enumerate(workers):
             worker.send(events.Evaluate(round_, held_out[number :: len(workers)]))

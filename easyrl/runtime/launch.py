@@ -6,10 +6,10 @@ This module imports no torch, so that the environment is set before torch is loa
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import signal
 import sys
-import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,15 +35,15 @@ def train_main(settings: WorkerSettings, ring: RingBuffer, control: Connection) 
 def _run(
     module: str, name: str, settings: WorkerSettings, ring: RingBuffer, control: Connection
 ) -> None:
-    started = time.monotonic()
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller hears Ctrl-C and stops us
+    for signum in (signal.SIGINT, signal.SIGTERM):  # the controller hears them and stops us
+        signal.signal(signum, signal.SIG_IGN)
     exit_code = 0
     try:
         _set_up_environment(settings)
         worker_class = getattr(__import__(module, fromlist=[name]), name)
         worker = worker_class(settings, ring.attach(settings.owner_id), control)
-        control.send(Ready(time.monotonic() - started))
+        control.send(Ready())
         worker.run()
     except (EOFError, BrokenPipeError, SystemExit):
         pass  # the controller is gone, or has told us to stop
@@ -51,6 +51,7 @@ def _run(
         exit_code = 1
         with contextlib.suppress(OSError):
             control.send(_describe(error))
+        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # named semaphores
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # a process group stuck in a collective must not hold up the end
@@ -60,7 +61,12 @@ def _describe(error: BaseException) -> Failed:
     """A user's mistake, or a reward that failed, is told by its message alone; all else by its
     traceback too."""
     frames = traceback.extract_tb(error.__traceback__)
-    is_ours = bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
+    # Raised by us on purpose, not by a library that we called wrongly.
+    is_ours = (
+        bool(frames)
+        and Path(frames[-1].filename).is_relative_to(PACKAGE)
+        and (frames[-1].line or "").startswith("raise ")
+    )
     if isinstance(error, ValueError) and is_ours:
         return Failed(str(error), traceback="", is_user_error=True)
     if isinstance(error, RewardError):

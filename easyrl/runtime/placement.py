@@ -28,6 +28,12 @@ class Placement:
     def shares_device(self) -> bool:
         return self.infer.kind == "accelerator" and self.infer == self.train
 
+    @property
+    def weights_cross_on_cpu(self) -> bool:
+        """Whether no accelerator backend connects the two groups: NCCL and HCCL refuse two ranks
+        on one device, and know no CPU."""
+        return self.shares_device or self.infer.kind != self.train.kind
+
     def device_name(self, devices_of_group: DeviceSet, number: int) -> str:
         """The name torch knows worker `number`'s device by."""
         if devices_of_group.kind == "cpu":
@@ -54,8 +60,7 @@ def resolve_placement(config: Config) -> Placement:
             f"devices.train (--train-devices): '{train}' names {train.count} devices; accepted "
             "in this version: one train device"
         )
-    workers_on_cpu = sum(d.count for d in (infer, train) if d.kind == "cpu")
-    share = max(1, devices.num_cores() // max(1, workers_on_cpu))
+    share = max(1, devices.num_cores() // (infer.count + train.count))
     return Placement(
         infer=infer,
         train=train,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from easyrl.data.datasets import open_prompts
 from easyrl.hub import check_model
 from easyrl.rewards.loading import check_rewards
 from easyrl.runtime.placement import describe, resolve_placement
+from easyrl.runtime.ring import make_ring
 from easyrl.runtime.run_folder import RunFolder
 
 FINISHED, FAILED, USER_ERROR = 0, 1, 2
@@ -26,6 +28,7 @@ def run(config: Config) -> int:
     prompts = open_prompts(config)
     check_rewards(config, prompts.prompt(0))
     placement = resolve_placement(config)  # last: to look for accelerators takes torch
+    ring = make_ring(config, placement)
     folder = RunFolder(config)
     _say(f"run folder {folder.path}\n{describe(placement)}")
 
@@ -40,6 +43,7 @@ def run(config: Config) -> int:
                 prompts=prompts,
                 folder=folder,
                 supervisor=supervisor,
+                ring=ring,
                 started=started,
                 say=_say,
             ).run()
@@ -49,8 +53,6 @@ def run(config: Config) -> int:
     except KeyboardInterrupt:
         return SIGNALLED + signal.SIGINT
     except WorkerFailure as failure:
-        if failure.traceback:
-            print(failure.traceback, file=sys.stderr)
         print(f"easyrl: {failure}", file=sys.stderr)
         return USER_ERROR if failure.is_user_error else FAILED
     except Exception:
@@ -66,4 +68,7 @@ def run(config: Config) -> int:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has read enough: the run goes on without an audience
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

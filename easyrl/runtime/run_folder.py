@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,7 +48,15 @@ class RunFolder:
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.path / name).open("a") as file:  # whole lines, also when the run is cut off
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+
+
+def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: null stands for what is not finite."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in line.items()
+    }
 
 
 def _default_name(config: Config) -> str:

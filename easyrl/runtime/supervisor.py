@@ -9,12 +9,15 @@ worker has failed or died, or the user wants to stop. `stop` leaves no process b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -29,11 +32,10 @@ CAUSE_SECONDS = 0.5
 
 
 class WorkerFailure(RuntimeError):
-    """A worker failed or died. The message names it; `traceback` is its own."""
+    """A worker failed or died. The message names it and ends with its own traceback."""
 
-    def __init__(self, message: str, traceback: str = "", *, is_user_error: bool = False) -> None:
+    def __init__(self, message: str, *, is_user_error: bool = False) -> None:
         super().__init__(message)
-        self.traceback = traceback
         self.is_user_error = is_user_error
 
 
@@ -46,20 +48,35 @@ class Interrupted(Exception):
 
 
 class Worker:
-    """A spawned process and the controller's end of its pipe."""
+    """A spawned process and the controller's end of its pipe.
+
+    Commands are sent by a thread: where a worker does not read, because it is stopped or is itself
+    waiting for us to read, a full pipe must not hold up the only thread that reads and stops.
+    """
 
     def __init__(self, name: str, process: BaseProcess, control: Connection) -> None:
         self.name = name
         self.process = process
         self.control = control
         self.is_open = True
+        self._commands: SimpleQueue[events.Command | None] = SimpleQueue()
+        self._sender = threading.Thread(target=self._send_commands, daemon=True)
+        self._sender.start()
 
     def send(self, command: events.Command) -> None:
-        """Never raises for a dead worker: `Supervisor.wait` will tell of its death."""
-        try:
-            self.control.send(command)
-        except OSError:
-            self.is_open = False
+        """Never waits, and never raises for a dead worker: `Supervisor.wait` tells of its death."""
+        self._commands.put(command)
+
+    def _send_commands(self) -> None:
+        with contextlib.suppress(OSError):
+            while (command := self._commands.get()) is not None:
+                self.control.send(command)
+
+    def close(self) -> None:
+        """Once the process has ended: nobody reads any more, so the thread ends as well."""
+        self._commands.put(None)
+        self._sender.join()
+        self.control.close()
 
 
 class Supervisor:
@@ -98,7 +115,12 @@ class Supervisor:
         process = self._context.Process(
             target=target, args=(*arguments, theirs), name=name, daemon=False
         )
-        process.start()
+        # Until it ignores Ctrl-C by itself, the worker starts with it blocked: a mask is inherited.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         worker = Worker(name, process, ours)
         self._workers.append(worker)
@@ -124,7 +146,10 @@ class Supervisor:
             (worker, event) for worker, event in received if isinstance(event, events.Failed)
         ]
         if failures or any(sentinel in ready for sentinel in sentinels):
-            raise self._first_cause(failures)
+            cause = self._first_cause(failures)
+            if self._signum is not None:  # a signal to the whole process group
+                raise Interrupted(self._signum)
+            raise cause
         return received
 
     def _receive(self, worker: Worker) -> list[events.Event]:
@@ -151,11 +176,8 @@ class Supervisor:
                 return WorkerFailure(f"{worker.name} was killed by {_signal_name(-code)}")
         failures.sort(key=lambda failure: _is_consequence(failure[1]))
         for worker, failed in failures:
-            return WorkerFailure(
-                f"{worker.name} failed: {failed.message}",
-                failed.traceback,
-                is_user_error=failed.is_user_error,
-            )
+            cause = f":\n{failed.traceback.rstrip()}" if failed.traceback else f": {failed.message}"
+            return WorkerFailure(f"{worker.name} failed{cause}", is_user_error=failed.is_user_error)
         ended = [w for w in self._workers if w.process.exitcode is not None]
         names = ", ".join(f"{w.name} (exit code {w.process.exitcode})" for w in ended)
         return WorkerFailure(f"ended unexpectedly: {names}")
@@ -170,7 +192,7 @@ class Supervisor:
             if worker.process.exitcode is None:
                 worker.process.kill()
             worker.process.join()
-            worker.control.close()
+            worker.close()
         self._workers.clear()
 
 

@@ -50,19 +50,13 @@ class RolloutWorker:
         self.config: Config = settings.config
         self.port = port
         self.control = control
-        model, rollout = self.config.model, self.config.rollout
-        self.scorer = Scorer(self.config)
         self.reward_weights = reward_weights(self.config)
-        self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        policy = Policy.load(model.path, settings.device, trust_remote_code=model.trust_remote_code)
-        self.engine = EmbeddedEngine(
-            policy,
-            num_rows=settings.max_concurrent_groups * rollout.num_generations,
-            max_prompt_length=self.config.data.max_prompt_length,
-            max_completion_length=rollout.max_completion_length,
-            temperature=rollout.temperature,
-            seed=self.config.runtime.seed,
-        )
+        self.scorer = Scorer(self.config)  # first: its processes start while the model is loaded
+        try:
+            self.tokenizer, self.engine = self._load()
+        except BaseException:
+            self.scorer.close()
+            raise
         self.policy_version = -1
         self.channel: WeightChannel | None = None
         self._iteration = -1
@@ -70,6 +64,23 @@ class RolloutWorker:
         self._prompts: dict[Key, Prompt] = {}
         self._being_scored: dict[Key, FinishedGroup] = {}
         self._outbox: deque[tuple[RolloutGroup, events.GroupScored]] = deque()
+
+    def _load(self) -> tuple[Any, EmbeddedEngine]:
+        model, rollout = self.config.model, self.config.rollout
+        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        policy = Policy.load(
+            model.path, self.settings.device, trust_remote_code=model.trust_remote_code
+        )
+        policy.stop_at(tokenizer.eos_token_id)
+        engine = EmbeddedEngine(
+            policy,
+            num_rows=self.settings.max_concurrent_groups * rollout.num_generations,
+            max_prompt_length=self.config.data.max_prompt_length,
+            max_completion_length=rollout.max_completion_length,
+            temperature=rollout.temperature,
+            seed=self.config.runtime.seed,
+        )
+        return tokenizer, engine
 
     def run(self) -> None:
         """Obey commands and roll out until `Stop`."""
@@ -126,10 +137,9 @@ class RolloutWorker:
             raise RuntimeError(
                 f"weights {version} came while groups of the old policy are under way"
             )
-        started = time.monotonic()
         self.engine.load_weights(self.channel.receive(version))
         self.policy_version = version
-        self.control.send(events.WeightsExchanged(version, time.monotonic() - started, 0))
+        self.control.send(events.WeightsExchanged(version))
 
     def _submit(self, key: Key, prompt: Prompt, num_generations: int) -> None:
         self._prompts[key] = prompt
@@ -165,8 +175,7 @@ class RolloutWorker:
         rewards = combine(scores, self.reward_weights)
         kind, iteration, index = key
         if kind == EVALUATE:
-            length = len(finished.completions[0].token_ids)
-            self.control.send(events.PromptEvaluated(iteration, index, float(rewards[0]), length))
+            self.control.send(events.PromptEvaluated(iteration, index, float(rewards[0])))
             return
         group = self._make_group(iteration, index, finished, rewards)
         self._outbox.append((group, self._report(group, prompt, finished, scores)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from easyrl import devices
 from easyrl.config import Config
 
 if TYPE_CHECKING:
@@ -20,8 +19,8 @@ class WorkerSettings:
     """Its number in the ring."""
     config: Config
     device: str
-    shares_device: bool
-    """Whether the other group uses the same accelerator."""
+    weights_cross_on_cpu: bool
+    """Whether the weight channel's buffers live on the CPU, whatever the device."""
     num_threads: int
     max_concurrent_groups: int
     store_path: str
@@ -35,6 +34,6 @@ class WorkerSettings:
             membership=membership,
             rank=rank,
             size=size,
-            device=devices.communication_device(self.device, shared=self.shares_device),
+            device="cpu" if self.weights_cross_on_cpu else self.device,
             timeout_seconds=self.config.runtime.timeout_seconds,
         )

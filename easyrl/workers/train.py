@@ -77,10 +77,8 @@ class TrainWorker:
 
     def _send_weights(self, version: int) -> None:
         assert self.channel is not None and version == self.policy_version
-        started = time.monotonic()
-        num_bytes = self.channel.send(version, self.policy.named_weights())
-        seconds = time.monotonic() - started
-        self.control.send(events.WeightsExchanged(version, seconds, num_bytes))
+        self.channel.send(version, self.policy.named_weights())
+        self.control.send(events.WeightsExchanged(version))
 
     def _train_iteration(self, iteration: int, first_prompt_index: int) -> events.IterationTrained:
         runtime, train = self.config.runtime, self.config.train
@@ -108,7 +106,8 @@ class TrainWorker:
         started = time.monotonic()
         step_metrics = self._step(iteration, sums["loss"])
         busy_seconds += time.monotonic() - started
-        tokens = max(1.0, float(sums["tokens"]))
+        # Groups of equal rewards carry no gradient and are not computed: of them nothing is known.
+        tokens = float(sums["tokens"]) or math.nan
         return events.IterationTrained(
             iteration=iteration,
             policy_version=self.policy_version,
@@ -122,7 +121,9 @@ class TrainWorker:
                 "clip_ratio/low_mean": float(sums["clipped_low"]) / tokens,
                 "clip_ratio/high_mean": float(sums["clipped_high"]) / tokens,
                 "sampling/sampling_logp_difference/mean": float(sums["logp_difference"]) / tokens,
-                "sampling/sampling_logp_difference/max": float(largest_difference),
+                "sampling/sampling_logp_difference/max": (
+                    float(largest_difference) if tokens > 0 else math.nan
+                ),
                 **step_metrics,
             },
         )
