@@ -136,7 +136,7 @@ def _tune(mode: str, size: int) -> Setting:
 
 def _groups_in_flight(mode: str, size: int) -> list[int]:
     """Few groups make an even stream for `periodic`; the others wait for all anyway."""
-    parts = (8, 4, 2) if mode == "periodic" else (2, 1)
+    parts = (8, 4, 1) if mode == "periodic" else (2, 1)
     return sorted({max(2, size // part) for part in parts})
 
 

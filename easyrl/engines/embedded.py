@@ -11,7 +11,6 @@ function of the requests and the sampled tokens alone, never of a clock (invaria
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from easyrl.types import Completion, WeightPiece
 MAX_PREFILL_TOKENS = 2048
 """Prompt tokens of one step, unless a single prompt is longer: bounds the delay of a step."""
 
-RAMP = 0.5
+RAMP = 1
 """Groups that may be in flight beside the others when one has ended, while the engine ramps up."""
 
 
@@ -331,5 +330,5 @@ class EmbeddedEngine:
         if len(group.completions) == group.request.num_generations:
             ordered = [group.completions[i] for i in range(group.request.num_generations)]
             self._finished.append(FinishedGroup(group.request, ordered))
-            more = math.ceil(RAMP * group.request.num_generations)
+            more = RAMP * group.request.num_generations
             self._row_limit = min(self._row_limit + more, self._cache.num_rows)

@@ -94,7 +94,7 @@ def _max_concurrent_groups(config: Config, num_workers: int) -> int:
     per_worker = -(-config.train.prompts_per_iteration // num_workers)
     if config.runtime.schedule == "sync" and not config.runtime.deterministic:
         return per_worker  # nobody waits for the first group
-    return max(min(per_worker, 8), per_worker // 4)
+    return max(min(per_worker, 16), per_worker // 4)
 
 
 def _default(key: str, count: int, other: DeviceSet | None) -> DeviceSet:

@@ -37,8 +37,8 @@ from easyrl.types import Float32, Prompt, RolloutGroup
 from easyrl.workers.settings import WorkerSettings
 
 TRAIN, EVALUATE = 0, 1
-FIRST_GROUPS = 2
-"""Groups in flight at an iteration's start, so that the trainer has something to do soon."""
+FIRST_SHARE = 0.5
+"""Share of the groups in flight that an iteration starts with, so that first ones end soon."""
 Key = tuple[int, int, int]
 """(TRAIN, iteration, prompt index) or (EVALUATE, round, prompt index): names a group, and seeds
 the randomness of its sequences."""
@@ -129,7 +129,8 @@ class RolloutWorker:
         self._iteration, self._busy_seconds = iteration, 0.0
         runtime = self.config.runtime
         if runtime.schedule == "periodic" or runtime.deterministic:  # someone waits for a group
-            self.engine.ramp_up(FIRST_GROUPS * self.config.rollout.num_generations)
+            first_groups = max(1, int(FIRST_SHARE * self.settings.max_concurrent_groups))
+            self.engine.ramp_up(first_groups * self.config.rollout.num_generations)
 
     def _receive_weights(self, version: int) -> None:
         assert self.channel is not None
