@@ -5,7 +5,6 @@ Thin: imports of anything heavier than Typer stand inside the commands, so that 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,15 +159,11 @@ def _print_plan(config: Config) -> None:
 
 
 def _bench(suite: str, file: Path | None) -> None:
-    from easyrl.bench import report
+    from easyrl.bench.suite import run_suite
 
-    if file is not None:
-        with _user_errors():
-            report.check_writable(file)  # before minutes of measuring
-    results = importlib.import_module(f"easyrl.bench.{suite}").run()
-    report.print_table(suite, results)
-    if file is not None:
-        report.write_json(file, suite, results)
+    with _user_errors():
+        exit_code = run_suite(suite, file)
+    raise typer.Exit(exit_code)
 
 
 @contextmanager

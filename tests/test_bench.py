@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from typer.testing import CliRunner
 
 from easyrl.bench import engine, pipeline, report, ring
+from easyrl.cli import app
+from easyrl.runtime.supervisor import Interrupted, WorkerFailure
 
 
 def test_bench_ring_compares_both_ways_of_carrying_a_group() -> None:
@@ -36,6 +41,56 @@ def test_bench_pipeline_does_the_same_work_in_every_mode() -> None:
     for timing in timings.values():
         assert 0 < timing.infer_seconds < timing.iteration_seconds
         assert 0 < timing.train_seconds < timing.iteration_seconds
+
+
+def test_the_tuner_takes_the_setting_with_the_lowest_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {16: [1.0, 3.0], 8: [1.1, 1.2], 4: [1.3], 2: [0.9, 1.9]}
+    measured: list[int] = []
+
+    def measure(setting: pipeline.Setting, size: int, iterations: int) -> pipeline.Timing:
+        if setting.mode != "periodic":
+            return pipeline.Timing(1.0, 1.0, 1.0, 1.0, 1.0)
+        measured.append(setting.groups_in_flight)
+        took = seconds[setting.groups_in_flight].pop(0)
+        return pipeline.Timing(took, 1.0, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(pipeline, "_measure", measure)
+    assert pipeline._tune(16)["periodic"].groups_in_flight == 2  # 1.4 on average
+    assert sorted(measured) == [2, 2, 4, 8, 16, 16]  # the better half twice
+
+
+@pytest.mark.parametrize("suite", [engine, pipeline, ring])
+def test_the_table_fits_a_terminal_of_80_columns(
+    suite: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    row = dict.fromkeys(suite.COLUMNS, 1234.5)
+    if suite is pipeline:
+        row |= {"mode": "colocated"}  # type: ignore[dict-item]
+    report.print_table("suite", [row], suite.COLUMNS)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all(word in shown for heading in suite.COLUMNS.values() for word in heading.split())
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "told"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (Interrupted(signal.SIGTERM), 143, ""),
+        (WorkerFailure("train-0 was killed by SIGKILL"), 1, "train-0 was killed by SIGKILL"),
+    ],
+)
+def test_a_benchmark_that_is_broken_off_ends_without_a_traceback(
+    error: BaseException, exit_code: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        raise error
+
+    monkeypatch.setattr(ring, "run", run)
+    result = CliRunner().invoke(app, ["bench", "ring"])
+    assert result.exit_code == exit_code
+    assert "Traceback" not in result.output and told in result.output
 
 
 def test_results_are_written_with_the_machine_they_come_from(tmp_path: Path) -> None:

@@ -28,6 +28,15 @@ EQUAL_LENGTH = 88
 NUM_RAGGED, MEAN_LENGTH, LONGEST = 512, 92, 256  # capped at LONGEST, the mean is about 88
 GREEDY_LENGTH = 96
 MAX_PROMPT_LENGTH = 64
+COLUMNS = {
+    "load": "load",
+    "sequences": "sequences",
+    "completion_tokens": "tokens",
+    "engine_tokens_per_second": "engine, tokens/s",
+    "generate_tokens_per_second": "generate, tokens/s",
+    "speedup": "speedup",
+    "greedy_mismatches": "mismatches",
+}
 
 
 def run(repetitions: int = 5) -> list[dict[str, Any]]:

@@ -7,8 +7,12 @@
 
 All four run the same code on the same work: the learning rate is 0, so that every iteration of
 every run has the same weights, prompts and random numbers. `waves`, `sync` and `periodic` split
-the cores between the groups; `colocated` gives all of them to both. Each is first tuned (groups
-in flight, threads), then the tuned ones run in turn, ROUNDS times, so that noise hits all alike.
+the cores between the groups; `colocated` gives all of them to both.
+
+Machines are noisy, so nothing is measured only once, and a run's figure is the median of its
+iterations. All settings of all modes (groups in flight, threads) are tried in turn, then the
+better half of each mode's once more; the setting with the lowest mean is that mode's. The tuned
+four run in turn, ROUNDS times, and ratios are taken within a round.
 
 The ceiling of `periodic` over `sync` follows from the busy times of `sync`:
 (infer + train + weights) / (max(infer, train) + weights).
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections import deque
@@ -41,7 +46,18 @@ SIZES = (16, 64)  # prompts per iteration
 NUM_GENERATIONS = 8
 WARM_UP_ITERATIONS = 1
 ROUNDS = 3
+TUNING_ROUNDS = 2
 MODES = ("waves", "sync", "colocated", "periodic")
+COLUMNS = {
+    "prompts": "prompts",
+    "mode": "mode",
+    "groups_in_flight": "in flight",
+    "threads": "threads",
+    "iteration_seconds": "s / iter.",
+    "over_sync": "over sync",
+    "over_colocated": "over coloc.",
+    "share_of_ceiling": "of ceiling",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +71,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Means over the measured iterations of a run, in seconds."""
+    """Medians over the measured iterations of a run, in seconds."""
 
     iteration_seconds: float
     infer_seconds: float
@@ -71,11 +87,11 @@ def run(sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> list[dict[str, An
 
 
 def _compare(size: int, rounds: int) -> list[dict[str, Any]]:
-    tuned = {mode: _tune(mode, size) for mode in MODES}
+    tuned = _tune(size)
     timings: dict[str, list[Timing]] = {mode: [] for mode in MODES}
     for _ in range(rounds):
         for mode in MODES:
-            timings[mode].append(_measure(tuned[mode], size, iterations=_iterations(size)))
+            timings[mode].append(_measure(tuned[mode], size, _iterations(size)))
     sync = timings["sync"]
     infer = statistics.median(t.infer_seconds for t in sync)
     train = statistics.median(t.train_seconds for t in sync)
@@ -115,29 +131,38 @@ def _median(timings: Sequence[Timing], name: str) -> float:
 
 
 def _iterations(size: int) -> int:
-    return 6 if size <= 16 else 3
+    return 8 if size <= 16 else 4
 
 
-def _tune(mode: str, size: int) -> Setting:
-    """The fastest setting of a mode."""
-    candidates = [
-        Setting(mode, groups, threads)
-        for groups in _groups_in_flight(mode, size)
-        for threads in ((1, devices.num_cores()) if mode == "colocated" else (_share(),))
-    ]
-    if len(candidates) == 1:
-        return candidates[0]
-    seconds = {
-        setting: _measure(setting, size, iterations=_iterations(size) // 2).iteration_seconds
-        for setting in candidates
+def _tune(size: int) -> dict[str, Setting]:
+    """The fastest setting of every mode."""
+    settings = {mode: _settings(mode, size) for mode in MODES}
+    seconds: dict[Setting, list[float]] = {
+        setting: [] for candidates in settings.values() for setting in candidates
     }
-    return min(candidates, key=lambda setting: seconds[setting])
+
+    def mean_seconds(setting: Setting) -> float:
+        return statistics.mean(seconds[setting])
+
+    for _ in range(TUNING_ROUNDS):
+        for setting in [s for candidates in settings.values() for s in candidates]:
+            timing = _measure(setting, size, _iterations(size))
+            seconds[setting].append(timing.iteration_seconds)
+        for mode, candidates in settings.items():
+            best_first = sorted(candidates, key=mean_seconds)
+            settings[mode] = best_first[: (len(best_first) + 1) // 2]
+    return {mode: candidates[0] for mode, candidates in settings.items()}
 
 
-def _groups_in_flight(mode: str, size: int) -> list[int]:
+def _settings(mode: str, size: int) -> list[Setting]:
     """Few groups make an even stream for `periodic`; the others wait for all anyway."""
-    parts = (8, 4, 1) if mode == "periodic" else (2, 1)
-    return sorted({max(2, size // part) for part in parts})
+    parts = (8, 4, 2, 1) if mode == "periodic" else (2, 1)
+    all_threads = (1, devices.num_cores()) if mode == "colocated" else (_share(),)
+    return [
+        Setting(mode, groups, threads)
+        for groups in sorted({max(2, size // part) for part in parts})
+        for threads in sorted(set(all_threads))
+    ]
 
 
 def _share() -> int:
@@ -145,6 +170,7 @@ def _share() -> int:
 
 
 def _measure(setting: Setting, size: int, iterations: int) -> Timing:
+    """A run of its own: its first iteration warms up and does not count."""
     with tempfile.TemporaryDirectory() as folder:
         config = _config(setting, size, iterations, Path(folder) / "run")
         run_folder = RunFolder(config)
@@ -166,17 +192,24 @@ def _measure(setting: Setting, size: int, iterations: int) -> Timing:
     tokens = [metrics["perf/tokens_per_second"] for metrics in measured]
     seconds = [metrics["perf/iteration_seconds"] for metrics in measured]
 
-    def mean(name: str) -> float:
+    def median(name: str) -> float:
         values: list[float] = [metrics[name] for metrics in measured]
-        return statistics.mean(values)
+        return statistics.median(values)
 
-    return Timing(
-        iteration_seconds=mean("perf/iteration_seconds"),
-        infer_seconds=mean("perf/infer_seconds"),
-        train_seconds=mean("perf/train_seconds"),
-        weights_seconds=mean("perf/weights_seconds"),
+    timing = Timing(
+        iteration_seconds=median("perf/iteration_seconds"),
+        infer_seconds=median("perf/infer_seconds"),
+        train_seconds=median("perf/train_seconds"),
+        weights_seconds=median("perf/weights_seconds"),
         completion_tokens=statistics.mean(a * b for a, b in zip(tokens, seconds, strict=True)),
     )
+    print(
+        f"{size} x {NUM_GENERATIONS}  {setting.mode}, {setting.groups_in_flight} in flight, "
+        f"{setting.threads} thread(s): {timing.iteration_seconds:.2f} s an iteration",
+        file=sys.stderr,
+        flush=True,
+    )
+    return timing
 
 
 def _config(setting: Setting, size: int, iterations: int, folder: Path) -> Config:

@@ -29,20 +29,22 @@ def machine() -> dict[str, Any]:
     }
 
 
-def print_table(suite: str, results: Sequence[Row]) -> None:
-    """One row per result; a column per key, in order of first appearance."""
+def print_table(suite: str, results: Sequence[Row], columns: Mapping[str, str]) -> None:
+    """One row per result; `columns`: the keys that are shown, and their headings."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     about = machine()
     table = Table(
         title=f"easyrl bench {suite}",
+        box=SIMPLE_HEAD,  # leaves room for figures at 80 columns
+        pad_edge=False,
+        collapse_padding=True,
         caption=f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}",
     )
-    columns = dict.fromkeys(key for row in results for key in row)
     numeric = {key for row in results for key, value in row.items() if _is_number(value)}
-    for key in columns:
-        heading = key.replace("_", " ")  # so that it can be wrapped
+    for key, heading in columns.items():
         table.add_column(heading, justify="right" if key in numeric else "left", overflow="fold")
     for row in results:
         table.add_row(*(_shown(row.get(key)) for key in columns))

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch.multiprocessing
 
 from easyrl.channels.ring_buffer import RingBuffer, RingPort
 from easyrl.channels.ring_layout import RingLayout
@@ -35,6 +36,14 @@ PROMPT_LENGTH = 256
 BYTES_PER_TOKEN = 9  # id, log-probability, mask
 NUM_SLOTS = 8
 BOUND_SECONDS = 60.0
+COLUMNS = {
+    "group_bytes": "bytes a group",
+    "ring_groups_per_second": "ring, groups/s",
+    "queue_groups_per_second": "queue, groups/s",
+    "speedup": "speedup",
+    "wakeup_p50_seconds": "wake-up p50, s",
+    "wakeup_p99_seconds": "wake-up p99, s",
+}
 
 Result = dict[str, int | float]
 
@@ -106,8 +115,6 @@ def make_group(group_bytes: int) -> RolloutGroup:
 @contextlib.contextmanager
 def _two_processes(groups: list[RolloutGroup]) -> Iterator[tuple[Connection, Connection]]:
     """Control connections to a producer and a consumer, each on one thread."""
-    import torch.multiprocessing
-
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue(NUM_SLOTS)
     processes = []
@@ -174,12 +181,8 @@ def _producer(
     groups: list[RolloutGroup],
     orders: Connection,
 ) -> None:
-    import torch
-
-    torch.set_num_threads(1)
     ports = [ring.attach(0) for ring in rings]
-    orders.send("started")
-    while (order := orders.recv()) is not None:
+    for order in _obey(orders):
         channel, index, count, interval_seconds = order
         if channel == "wakeup":
             _send_stamped(rings[0], ports[0], count, interval_seconds)
@@ -194,6 +197,14 @@ def _producer(
                 tensors = {name: torch.from_numpy(array) for name, array in made.items()}
                 queue.put(tensors, timeout=BOUND_SECONDS)
         orders.send(start)
+
+
+def _obey(orders: Connection) -> Iterator[tuple[Any, ...]]:
+    """What a measured process is told to do, until it is told to end."""
+    torch.set_num_threads(1)
+    orders.send("started")
+    while (order := orders.recv()) is not None:
+        yield order
 
 
 def _send_stamped(ring: RingBuffer, port: RingPort, count: int, interval_seconds: float) -> None:
@@ -224,12 +235,8 @@ def _consumer(
     groups: list[RolloutGroup],
     orders: Connection,
 ) -> None:
-    import torch
-
-    torch.set_num_threads(1)
     ports = [ring.attach(1) for ring in rings]
-    orders.send("started")
-    while (order := orders.recv()) is not None:
+    for order in _obey(orders):
         orders.send("ready")
         channel, index, count, _ = order
         latencies = []
