@@ -190,6 +190,8 @@ def test_column_named_like_an_argument_is_refused(tmp_path: Path) -> None:
 def test_hub_keys_are_refused_where_there_is_no_hub(tmp_path: Path) -> None:
     assert "data.split: 'test'" in error_of(jsonl(tmp_path, *ROWS), "data.split=test")
     assert "data.subset: 'main'" in error_of("arithmetic", "data.subset=main")
+    assert "data.prompt_column: 'q'" in error_of("arithmetic", "data.prompt_column=q")
+    assert "data.shuffle: 'False'" in error_of("arithmetic", "data.shuffle=false")
 
 
 def test_unreachable_hub_ends_soon_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

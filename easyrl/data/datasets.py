@@ -52,11 +52,11 @@ def open_prompts(config: Config) -> PromptStream:
     """Open `data.dataset`. Raises ConfigError where it cannot be used."""
     name = config.data.dataset
     if name in TASKS:
-        _refuse_hub_keys(config, "a task")
+        _refuse_keys(config, "a task", ("subset", "split", "prompt_column", "shuffle"))
         return TaskStream(name, config.runtime.seed)
     path = Path(name).expanduser()
     if path.suffix in (".jsonl", ".parquet"):
-        _refuse_hub_keys(config, "a file")
+        _refuse_keys(config, "a file", ("subset", "split"))
         if not path.is_file():
             raise ConfigError(f"data.dataset (--dataset): there is no file '{name}'")
         if path.suffix == ".jsonl":
@@ -184,13 +184,14 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     return [blank | row for row in rows], numbers
 
 
-def _refuse_hub_keys(config: Config, what: str) -> None:
-    for key in ("subset", "split"):
+def _refuse_keys(config: Config, what: str, keys: Sequence[str]) -> None:
+    """What has no meaning here must not be set: it would be silently ignored."""
+    for key in keys:
         value = getattr(config.data, key)
         if value != type(config.data).model_fields[key].default:
             raise ConfigError(
-                f"data.{key}: '{value}' came, but '{config.data.dataset}' is {what} "
-                f"and has none; only a hub data set has"
+                f"data.{key}: '{value}' came, but '{config.data.dataset}' is {what}, "
+                f"for which it has no meaning; accepted: leave it out"
             )
 
 
