@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +30,26 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def mkl_misses_avx512() -> bool:
+    """Whether torch multiplies with MKL on a CPU of another maker, for which MKL has AVX2 at most,
+    although the CPU has AVX-512."""
+    import torch
+
+    return (
+        torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and not _made_by_intel()
+    )
+
+
+def _made_by_intel() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return True  # not known: torch's own way
 
 
 def accelerator() -> tuple[str, int]:

@@ -21,6 +21,7 @@ from easyrl.model.attention import (
     AttentionSettings,
     register_attention,
 )
+from easyrl.model.linear import speed_up_linear_layers
 from easyrl.types import WeightPiece
 
 
@@ -63,6 +64,8 @@ class Policy:
             trust_remote_code=trust_remote_code,
         )
         _check_interface(path, type(model))
+        if torch.device(device).type == "cpu":
+            speed_up_linear_layers(model)
         policy = cls(model.to(device), torch.device(device))
         policy._check_layers(path)
         return policy

@@ -65,7 +65,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         hidden_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=1,
         head_dim=32,
         intermediate_size=384,
         max_position_embeddings=MAX_POSITIONS,
