@@ -104,9 +104,10 @@ def grpo(
         if dry_run:
             _print_plan(resolved)
             return
+        from easyrl.observe.observers import make_observers
         from easyrl.runtime.run import run
 
-        exit_code = run(resolved)
+        exit_code = run(resolved, make_observers(resolved))
     raise typer.Exit(exit_code)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from easyrl.types import Prompt
 
@@ -68,8 +69,38 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Starting:
+    """What the worker does before it is ready: "importing torch", "loading the model", …"""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The worker has loaded what it needs."""
+
+
+SpanKind = Literal["prefill", "generate", "score", "train", "weights", "wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds of `time.monotonic`, which all processes of a machine share."""
+
+    kind: SpanKind
+    started: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a worker has done since it last said so."""
+
+    spans: Sequence[Span]
+    num_tokens: int
+    """Completion tokens generated (rollout worker) or trained (train worker)."""
+    num_groups: int
+    """Groups that the train worker took off the ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +167,9 @@ class Failed:
 
 Command = JoinWeights | ExchangeWeights | Generate | Evaluate | TrainIteration | SaveModel | Stop
 Event = (
-    Ready
+    Starting
+    | Ready
+    | Activity
     | WeightsExchanged
     | GroupScored
     | PromptEvaluated

@@ -10,21 +10,31 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "easyrl"
 FLOORS = {
     **dict.fromkeys(
-        ("config", "config_text", "device_sets", "types", "events", "devices", "delays"), 0
+        ("config", "config_text", "device_sets", "types", "events", "records", "devices", "delays"),
+        0,
     ),
     **dict.fromkeys(("hub", "lifeline"), 0),
     **dict.fromkeys(("algorithm", "data", "tasks", "rewards", "channels", "model"), 1),
     "engines": 2,
     "workers": 3,
     "runtime": 4,
-    "bench": 5,
+    **dict.fromkeys(("observe", "bench"), 5),
     **dict.fromkeys(("cli", "__main__"), 6),
     "__init__": 0,
 }
 LATERAL = {("data", "tasks"), ("rewards", "tasks"), ("__main__", "cli")}
 """The named exceptions: a task says where its data is and which reward scores it, and `python -m
 easyrl` is the command line."""
-NO_TORCH = ("config", "config_text", "device_sets", "types", "events", "rewards")
+NO_TORCH = (
+    "config",
+    "config_text",
+    "device_sets",
+    "types",
+    "events",
+    "records",
+    "rewards",
+    "observe",
+)
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

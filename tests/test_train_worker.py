@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from typing import Any, cast
 
 import pytest
@@ -25,8 +26,10 @@ def worker() -> TrainWorker:
         num_threads=1,
         max_concurrent_groups=1,
         store_path="",
+        log_file=None,
     )
-    return TrainWorker(settings, cast(Any, None), cast(Any, None))
+    events, _ = multiprocessing.Pipe()
+    return TrainWorker(settings, cast(Any, None), events)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

@@ -67,6 +67,7 @@ class Member:
             num_threads=1,
             max_concurrent_groups=1,
             store_path=store_path,
+            log_file=None,
         )
         launch._set_up_environment(self.settings)
 

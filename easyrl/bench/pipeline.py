@@ -184,7 +184,7 @@ def _measure(setting: Setting, size: int, iterations: int) -> Timing:
                 supervisor=supervisor,
                 ring=make_ring(config, placement),
                 started=time.monotonic(),
-                say=lambda text: None,
+                tell=run_folder.observe,
                 make_dispatcher=_Waves if setting.mode == "waves" else Dispatcher,
             ).run()
         lines = (run_folder.path / "metrics.jsonl").read_text().splitlines()

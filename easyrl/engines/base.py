@@ -36,6 +36,11 @@ class FinishedGroup:
 
 
 class Engine(Protocol):
+    num_prompt_tokens: int
+    """Prefilled since it was made."""
+    num_completion_tokens: int
+    """Sampled since it was made."""
+
     def submit(self, request: GroupRequest) -> None:
         """Queue a group. First come, first served."""
         ...

@@ -70,6 +70,8 @@ class EmbeddedEngine:
         self.max_completion_length = max_completion_length
         self.temperature = temperature
         self.seed = seed
+        self.num_prompt_tokens = 0
+        self.num_completion_tokens = 0
         self._eos = np.asarray([] if ignore_eos else policy.eos_token_ids, dtype=np.int64)
         self._cache = KVCache(num_rows, max_prompt_length + max_completion_length)
         self._waiting: deque[GroupRequest] = deque()
@@ -171,6 +173,8 @@ class EmbeddedEngine:
     def _forward_and_sample(self, prefill: list[_Group]) -> None:
         n = self._num_active
         logits, prompts = self._forward([group.request.prompt_ids for group in prefill])
+        self.num_prompt_tokens += sum(len(group.request.prompt_ids) for group in prefill)
+        self.num_completion_tokens += n + sum(g.request.num_generations for g in prefill)
         starting: list[_Sequence] = []
         for group, prompt in zip(prefill, prompts, strict=True):
             group.prompt = prompt

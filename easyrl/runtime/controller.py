@@ -20,14 +20,17 @@ It consumes events, produces prompts and files, and waits only in `Supervisor.wa
 from __future__ import annotations
 
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from easyrl import events
+from easyrl import events, records
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
 from easyrl.data.datasets import PromptStream
+from easyrl.records import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.iteration import IterationRecord
@@ -53,7 +56,7 @@ class Controller:
         supervisor: Supervisor,
         ring: RingBuffer,
         started: float,
-        say: Callable[[str], None],
+        tell: Observer,
         make_dispatcher: Callable[..., Dispatcher] = Dispatcher,
     ) -> None:
         self.config = config
@@ -61,12 +64,13 @@ class Controller:
         self.prompts = prompts
         self.folder = folder
         self.supervisor = supervisor
-        self.say = say
+        self.tell = tell
         self._ring = ring
         self._make_dispatcher = make_dispatcher
         self.reward_names = reward_names(config)
         self.totals = Totals(placement.num_devices, started)
         self.policy_version = 0
+        self._events: deque[tuple[Worker, events.Event]] = deque()  # come, not looked at yet
         self._store_fd = os.memfd_create("easyrl-store")  # no name: nothing to leave behind
 
     def run(self) -> dict[str, Any]:
@@ -99,9 +103,15 @@ class Controller:
         self._ring.close()  # the workers have their own descriptors
         not_ready = {worker.name for worker in self._workers}
         while not_ready:
-            for worker, event in self.supervisor.wait():
-                assert isinstance(event, events.Ready)
-                not_ready.remove(worker.name)
+            worker, event = self._next_event()
+            match event:
+                case events.Starting(what):
+                    self.tell(records.WorkerStarting(time.monotonic(), worker.name, what))
+                case events.Ready():
+                    self.tell(records.WorkerReady(time.monotonic(), worker.name))
+                    not_ready.remove(worker.name)
+                case _:
+                    raise AssertionError(f"{worker.name} sent {event}")
         self.dispatcher = self._make_dispatcher(self.rollout_workers, self.config, self.placement)
         for rank, worker in enumerate(self._workers):
             worker.send(events.JoinWeights(membership=0, rank=rank, size=len(self._workers)))
@@ -123,6 +133,7 @@ class Controller:
             num_threads=place.infer_threads if is_rollout else place.train_threads,
             max_concurrent_groups=place.max_concurrent_groups,
             store_path=f"/proc/{os.getpid()}/fd/{self._store_fd}",
+            log_file=str(self.folder.log_of(f"{role}-{number}")),
         )
         target = rollout_main if is_rollout else train_main
         return self.supervisor.spawn(settings.name, target, settings, self._ring)
@@ -134,34 +145,29 @@ class Controller:
         started = time.monotonic()
         for worker in self._workers:
             worker.send(events.ExchangeWeights(self.policy_version))
-        waiting = len(self._workers)
-        for event in self._events():
+        for _ in self._workers:
+            _, event = self._next_event()
             assert isinstance(event, events.WeightsExchanged)
-            waiting -= 1
-            if waiting == 0:
-                break
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
         train = self.config.train
         started = time.monotonic()
+        self.tell(records.IterationStarted(started, iteration))
         record = IterationRecord(iteration, weights_seconds=self._exchange_weights())
         first = iteration * train.prompts_per_iteration
         prompts = [self.prompts.prompt(first + i) for i in range(train.prompts_per_iteration)]
         self.train_worker.send(events.TrainIteration(iteration, first))
         self.dispatcher.start(iteration, prompts)
         while record.trained is None or len(record.groups) < len(prompts):
-            for worker, event in self.supervisor.wait():
-                match event:
-                    case events.GroupScored():
-                        self._note_rollout()
-                        record.add_group(worker.name, event, time.monotonic() - started)
-                        self.dispatcher.on_group(worker)
-                        self._write_samples(event)
-                    case events.IterationTrained():
-                        record.trained = event
-                    case _:
-                        raise AssertionError(f"{worker.name} sent {event}")
+            worker, event = self._next_event()
+            match event:
+                case events.GroupScored():
+                    self._add_group(worker, event, record, time.monotonic() - started)
+                case events.IterationTrained():
+                    record.trained = event
+                case _:
+                    raise AssertionError(f"{worker.name} sent {event}")
         self._finish_iteration(record, time.monotonic() - started)
 
     def _finish_iteration(self, record: IterationRecord, seconds: float) -> None:
@@ -176,30 +182,36 @@ class Controller:
         metrics = record.metrics(self.reward_names)
         metrics |= self.totals.add_iteration(record, metrics["reward"], seconds)
         line = {"iteration": record.iteration, "policy_version": self.policy_version, **metrics}
-        self.folder.log_metrics(line)
-        self.say(
-            f"iteration {record.iteration + 1}/{self.config.train.iterations}  "
-            f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.1f}  "
-            f"loss {metrics['loss']:+.4f}  grad_norm {metrics['grad_norm']:.3f}  "
-            f"{seconds:.2f} s  {metrics['perf/tokens_per_second']:.0f} tokens/s"
-        )
-        if metrics["num_updates_not_finite"]:
-            self.say(
-                f"iteration {record.iteration + 1}: loss or gradient was not finite; the update "
-                "was dropped (lower train.learning_rate if this goes on)"
-            )
+        self.tell(records.IterationFinished(time.monotonic(), line))
 
-    def _write_samples(self, group: events.GroupScored) -> None:
+    def _add_group(
+        self, worker: Worker, group: events.GroupScored, record: IterationRecord, seconds: float
+    ) -> None:
+        """A group came from `worker`, so many seconds after the iteration's start."""
+        self._note_rollout()
+        record.add_group(worker.name, group, seconds)
+        self.dispatcher.on_group(worker)
+        self.tell(
+            records.GroupArrived(
+                time.monotonic(),
+                group.iteration,
+                group.prompt_index,
+                mean_reward=statistics.fmean(group.rewards),
+                num_tokens=sum(group.completion_lengths),
+            )
+        )
         for sample in group.samples:
-            self.folder.log_sample(
-                {
-                    "iteration": group.iteration,
-                    "prompt_index": group.prompt_index,
-                    "prompt": group.prompt,
-                    "completion": sample.completion,
-                    "reward": sample.reward,
-                    "advantage": sample.advantage,
-                }
+            self.tell(
+                records.Sampled(
+                    {
+                        "iteration": group.iteration,
+                        "prompt_index": group.prompt_index,
+                        "prompt": group.prompt,
+                        "completion": sample.completion,
+                        "reward": sample.reward,
+                        "advantage": sample.advantage,
+                    }
+                )
             )
 
     def _evaluate(self, round_: int, held_out: list[Prompt]) -> float | None:
@@ -207,31 +219,38 @@ class Controller:
         if not held_out:
             return None
         self._exchange_weights()
+        self.tell(records.EvaluationStarted(time.monotonic(), round_, len(held_out)))
         workers = self.rollout_workers
         for number, worker in enumerate(workers):
             worker.send(events.Evaluate(round_, held_out[number :: len(workers)]))
         rewards: dict[int, float] = {}
-        for event in self._events():
+        while len(rewards) < len(held_out):
+            _, event = self._next_event()
             assert isinstance(event, events.PromptEvaluated)
             self._note_rollout()
             rewards[event.prompt_index] = event.reward
-            if len(rewards) == len(held_out):
-                break
         accuracy = sum(rewards[prompt.index] for prompt in held_out) / len(held_out)
-        self.say(f"held-out accuracy {accuracy:.3f} ({len(held_out)} problems)")
+        self.tell(records.Evaluated(time.monotonic(), round_, accuracy, len(held_out)))
         return accuracy
 
     def _note_rollout(self) -> None:
         if self.totals.note_rollout():
-            self.say(f"first rollout after {self.totals.first_rollout_seconds:.1f} s")
+            assert self.totals.first_rollout_seconds is not None
+            self.tell(records.FirstRollout(self.totals.first_rollout_seconds))
 
     def _save_model(self) -> str:
+        self.tell(records.SavingModel(time.monotonic(), self.folder.model))
         self.train_worker.send(events.SaveModel(str(self.folder.model)))
-        saved = next(self._events())
+        _, saved = self._next_event()
         assert isinstance(saved, events.ModelSaved)
         return saved.weights_sha256
 
-    def _events(self) -> Iterator[events.Event]:
+    def _next_event(self) -> tuple[Worker, events.Event]:
+        """The next event that the protocol waits for; activity is passed on to whoever watches."""
         while True:
-            for _, event in self.supervisor.wait():
-                yield event
+            while self._events:
+                worker, event = self._events.popleft()
+                if not isinstance(event, events.Activity):
+                    return worker, event
+                self.tell(records.WorkerActive(worker.name, event))
+            self._events.extend(self.supervisor.wait())

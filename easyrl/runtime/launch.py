@@ -16,7 +16,7 @@ from pathlib import Path
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingBuffer
-from easyrl.events import Failed, Ready
+from easyrl.events import Failed, Ready, Starting
 from easyrl.lifeline import die_with_parent
 from easyrl.rewards.functions import RewardError
 from easyrl.workers.settings import WorkerSettings
@@ -40,6 +40,8 @@ def _run(
         signal.signal(signum, signal.SIG_IGN)
     exit_code = 0
     try:
+        _log_to(settings.log_file)
+        control.send(Starting("importing torch and transformers"))
         _set_up_environment(settings)
         worker_class = getattr(__import__(module, fromlist=[name]), name)
         worker = worker_class(settings, ring.attach(settings.owner_id), control)
@@ -55,6 +57,18 @@ def _run(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # a process group stuck in a collective must not hold up the end
+
+
+def _log_to(file: str | None) -> None:
+    """Send what the worker, its libraries and its own processes print to `file`."""
+    if file is None:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
 
 
 def _describe(error: BaseException) -> Failed:

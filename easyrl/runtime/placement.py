@@ -71,6 +71,15 @@ def resolve_placement(config: Config) -> Placement:
     )
 
 
+def device_names(placement: Placement) -> dict[str, str]:
+    """Of each worker its device, rollout workers first."""
+    return {
+        f"{role}-{number}": placement.device_name(group, number)
+        for role, group in (("rollout", placement.infer), ("train", placement.train))
+        for number in range(group.count)
+    }
+
+
 def describe(placement: Placement) -> str:
     """The placement as lines of text, one per worker."""
     lines = []

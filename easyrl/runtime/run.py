@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import time
 import traceback
+from collections.abc import Sequence
 
+from easyrl import records
+from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
-from easyrl.data.datasets import open_prompts
+from easyrl.data.datasets import PromptStream, open_prompts
 from easyrl.hub import check_model
+from easyrl.records import Observer, tell_all
 from easyrl.rewards.loading import check_rewards
-from easyrl.runtime.placement import describe, resolve_placement
+from easyrl.runtime.placement import Placement, describe, device_names, resolve_placement
 from easyrl.runtime.ring import make_ring
 from easyrl.runtime.run_folder import RunFolder
 
@@ -21,8 +23,11 @@ SIGNALLED = 128
 """Plus the signal's number: 130 after Ctrl-C, 143 after SIGTERM."""
 
 
-def run(config: Config) -> int:
-    """Train; returns the exit code. Raises ValueError for what the user can mend."""
+def run(config: Config, observers: Sequence[Observer] = ()) -> int:
+    """Train; returns the exit code. Raises ValueError for what the user can mend.
+
+    Observers are told nothing before all that is checked here has passed.
+    """
     started = time.monotonic()
     check_model(config.model.path)
     prompts = open_prompts(config)
@@ -30,14 +35,47 @@ def run(config: Config) -> int:
     placement = resolve_placement(config)  # last: to look for accelerators takes torch
     ring = make_ring(config, placement)
     folder = RunFolder(config)
-    _say(f"run folder {folder.path}\n{describe(placement)}")
+    tell = tell_all([folder.observe, *observers])
+    tell(
+        records.RunStarted(
+            started,
+            folder.path,
+            config,
+            devices=device_names(placement),
+            num_slots=config.ring_slots,
+            description=describe(placement),
+        )
+    )
+    exit_code, message = _train(
+        config,
+        placement,
+        prompts=prompts,
+        ring=ring,
+        folder=folder,
+        started=started,
+        tell=tell,
+    )
+    tell(records.RunEnded(exit_code, message))
+    return exit_code
 
+
+def _train(
+    config: Config,
+    placement: Placement,
+    *,
+    prompts: PromptStream,
+    ring: RingBuffer,
+    folder: RunFolder,
+    started: float,
+    tell: Observer,
+) -> tuple[int, str]:
+    """From spawned workers to none left: the exit code, and why it is not 0."""
     from easyrl.runtime.controller import Controller  # loads torch
     from easyrl.runtime.supervisor import Interrupted, Supervisor, WorkerFailure
 
     try:
         with Supervisor() as supervisor:
-            summary = Controller(
+            controller = Controller(
                 config,
                 placement,
                 prompts=prompts,
@@ -45,30 +83,17 @@ def run(config: Config) -> int:
                 supervisor=supervisor,
                 ring=ring,
                 started=started,
-                say=_say,
-            ).run()
+                tell=tell,
+            )
+            summary = controller.run()
+        tell(records.RunFinished(time.monotonic(), summary))
     except Interrupted as interrupted:
-        _say(f"stopped by {interrupted}; what there is lies in {folder.path}")
-        return SIGNALLED + interrupted.signum
+        message = f"stopped by {interrupted}; what there is lies in {folder.path}"
+        return SIGNALLED + interrupted.signum, message
     except KeyboardInterrupt:
-        return SIGNALLED + signal.SIGINT
+        return SIGNALLED + signal.SIGINT, f"stopped; what there is lies in {folder.path}"
     except WorkerFailure as failure:
-        print(f"easyrl: {failure}", file=sys.stderr)
-        return USER_ERROR if failure.is_user_error else FAILED
+        return (USER_ERROR if failure.is_user_error else FAILED), str(failure)
     except Exception:
-        traceback.print_exc()
-        return FAILED
-    folder.write_summary(summary)
-    _say(
-        f"finished: reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}, "
-        f"{summary['completion_tokens']} tokens in {summary['wall_seconds']:.1f} s; "
-        f"model in {folder.model}"
-    )
-    return FINISHED
-
-
-def _say(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `| head` has read enough: the run goes on without an audience
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED, traceback.format_exc().rstrip()
+    return FINISHED, ""

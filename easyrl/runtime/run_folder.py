@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from easyrl.config import Config, ConfigError, to_commented_yaml
+from easyrl.records import IterationFinished, Record, RunFinished, Sampled
 
 
 class RunFolder:
@@ -20,6 +21,7 @@ class RunFolder:
         self.path = Path(config.output.dir or _default_name(config)).expanduser()
         try:
             self.path.mkdir(parents=True)
+            (self.path / "logs").mkdir()
             (self.path / "config.yaml").write_text(to_commented_yaml(config))
         except FileExistsError:
             raise ConfigError(
@@ -37,14 +39,19 @@ class RunFolder:
         """Where the final model goes: a Hugging Face folder."""
         return self.path / "model"
 
-    def log_metrics(self, metrics: Mapping[str, Any]) -> None:
-        self._append("metrics.jsonl", metrics)
+    def log_of(self, worker: str) -> Path:
+        """Where a worker's output goes."""
+        return self.path / "logs" / f"{worker}.log"
 
-    def log_sample(self, sample: Mapping[str, Any]) -> None:
-        self._append("samples.jsonl", sample)
-
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    def observe(self, record: Record) -> None:
+        """Write what the folder keeps of a run."""
+        match record:
+            case IterationFinished(metrics=metrics):
+                self._append("metrics.jsonl", metrics)
+            case Sampled(sample):
+                self._append("samples.jsonl", sample)
+            case RunFinished(summary=summary):
+                (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.path / name).open("a") as file:  # whole lines, also when the run is cut off

@@ -67,6 +67,14 @@ class Totals:
             ),
         }
 
+    @property
+    def _overlap(self) -> float:
+        """The share of the shorter of generating and training that ran beside the other: 0 to 1."""
+        busy = self.infer_seconds + self.train_seconds + self.weights_seconds
+        hidden = busy - self._iteration_seconds
+        shorter = min(self.infer_seconds, self.train_seconds)
+        return min(1.0, max(0.0, hidden / shorter)) if shorter > 0 else 0.0
+
     def summary(
         self,
         iterations: int,
@@ -92,6 +100,7 @@ class Totals:
             "infer_seconds": self.infer_seconds,
             "train_seconds": self.train_seconds,
             "weights_seconds": self.weights_seconds,
+            "overlap": self._overlap,
             "groups_trained": self.groups_trained,
             "groups_off_policy": self.groups_off_policy,
             "sampling_logp_difference_max": self.largest_logp_difference,

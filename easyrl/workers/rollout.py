@@ -35,6 +35,7 @@ from easyrl.rewards.loading import reward_weights
 from easyrl.rewards.scorer import Scorer, combine
 from easyrl.types import Float32, Prompt, RolloutGroup
 from easyrl.workers.settings import WorkerSettings
+from easyrl.workers.timeline import Timeline
 
 TRAIN, EVALUATE = 0, 1
 FIRST_SHARE = 0.5
@@ -50,8 +51,10 @@ class RolloutWorker:
         self.config: Config = settings.config
         self.port = port
         self.control = control
+        self.timeline = Timeline(control.send)
         self.reward_weights = reward_weights(self.config)
         self.scorer = Scorer(self.config)  # first: its processes start while the model is loaded
+        control.send(events.Starting("loading the model"))
         try:
             self.tokenizer, self.engine = self._load()
         except BaseException:
@@ -62,7 +65,7 @@ class RolloutWorker:
         self._iteration = -1
         self._busy_seconds = 0.0  # of the engine, in this iteration
         self._prompts: dict[Key, Prompt] = {}
-        self._being_scored: dict[Key, FinishedGroup] = {}
+        self._being_scored: dict[Key, tuple[FinishedGroup, float]] = {}  # with when it was sent
         self._outbox: deque[tuple[RolloutGroup, events.GroupScored]] = deque()
 
     def _load(self) -> tuple[Any, EmbeddedEngine]:
@@ -98,10 +101,14 @@ class RolloutWorker:
             self.scorer.close()
 
     def _wait_for_something_to_do(self) -> None:
+        if self.engine.has_work and not self._outbox:
+            return
+        self.timeline.report()
+        wakers: list[Connection | int] = [self.control, self.scorer.fileno()]
         if self._outbox:
-            wait([self.control, self.scorer.fileno(), self.port.writable_fd])
-        elif not self.engine.has_work:
-            wait([self.control, self.scorer.fileno()])
+            wakers.append(self.port.writable_fd)
+        with self.timeline.measure("wait"):
+            wait(wakers)
 
     def _obey(self, command: events.Command) -> bool:
         match command:
@@ -138,7 +145,8 @@ class RolloutWorker:
             raise RuntimeError(
                 f"weights {version} came while groups of the old policy are under way"
             )
-        self.engine.load_weights(self.channel.receive(version))
+        with self.timeline.measure("weights"):
+            self.engine.load_weights(self.channel.receive(version))
         self.policy_version = version
         self.control.send(events.WeightsExchanged(version))
 
@@ -151,11 +159,19 @@ class RolloutWorker:
     def _generate(self) -> None:
         started = time.monotonic()
         maybe_sleep()
+        num_prompt, num_completion = (
+            self.engine.num_prompt_tokens,
+            self.engine.num_completion_tokens,
+        )
         finished = self.engine.step()
-        self._busy_seconds += time.monotonic() - started
+        self._busy_seconds += self.timeline.add(
+            "prefill" if self.engine.num_prompt_tokens > num_prompt else "generate",
+            started,
+            num_tokens=self.engine.num_completion_tokens - num_completion,
+        )
         for group in finished:
             key = cast(Key, group.request.key)
-            self._being_scored[key] = group
+            self._being_scored[key] = group, time.monotonic()
             prompt = self._prompts[key]
             self.scorer.submit(
                 key,
@@ -172,7 +188,8 @@ class RolloutWorker:
         return texts
 
     def _finish_group(self, key: Key, scores: list[list[float | None]]) -> None:
-        finished, prompt = self._being_scored.pop(key), self._prompts.pop(key)
+        (finished, sent), prompt = self._being_scored.pop(key), self._prompts.pop(key)
+        self.timeline.add("score", sent)
         rewards = combine(scores, self.reward_weights)
         kind, iteration, index = key
         if kind == EVALUATE:

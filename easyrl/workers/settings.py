@@ -25,6 +25,8 @@ class WorkerSettings:
     max_concurrent_groups: int
     store_path: str
     """The file over which process groups are made."""
+    log_file: str | None
+    """Where the worker's output goes (None: the terminal)."""
 
     def join_weights(self, membership: int, rank: int, size: int) -> WeightChannel:
         from easyrl.channels.weights import WeightChannel

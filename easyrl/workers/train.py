@@ -31,6 +31,7 @@ from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy, load_tokenizer
 from easyrl.workers.group_stream import GroupStream, micro_batches
 from easyrl.workers.settings import WorkerSettings
+from easyrl.workers.timeline import Timeline
 
 # What a micro-batch adds to the iteration's sums.
 SUMS = ("loss", "tokens", "entropy", "clipped_low", "clipped_high", "logp_difference")
@@ -43,6 +44,8 @@ class TrainWorker:
         self.port = port
         self.control = control
         self.device = torch.device(settings.device)
+        self.timeline = Timeline(control.send)
+        control.send(events.Starting("loading the model"))
         self.policy = Policy.load(
             self.config.model.path,
             self.device,
@@ -77,7 +80,9 @@ class TrainWorker:
 
     def _send_weights(self, version: int) -> None:
         assert self.channel is not None and version == self.policy_version
-        self.channel.send(version, self.policy.named_weights())
+        with self.timeline.measure("weights"):
+            self.channel.send(version, self.policy.named_weights())
+        self.timeline.report()
         self.control.send(events.WeightsExchanged(version))
 
     def _train_iteration(self, iteration: int, first_prompt_index: int) -> events.IterationTrained:
@@ -95,6 +100,7 @@ class TrainWorker:
         sums: dict[str, Tensor] = {name: torch.zeros((), device=self.device) for name in SUMS}
         largest_difference = torch.zeros((), device=self.device)
         busy_seconds = 0.0
+        num_taken = 0
         for micro_batch in micro_batches(
             stream, max_tokens=train.max_tokens_per_micro_batch, fill=runtime.deterministic
         ):
@@ -102,10 +108,19 @@ class TrainWorker:
             maybe_sleep()
             difference = self._accumulate(micro_batch, sums)
             largest_difference = torch.maximum(largest_difference, difference)
-            busy_seconds += time.monotonic() - started
+            busy_seconds += self.timeline.add(
+                "train",
+                started,
+                num_tokens=len(micro_batch.targets),
+                num_groups=stream.num_trained - num_taken,
+            )
+            num_taken = stream.num_trained
         started = time.monotonic()
         step_metrics = self._step(iteration, sums["loss"])
-        busy_seconds += time.monotonic() - started
+        busy_seconds += self.timeline.add(
+            "train", started, num_groups=stream.num_trained - num_taken
+        )
+        self.timeline.report()
         # Groups of equal rewards carry no gradient and are not computed: of them nothing is known.
         tokens = float(sums["tokens"]) or math.nan
         return events.IterationTrained(
@@ -129,7 +144,9 @@ class TrainWorker:
         )
 
     def _wait_for_group(self) -> None:
-        ready = wait([self.port.readable_fd, self.control])
+        self.timeline.report()
+        with self.timeline.measure("wait"):
+            ready = wait([self.port.readable_fd, self.control])
         if self.control in ready:  # only Stop comes while an iteration is under way
             raise SystemExit(0)
 

@@ -1,0 +1,1 @@
+"""Those who watch a run: records in, lines, pictures and files out."""

@@ -1,0 +1,57 @@
+"""The end of a run: what was reached, at what speed, and what to type next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+def end_table(summary: Mapping[str, Any], folder: Path) -> RenderableType:
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    table.add_row("run folder", str(folder))
+    return Group(Text("finished", style="bold green"), table, _next_commands(folder))
+
+
+def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    if before is not None and after is not None:
+        rows.append(("held-out accuracy", f"{before:.3f} -> {after:.3f}"))
+    return [
+        *rows,
+        ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
+        (
+            "generated and trained",
+            f"{summary['completion_tokens']:,} tokens in {summary['wall_seconds']:.1f} s, "
+            f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device",
+        ),
+        ("overlap", f"{summary['overlap']:.0%} of the shorter of generating and training"),
+        (
+            "groups",
+            f"{summary['groups_trained']} trained, {summary['groups_off_policy']} off-policy",
+        ),
+        (
+            "engine and trainer",
+            f"log-probabilities at most {summary['sampling_logp_difference_max']:.1e} apart",
+        ),
+        ("weights", f"sha256 {summary['weights_sha256'][:16]}"),
+    ]
+
+
+def _next_commands(folder: Path) -> RenderableType:
+    commands = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 2))
+    commands.add_column(overflow="fold", style="bold")
+    commands.add_column(style="dim")
+    commands.add_row(f"easyrl watch {folder}", "see the run again")
+    commands.add_row(f"easyrl config --diff {folder}", "what was not default")
+    commands.add_row(f"easyrl grpo --model {folder / 'model'}", "train on from here")
+    return Group(Text("\nwhat to type next", style="dim"), commands)

@@ -1,0 +1,77 @@
+"""The plain output: one line per iteration, and what else a log should have."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from easyrl import records
+from easyrl.observe.end_table import end_table
+from easyrl.records import Record
+
+
+class PlainLines:
+    """Prints to standard output; why a run failed goes to standard error."""
+
+    def __init__(self) -> None:
+        self._num_iterations = 0
+        self._folder = Path()
+
+    def __call__(self, record: Record) -> None:
+        match record:
+            case records.RunStarted():
+                self._num_iterations = record.config.train.iterations
+                self._folder = record.folder
+                _say(f"run folder {record.folder}\n{record.description}")
+            case records.FirstRollout(seconds):
+                _say(f"first rollout after {seconds:.1f} s")
+            case records.Evaluated(accuracy=accuracy, num_prompts=count):
+                _say(f"held-out accuracy {accuracy:.3f} ({count} problems)")
+            case records.IterationFinished():
+                self._print_iteration(record)
+            case records.RunFinished(summary=summary):
+                print_end_table(summary, self._folder)
+            case records.RunEnded(exit_code, message) if message:
+                print_end(exit_code, message)
+
+    def _print_iteration(self, record: records.IterationFinished) -> None:
+        metrics = record.metrics
+        number = metrics["iteration"] + 1
+        _say(
+            f"iteration {number}/{self._num_iterations}  "
+            f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.1f}  "
+            f"loss {metrics['loss']:+.4f}  grad_norm {metrics['grad_norm']:.3f}  "
+            f"{metrics['perf/iteration_seconds']:.2f} s  "
+            f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
+        )
+        if metrics["num_updates_not_finite"]:
+            _say(
+                f"iteration {number}: loss or gradient was not finite; the update was dropped "
+                "(lower train.learning_rate if this goes on)"
+            )
+
+
+def print_end(exit_code: int, message: str) -> None:
+    """Why a run ended that did not finish."""
+    if exit_code > 128:  # the user stopped it
+        _say(message)
+    else:
+        print(f"easyrl: {message}", file=sys.stderr)
+
+
+def print_end_table(summary: Mapping[str, Any], folder: Path) -> None:
+    from rich.console import Console
+
+    with contextlib.suppress(BrokenPipeError):
+        Console(highlight=False).print(end_table(summary, folder))
+
+
+def _say(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has read enough: the run goes on without an audience
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

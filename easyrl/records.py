@@ -1,0 +1,164 @@
+"""What a run tells those who watch it: its own files, the live view, the trace, trackers.
+
+    controller ──Record──► observer, observer, …        (each a function of one record)
+
+A view is a fold of records, so that one who was not there can be told the same from the files.
+Times are seconds of `time.monotonic`, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from easyrl.config import Config
+from easyrl.events import Activity
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    """The run folder is made; nothing has been spawned."""
+
+    started: float
+    """When the command began."""
+    folder: Path
+    config: Config
+    devices: Mapping[str, str]
+    """Of each worker its device, rollout workers first: {"rollout-0": "cpu", "train-0": "cpu"}."""
+    num_slots: int
+    """Groups the ring can hold."""
+    description: str
+    """The placement in words, some lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarting:
+    """A worker does this on its way to being ready ("importing torch", "loading the model")."""
+
+    time: float
+    worker: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    time: float
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerActive:
+    worker: str
+    activity: Activity
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationStarted:
+    """Held-out problems are being answered (`round` 0: before training, 1: after)."""
+
+    time: float
+    round: int
+    num_prompts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    time: float
+    round: int
+    accuracy: float
+    num_prompts: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRollout:
+    seconds: float
+    """Since the command began."""
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStarted:
+    time: float
+    iteration: int  # from 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupArrived:
+    """A finished group is in the ring."""
+
+    time: float
+    iteration: int
+    prompt_index: int
+    mean_reward: float
+    num_tokens: int  # of its completions
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One completion as text: a line of `samples.jsonl`."""
+
+    sample: Mapping[str, Any]  # iteration, prompt_index, prompt, completion, reward, advantage
+
+
+@dataclass(frozen=True, slots=True)
+class IterationFinished:
+    """An optimizer step is done."""
+
+    time: float
+    metrics: Mapping[str, Any]
+    """A line of `metrics.jsonl`: `iteration` and `policy_version` among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavingModel:
+    time: float
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinished:
+    """All iterations are done and the model is saved."""
+
+    time: float
+    summary: Mapping[str, Any]
+    """What `summary.json` holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The last record of every run: all workers are gone."""
+
+    exit_code: int
+    message: str
+    """Why it ended, for the user; empty when it finished."""
+
+
+Record = (
+    RunStarted
+    | WorkerStarting
+    | WorkerReady
+    | WorkerActive
+    | EvaluationStarted
+    | Evaluated
+    | FirstRollout
+    | IterationStarted
+    | GroupArrived
+    | Sampled
+    | IterationFinished
+    | SavingModel
+    | RunFinished
+    | RunEnded
+)
+
+Observer = Callable[[Record], None]
+
+
+def tell_all(observers: Sequence[Observer]) -> Observer:
+    """One observer that stands for several."""
+
+    def tell(record: Record) -> None:
+        for observe in observers:
+            observe(record)
+
+    return tell

@@ -1,0 +1,69 @@
+"""What a worker did when, told to the controller a few times a second.
+
+Spans of one kind that follow each other become one, so that thousands of engine steps are a few
+messages. What is told goes to the live view's lanes and to `trace.json`; nothing that is trained
+depends on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from easyrl.events import Activity, Span, SpanKind
+
+REPORT_SECONDS = 0.25
+MERGE_SECONDS = 0.002
+"""Spans of one kind with a smaller gap between them are one."""
+
+
+class Timeline:
+    def __init__(self, send: Callable[[Activity], None]) -> None:
+        self._send = send
+        self._spans: list[Span] = []
+        self._newest: dict[SpanKind, int] = {}  # of each kind, its place in _spans
+        self._num_tokens = 0
+        self._num_groups = 0
+        self._reported = time.monotonic()
+
+    def add(
+        self,
+        kind: SpanKind,
+        started: float,
+        *,
+        num_tokens: int = 0,
+        num_groups: int = 0,
+    ) -> float:
+        """Note what ended just now; returns how many seconds it took.
+
+        `started` as `time.monotonic` tells it, which all processes of a machine share;
+        `num_tokens` that were generated or trained, `num_groups` that left the ring.
+        """
+        ended = time.monotonic()
+        place = self._newest.get(kind)
+        if place is not None and started - self._spans[place].ended < MERGE_SECONDS:
+            self._spans[place] = Span(kind, self._spans[place].started, ended)
+        else:
+            self._newest[kind] = len(self._spans)
+            self._spans.append(Span(kind, started, ended))
+        self._num_tokens += num_tokens
+        self._num_groups += num_groups
+        if ended - self._reported >= REPORT_SECONDS:
+            self.report()
+        return ended - started
+
+    @contextmanager
+    def measure(self, kind: SpanKind) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(kind, started)
+
+    def report(self) -> None:
+        """Tell what is not told yet."""
+        if self._spans or self._num_groups:
+            self._send(Activity(tuple(self._spans), self._num_tokens, self._num_groups))
+        self._spans, self._newest, self._num_tokens, self._num_groups = [], {}, 0, 0
+        self._reported = time.monotonic()
