@@ -25,11 +25,27 @@ DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Also set where a run must give the same bits every time."""
 
 
+CPU_QUOTAS = (
+    ("/sys/fs/cgroup/cpu.max",),  # version 2: "quota period", or "max period"
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+"""Where a container's share of the CPU time stands."""
+
+
 def num_cores() -> int:
-    """CPU cores this process may use."""
+    """CPU cores this process may use; a container's quota counts, rounded up."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    for files in CPU_QUOTAS:
+        try:
+            quota, period = " ".join(Path(file).read_text() for file in files).split()
+            if int(quota) > 0:  # -1 and "max": none
+                cores = min(cores, -(-int(quota) // int(period)))
+        except (OSError, ValueError):
+            continue
+    return max(1, cores)
 
 
 def mkl_misses_avx512() -> bool:

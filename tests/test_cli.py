@@ -162,6 +162,7 @@ def ring_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     suite = ModuleType("easyrl.bench.ring")
     rows = [{"what": "ring", "gb_per_second": 3.14159}, {"what": "queue", "times": 15}]
     suite.run = lambda: rows  # type: ignore[attr-defined]
+    suite.COLUMNS = {"what": "what", "gb_per_second": "gb per second", "times": "times"}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "easyrl.bench.ring", suite)
 
 

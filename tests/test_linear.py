@@ -27,7 +27,7 @@ def both(bias: bool) -> tuple[nn.Linear, nn.Linear]:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 48), (37, 48), (1, 37, 48), (2, 5, 48)])
+@pytest.mark.parametrize("shape", [(0, 48), (1, 48), (37, 48), (1, 37, 48), (2, 5, 48)])
 def test_outputs_and_gradients_are_those_of_nn_linear(bias: bool, shape: tuple[int, ...]) -> None:
     plain, fast = both(bias)
     results = []
@@ -61,6 +61,9 @@ def test_other_types_are_left_to_torch() -> None:
     plain, fast = both(bias=True)
     x = torch.randn(3, 48, dtype=torch.bfloat16)
     assert torch.equal(fast.bfloat16()(x), plain.bfloat16()(x))
+    _, fast = both(bias=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fast(x.float()).dtype == torch.bfloat16
 
 
 def test_a_model_keeps_its_names_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

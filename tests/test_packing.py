@@ -18,7 +18,8 @@ from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attent
 from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.types import RolloutGroup
-from easyrl.workers.group_stream import GroupStream, micro_batches
+from easyrl.workers import group_stream
+from easyrl.workers.group_stream import MIN_SHARE, GroupStream, micro_batches
 
 torch.set_num_threads(1)
 
@@ -472,14 +473,32 @@ def test_periodic_hands_the_first_group_out_before_the_second_is_there(feed):
     assert stream.next(wait=True) is None and source.num_waits == 2
 
 
-def test_periodic_trains_what_is_there_rather_than_wait(feed):
+def test_periodic_trains_what_is_there_rather_than_wait(feed, monkeypatch):
     source = feed([make_group(FIRST + place) for place in range(3)])
+    monkeypatch.setattr(group_stream, "MIN_SHARE", 0.0)
     batches = micro_batches(source.stream(3), max_tokens=10**6, fill=False)
     assert next(batches).num_completions == NUM_GENERATIONS and source.num_waits == 1
     source.arrive()
     source.arrive()
     assert next(batches).num_completions == 2 * NUM_GENERATIONS  # both that came meanwhile
     assert list(batches) == [] and source.num_waits == 3
+
+
+def test_periodic_waits_while_a_micro_batch_is_small_and_more_is_to_come(feed):
+    groups = [make_group(FIRST + place) for place in range(4)]
+    tokens = [len(group.prompt_ids) + group.num_completion_tokens for group in groups]
+    enough = tokens[0] + tokens[1]
+    source = feed(groups)
+    batches = micro_batches(source.stream(4), max_tokens=round(enough / MIN_SHARE), fill=False)
+    assert next(batches).num_completions == 2 * NUM_GENERATIONS and source.num_waits == 2
+    rest = list(batches)
+    assert sum(batch.num_completions for batch in rest) == 2 * NUM_GENERATIONS
+
+
+def test_periodic_never_waits_with_every_slot_in_its_hands(feed):
+    source = feed([make_group(FIRST + place) for place in range(5)], num_slots=2)
+    batches = list(micro_batches(source.stream(5), max_tokens=10**6, fill=False))
+    assert [batch.num_completions // NUM_GENERATIONS for batch in batches] == [2, 2, 1]
 
 
 def test_a_slot_is_free_before_its_micro_batch_is_trained(feed):

@@ -30,7 +30,8 @@ class OneDNNLinear(nn.Linear):
     """`nn.Linear`, computed by oneDNN."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dtype != torch.float32:  # autocast or a converted model: as before
+        is_float32 = input.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        if not is_float32 or not input.numel():  # oneDNN has no product of no rows
             return super().forward(input)
         output: Tensor = _Product.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return output

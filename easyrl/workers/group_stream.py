@@ -4,7 +4,8 @@
 
 `sync` is `periodic` with one wait: until all groups are in, none is handed on. In deterministic
 mode groups come in prompt order and a micro-batch is filled before it is trained, so that its
-boundaries are a function of the groups alone; otherwise whatever is there is trained at once.
+boundaries are a function of the groups alone; otherwise whatever is there is trained at once,
+unless it is very little (MIN_SHARE).
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from typing import Protocol
 from easyrl.channels.ring_buffer import InOrderReader, Lease, RingPort
 from easyrl.data.packing import MicroBatch, Rollout, pack, split_group
 from easyrl.types import RolloutGroup
+
+MIN_SHARE = 0.25
+"""How full a micro-batch is at least while more groups are to come: small ones cost more a token
+(27 % more at 600 tokens than at 4096, tiny on one core)."""
 
 
 class _Reader(Protocol):
@@ -56,6 +61,7 @@ class GroupStream:
         self._reader: _Reader = (
             InOrderReader(arrivals, first_prompt_index) if in_order else arrivals
         )
+        self.num_slots = len(port.ring.slots["prompt_index"])
         self._wait_for_group = wait_for_group
         self._iteration = iteration
         self._policy_version = policy_version
@@ -107,7 +113,8 @@ class GroupStream:
 
 
 def micro_batches(stream: GroupStream, *, max_tokens: int, fill: bool) -> Iterator[MicroBatch]:
-    """Pack the stream to `max_tokens` each; with `fill`, wait for more rather than pack less.
+    """Pack the stream to at most `max_tokens` each, and while more is to come to at least
+    MIN_SHARE of that; with `fill`, wait for more rather than pack less.
 
     A group's slot is given back as soon as its last rollout is packed.
     """
@@ -115,7 +122,9 @@ def micro_batches(stream: GroupStream, *, max_tokens: int, fill: bool) -> Iterat
     leases: list[Lease] = []  # of the groups in `pending`
     num_tokens = 0
     while not stream.is_exhausted:
-        lease = stream.next(wait=fill or not pending)
+        # Never with every slot in our hands: nothing could come.
+        is_small = num_tokens < MIN_SHARE * max_tokens and len(leases) < stream.num_slots
+        lease = stream.next(wait=fill or not pending or is_small)
         if lease is not None:
             leases.append(lease)
             for rollout in split_group(lease.group):
