@@ -165,12 +165,10 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Where one is closed (`>&-`), the next file opened would get its number, and what is printed.
-
-    Python's own stream stays None, which `print` takes for a wish to be silent.
-    """
+    """Where one is closed (`>&-`), the next file opened would get its number, and what is printed,
+    here and in the workers. Python's own stream is None then, which `print` takes for silence."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        os.set_inheritable(number, True)
     os.close(number)
 
 
@@ -231,4 +229,7 @@ def _user_errors() -> Iterator[None]:
 
 
 def _complain(message: str) -> None:
-    typer.echo("easyrl: " + message.replace("\n", "\n        "), err=True)
+    try:
+        typer.echo("easyrl: " + message.replace("\n", "\n        "), err=True)
+    except OSError:  # nobody listens; the exit code says it too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
