@@ -5,6 +5,9 @@ Thin: imports of anything heavier than Typer stand inside the commands, so that 
 
 from __future__ import annotations
 
+import os
+import tempfile
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,15 +20,15 @@ from easyrl import __version__
 if TYPE_CHECKING:
     from easyrl.config import Config
 
-USER_ERROR = 2
-"""Exit code for what the user can mend; Typer's own usage errors have it too."""
+FAILED, USER_ERROR = 1, 2
+"""Exit codes; 2 is for what the user can mend, Typer's own usage errors among it."""
 
 app = typer.Typer(
     name="easyrl",
     help="Strictly on-policy reinforcement learning of language models, at asynchronous speed.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(help="Measure the parts and the whole.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -112,12 +115,29 @@ def grpo(
 
 
 @app.command("config")
-def print_config(config: ConfigFile = None, words: Words = None) -> None:
+def print_config(
+    config: ConfigFile = None,
+    diff: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Only what this run folder or config file sets differently."
+        ),
+    ] = None,
+    words: Words = None,
+) -> None:
     """Print every setting with its meaning, as YAML that --config takes."""
     from easyrl.config import to_commented_yaml
 
     with _user_errors():
-        typer.echo(to_commented_yaml(_load(config, {}, words)), nl=False)
+        if diff is None:
+            typer.echo(to_commented_yaml(_load(config, {}, words)), nl=False)
+            return
+        if config is not None:
+            raise ValueError("--config and --diff came; accepted: one of them")
+        resolved = _load(_config_file_of(diff), {}, words)
+        changes = to_commented_yaml(resolved, only_changes=True)
+        heading = "What differs from the defaults" if changes else "Every setting has its default"
+        typer.echo(f"# {heading}: {diff}\n{changes}", nl=False)
 
 
 @bench.command("ring")
@@ -140,13 +160,33 @@ def bench_pipeline(json: JsonFile = None) -> None:
 
 def main() -> None:
     """The console script."""
-    app()
+    _open_standard_streams()
+    app(prog_name="easyrl")
+
+
+def _open_standard_streams() -> None:
+    """Where one is closed (`>&-`), the next file opened would get its number, and what is printed,
+    here and in the workers. Python's own stream is None then, which `print` takes for silence."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
 
 
 def _load(file: Path | None, flags: Mapping[str, Any], words: list[str] | None) -> Config:
     from easyrl.config import load_config
 
     return load_config(file, flags, words or ())
+
+
+def _config_file_of(run: Path) -> Path:
+    """The config file of a run folder, or the file itself."""
+    if not run.exists():
+        raise ValueError(f"--diff {run}: there is none; accepted: a run folder, or a config file")
+    if not run.is_dir():
+        return run
+    if not (run / "config.yaml").exists():
+        raise ValueError(f"--diff {run}: no config.yaml is in it; accepted: a run folder")
+    return run / "config.yaml"
 
 
 def _print_plan(config: Config) -> None:
@@ -169,9 +209,27 @@ def _bench(suite: str, file: Path | None) -> None:
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """A ValueError is the user's to mend: its message, no traceback."""
+    """A ValueError is the user's to mend: its message, no traceback. Of what was not foreseen, the
+    cause, and where its traceback lies."""
     try:
         yield
     except ValueError as error:
-        typer.echo("easyrl: " + str(error).replace("\n", "\n        "), err=True)
+        _complain(str(error))
         raise typer.Exit(USER_ERROR) from None
+    except BrokenPipeError:
+        raise  # Typer's: whoever read the output has gone
+    except Exception as error:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="easyrl-", suffix=".log", delete=False
+        ) as file:
+            traceback.print_exception(error, file=file)
+        cause = traceback.format_exception_only(error)[-1].strip()
+        _complain(f"{cause}\n(not foreseen; the full traceback is in {file.name})")
+        raise typer.Exit(FAILED) from None
+
+
+def _complain(message: str) -> None:
+    try:
+        typer.echo("easyrl: " + message.replace("\n", "\n        "), err=True)
+    except OSError:  # nobody listens; the exit code says it too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -188,6 +188,28 @@ class OutputConfig(Section):
     """The run folder; null: runs/<time>-<task>."""
     sample_groups: int = Field(default=1, ge=0)
     """Groups per iteration whose texts and rewards are written to samples.jsonl."""
+    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Trackers that get the metrics too: a list of `tensorboard`, `wandb` (Weights & Biases),
+    `trackio`; each needs its extra, as in pip install 'easyrl[wandb]'."""
+    project: str = "easyrl"
+    """The project that trackers put the run under; its name there is the run folder's."""
+
+    @field_validator("log_to")
+    @classmethod
+    def _names_each_once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"output.log_to: {value} came; accepted: each tracker once")
+        return value
+
+    @field_validator("project")
+    @classmethod
+    def _is_project(cls, value: str) -> str:
+        if not 1 <= len(value) <= 128 or set(value) & set("/\\#?%:"):  # W&B takes no other
+            raise ValueError(
+                f"output.project: '{value}' came; accepted: 1 to 128 characters, "
+                "none of / \\ # ? % :"
+            )
+        return value
 
 
 class Config(Section):
@@ -310,6 +332,9 @@ def load_config(
     return config
 
 
-def to_commented_yaml(config: Config) -> str:
-    """The config as YAML that explains itself and loads again to an equal config."""
-    return config_text.commented_yaml(config)
+def to_commented_yaml(config: Config, *, only_changes: bool = False) -> str:
+    """The config as YAML that explains itself and loads again to an equal config.
+
+    `only_changes`: only the keys whose value is not the default, which is told in a comment.
+    """
+    return config_text.commented_yaml(config, Config() if only_changes else None)

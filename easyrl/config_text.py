@@ -71,9 +71,9 @@ def read_file(path: Path) -> list[tuple[Key, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"--config {path}: there is no such file") from None
+        raise ConfigError(f"config file '{path}' (--config): there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+        raise ConfigError(f"config file '{path}' (--config): cannot be read: {error}") from None
     sections = _parse_yaml(text, str(path))
     if sections in (None, ""):
         return []
@@ -194,15 +194,26 @@ def _problem(details: ErrorDetails) -> str:
     return f"{key}: {shown} came; accepted: {accepted}"
 
 
-def commented_yaml(config: BaseModel) -> str:
-    """Every key under its docstring as a comment; `read_file` reads it back to the same values."""
+def commented_yaml(config: BaseModel, defaults: BaseModel | None = None) -> str:
+    """Every key under its docstring as a comment; `read_file` reads it back to the same values.
+
+    With `defaults`, only keys that differ from them.
+    """
     blocks = []
     for section, model in _sections(type(config)).items():
-        lines = [*_comment(model.__doc__ or "", ""), f"{section}:"]
+        lines = []
         for key, field in model.model_fields.items():
-            lines += _comment(field.description or "", "  ")
-            lines.append(f"  {key}: {_yaml_value(getattr(getattr(config, section), key))}")
-        blocks.append("\n".join(lines) + "\n")
+            value = getattr(getattr(config, section), key)
+            comment = _comment(field.description or "", "  ")
+            if defaults is not None:
+                default = getattr(getattr(defaults, section), key)
+                if value == default:
+                    continue
+                comment += _comment(f"Default: {_yaml_value(default)}", "  ")
+            lines += [*comment, f"  {key}: {_yaml_value(value)}"]
+        if lines:
+            heading = [*_comment(model.__doc__ or "", ""), f"{section}:"]
+            blocks.append("\n".join([*heading, *lines]) + "\n")
     return "\n".join(blocks)
 
 

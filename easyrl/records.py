@@ -1,6 +1,7 @@
 """What a run tells those who watch it: its own files, the live view, the trace, trackers.
 
     controller ──Record──► observer, observer, …        (each a function of one record)
+                     ◄──Note── (what an observer has to say itself goes to all of them)
 
 A view is a fold of records, so that one who was not there can be told the same from the files.
 Times are seconds of `time.monotonic`, which all processes of a machine share.
@@ -117,6 +118,13 @@ class SavingModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """What the user should know while the run goes on: one line."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunFinished:
     """All iterations are done and the model is saved."""
 
@@ -132,6 +140,8 @@ class RunEnded:
     exit_code: int
     message: str
     """Why it ended, for the user; empty when it finished."""
+    traceback: str = ""
+    """Of what was not foreseen; for the log."""
 
 
 Record = (
@@ -147,18 +157,21 @@ Record = (
     | Sampled
     | IterationFinished
     | SavingModel
+    | Note
     | RunFinished
     | RunEnded
 )
 
-Observer = Callable[[Record], None]
+Observer = Callable[[Record], Note | None]
+"""Only at `RunStarted` may it raise: a ValueError, where it cannot do what the config asks for."""
 
 
 def tell_all(observers: Sequence[Observer]) -> Observer:
-    """One observer that stands for several."""
+    """One observer that stands for several, and passes on what one of them notes."""
 
     def tell(record: Record) -> None:
         for observe in observers:
-            observe(record)
+            if (note := observe(record)) is not None:
+                tell(note)
 
     return tell

@@ -1,6 +1,10 @@
 """The command line: quick help, the printed config, and exit codes."""
 
+import contextlib
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 import time
@@ -27,7 +31,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configs that `grpo` would run; the run itself is left out."""
     configs: list[Config] = []
     run = ModuleType("easyrl.runtime.run")
-    run.run = lambda config: configs.append(config) or 0  # type: ignore[attr-defined]
+    run.run = lambda config, observers: configs.append(config) or 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "easyrl.runtime.run", run)
     placement = ModuleType("easyrl.runtime.placement")
     placement.resolve_placement = lambda config: config.devices  # type: ignore[attr-defined]
@@ -113,7 +117,7 @@ def test_dry_run_prints_a_config_file_and_the_placement(runs: list[Config]) -> N
 
 
 def test_exit_code_is_the_runs(monkeypatch: pytest.MonkeyPatch, runs: list[Config]) -> None:
-    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda config: 3)
+    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *_: 3)
     assert call("grpo").exit_code == 3
 
 
@@ -144,12 +148,163 @@ def test_users_mistake_is_one_message_and_exit_code_2(
 def test_value_error_of_the_run_is_the_users(
     monkeypatch: pytest.MonkeyPatch, runs: list[Config]
 ) -> None:
-    def refuse(config: Config) -> int:
+    def refuse(config: Config, observers: object) -> int:
         raise ValueError("model.path: there is no model 'x'")
 
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", refuse)
     result = call("grpo")
     assert (result.exit_code, result.stderr) == (2, "easyrl: model.path: there is no model 'x'\n")
+
+
+def test_interrupted_is_exit_code_130(monkeypatch: pytest.MonkeyPatch, runs: list[Config]) -> None:
+    def interrupt(config: Config, observers: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", interrupt)
+    result = call("grpo")
+    assert (result.exit_code, result.stderr) == (130, "")
+
+
+def test_what_was_not_foreseen_is_told_in_short_and_its_traceback_kept(
+    monkeypatch: pytest.MonkeyPatch, runs: list[Config], tmp_path: Path
+) -> None:
+    def fail(config: Config, observers: object) -> int:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", fail)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = call("grpo")
+    (log,) = tmp_path.glob("easyrl-*.log")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("easyrl: KeyError: 'lost'\n")
+    assert str(log) in result.stderr and "Traceback" not in result.stderr
+    assert "in fail" in log.read_text()
+
+
+# config --diff
+
+
+def test_diff_shows_what_differs_and_the_default_as_a_config_file(tmp_path: Path) -> None:
+    words = ["train.iterations=7", "output.log_to=[tensorboard]", "train.learning_rate=1e-6"]
+    config = load_config(None, {"output.dir": str(tmp_path / "run")}, words)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_commented_yaml(config))
+    for path in (tmp_path / "run", tmp_path / "run" / "config.yaml"):
+        result = call("config", "--diff", str(path))
+        assert result.exit_code == 0, result.output
+        shown = yaml.safe_load(result.stdout)
+        assert {section: set(keys) for section, keys in shown.items()} == {
+            "train": {"iterations", "learning_rate"},
+            "output": {"dir", "log_to"},
+        }
+        assert "  # Default: 60\n  iterations: 7\n" in result.stdout
+        assert "  # Default: null\n  learning_rate: 1.0e-06\n" in result.stdout
+        assert "  # Optimizer steps of the run" in result.stdout
+        (tmp_path / "again.yaml").write_text(result.stdout)
+        assert load_config(tmp_path / "again.yaml") == config
+
+
+def test_diff_of_the_defaults_is_empty_and_words_win_over_it() -> None:
+    default = str(ROOT / "configs" / "default.yaml")
+    result = call("config", "--diff", default)
+    assert (result.exit_code, result.stdout) == (0, f"# Every setting has its default: {default}\n")
+    shown = yaml.safe_load(call("config", "--diff", default, "runtime.seed=3").stdout)
+    assert shown == {"runtime": {"seed": 3}}
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("none", "--diff {}: there is none"),
+        ("empty", "--diff {}: no config.yaml is in it"),
+        ("odd.yaml", "odd.yaml:1: not readable as YAML"),
+        ("newer.yaml", "train.horizon: unknown key"),
+        ("binary", "cannot be read"),
+    ],
+)
+def test_diff_of_what_is_no_run_is_the_users_mistake(name: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd.yaml").write_text("train: [")
+    (tmp_path / "newer.yaml").write_text("train: {horizon: 3}")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    result = call("config", "--diff", str(tmp_path / name))
+    assert result.exit_code == 2
+    assert told.format(tmp_path / name) in result.stderr
+    assert result.stdout == ""
+
+
+def test_diff_and_config_together_are_refused(tmp_path: Path) -> None:
+    result = call("config", "--diff", str(tmp_path), "--config", "x.yaml")
+    assert result.exit_code == 2
+    assert "accepted: one of them" in result.stderr
+
+
+# The shell.
+
+
+def easyrl_command(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "easyrl", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+        timeout=60,
+    )
+
+
+def test_completion_script_and_what_it_asks_for() -> None:
+    named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    script = easyrl_command("--show-completion", "bash", **named)
+    assert script.returncode == 0
+    assert "complete -o default -F _easyrl_completion easyrl" in script.stdout
+    for typed, expected in (("easyrl gr", "grpo"), ("easyrl grpo --infer", "--infer-devices")):
+        asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+        done = easyrl_command(_EASYRL_COMPLETE="complete_bash", **asked)
+        assert done.stdout.split() == [expected]
+
+
+def test_completion_is_installed_in_the_users_home(tmp_path: Path) -> None:
+    named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
+    assert easyrl_command("--install-completion", "bash", **named).returncode == 0
+    assert "easyrl" in (tmp_path / ".bashrc").read_text()
+
+
+@pytest.mark.parametrize("words", [["-h"], ["grpo", "-h"], ["config", "-h"], ["bench", "-h"]])
+def test_short_help_is_help(words: list[str]) -> None:
+    assert call(*words).stdout == call(*words[:-1], "--help").stdout
+
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-9]|9[0-7])m")
+
+
+def on_a_terminal(*words: str, **environment: str) -> str:
+    """What a command writes to a terminal of 80 columns."""
+    reader, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "easyrl", *words],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", **environment},
+    )
+    os.close(terminal)
+    written = b""
+    with contextlib.suppress(OSError):  # how a terminal says that all have closed it
+        while chunk := os.read(reader, 2**16):
+            written += chunk
+    os.close(reader)
+    process.wait(timeout=60)
+    return written.decode()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["grpo", "--iterations", "many"]])
+def test_colours_only_where_they_are_wanted(words: list[str]) -> None:
+    assert COLOUR.search(on_a_terminal(*words))
+    assert not COLOUR.search(on_a_terminal(*words, NO_COLOR="1"))
+    assert "\x1b" not in on_a_terminal(*words, TERM="dumb")
+    piped = easyrl_command(*words)
+    assert "\x1b" not in piped.stdout + piped.stderr
 
 
 def test_commands_without_words_show_their_help() -> None:

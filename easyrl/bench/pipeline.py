@@ -20,7 +20,6 @@ The ceiling of `periodic` over `sync` follows from the busy times of `sync`:
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -38,7 +37,7 @@ from easyrl.runtime.controller import Controller
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.ring import make_ring
-from easyrl.runtime.run_folder import RunFolder
+from easyrl.runtime.run_folder import RunFolder, read_lines
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.types import Prompt
 
@@ -187,8 +186,7 @@ def _measure(setting: Setting, size: int, iterations: int) -> Timing:
                 tell=run_folder.observe,
                 make_dispatcher=_Waves if setting.mode == "waves" else Dispatcher,
             ).run()
-        lines = (run_folder.path / "metrics.jsonl").read_text().splitlines()
-    measured = [json.loads(line) for line in lines][WARM_UP_ITERATIONS:]
+        measured = read_lines(run_folder.path / "metrics.jsonl")[WARM_UP_ITERATIONS:]
     tokens = [metrics["perf/tokens_per_second"] for metrics in measured]
     seconds = [metrics["perf/iteration_seconds"] for metrics in measured]
 

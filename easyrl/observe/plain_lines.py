@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from easyrl import records
 from easyrl.observe.end_table import end_table
@@ -33,6 +32,8 @@ class PlainLines:
                 _say(f"held-out accuracy {accuracy:.3f} ({count} problems)")
             case records.IterationFinished():
                 self._print_iteration(record)
+            case records.Note(text):
+                _say(text)
             case records.RunFinished(summary=summary):
                 print_end_table(summary, self._folder)
             case records.RunEnded(exit_code, message) if message:
@@ -60,18 +61,22 @@ def print_end(exit_code: int, message: str) -> None:
     if exit_code > 128:  # the user stopped it
         _say(message)
     else:
-        print(f"easyrl: {message}", file=sys.stderr)
+        _say(f"easyrl: {message}", sys.stderr)
 
 
 def print_end_table(summary: Mapping[str, Any], folder: Path) -> None:
     from rich.console import Console
 
-    with contextlib.suppress(BrokenPipeError):
-        Console(highlight=False).print(end_table(summary, folder))
+    console = Console(highlight=False)
+    with console.capture() as capture:  # left to itself, rich ends the process on a broken pipe
+        console.print(end_table(summary, folder))
+    _say(capture.get().removesuffix("\n"))
 
 
-def _say(text: str) -> None:
+def _say(text: str, stream: TextIO | None = None) -> None:
+    """To standard output, if nothing else is given; where it is closed, to nobody."""
+    stream = stream or sys.stdout
     try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `| head` has read enough: the run goes on without an audience
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(text, file=stream, flush=True)
+    except OSError:  # `| head` has read enough, a disk is full: the run goes on without an audience
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

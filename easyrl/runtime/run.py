@@ -36,17 +36,21 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
     ring = make_ring(config, placement)
     folder = RunFolder(config)
     tell = tell_all([folder.observe, *observers])
-    tell(
-        records.RunStarted(
-            started,
-            folder.path,
-            config,
-            devices=device_names(placement),
-            num_slots=config.ring_slots,
-            description=describe(placement),
+    try:
+        tell(
+            records.RunStarted(
+                started,
+                folder.path,
+                config,
+                devices=device_names(placement),
+                num_slots=config.ring_slots,
+                description=describe(placement),
+            )
         )
-    )
-    exit_code, message = _train(
+    except (ValueError, KeyboardInterrupt):  # an observer cannot start, or the user had enough
+        folder.discard()
+        raise
+    ended = _train(
         config,
         placement,
         prompts=prompts,
@@ -55,8 +59,8 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
         started=started,
         tell=tell,
     )
-    tell(records.RunEnded(exit_code, message))
-    return exit_code
+    tell(ended)
+    return ended.exit_code
 
 
 def _train(
@@ -68,8 +72,8 @@ def _train(
     folder: RunFolder,
     started: float,
     tell: Observer,
-) -> tuple[int, str]:
-    """From spawned workers to none left: the exit code, and why it is not 0."""
+) -> records.RunEnded:
+    """From spawned workers to none left: how it ended."""
     from easyrl.runtime.controller import Controller  # loads torch
     from easyrl.runtime.supervisor import Interrupted, Supervisor, WorkerFailure
 
@@ -89,11 +93,14 @@ def _train(
         tell(records.RunFinished(time.monotonic(), summary))
     except Interrupted as interrupted:
         message = f"stopped by {interrupted}; what there is lies in {folder.path}"
-        return SIGNALLED + interrupted.signum, message
+        return records.RunEnded(SIGNALLED + interrupted.signum, message)
     except KeyboardInterrupt:
-        return SIGNALLED + signal.SIGINT, f"stopped; what there is lies in {folder.path}"
+        message = f"stopped; what there is lies in {folder.path}"
+        return records.RunEnded(SIGNALLED + signal.SIGINT, message)
     except WorkerFailure as failure:
-        return (USER_ERROR if failure.is_user_error else FAILED), str(failure)
-    except Exception:
-        return FAILED, traceback.format_exc().rstrip()
-    return FINISHED, ""
+        return records.RunEnded(USER_ERROR if failure.is_user_error else FAILED, str(failure))
+    except Exception as error:
+        cause = traceback.format_exception_only(error)[-1].strip()
+        message = f"{cause}\n(the full traceback is in {folder.log})"
+        return records.RunEnded(FAILED, message, traceback.format_exc())
+    return records.RunEnded(FINISHED, "")

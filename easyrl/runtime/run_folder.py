@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from easyrl import __version__, records
 from easyrl.config import Config, ConfigError, to_commented_yaml
-from easyrl.records import IterationFinished, Record, RunFinished, Sampled
+from easyrl.records import Record
 
 
 class RunFolder:
@@ -34,10 +37,19 @@ class RunFolder:
                 "accepted: a folder on a disk that can be written"
             ) from None
 
+    def discard(self) -> None:
+        """Remove the folder again: the run does not begin after all."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
     @property
     def model(self) -> Path:
         """Where the final model goes: a Hugging Face folder."""
         return self.path / "model"
+
+    @property
+    def log(self) -> Path:
+        """Where the controller writes how the run went, tracebacks included."""
+        return self.log_of("easyrl")
 
     def log_of(self, worker: str) -> Path:
         """Where a worker's output goes."""
@@ -46,16 +58,47 @@ class RunFolder:
     def observe(self, record: Record) -> None:
         """Write what the folder keeps of a run."""
         match record:
-            case IterationFinished(metrics=metrics):
+            case records.RunStarted(description=description):
+                self._log(f"easyrl {__version__}\n{description}")
+            case records.WorkerStarting(worker=worker, what=what):
+                self._log(f"{worker}: {what}")
+            case records.WorkerReady(worker=worker):
+                self._log(f"{worker}: ready")
+            case records.IterationFinished(metrics=metrics):
                 self._append("metrics.jsonl", metrics)
-            case Sampled(sample):
+            case records.Sampled(sample):
                 self._append("samples.jsonl", sample)
-            case RunFinished(summary=summary):
+            case records.Note(text):
+                self._log(text)
+            case records.RunFinished(summary=summary):
                 (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            case records.RunEnded(exit_code, message, traceback):
+                parts = (f"ended with exit code {exit_code}", message, traceback)
+                self._log("\n".join(filter(None, parts)))
+
+    def _log(self, text: str) -> None:
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text.rstrip()}\n"
+        with contextlib.suppress(OSError), self.log.open("a") as file:  # never a run's end
+            file.write(line)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.path / name).open("a") as file:  # whole lines, also when the run is cut off
             file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl` or `samples.jsonl`, of a run that goes on or was cut off too:
+    a last line that is not whole is left out. Raises ValueError for a broken one before it."""
+    *whole, rest = file.read_bytes().split(b"\n")
+    lines = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{file}:{number}: not a line of JSON: {error}") from None
+    with contextlib.suppress(ValueError):
+        lines.append(json.loads(rest))
+    return lines
 
 
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,153 @@
+"""TensorBoard, Weights & Biases, trackio: the metrics of a run, sent on.
+
+    controller ──Record──► Tracker ──queue──► thread ──pipe──► process with the library in it
+
+The library has a process of its own, so that nothing it imports weighs on the controller, nothing
+it prints stands in the run's output (it goes to RUN/logs), and one that hangs can be killed. One
+that cannot start keeps the run from beginning; one that fails later is told of once and dropped:
+`metrics.jsonl` has it all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from easyrl import records
+from easyrl.config import Config
+from easyrl.observe.tracker_process import End, Log, Open, tracker_main
+from easyrl.records import Note, Record
+
+START_SECONDS = 30.0
+"""Longest wait for a tracker to start."""
+END_SECONDS = 5.0
+"""Longest wait, at the run's end, for a tracker to send what is left."""
+MAX_WAITING = 1000
+"""Messages that a tracker may be behind before it counts as hung."""
+ACCURACY = "held_out/accuracy"
+
+
+def start_trackers(config: Config) -> list[Tracker]:
+    """One for each entry of `output.log_to`; raises ValueError where one cannot start."""
+    trackers = [Tracker(kind, config.output.project) for kind in config.output.log_to]
+    try:
+        for tracker in trackers:
+            tracker.wait_until_started()
+    except BaseException:
+        for tracker in trackers:
+            tracker.kill()
+        raise
+    return trackers
+
+
+class Tracker:
+    """Sends `metrics.jsonl`'s numbers under their names; the step is the iteration.
+
+    Held-out accuracy is sent at the number of iterations that went before it.
+    """
+
+    def __init__(self, kind: str, project: str) -> None:
+        """Start the process; it imports its library meanwhile."""
+        self.kind = kind
+        context = multiprocessing.get_context("spawn")
+        self._control, theirs = context.Pipe()
+        self._process = context.Process(
+            target=tracker_main, args=(kind, project, theirs), name=kind, daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        atexit.register(self.kill)  # it ignores the SIGTERM that daemons get at the end
+        self._messages: queue.Queue[Open | Log | End | None] = queue.Queue(MAX_WAITING)
+        threading.Thread(target=self._send_messages, daemon=True).start()
+        self._is_tracking = False
+        self._num_iterations = 0
+
+    def __call__(self, record: Record) -> Note | None:
+        """Raises ValueError at the run's start where it cannot be tracked; never later."""
+        match record:
+            case records.RunStarted():
+                self._messages.put(Open(record.folder, record.config.model_dump()))
+                self.wait_until_started()
+                self._is_tracking = True
+            case records.Evaluated(accuracy=accuracy):
+                return self._log(self._num_iterations, {ACCURACY: accuracy})
+            case records.IterationFinished(metrics=metrics):
+                self._num_iterations = metrics["iteration"] + 1
+                return self._log(metrics["iteration"], metrics)
+            case records.RunEnded(exit_code):
+                return self._end(exit_code)
+        return None
+
+    def wait_until_started(self) -> None:
+        """Until the process has answered. Raises ValueError with what it says."""
+        if self._control.poll(START_SECONDS):
+            why = self._answer()
+        else:
+            why = f"no answer within {START_SECONDS:.0f} seconds"
+        if why is not None:
+            self.kill()
+            raise ValueError(
+                f"output.log_to: '{self.kind}' cannot start: {why}; or leave it out of "
+                "output.log_to"
+            )
+
+    def kill(self) -> None:
+        self._is_tracking = False
+        with contextlib.suppress(queue.Full):
+            self._messages.put_nowait(None)  # ends the thread
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+
+    def _send_messages(self) -> None:
+        """In a thread: where the process does not read, a full pipe holds up nobody else."""
+        with contextlib.suppress(OSError):
+            while (message := self._messages.get()) is not None:
+                self._control.send(message)
+
+    def _answer(self) -> str | None:
+        """What the process has sent: None if all is well, else why not."""
+        try:
+            answer: str | None = self._control.recv()
+        except (EOFError, OSError):
+            return "its process ended unexpectedly"
+        return answer
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> Note | None:
+        if not self._is_tracking:
+            return None
+        if self._control.poll():
+            why = self._answer()
+            assert why is not None  # nothing has been asked
+            return self._drop(why)
+        try:
+            self._messages.put_nowait(Log(step, dict(values)))
+        except queue.Full:
+            return self._drop(f"{MAX_WAITING} messages behind")
+        return None
+
+    def _end(self, exit_code: int) -> Note | None:
+        if not self._is_tracking:
+            return None
+        deadline = time.monotonic() + END_SECONDS
+        try:
+            with contextlib.suppress(queue.Full):
+                self._messages.put_nowait(End(exit_code))
+            if not self._control.poll(END_SECONDS):
+                return self._drop(f"not all was sent within {END_SECONDS:.0f} seconds of the end")
+            if (why := self._answer()) is not None:
+                return self._drop(why)
+            self._process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            self.kill()
+        return None
+
+    def _drop(self, why: str) -> Note:
+        self.kill()
+        return Note(f"{self.kind} tracks this run no longer: {why}. All is in metrics.jsonl.")

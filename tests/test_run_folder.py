@@ -1,0 +1,149 @@
+"""The run folder: made once, readable when cut off anywhere, and a log of what went wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from easyrl import records
+from easyrl.config import Config, ConfigError, load_config
+from easyrl.observe.plain_lines import PlainLines
+from easyrl.runtime.run_folder import RunFolder, read_lines
+from runs import SMALL
+
+
+def config_for(folder: Path) -> Config:
+    return load_config(None, {"output.dir": str(folder)}, SMALL)
+
+
+def finished(iteration: int) -> records.IterationFinished:
+    metrics = {"iteration": iteration, "reward": 0.5, "entropy": math.nan, "note": 'a "}" \n b'}
+    return records.IterationFinished(0.0, metrics)
+
+
+# metrics.jsonl
+
+
+def test_metrics_cut_off_at_any_byte_lose_no_whole_line(tmp_path: Path) -> None:
+    folder = RunFolder(config_for(tmp_path / "run"))
+    for iteration in range(3):
+        folder.observe(finished(iteration))
+    file = folder.path / "metrics.jsonl"
+    whole = read_lines(file)
+    assert [line["iteration"] for line in whole] == [0, 1, 2]
+    assert whole[0]["entropy"] is None
+    content = file.read_bytes()
+    last = content[:-1].rindex(b"\n") + 1
+    for end in range(last, len(content) + 1):
+        file.write_bytes(content[:end])
+        # All that is missing in the end may be the line's end.
+        assert read_lines(file) == whole[: 3 if end >= len(content) - 1 else 2]
+
+
+def test_a_file_without_lines_has_none(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    assert read_lines(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_broken_line_before_the_last_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"iteration": 0}\n{"itera\n{"iteration": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: not a line of JSON"):
+        read_lines(file)
+
+
+# A folder that cannot be made.
+
+
+@pytest.mark.parametrize("kind", ["exists", "in a file", "nowhere to write", "a name too long"])
+def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "file").touch()
+    path = {
+        "exists": tmp_path,
+        "in a file": tmp_path / "file" / "run",
+        "nowhere to write": Path("/proc/run"),  # for root too
+        "a name too long": tmp_path / ("x" * 300),
+    }[kind]
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(config_for(path))
+    message = str(caught.value)
+    assert message.startswith(f"output.dir (--output): '{path}' ")
+    assert "; accepted: a folder" in message
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        RunFolder(config_for(tmp_path / "run"))
+
+
+# logs/easyrl.log
+
+
+def test_the_log_tells_the_run_and_why_it_ended(tmp_path: Path) -> None:
+    folder = RunFolder(config_for(tmp_path / "run"))
+    for record in (
+        records.WorkerStarting(0.0, "train-0", "loading the model"),
+        records.Note("wandb tracks this run no longer"),
+        records.RunEnded(1, "KeyError: 'x'", "Traceback (most recent call last):\n  ..."),
+    ):
+        folder.observe(record)
+    log = folder.log.read_text()
+    for told in ("train-0: loading the model", "no longer", "exit code 1", "KeyError", "Traceback"):
+        assert told in log
+
+
+def test_an_error_of_our_own_is_short_on_the_screen_and_whole_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from easyrl.runtime.controller import Controller
+    from easyrl.runtime.run import FAILED, run
+
+    def lose(controller: Controller) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(Controller, "run", lose)
+    folder = tmp_path / "run"
+    assert run(config_for(folder), [PlainLines()]) == FAILED
+    _, err = capfd.readouterr()
+    log = folder / "logs" / "easyrl.log"
+    assert err == f"easyrl: KeyError: 'lost'\n(the full traceback is in {log})\n"
+    assert "Traceback (most recent call last)" in log.read_text()
+    assert "in lose" in log.read_text()
+
+
+def test_an_observer_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
+    from easyrl.runtime.run import run
+
+    def refuse(record: records.Record) -> None:
+        assert isinstance(record, records.RunStarted)
+        assert record.folder.is_dir()
+        raise ValueError("output.log_to: no")
+
+    with pytest.raises(ValueError, match=r"output.log_to: no"):
+        run(config_for(tmp_path / "run"), [refuse])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_an_observer_notes_goes_to_all() -> None:
+    note = records.Note("half of it is lost")
+    told: list[records.Record] = []
+
+    def speak(record: records.Record) -> records.Note | None:
+        return note if isinstance(record, records.RunEnded) else None
+
+    tell = records.tell_all([told.append, speak, told.append])  # type: ignore[list-item]
+    end = records.RunEnded(0, "")
+    tell(end)
+    assert told == [end, note, note, end]
+
+
+def test_discarding_removes_the_run_folder_and_nothing_above_it(tmp_path: Path) -> None:
+    folder = RunFolder(config_for(tmp_path / "runs" / "run"))
+    (folder.path / "logs" / "train-0.log").touch()
+    folder.discard()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
