@@ -9,6 +9,7 @@ Times are seconds of `time.monotonic`, which all processes of a machine share.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ class EvaluationStarted:
     time: float
     round: int
     num_prompts: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsEvaluated:
+    """So many of the held-out problems have been answered."""
+
+    time: float
+    round: int
+    num_answered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +150,7 @@ Record = (
     | WorkerReady
     | WorkerActive
     | EvaluationStarted
+    | PromptsEvaluated
     | Evaluated
     | FirstRollout
     | IterationStarted
@@ -155,10 +166,19 @@ Observer = Callable[[Record], None]
 
 
 def tell_all(observers: Sequence[Observer]) -> Observer:
-    """One observer that stands for several."""
+    """One observer that stands for several.
+
+    That the run has ended reaches each of them, whatever another one raises: a view that is not
+    told so would leave the terminal as it is.
+    """
 
     def tell(record: Record) -> None:
-        for observe in observers:
-            observe(record)
+        if not isinstance(record, RunEnded):
+            for observe in observers:
+                observe(record)
+            return
+        with ExitStack() as stack:
+            for observe in reversed(observers):  # the stack calls the last one first
+                stack.callback(observe, record)
 
     return tell

@@ -46,15 +46,19 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
             description=describe(placement),
         )
     )
-    exit_code, message = _train(
-        config,
-        placement,
-        prompts=prompts,
-        ring=ring,
-        folder=folder,
-        started=started,
-        tell=tell,
-    )
+    try:
+        exit_code, message = _train(
+            config,
+            placement,
+            prompts=prompts,
+            ring=ring,
+            folder=folder,
+            started=started,
+            tell=tell,
+        )
+    except KeyboardInterrupt:  # before the supervisor hears of signals, or after it did
+        exit_code = SIGNALLED + signal.SIGINT
+        message = f"stopped by SIGINT; what there is lies in {folder.path}"
     tell(records.RunEnded(exit_code, message))
     return exit_code
 
@@ -90,8 +94,6 @@ def _train(
     except Interrupted as interrupted:
         message = f"stopped by {interrupted}; what there is lies in {folder.path}"
         return SIGNALLED + interrupted.signum, message
-    except KeyboardInterrupt:
-        return SIGNALLED + signal.SIGINT, f"stopped; what there is lies in {folder.path}"
     except WorkerFailure as failure:
         return (USER_ERROR if failure.is_user_error else FAILED), str(failure)
     except Exception:
