@@ -27,7 +27,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configs that `grpo` would run; the run itself is left out."""
     configs: list[Config] = []
     run = ModuleType("easyrl.runtime.run")
-    run.run = lambda config: configs.append(config) or 0  # type: ignore[attr-defined]
+    run.run = lambda config, observers: configs.append(config) or 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "easyrl.runtime.run", run)
     placement = ModuleType("easyrl.runtime.placement")
     placement.resolve_placement = lambda config: config.devices  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ def test_dry_run_prints_a_config_file_and_the_placement(runs: list[Config]) -> N
 
 
 def test_exit_code_is_the_runs(monkeypatch: pytest.MonkeyPatch, runs: list[Config]) -> None:
-    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda config: 3)
+    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda config, observers: 3)
     assert call("grpo").exit_code == 3
 
 
@@ -144,7 +144,7 @@ def test_users_mistake_is_one_message_and_exit_code_2(
 def test_value_error_of_the_run_is_the_users(
     monkeypatch: pytest.MonkeyPatch, runs: list[Config]
 ) -> None:
-    def refuse(config: Config) -> int:
+    def refuse(config: Config, observers: list[object]) -> int:
         raise ValueError("model.path: there is no model 'x'")
 
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", refuse)

@@ -54,13 +54,15 @@ def curve(
 
 
 def _columns(values: Sequence[float], num_columns: int, num_planned: int) -> Sequence[float]:
-    """The values, each so wide that all that are planned fill the width; means over neighbours
-    where there are more than columns."""
-    wide = max(1, num_columns // max(1, num_planned))
-    if len(values) * wide <= num_columns:
-        return [value for value in values for _ in range(wide)]
+    """The values, so wide that all that are planned fill the width; where there are more than
+    columns, means over neighbours."""
+    if num_planned <= num_columns:
+        places = (column * num_planned // num_columns for column in range(num_columns))
+        return [values[place] for place in places if place < len(values)]
+    if len(values) <= num_columns:
+        return values
     edges = [len(values) * column // num_columns for column in range(num_columns + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
 def _segments(line: list[str]) -> list[Segment]:

@@ -25,9 +25,9 @@ LOOKS: dict[SpanKind, tuple[str, Style]] = {
 }
 UNKNOWN = (" ", Style())
 """Not told yet: a worker tells of what it does when that ends."""
-SLICE_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-MIN_SECONDS = 6.0
-ITERATIONS_SHOWN = 3
+SLICE_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+MIN_SECONDS = 2.5
+ITERATIONS_SHOWN = 4
 
 
 def slice_seconds(num_slices: int, iteration_seconds: float | None) -> float:
@@ -36,16 +36,22 @@ def slice_seconds(num_slices: int, iteration_seconds: float | None) -> float:
     return next((s for s in SLICE_SECONDS if s * num_slices >= wanted), SLICE_SECONDS[-1])
 
 
-def lane(worker: WorkerState, until: float, num_slices: int, seconds: float) -> list[Segment]:
-    """The worker's own work; where it waits for rewards, that they are being scored."""
+def lane(
+    worker: WorkerState, until: float, num_slices: int, seconds: float, *, is_over: bool
+) -> list[Segment]:
+    """The worker's own work; where it waits for rewards, that they are being scored. `is_over`:
+    nothing more will be told."""
     work = _kinds(worker.work, until, num_slices, seconds)
     scoring = _kinds(worker.rewards, until, num_slices, seconds)
-    known_until = worker.work[-1].ended if worker.work else -1.0
-    newest = int(until // seconds)
-    kinds = [
-        _kind_shown(work[n], scoring[n], (newest - num_slices + n) * seconds < known_until)
-        for n in range(num_slices)
-    ]
+    known = (worker.work[0].started, worker.work[-1].ended) if worker.work else (0.0, 0.0)
+    if is_over:
+        known = known[0], until
+    since = (int(until // seconds) - num_slices) * seconds
+    kinds = []
+    for number in range(num_slices):
+        start = since + number * seconds
+        told = min(start + seconds, known[1]) - max(start, known[0])
+        kinds.append(_kind_shown(work[number], scoring[number], told))
     return _segments(kinds)
 
 
@@ -76,23 +82,30 @@ def _kinds(spans: Iterable[Span], until: float, num_slices: int, seconds: float)
             break
         first = max(0, int((span.started - since) // seconds))
         last = min(num_slices - 1, int((span.ended - since) // seconds))
+        if span.kind == "weights" and span.ended - span.started < seconds:
+            first = last  # shown however quick, but once
+            slices[last]["weights"] = seconds
+            continue
         for number in range(first, last + 1):
             begin = since + number * seconds
             inside = min(span.ended, begin + seconds) - max(span.started, begin)
-            slices[number][span.kind] = slices[number].get(span.kind, 0.0) + inside
+            if inside > 1e-6:
+                slices[number][span.kind] = slices[number].get(span.kind, 0.0) + inside
     return slices
 
 
-def _kind_shown(work: Seconds, scoring: Seconds, is_known: bool) -> SpanKind | None:
-    """What took most of a slice; weights are shown however quick, for they part iterations."""
+def _kind_shown(work: Seconds, scoring: Seconds, told: float) -> SpanKind | None:
+    """What took most of a slice, of which so many seconds are told of; any weights before it, for
+    they part iterations."""
     if "weights" in work:
         return "weights"
-    kind: SpanKind | None = max(work, key=work.__getitem__) if work else None
-    if kind is None and not is_known:
+    idle = told - sum(work.values())
+    if idle > 0.0:
+        work["wait"] = work.get("wait", 0.0) + idle
+    if not work:
         return None
-    if kind is None or kind == "wait":
-        return "score" if scoring else "wait"
-    return kind
+    kind = max(work.items(), key=lambda item: item[1])[0]
+    return "score" if kind == "wait" and scoring else kind
 
 
 def _segments(kinds: Iterable[SpanKind | None]) -> list[Segment]:

@@ -25,7 +25,7 @@ from easyrl.records import Record
 
 __all__ = ["LastPicture", "LiveView", "render"]
 
-REFRESH_SECONDS = 0.5
+REFRESH_SECONDS = 0.3
 MAX_SHARE = 0.008
 """Of a core: where a frame costs more (a huge terminal, a slow machine) there are fewer."""
 LAST_PICTURE_LINES = 22

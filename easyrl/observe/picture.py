@@ -11,27 +11,39 @@ are anybody's text, and a frame costs less than a millisecond or two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from rich.cells import cell_len, chop_cells
+from rich.cells import cell_len
 from rich.segment import Segment, SegmentLines
 from rich.style import Style
 
 from easyrl.events import SpanKind
 from easyrl.observe.curve import MARK, curve
 from easyrl.observe.lanes import lane, legend, rewards_lane, slice_seconds
+from easyrl.observe.lines import (
+    BOLD,
+    DIM,
+    Line,
+    bar,
+    beside,
+    clock,
+    flow,
+    folded,
+    printable,
+    rule,
+    shortened,
+)
 from easyrl.observe.run_state import RunState, WorkerState
+from easyrl.records import RunStarted
 
-Line = list[Segment]
-PLAIN, DIM, BOLD = Style(), Style(dim=True), Style(bold=True)
-GOOD, BAD, BAR = Style(color="green", bold=True), Style(color="red", bold=True), Style(color="blue")
+GOOD, BAD = Style(color="green", bold=True), Style(color="red", bold=True)
 KINDS: tuple[SpanKind, ...] = ("prefill", "generate", "score", "train", "weights", "wait")
 LAG_SECONDS = 0.4
 """Workers tell a few times a second what they did: later than this it is known."""
+IS_WIDE = 60
+"""Columns below which the lesser things are left out."""
+MAX_CURVE = 16
+"""Lines of a curve: higher tells no more."""
 MIN_WIDTH_OF_TWO = 120
 """From here on the curve and the sample stand beside each other."""
-MAX_SAMPLE = 20_000
-"""Characters of a completion that are looked at."""
 
 
 def render(state: RunState, now: float, width: int, height: int) -> SegmentLines:
@@ -58,14 +70,15 @@ def _header(state: RunState, now: float, width: int) -> list[Line]:
     elapsed = f" {clock(now - run.started)}"
     what = f"  {printable(config.model.path)} on {printable(config.data.dataset)}"
     devices = ", ".join(dict.fromkeys(worker.device for worker in state.workers.values()))
-    what += f" · {state.num_devices} devices ({devices})"
+    if width >= IS_WIDE:
+        what += f" · {state.num_devices} devices ({devices})"
     title = Segment.adjust_line_length(
         [Segment("EasyRL", BOLD), Segment(what)], max(0, width - len(elapsed))
     )
     return [
         [*title, Segment(elapsed, DIM)],
         _progress(state, now, width),
-        *_flow(_rates(state, now), width),
+        *flow(_rates(state, now), width),
     ]
 
 
@@ -94,44 +107,35 @@ def _progress(state: RunState, now: float, width: int) -> Line:
         text = f"iteration {state.iteration + 1}/{total}"
         left = state.seconds_left(now)
         right = f"ETA {clock(left)}" if left is not None else "ETA -:--"
-        if width >= 60:
+        if width >= IS_WIDE:
             text += f"  groups {state.num_groups}/{num_prompts}"
     else:
         text = f"iteration {min(done + 1, total)}/{total}"
     room = width - cell_len(text) - len(right) - 3
-    return [Segment(text + " ", style), *_bar(done, total, room), Segment(f" {right}", BOLD)]
-
-
-def _bar(done: float, total: float, width: int) -> Line:
-    full = round(max(0, width) * min(1.0, max(0.0, done / max(total, 1))))
-    return [Segment("━" * full, BAR), Segment("─" * (width - full), DIM)]
+    return [Segment(text + " ", style), *bar(done, total, room), Segment(f" {right}", BOLD)]
 
 
 def _rates(state: RunState, now: float) -> list[Line]:
-    if state.ended is not None:
+    if state.ended is not None or state.is_starting:
         return []
     until = now - LAG_SECONDS
     generated = state.tokens_generated_per_second(until)
     trained = state.tokens_trained_per_second(until)
     per_device = state.tokens_per_second / max(1, state.num_devices)
-    items = [
-        [Segment("generated "), Segment(f"{generated:,.0f}", BOLD), Segment(" tokens/s")],
-        [Segment("trained "), Segment(f"{trained:,.0f}", BOLD), Segment(" tokens/s")],
-    ]
-    if state.rewards:
-        items.append([Segment("per device "), Segment(f"{per_device:,.0f}", BOLD)])
+    items = {"tokens/s  generated": f"{generated:,.0f}", "trained": f"{trained:,.0f}"}
     if state.overlap is not None:
-        items.append([Segment("overlap "), Segment(f"{state.overlap:.0%}", BOLD)])
-    return items
+        items |= {"per device": f"{per_device:,.0f}", "overlap": f"{state.overlap:.0%}"}
+    return [[Segment(f"{name} "), Segment(value, BOLD)] for name, value in items.items()]
 
 
 # -- lanes ----------------------------------------------------------------------------------------
 
 
 def _lanes(state: RunState, now: float, width: int, max_lanes: int) -> list[Line]:
+    assert state.run is not None
     until = now if state.ended is not None else now - LAG_SECONDS
     workers = _workers_shown(list(state.workers.values()), max_lanes)
-    is_wide = width >= 60
+    is_wide = width >= IS_WIDE
     shown = [worker for worker in workers if worker is not None]
     labels = {w.name: printable(f"{w.name} {w.device}" if is_wide else w.name) for w in shown}
     label_width = max(cell_len(label) for label in labels.values()) + 1
@@ -139,7 +143,8 @@ def _lanes(state: RunState, now: float, width: int, max_lanes: int) -> list[Line
     num_slices = max(1, width - label_width - rate_width)
     seconds = slice_seconds(num_slices, state.mean_iteration_seconds)
     has_rewards_lanes = max_lanes >= len(shown) + sum(w.is_rollout for w in shown)
-    lines = [_rule(f"the last {num_slices * seconds:.0f} s", width)]
+    title = "start-up" if state.is_starting else f"the last {num_slices * seconds:.0f} s"
+    lines = [rule(title, width)]
     for worker in workers:
         if worker is None:
             lines.append([Segment(f"and {len(state.workers) - len(shown)} more", DIM)])
@@ -149,14 +154,14 @@ def _lanes(state: RunState, now: float, width: int, max_lanes: int) -> list[Line
             lines.append([label, *_start_up(worker, now)])
             continue
         rate = f"{worker.tokens_per_second(until):,.0f}/s" if is_wide else ""
-        cells = lane(worker, until, num_slices, seconds)
+        cells = lane(worker, until, num_slices, seconds, is_over=state.ended is not None)
         lines.append([label, *cells, Segment(f"{rate:>{rate_width}}", BOLD)])
         if has_rewards_lanes and worker.is_rollout:
             label = Segment(f"{'  its rewards':<{label_width}}"[:label_width], DIM)
             lines.append([label, *rewards_lane(worker, until, num_slices, seconds)])
     if state.is_starting:
-        return lines
-    return [*lines, *_flow(legend(KINDS), width, gap=2), _ring(state, width)]
+        return lines + _about(state.run)
+    return [*lines, *flow(legend(KINDS), width, gap=2), _ring(state, width)]
 
 
 def _workers_shown(workers: list[WorkerState], max_lanes: int) -> list[WorkerState | None]:
@@ -171,9 +176,16 @@ def _start_up(worker: WorkerState, now: float) -> Line:
     if not worker.phase:
         seconds = sum(seconds for _, seconds in worker.past_phases)
         return [Segment("ready", GOOD), Segment(f" after {seconds:.1f} s", DIM)]
-    before = "".join(f"  {name} {seconds:.1f} s" for name, seconds in worker.past_phases)
+    past = reversed(worker.past_phases)  # so that the oldest are cut off
+    before = "".join(f"   {name} {seconds:.1f} s" for name, seconds in past)
     text = f"{printable(worker.phase)}, {now - worker.phase_started:.1f} s"
     return [Segment(text, BOLD), Segment(printable(before), DIM)]
+
+
+def _about(run: RunStarted) -> list[Line]:
+    """What there is to read while nothing else happens."""
+    text = f"\nrun folder {run.folder}\n{run.description}"
+    return [[Segment(printable(line), DIM)] for line in text.splitlines()]
 
 
 def _ring(state: RunState, width: int) -> Line:
@@ -182,7 +194,7 @@ def _ring(state: RunState, width: int) -> Line:
     text = f" {state.num_in_ring} of {num_slots} groups"
     return [
         Segment("ring "),
-        *_bar(state.num_in_ring, num_slots, min(40, width - 24)),
+        *bar(state.num_in_ring, num_slots, min(40, width - 24)),
         Segment(text),
     ]
 
@@ -191,41 +203,30 @@ def _ring(state: RunState, width: int) -> Line:
 
 
 def _below(state: RunState, width: int, height: int) -> list[Line]:
-    if height < 3:
+    if height < 3 or not (state.rewards or state.accuracies or state.sample):
         return []
     if width >= MIN_WIDTH_OF_TWO:
         left = (width - 2) // 2
-        return _beside(_curve(state, left, height), _sample(state, width - 2 - left, height), left)
+        return beside(_curve(state, left, height), _sample(state, width - 2 - left, height), left)
     curve_height = max(2, min(height // 2, 10))
     lines = _curve(state, width, curve_height)
     return lines + _sample(state, width, height - len(lines))
 
 
-def _beside(left: list[Line], right: list[Line], left_width: int) -> list[Line]:
-    height = max(len(left), len(right))
-    left = left + [[] for _ in range(height - len(left))]
-    right = right + [[] for _ in range(height - len(right))]
-    return [
-        [*Segment.adjust_line_length(a, left_width), Segment("  "), *b]
-        for a, b in zip(left, right, strict=True)
-    ]
-
-
 def _curve(state: RunState, width: int, height: int) -> list[Line]:
     assert state.run is not None
-    if not state.rewards and not state.accuracies:
-        return [_rule("reward", width)]
     title = f"reward {state.rewards[-1]:.3f}" if state.rewards else "reward"
-    lines = [_rule(title, width)]
+    lines = [rule(title, width)]
     if state.accuracies:
         accuracies = " -> ".join(f"{accuracy:.3f}" for _, accuracy in state.accuracies[-3:])
-        lines = [_rule(f"{title}  {MARK} held-out accuracy {accuracies}", width)]
+        what = "held-out accuracy" if width >= IS_WIDE - 2 else "accuracy"
+        lines = [rule(f"{title}  {MARK} {what} {accuracies}", width)]
     return lines + curve(
         state.rewards,
         state.accuracies,
         num_planned=state.run.config.train.iterations,
         width=width,
-        height=max(1, height - 1),
+        height=min(MAX_CURVE, max(1, height - 1)),
     )
 
 
@@ -235,61 +236,11 @@ def _sample(state: RunState, width: int, height: int) -> list[Line]:
         return []
     sample = state.sample
     title = f"iteration {sample['iteration'] + 1}, reward {sample['reward']:.3g}"
-    prompt = _folded(str(sample["prompt"]), width)
-    completion = _folded(str(sample["completion"]), width)
+    prompt = folded(str(sample["prompt"]), width)
+    completion = folded(str(sample["completion"]), width)
     num_prompt = min(len(prompt), max(1, (height - 1) // 3))
     return [
-        _rule(title, width),
-        *([Segment(text, DIM)] for text in _shortened(prompt, num_prompt)),
-        *([Segment(text)] for text in _shortened(completion, height - 1 - num_prompt)),
+        rule(title, width),
+        *([Segment(text, DIM)] for text in shortened(prompt, num_prompt)),
+        *([Segment(text)] for text in shortened(completion, height - 1 - num_prompt)),
     ]
-
-
-def _folded(text: str, width: int) -> list[str]:
-    if len(text) > MAX_SAMPLE:
-        text = text[: MAX_SAMPLE // 2] + "\n⋯\n" + text[-MAX_SAMPLE // 2 :]
-    lines = [printable(line.expandtabs(4)) for line in text.splitlines()]
-    return [part for line in lines for part in chop_cells(line, max(1, width)) or [""]]
-
-
-def _shortened(lines: Sequence[str], height: int) -> list[str]:
-    if len(lines) <= height:
-        return list(lines)
-    if height < 3:
-        return list(lines[:height])
-    num_last = (height - 1) // 2
-    return [*lines[: height - 1 - num_last], "⋯", *lines[-num_last:]]
-
-
-# -- lines ----------------------------------------------------------------------------------------
-
-
-def printable(text: str) -> str:
-    """Without what could move the cursor, change colours, or turn the direction of writing."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def _rule(title: str, width: int) -> Line:
-    return [
-        Segment("── ", DIM),
-        Segment(title, BOLD),
-        Segment(" " + "─" * max(0, width - cell_len(title) - 4), DIM),
-    ]
-
-
-def _flow(items: Iterable[Line], width: int, gap: int = 3) -> list[Line]:
-    """The items one after another, on as many lines as they take."""
-    lines: list[Line] = []
-    for item in items:
-        length = Segment.get_line_length(item)
-        if lines and Segment.get_line_length(lines[-1]) + gap + length <= width:
-            lines[-1] += [Segment(" " * gap), *item]
-        else:
-            lines.append(list(item))
-    return lines
