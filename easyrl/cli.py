@@ -44,6 +44,8 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the results here.")
 ]
 
+NoLive = Annotated[bool, typer.Option("--no-live", help="Plain lines instead of the live view.")]
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -85,6 +87,7 @@ def grpo(
     iterations: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same data and sampling.")] = None,
     schedule: Annotated[str | None, typer.Option(help="periodic or sync.")] = None,
+    no_live: NoLive = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved config and placement, and stop.")
     ] = False,
@@ -110,7 +113,20 @@ def grpo(
         from easyrl.observe.observers import make_observers
         from easyrl.runtime.run import run
 
-        exit_code = run(resolved, make_observers(resolved))
+        exit_code = run(resolved, make_observers(resolved, live=not no_live))
+    raise typer.Exit(exit_code)
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    no_live: NoLive = False,
+) -> None:
+    """Watch a run, or see one that has ended, from its folder alone."""
+    from easyrl.observe.watch import watch
+
+    with _user_errors():
+        exit_code = watch(folder, live=not no_live)
     raise typer.Exit(exit_code)
 
 

@@ -10,6 +10,7 @@ Times are seconds of `time.monotonic`, which all processes of a machine share.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,15 @@ class EvaluationStarted:
     time: float
     round: int
     num_prompts: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsEvaluated:
+    """So many of the held-out problems have been answered."""
+
+    time: float
+    round: int
+    num_answered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +160,7 @@ Record = (
     | WorkerReady
     | WorkerActive
     | EvaluationStarted
+    | PromptsEvaluated
     | Evaluated
     | FirstRollout
     | IterationStarted
@@ -167,11 +178,27 @@ Observer = Callable[[Record], Note | None]
 
 
 def tell_all(observers: Sequence[Observer]) -> Observer:
-    """One observer that stands for several, and passes on what one of them notes."""
+    """One observer that stands for several, and passes on what one of them notes.
+
+    That the run has ended reaches each of them, whatever another one raises: a view that is not
+    told so would leave the terminal as it is.
+    """
 
     def tell(record: Record) -> None:
-        for observe in observers:
-            if (note := observe(record)) is not None:
+        notes: list[Note | None] = []
+
+        def hand_over(observe: Observer) -> None:
+            notes.append(observe(record))
+
+        if isinstance(record, RunEnded):
+            with ExitStack() as stack:
+                for observe in reversed(observers):  # the stack calls the last one first
+                    stack.callback(hand_over, observe)
+        else:
+            for observe in observers:
+                hand_over(observe)
+        for note in notes:
+            if note is not None:
                 tell(note)
 
     return tell

@@ -117,7 +117,7 @@ def test_dry_run_prints_a_config_file_and_the_placement(runs: list[Config]) -> N
 
 
 def test_exit_code_is_the_runs(monkeypatch: pytest.MonkeyPatch, runs: list[Config]) -> None:
-    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *_: 3)
+    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda config, observers: 3)
     assert call("grpo").exit_code == 3
 
 
@@ -148,7 +148,7 @@ def test_users_mistake_is_one_message_and_exit_code_2(
 def test_value_error_of_the_run_is_the_users(
     monkeypatch: pytest.MonkeyPatch, runs: list[Config]
 ) -> None:
-    def refuse(config: Config, observers: object) -> int:
+    def refuse(config: Config, observers: list[object]) -> int:
         raise ValueError("model.path: there is no model 'x'")
 
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", refuse)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from easyrl.config import Config
+from easyrl.observe.live_view import LiveView
 from easyrl.observe.plain_lines import PlainLines
+from easyrl.observe.screen import is_fit_for_pictures
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.trackers import start_trackers
 from easyrl.records import Observer
 
 
-def make_observers(config: Config) -> list[Observer]:
-    """Raises ValueError where one that the config asks for cannot be had."""
-    # Trackers first: one that cannot start is told of before anything else is shown.
-    return [*start_trackers(config), TraceWriter(), PlainLines()]
+def make_observers(config: Config, *, live: bool = True) -> list[Observer]:
+    """The live view where it is wanted and standard output is a terminal, else plain lines.
+
+    Raises ValueError where an observer that the config asks for cannot be had.
+    """
+    trackers = start_trackers(config)  # first: one that cannot start is told before all else
+    # What is shown comes last: where another one cannot begin, the terminal is still untouched.
+    shown = LiveView() if live and is_fit_for_pictures() else PlainLines()
+    return [*trackers, TraceWriter(), shown]

@@ -25,15 +25,15 @@ class PlainLines:
             case records.RunStarted():
                 self._num_iterations = record.config.train.iterations
                 self._folder = record.folder
-                _say(f"run folder {record.folder}\n{record.description}")
+                say(f"run folder {record.folder}\n{record.description}")
             case records.FirstRollout(seconds):
-                _say(f"first rollout after {seconds:.1f} s")
+                say(f"first rollout after {seconds:.1f} s")
             case records.Evaluated(accuracy=accuracy, num_prompts=count):
-                _say(f"held-out accuracy {accuracy:.3f} ({count} problems)")
+                say(f"held-out accuracy {accuracy:.3f} ({count} problems)")
             case records.IterationFinished():
                 self._print_iteration(record)
             case records.Note(text):
-                _say(text)
+                say(text)
             case records.RunFinished(summary=summary):
                 print_end_table(summary, self._folder)
             case records.RunEnded(exit_code, message) if message:
@@ -42,7 +42,7 @@ class PlainLines:
     def _print_iteration(self, record: records.IterationFinished) -> None:
         metrics = record.metrics
         number = metrics["iteration"] + 1
-        _say(
+        say(
             f"iteration {number}/{self._num_iterations}  "
             f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.1f}  "
             f"loss {metrics['loss']:+.4f}  grad_norm {metrics['grad_norm']:.3f}  "
@@ -50,7 +50,7 @@ class PlainLines:
             f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
         )
         if metrics["num_updates_not_finite"]:
-            _say(
+            say(
                 f"iteration {number}: loss or gradient was not finite; the update was dropped "
                 "(lower train.learning_rate if this goes on)"
             )
@@ -59,9 +59,9 @@ class PlainLines:
 def print_end(exit_code: int, message: str) -> None:
     """Why a run ended that did not finish."""
     if exit_code > 128:  # the user stopped it
-        _say(message)
+        say(message)
     else:
-        _say(f"easyrl: {message}", sys.stderr)
+        say(f"easyrl: {message}", sys.stderr)
 
 
 def print_end_table(summary: Mapping[str, Any], folder: Path) -> None:
@@ -70,10 +70,10 @@ def print_end_table(summary: Mapping[str, Any], folder: Path) -> None:
     console = Console(highlight=False)
     with console.capture() as capture:  # left to itself, rich ends the process on a broken pipe
         console.print(end_table(summary, folder))
-    _say(capture.get().removesuffix("\n"))
+    say(capture.get().removesuffix("\n"))
 
 
-def _say(text: str, stream: TextIO | None = None) -> None:
+def say(text: str, stream: TextIO | None = None) -> None:
     """To standard output, if nothing else is given; where it is closed, to nobody."""
     stream = stream or sys.stdout
     try:

@@ -1,10 +1,10 @@
 """`trace.json`: what each worker did when, in Chrome's trace format (ui.perfetto.dev opens it).
 
 One event a line, written as things happen; the format allows a list without its end, so a run that
-is cut off leaves a trace that opens. Times are microseconds since the command began. `read_trace`
+is cut off leaves a trace that opens. Times are microseconds since the command began. `run_files`
 turns the lines back into the records they came from: `easyrl watch` lives on them.
 
-    process 0            controller: iterations, evaluations; counters for ring and reward
+    process 0            controller: iterations, evaluations, groups; counters for ring and reward
     process 1, 2, …      a worker each: thread 0 its own work, thread 1 its rewards
 """
 
@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import IO, Any
 
 from easyrl import records
-from easyrl.events import Activity, Span
+from easyrl.events import Activity
+from easyrl.observe.process_identity import identity_of_this_process
 from easyrl.records import Record
 
 FILE_NAME = "trace.json"
 CONTROLLER = 0
 WORK, REWARDS = 0, 1
-ACTIVITY, START_UP, PHASE = "activity", "start-up", "phase"  # categories of spans
+# Categories of events
+ACTIVITY, START_UP, GROUP = "activity", "start-up", "group"
+ITERATION, EVALUATION, SAVING = "iteration", "evaluation", "saving"
+WORKING = ("prefill", "generate", "train")
 Event = dict[str, Any]
 
 
@@ -32,8 +35,7 @@ class TraceWriter:
         self._file: IO[str] | None = None
         self._started = 0.0
         self._processes: dict[str, int] = {}
-        self._starting: dict[str, records.WorkerStarting] = {}
-        self._phase_started = 0.0
+        self._starting: set[str] = set()
         self._num_in_ring = 0
 
     def __call__(self, record: Record) -> None:
@@ -42,82 +44,107 @@ class TraceWriter:
             self._file.write("".join(json.dumps(event) + ",\n" for event in events))
             self._file.flush()
         if isinstance(record, records.RunEnded):
-            self._close()
+            self._close(record)
 
     def _events(self, record: Record) -> Iterator[Event]:
         match record:
             case records.RunStarted():
                 yield from self._open(record)
-            case records.WorkerStarting():
-                yield from self._end_start_up(record.worker, record.time)
-                self._starting[record.worker] = record
+            case records.WorkerStarting(now, worker, what):
+                process = self._processes[worker]
+                if worker in self._starting:
+                    yield self._end(START_UP, now, process=process)
+                self._starting.add(worker)
+                yield self._begin(what, START_UP, now, process=process)
             case records.WorkerReady(now, worker):
-                yield from self._end_start_up(worker, now)
+                yield self._end(START_UP, now, {"ready": True}, process=self._processes[worker])
             case records.WorkerActive(worker, activity):
                 yield from self._activity(self._processes[worker], activity)
-            case records.GroupArrived(now):
+            case records.GroupArrived(now, iteration, prompt_index, mean_reward, num_tokens):
+                details: Event = {"iteration": iteration, "prompt_index": prompt_index}
+                details |= {"mean_reward": mean_reward, "num_tokens": num_tokens}
+                yield self._event("i", "group", now, cat=GROUP, s="t", args=details)
                 yield self._count_ring(now, +1)
-            case records.IterationStarted(now) | records.EvaluationStarted(now):
-                self._phase_started = now
+            case _:
+                yield from self._phases(record)
+
+    def _phases(self, record: Record) -> Iterator[Event]:
+        """What the controller is at; each begins when the one before it has ended."""
+        details: Event
+        match record:
+            case records.IterationStarted(now, iteration):
+                details = {"iteration": iteration}
+                yield self._begin(f"iteration {iteration}", ITERATION, now, details)
+            case records.IterationFinished(now, metrics):
+                yield self._end(ITERATION, now)
+                yield self._event("C", "reward", now, args={"reward": metrics["reward"]})
+            case records.EvaluationStarted(now, round_, num_prompts):
+                details = {"round": round_, "num_prompts": num_prompts}
+                yield self._begin("evaluation", EVALUATION, now, details)
+            case records.PromptsEvaluated(now, _, num_answered):
+                yield self._event("C", "held-out answers", now, args={"answers": num_answered})
             case records.Evaluated(now, round_, accuracy, num_prompts):
                 details = {"round": round_, "accuracy": accuracy, "num_prompts": num_prompts}
-                yield self._span("evaluation", PHASE, self._phase_started, now, details)
-            case records.IterationFinished(now, metrics):
-                number = metrics["iteration"]
-                yield self._span(f"iteration {number}", PHASE, self._phase_started, now)
-                yield self._event("C", "reward", now, args={"reward": metrics["reward"]})
+                yield self._end(EVALUATION, now, details)
+            case records.FirstRollout(seconds):
+                yield self._event("i", "first rollout", self._started + seconds, s="t")
+            case records.SavingModel(now):
+                yield self._begin("saving the model", SAVING, now)
+            case records.RunFinished(now):
+                yield self._end(SAVING, now)
 
     def _open(self, run: records.RunStarted) -> Iterator[Event]:
         self._started = run.started
         self._file = (run.folder / FILE_NAME).open("w")
         self._file.write("[\n")
-        age = time.monotonic() - run.started
-        yield _name("process", CONTROLLER, "controller", started_unix_seconds=time.time() - age)
+        details: Event = {
+            "started_unix_seconds": time.time() - (time.monotonic() - run.started),
+            "devices": dict(run.devices),
+            "description": run.description,
+            **identity_of_this_process(),
+        }
+        yield _name("process", CONTROLLER, "controller", **details)
         for number, (worker, device) in enumerate(run.devices.items(), start=1):
             self._processes[worker] = number
-            yield _name("process", number, f"{worker} ({device})", worker=worker, device=device)
+            yield _name("process", number, f"{worker} ({device})")
             yield _name("thread", number, "work", WORK)
             if worker.startswith("rollout"):
                 yield _name("thread", number, "rewards", REWARDS)
 
-    def _end_start_up(self, worker: str, now: float) -> Iterator[Event]:
-        if (begun := self._starting.pop(worker, None)) is not None:
-            process = self._processes[worker]
-            yield self._span(begun.what, START_UP, begun.time, now, process=process)
-
     def _activity(self, process: int, activity: Activity) -> Iterator[Event]:
+        """Its numbers stand at the newest span that they can be of."""
+        working = [n for n, span in enumerate(activity.spans) if span.kind in WORKING]
+        place = working[-1] if working else len(activity.spans) - 1
         for number, span in enumerate(activity.spans):
-            is_last = number == len(activity.spans) - 1
-            details = {"tokens": activity.num_tokens, "groups": activity.num_groups}
-            yield self._span(
-                span.kind,
-                ACTIVITY,
-                span.started,
-                span.ended,
-                details if is_last else None,
-                process=process,
-                thread=REWARDS if span.kind == "score" else WORK,
-            )
+            thread = REWARDS if span.kind == "score" else WORK
+            event = self._event("X", span.kind, span.started, cat=ACTIVITY, pid=process, tid=thread)
+            event["dur"] = self._microseconds(span.ended) - event["ts"]
+            if number == place:
+                event["args"] = {"tokens": activity.num_tokens, "groups": activity.num_groups}
+            yield event
         if activity.num_groups:
-            yield self._count_ring(time.monotonic(), -activity.num_groups)
+            yield self._count_ring(activity.spans[-1].ended, -activity.num_groups)
 
     def _count_ring(self, now: float, change: int) -> Event:
         self._num_in_ring += change
         return self._event("C", "groups in the ring", now, args={"groups": self._num_in_ring})
 
-    def _span(
+    def _begin(
         self,
         name: str,
         category: str,
-        started: float,
-        ended: float,
+        now: float,
         details: Event | None = None,
         *,
         process: int = CONTROLLER,
-        thread: int = WORK,
     ) -> Event:
-        event = self._event("X", name, started, pid=process, tid=thread, cat=category)
-        event["dur"] = self._microseconds(ended) - event["ts"]
+        event = self._event("B", name, now, cat=category, pid=process)
+        return event | ({"args": details} if details else {})
+
+    def _end(
+        self, category: str, now: float, details: Event | None = None, *, process: int = CONTROLLER
+    ) -> Event:
+        event = self._event("E", category, now, cat=category, pid=process)
         return event | ({"args": details} if details else {})
 
     def _event(self, kind: str, name: str, now: float, **more: Any) -> Event:
@@ -127,10 +154,11 @@ class TraceWriter:
     def _microseconds(self, now: float) -> int:
         return round((now - self._started) * 1e6)
 
-    def _close(self) -> None:
+    def _close(self, end: records.RunEnded) -> None:
         if self._file is not None:
-            end = _name("process", CONTROLLER, "controller")  # no comma may stand before the end
-            self._file.write(json.dumps(end) + "\n]\n")
+            details: Event = {"exit_code": end.exit_code, "message": end.message}
+            last = _name("process", CONTROLLER, "controller", **details)  # no comma follows
+            self._file.write(json.dumps(last) + "\n]\n")
             self._file.close()
             self._file = None
 
@@ -138,30 +166,3 @@ class TraceWriter:
 def _name(what: str, process: int, name: str, thread: int = WORK, **details: Any) -> Event:
     args = {"name": name, **details}
     return {"ph": "M", "name": f"{what}_name", "pid": process, "tid": thread, "args": args}
-
-
-def read_events(file: Path) -> Iterator[Event]:
-    """The events of a trace, a run's that goes on included."""
-    for line in file.read_text().splitlines():
-        if line.startswith("{") and line.rstrip(",").endswith("}"):
-            yield json.loads(line.rstrip(","))
-
-
-def activity_records(events: Iterable[Event], started: float) -> Iterator[Record]:
-    """The records of workers' activity, with `started` as the beginning of time."""
-    workers: dict[int, str] = {}
-    for event in events:
-        match event:
-            case {"ph": "M", "name": "process_name", "args": {"worker": worker}, "pid": process}:
-                workers[process] = worker
-            case {"ph": "X", "cat": "activity", "name": kind, "ts": ts, "dur": duration}:
-                begun = started + ts / 1e6
-                details = event.get("args", {})
-                yield records.WorkerActive(
-                    workers[event["pid"]],
-                    Activity(
-                        (Span(kind, begun, begun + duration / 1e6),),
-                        details.get("tokens", 0),
-                        details.get("groups", 0),
-                    ),
-                )

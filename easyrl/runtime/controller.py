@@ -229,6 +229,7 @@ class Controller:
             assert isinstance(event, events.PromptEvaluated)
             self._note_rollout()
             rewards[event.prompt_index] = event.reward
+            self.tell(records.PromptsEvaluated(time.monotonic(), round_, len(rewards)))
         accuracy = sum(rewards[prompt.index] for prompt in held_out) / len(held_out)
         self.tell(records.Evaluated(time.monotonic(), round_, accuracy, len(held_out)))
         return accuracy

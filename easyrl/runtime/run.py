@@ -50,15 +50,19 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
     except (ValueError, KeyboardInterrupt):  # an observer cannot start, or the user had enough
         folder.discard()
         raise
-    ended = _train(
-        config,
-        placement,
-        prompts=prompts,
-        ring=ring,
-        folder=folder,
-        started=started,
-        tell=tell,
-    )
+    try:
+        ended = _train(
+            config,
+            placement,
+            prompts=prompts,
+            ring=ring,
+            folder=folder,
+            started=started,
+            tell=tell,
+        )
+    except KeyboardInterrupt:  # before the supervisor hears of signals, or after it did
+        message = f"stopped by SIGINT; what there is lies in {folder.path}"
+        ended = records.RunEnded(SIGNALLED + signal.SIGINT, message)
     tell(ended)
     return ended.exit_code
 
@@ -94,9 +98,6 @@ def _train(
     except Interrupted as interrupted:
         message = f"stopped by {interrupted}; what there is lies in {folder.path}"
         return records.RunEnded(SIGNALLED + interrupted.signum, message)
-    except KeyboardInterrupt:
-        message = f"stopped; what there is lies in {folder.path}"
-        return records.RunEnded(SIGNALLED + signal.SIGINT, message)
     except WorkerFailure as failure:
         return records.RunEnded(USER_ERROR if failure.is_user_error else FAILED, str(failure))
     except Exception as error:

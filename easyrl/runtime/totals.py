@@ -69,11 +69,12 @@ class Totals:
 
     @property
     def _overlap(self) -> float:
-        """The share of the shorter of generating and training that ran beside the other: 0 to 1."""
-        busy = self.infer_seconds + self.train_seconds + self.weights_seconds
-        hidden = busy - self._iteration_seconds
-        shorter = min(self.infer_seconds, self.train_seconds)
-        return min(1.0, max(0.0, hidden / shorter)) if shorter > 0 else 0.0
+        return overlap(
+            infer_seconds=self.infer_seconds,
+            train_seconds=self.train_seconds,
+            weights_seconds=self.weights_seconds,
+            wall_seconds=self._iteration_seconds,
+        )
 
     def summary(
         self,
@@ -107,3 +108,12 @@ class Totals:
             "updates_not_finite": self.updates_not_finite,
             "weights_sha256": weights_sha256,
         }
+
+
+def overlap(
+    *, infer_seconds: float, train_seconds: float, weights_seconds: float, wall_seconds: float
+) -> float:
+    """The share of the shorter of generating and training that ran beside the other: 0 to 1."""
+    hidden = infer_seconds + train_seconds + weights_seconds - wall_seconds
+    shorter = min(infer_seconds, train_seconds)
+    return min(1.0, max(0.0, hidden / shorter)) if shorter > 0 else 0.0

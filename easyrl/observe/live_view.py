@@ -1,0 +1,109 @@
+"""The live view: an observer that keeps a picture of the run on the terminal.
+
+    controller's thread ──record──► RunState ◄──lock──► refreshing thread ──► Screen
+
+The picture comes down when the run has ended, whatever the end; the last one, with the end table
+or the reason why, stays below what stood in the terminal before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from easyrl import records
+from easyrl.observe.picture import render
+from easyrl.observe.plain_lines import print_end, print_end_table, say
+from easyrl.observe.run_state import RunState
+from easyrl.observe.screen import Screen
+from easyrl.records import Record
+
+__all__ = ["LastPicture", "LiveView", "render"]
+
+REFRESH_SECONDS = 0.3
+MAX_SHARE = 0.008
+"""Of a core: where a frame costs more (a huge terminal, a slow machine) there are fewer."""
+LAST_PICTURE_LINES = 22
+
+
+class LiveView:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, log_file: Path | None = None
+    ) -> None:
+        """`clock` tells the time of the records; what is printed meanwhile goes to `log_file`
+        (None: among the run's logs)."""
+        self._clock = clock
+        self._log_file = log_file
+        self._state = RunState()
+        self._lock = threading.Lock()
+        self._screen: Screen | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def __call__(self, record: Record) -> None:
+        with self._lock:
+            self._state.apply(record)
+        if isinstance(record, records.RunStarted):
+            self._start(self._log_file or record.folder / "logs" / "controller.log")
+        elif isinstance(record, records.RunEnded):
+            self.close()
+            print_last_picture(self._state)
+        elif isinstance(record, records.Note) and self._state.ended is not None:
+            say(record.text)
+
+    def close(self) -> None:
+        """The terminal as it was."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._screen is not None:
+            self._screen.close()
+
+    def _start(self, log_file: Path) -> None:
+        self._screen = Screen(log_file)
+        self._thread = threading.Thread(target=self._refresh, args=(self._screen,), daemon=True)
+        self._thread.start()
+
+    def _refresh(self, screen: Screen) -> None:
+        pause = 0.0
+        while not self._stop.wait(pause):
+            began = time.thread_time()
+            size = screen.size
+            with self._lock:
+                picture = render(self._state, self._clock(), *size)
+            try:
+                screen.draw(picture, size)
+            except OSError:
+                return  # the terminal is gone; the run goes on
+            pause = max(REFRESH_SECONDS, (time.thread_time() - began) / MAX_SHARE)
+
+
+class LastPicture:
+    """Shows how a run stood at its end, and nothing before."""
+
+    def __init__(self) -> None:
+        self._state = RunState()
+
+    def __call__(self, record: Record) -> None:
+        self._state.apply(record)
+        if isinstance(record, records.RunEnded):
+            print_last_picture(self._state)
+
+
+def print_last_picture(state: RunState) -> None:
+    """With the end table, or the reason why the run ended."""
+    run, ended = state.run, state.ended
+    assert ended is not None
+    with contextlib.suppress(OSError):
+        console = Console(highlight=False)
+        picture = render(state, state.newest, console.width, LAST_PICTURE_LINES)
+        console.print(picture, end="")
+    if run is not None and state.summary is not None and ended.exit_code == 0:
+        print_end_table(state.summary, run.folder)
+    else:
+        print_end(ended.exit_code, ended.message)

@@ -1,0 +1,82 @@
+"""`easyrl watch RUN`: the live view of a run from another terminal, from the run's files alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from easyrl import records
+from easyrl.observe.live_view import LastPicture, LiveView
+from easyrl.observe.plain_lines import PlainLines, print_end
+from easyrl.observe.run_files import RunFiles
+from easyrl.observe.screen import is_fit_for_pictures
+from easyrl.records import Observer, Record
+
+POLL_SECONDS = 0.25
+SILENCE_SECONDS = 600.0
+"""After so long without a word a run on another machine is taken for dead."""
+KILLED = 1
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def watch(folder: Path, *, live: bool) -> int:
+    """Show the run until it ends; returns its exit code (1 where it was killed, 130 where the
+    watching was interrupted). Raises ValueError where `folder` is no run folder."""
+    files = RunFiles(folder)
+    found, last = [], None
+    for record in _follow(files, wait=False):
+        found.append(record)
+        last = record
+    has_ended = isinstance(last, records.RunEnded)
+    view = LiveView(files.now, log_file=Path(os.devnull))
+    observe: Observer = PlainLines()
+    if live and is_fit_for_pictures():
+        observe = LastPicture() if has_ended else view
+    try:
+        for record in chain(found, () if has_ended else _follow(files, wait=True)):
+            observe(record)
+            last = record
+    except KeyboardInterrupt:
+        view.close()
+        print_end(INTERRUPTED, f"the run goes on; to see it again: easyrl watch {folder}")
+        return INTERRUPTED
+    finally:
+        view.close()
+    assert isinstance(last, records.RunEnded)
+    return last.exit_code
+
+
+def _follow(files: RunFiles, *, wait: bool) -> Iterator[Record]:
+    """What the files tell, until the run has ended, or (without `wait`) until there is no more."""
+    is_alive: bool | None = True
+    while True:
+        for record in files.read():
+            yield record
+            if isinstance(record, records.RunEnded):
+                return
+        if is_alive is False:  # already before that was read
+            yield _killed(
+                f"the run was killed: its process is gone and told of no end; what there is lies "
+                f"in {files.folder}"
+            )
+            return
+        is_alive = files.is_alive
+        if is_alive is False:
+            continue
+        if is_alive is None and files.seconds_of_silence > SILENCE_SECONDS:
+            yield _killed(
+                f"nothing has been written to {files.folder} for {SILENCE_SECONDS:.0f} s, and its "
+                "process cannot be seen from here; if it lives, watch it again once it writes"
+            )
+            return
+        if not wait:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _killed(message: str) -> Record:
+    return records.RunEnded(KILLED, message)

@@ -1,0 +1,62 @@
+"""Programs on terminals of their own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import struct
+import subprocess
+import termios
+import time
+from fcntl import ioctl
+
+LEAVE_SCREEN = "\x1b[?1049l"
+
+
+class Terminal:
+    """A program on a terminal of its own."""
+
+    def __init__(self, *words: str, columns: int = 80, lines: int = 24) -> None:
+        self.output = ""
+        self._primary, secondary = pty.openpty()
+        ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self.process = subprocess.Popen(
+            words,
+            stdin=secondary,
+            stdout=secondary,
+            stderr=secondary,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color"},
+        )
+        os.close(secondary)
+
+    def read_until(self, text: str | None, timeout: float = 120) -> str:
+        """What came until `text` did, or (None) until the program ended."""
+        deadline = time.monotonic() + timeout
+        while text is None or text not in self.output:
+            if time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"no '{text}' in: {self.output[-2000:]}")
+            if not select.select([self._primary], [], [], 1.0)[0]:
+                continue
+            try:
+                self.output += os.read(self._primary, 65536).decode(errors="replace")
+            except OSError:  # the last one to hold the terminal has gone
+                break
+        assert text is None or text in self.output, self.output[-2000:]
+        return self.output
+
+    def end(self) -> int:
+        self.read_until(None)
+        os.close(self._primary)
+        return self.process.wait(10)
+
+
+def after_the_view(output: str) -> str:
+    """What stands below; the terminal must be as it was."""
+    assert output.count("\x1b[?1049h") == output.count(LEAVE_SCREEN) == 1
+    after = output.rpartition(LEAVE_SCREEN)[2]
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+    assert output.rindex("\x1b[?7h") > output.rindex("\x1b[?7l")
+    return after

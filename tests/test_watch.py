@@ -1,0 +1,264 @@
+"""`easyrl watch`: a run from its files alone, finished, going on, or killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from easyrl import records
+from easyrl.config import Config, load_config, to_commented_yaml
+from easyrl.events import Activity, Span
+from easyrl.observe import watch as watching
+from easyrl.observe.process_identity import identity_of_this_process, is_alive
+from easyrl.observe.run_files import GrowingFile, RunFiles
+from easyrl.observe.run_state import RunState
+from easyrl.observe.trace import TraceWriter
+from easyrl.observe.watch import watch
+from easyrl.records import Record
+from easyrl.runtime.run_folder import RunFolder
+from runs import SMALL, finish, start
+from terminals import Terminal, after_the_view
+
+METRICS = {
+    "iteration": 0,
+    "reward": 0.5,
+    "completions/mean_length": 9.0,
+    "loss": 0.0,
+    "grad_norm": 1.0,
+    "num_updates_not_finite": 0.0,
+    "perf/iteration_seconds": 2.0,
+    "perf/tokens_per_second": 1000.0,
+    "perf/infer_seconds": 1.5,
+    "perf/train_seconds": 1.0,
+    "perf/weights_seconds": 0.0,
+}
+
+
+def told(folder: Path, config: Config) -> list[Record]:
+    """All kinds of records, in the order of a run."""
+    t = time.monotonic()
+    sample = {"iteration": 0, "prompt_index": 0, "prompt": "2+3=", "completion": "5"}
+    return [
+        records.RunStarted(
+            t, folder, config, {"rollout-0": "cpu", "train-0": "cpu"}, config.ring_slots, "so"
+        ),
+        records.WorkerStarting(t + 1, "rollout-0", "importing torch"),
+        records.WorkerStarting(t + 1, "train-0", "importing torch"),
+        records.WorkerStarting(t + 2, "rollout-0", "loading the model"),
+        records.WorkerReady(t + 3, "rollout-0"),
+        records.WorkerReady(t + 4, "train-0"),
+        records.EvaluationStarted(t + 5, 0, 2),
+        records.FirstRollout(5.5),
+        records.PromptsEvaluated(t + 5.5, 0, 1),
+        records.Evaluated(t + 6, 0, 0.5, 2),
+        records.IterationStarted(t + 7, 0),
+        records.WorkerActive(
+            "rollout-0",
+            Activity(
+                (
+                    Span("weights", t + 7, t + 7.1),
+                    Span("generate", t + 7.1, t + 8),
+                    Span("score", t + 7.5, t + 8.5),
+                ),
+                300,
+                0,
+            ),
+        ),
+        records.GroupArrived(t + 8, 0, 0, 0.5, 300),
+        records.GroupArrived(t + 8.1, 0, 1, 0.5, 300),
+        records.Sampled({**sample, "reward": 1.0, "advantage": 0.1}),
+        records.WorkerActive("train-0", Activity((Span("train", t + 8, t + 9),), 200, 1)),
+        records.IterationFinished(t + 9, METRICS),
+        records.SavingModel(t + 10, folder / "model"),
+        records.RunFinished(t + 11, {"iterations": 1}),
+        records.RunEnded(0, ""),
+    ]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[RunFolder, list[Record]]:
+    config = load_config(None, {"output.dir": str(tmp_path / "run"), "train.iterations": 1})
+    folder = RunFolder(config)
+    return folder, told(folder.path, config)
+
+
+def test_files_tell_the_same_state_as_the_records(written: tuple[RunFolder, list[Record]]) -> None:
+    folder, run = written
+    tell = records.tell_all([folder.observe, TraceWriter()])
+    files: RunFiles | None = None
+    live, read = RunState(), RunState()
+    for record in run:
+        live.apply(record)
+        tell(record)
+        files = files or RunFiles(folder.path)
+        for found in files.read():
+            read.apply(found)
+        began = live.run.started if live.run else 0.0
+        assert read.num_in_ring == live.num_in_ring
+        assert (read.iteration, read.num_groups) == (live.iteration, live.num_groups)
+        assert (read.evaluation, read.accuracies) == (live.evaluation, live.accuracies)
+        assert (read.sample, read.summary, read.ended) == (live.sample, live.summary, live.ended)
+        assert (read.rewards, read.overlap) == (live.rewards, live.overlap)
+        assert (read.saving_since is None) == (live.saving_since is None)
+        for name, worker in live.workers.items():
+            other = read.workers[name]
+            assert (other.phase, other.num_tokens) == (worker.phase, worker.num_tokens)
+            assert len(other.past_phases) == len(worker.past_phases)
+            for mine, theirs in zip(worker.work, other.work, strict=True):
+                assert theirs.kind == mine.kind
+                assert theirs.started == pytest.approx(mine.started - began, abs=1e-5)
+                assert theirs.ended == pytest.approx(mine.ended - began, abs=1e-5)
+    assert live.ended is not None
+
+
+def test_a_trace_opens_as_json_when_it_is_whole(written: tuple[RunFolder, list[Record]]) -> None:
+    folder, run = written
+    writer = TraceWriter()
+    for record in run:
+        writer(record)
+    events = json.loads((folder.path / "trace.json").read_text())
+    open_spans: dict[tuple[int, int], int] = {}
+    for event in events:
+        place = event["pid"], event["tid"]
+        change = {"B": 1, "E": -1}.get(event["ph"], 0)
+        open_spans[place] = open_spans.get(place, 0) + change
+        assert open_spans[place] in (0, 1)
+    assert not any(open_spans.values())
+
+
+def test_only_whole_lines_are_read_and_what_is_cut_off_is_passed_over(tmp_path: Path) -> None:
+    file = GrowingFile(tmp_path / "lines.json")
+    assert list(file.read()) == []
+    with file.path.open("w") as out:
+        out.write('[\n{"a": 1},\n{"a": 2},\n{"a"')
+        out.flush()
+        assert list(file.read()) == [{"a": 1}, {"a": 2}]
+        out.write(': 3},\n{"a": \n{"a": 4}\n]\n')
+        out.flush()
+        assert list(file.read()) == [{"a": 3}, {"a": 4}]
+    assert list(file.read()) == []
+
+
+def test_a_process_is_known_by_its_start_as_well_as_by_its_number() -> None:
+    me = identity_of_this_process()
+    assert is_alive(me) is True
+    assert is_alive({**me, "pid_started": me["pid_started"] - 1}) is False
+    assert is_alive({**me, "pid_space": "another machine"}) is None
+    with subprocess.Popen(["sleep", "0"]) as gone:
+        gone.wait()
+    assert is_alive({**me, "pid": gone.pid}) is False
+
+
+@pytest.mark.parametrize("missing", ["all", "config.yaml", "trace.json"])
+def test_what_is_no_run_folder_is_refused(tmp_path: Path, missing: str) -> None:
+    folder = tmp_path / "run"
+    if missing != "all":
+        folder.mkdir()
+        (folder / "config.yaml").write_text(to_commented_yaml(load_config()))
+        (folder / "trace.json").write_text("[\n")
+        (folder / missing).unlink()
+    done = easyrl("watch", str(folder))
+    assert done.returncode == 2
+    assert "expected: the folder of a run" in done.stderr and "Traceback" not in done.stderr
+
+
+def easyrl(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "easyrl", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_run_on_another_machine_that_is_silent_for_long_is_given_up(
+    written: tuple[RunFolder, list[Record]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, run = written
+    monkeypatch.setattr("easyrl.observe.process_identity._pid_space", lambda: "there")
+    writer = TraceWriter()
+    for record in run[:12]:
+        writer(record)
+    monkeypatch.setattr("easyrl.observe.process_identity._pid_space", lambda: "here")
+    monkeypatch.setattr(watching, "SILENCE_SECONDS", 0.5)
+    assert watch(folder.path, live=True) == 1
+    assert "nothing has been written" in capsys.readouterr().err
+
+
+# -- real runs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("watched") / "run"
+    code, _, err = finish("--output", str(folder), "--iterations", "3", *SMALL)
+    assert code == 0, err
+    return folder
+
+
+def test_a_finished_run_is_shown_as_it_ended(finished: Path) -> None:
+    terminal = Terminal(sys.executable, "-m", "easyrl", "watch", str(finished))
+    assert terminal.end() == 0
+    assert "\x1b[?1049h" not in terminal.output  # nothing to follow: no screen of its own
+    assert "finished after 3/3 iterations" in terminal.output
+    assert "█" in terminal.output and "▓" in terminal.output  # its lanes
+    assert "run folder" in terminal.output and "what to type next" in terminal.output
+
+
+def test_without_a_terminal_a_finished_run_is_told_in_plain_lines(finished: Path) -> None:
+    done = easyrl("watch", str(finished))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len([line for line in lines if line.startswith("iteration ")]) == 3
+    assert any(line.startswith("first rollout after") for line in lines)
+    assert "finished" in lines and "\x1b" not in done.stdout
+
+
+@pytest.fixture
+def going_on(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run in its iterations."""
+    folder = tmp_path / "run"
+    process = start("--output", str(folder), "--iterations", "100000", "--no-live", *SMALL)
+    deadline = time.monotonic() + 60
+    while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    yield process, folder
+    process.kill()
+    process.communicate()
+
+
+def test_a_run_is_followed_until_it_is_killed(
+    going_on: tuple[subprocess.Popen[str], Path],
+) -> None:
+    process, folder = going_on
+    terminal = Terminal(sys.executable, "-m", "easyrl", "watch", str(folder))
+    terminal.read_until("ETA")
+    process.kill()
+    process.wait()
+    assert terminal.end() == 1
+    assert "the run was killed" in after_the_view(terminal.output)
+    again = easyrl("watch", str(folder))
+    assert again.returncode == 1 and "the run was killed" in again.stderr
+
+
+def test_ctrl_c_ends_the_watching_and_not_the_run(
+    going_on: tuple[subprocess.Popen[str], Path],
+) -> None:
+    process, folder = going_on
+    terminal = Terminal(sys.executable, "-m", "easyrl", "watch", str(folder))
+    terminal.read_until("ETA")
+    os.kill(terminal.process.pid, signal.SIGINT)
+    assert terminal.end() == 130
+    assert "the run goes on" in after_the_view(terminal.output)
+    assert process.poll() is None
