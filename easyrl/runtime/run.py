@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from easyrl import records
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
-from easyrl.data.datasets import PromptStream, open_prompts
-from easyrl.hub import check_model
 from easyrl.records import Observer, tell_all
-from easyrl.rewards.loading import check_rewards
-from easyrl.runtime.placement import Placement, describe, device_names, resolve_placement
+from easyrl.runtime.placement import describe, device_names
+from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.ring import make_ring
 from easyrl.runtime.run_folder import RunFolder
 
@@ -29,10 +27,8 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
     Observers are told nothing before all that is checked here has passed.
     """
     started = time.monotonic()
-    check_model(config.model.path)
-    prompts = open_prompts(config)
-    check_rewards(config, prompts.prompt(0))
-    placement = resolve_placement(config)  # last: to look for accelerators takes torch
+    preflight = check_run(config)
+    placement = preflight.placement
     ring = make_ring(config, placement)
     folder = RunFolder(config)
     tell = tell_all([folder.observe, *observers])
@@ -43,13 +39,12 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
             config,
             devices=device_names(placement),
             num_slots=config.ring_slots,
-            description=describe(placement),
+            description="\n".join([*_notes(config, preflight), describe(placement)]),
         )
     )
     exit_code, message = _train(
         config,
-        placement,
-        prompts=prompts,
+        preflight,
         ring=ring,
         folder=folder,
         started=started,
@@ -59,11 +54,20 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
     return exit_code
 
 
+def _notes(config: Config, preflight: Preflight) -> list[str]:
+    """What the checks have decided, for the user to know."""
+    if not preflight.num_prompts_skipped:
+        return []
+    return [
+        f"{preflight.num_prompts_skipped} prompts skipped, longer than data.max_prompt_length="
+        f"{config.data.max_prompt_length}; {preflight.prompts.epoch_length} left"
+    ]
+
+
 def _train(
     config: Config,
-    placement: Placement,
+    preflight: Preflight,
     *,
-    prompts: PromptStream,
     ring: RingBuffer,
     folder: RunFolder,
     started: float,
@@ -77,8 +81,8 @@ def _train(
         with Supervisor() as supervisor:
             controller = Controller(
                 config,
-                placement,
-                prompts=prompts,
+                preflight.placement,
+                prompts=preflight.prompts,
                 folder=folder,
                 supervisor=supervisor,
                 ring=ring,
@@ -86,6 +90,7 @@ def _train(
                 tell=tell,
             )
             summary = controller.run()
+        summary["prompts_skipped"] = preflight.num_prompts_skipped
         tell(records.RunFinished(time.monotonic(), summary))
     except Interrupted as interrupted:
         message = f"stopped by {interrupted}; what there is lies in {folder.path}"

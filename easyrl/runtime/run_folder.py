@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,21 +20,27 @@ class RunFolder:
     """`config.yaml` at the start, a line of `metrics.jsonl` per iteration, `summary.json` last."""
 
     def __init__(self, config: Config) -> None:
-        """Make the folder. Raises ConfigError where it exists or cannot be made."""
-        self.path = Path(config.output.dir or _default_name(config)).expanduser()
+        """Make the folder. Raises ConfigError where it exists or cannot be made, and leaves
+        nothing of it then."""
+        self.path = folder_of(config)
+        parents = [parent for parent in self.path.parents if not os.path.exists(parent)]
+        is_made = False
         try:
             self.path.mkdir(parents=True)
+            is_made = True
             (self.path / "logs").mkdir()
             (self.path / "config.yaml").write_text(to_commented_yaml(config))
         except FileExistsError:
-            raise ConfigError(
-                f"output.dir (--output): '{self.path}' exists; accepted: a folder that does not, "
-                "so that no run is overwritten"
-            ) from None
+            raise _exists(self.path) from None
         except OSError as error:
+            if is_made:
+                shutil.rmtree(self.path, ignore_errors=True)
+            for parent in parents:
+                with contextlib.suppress(OSError):  # never made, or not empty any more
+                    parent.rmdir()
             raise ConfigError(
                 f"output.dir (--output): '{self.path}' cannot be made: {error.strerror}; "
-                "accepted: a folder on a disk that can be written"
+                "accepted: a folder on a disk that can be written and has room"
             ) from None
 
     @property
@@ -56,6 +65,24 @@ class RunFolder:
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.path / name).open("a") as file:  # whole lines, also when the run is cut off
             file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+
+
+def folder_of(config: Config) -> Path:
+    """Where the run folder will be."""
+    return Path(config.output.dir or _default_name(config)).expanduser()
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise ConfigError where something is there already."""
+    if os.path.lexists(folder):
+        raise _exists(folder)
+
+
+def _exists(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"output.dir (--output): '{folder}' exists; accepted: a folder that does not, "
+        "so that no run is overwritten"
+    )
 
 
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:

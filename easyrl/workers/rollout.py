@@ -30,7 +30,8 @@ from easyrl.data.chat import render_prompt
 from easyrl.delays import maybe_sleep
 from easyrl.engines.base import FinishedGroup, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
-from easyrl.model.policy import Policy, load_tokenizer
+from easyrl.model.policy import Policy
+from easyrl.model.pretrained import load_tokenizer
 from easyrl.rewards.loading import reward_weights
 from easyrl.rewards.scorer import Scorer, combine
 from easyrl.types import Float32, Prompt, RolloutGroup
