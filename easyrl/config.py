@@ -97,7 +97,8 @@ class RewardConfig(Section):
     on_error: Literal["stop", "skip_group", "zero"] = "stop"
     """A reward call that raises, returns what is no reward, takes too long or loses its process:
     the run ends and names the prompt (`stop`), its group is not trained (`skip_group`), or its
-    completions score 0 in that function (`zero`). What is not `stop` is counted and written down."""
+    completions score 0 in that function (`zero`). Unless it is `stop`, every such call is counted
+    and written to reward_errors.jsonl."""
 
 
 class RolloutConfig(Section):

@@ -80,7 +80,9 @@ def _lengths(
             try:
                 ids = render_prompts([contents[place] for place in some], tokenizer)
             except ValueError:
-                ids = [_render(contents[place], tokenizer, stream.place_of(place)) for place in some]
+                ids = [
+                    _render(contents[place], tokenizer, stream.place_of(place)) for place in some
+                ]
             yield from zip(some, map(len, ids), strict=True)
 
 

@@ -6,6 +6,7 @@ load by the same functions. Whatever does not work is a ConfigError that names `
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +51,20 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def _unknown_model(path: str, error: Exception) -> str:
-    import json
-
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
 
     file = Path(resolve_model(path)) / "config.json"
     raw = json.loads(file.read_text()) if file.is_file() else {}
     kind = raw.get("model_type")
-    if "AutoConfig" in raw.get("auto_map", {}) and kind not in CONFIG_MAPPING_NAMES:
+    if "AutoConfig" in raw.get("auto_map", {}) and kind not in CONFIG_MAPPING:
         return (
             f"{KEY}: '{path}' comes with Python code of its own; accepted: "
             "model.trust_remote_code=true, if you trust its source"
         )
     if file.is_file() and kind is None:
         return f"{KEY}: '{file}' has no model_type, so transformers cannot tell what model it is"
-    if kind is not None and kind not in CONFIG_MAPPING_NAMES:
+    if kind is not None and kind not in CONFIG_MAPPING:
         return (
             f"{KEY}: transformers {transformers.__version__} does not know the model type "
             f"'{kind}' of '{path}'; {OTHER_MODEL}, or a transformers that knows it"
@@ -74,9 +73,9 @@ def _unknown_model(path: str, error: Exception) -> str:
 
 
 def _check_class(path: str, config: Any, *, trust_remote_code: bool) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         if trust_remote_code:

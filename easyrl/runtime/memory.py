@@ -2,8 +2,8 @@
 
 On the CPU a run holds, in float32:
 
-    train worker      weights, gradients, AdamW's two moments             4 x weights
-    rollout worker    weights, and the KV cache of the rows it can fill   1 x weights + rows x tokens
+    train worker      4 x the weights: they, gradients, AdamW's two moments
+    rollout worker    the weights, and the KV cache of the rows that it can fill
     ring buffer       its slots
 
 Only what is surely asked for is counted (no activations, no libraries), and a KV cache only as
@@ -64,7 +64,7 @@ def check_memory(
 
 def check_disk(folder: Path, model: ModelFiles) -> None:
     """Raise ConfigError where the final model does not fit the disk that `folder` will be on."""
-    there = next(parent for parent in folder.absolute().parents if os.path.exists(parent))
+    there = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
     needed, free = FLOAT_BYTES * (model.num_weights or 0), shutil.disk_usage(there).free
     if needed > free:
         raise ConfigError(

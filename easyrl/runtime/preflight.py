@@ -46,9 +46,7 @@ def check_run(config: Config) -> Preflight:
     placement = resolve_placement(config)  # to look for accelerators takes torch
     ring_bytes = ring_layout(config, placement).total_bytes
     checked = _check_prompts(config, prompts)
-    check_memory(
-        config, placement, files, longest_prompt=checked.longest, ring_bytes=ring_bytes
-    )
+    check_memory(config, placement, files, longest_prompt=checked.longest, ring_bytes=ring_bytes)
     check_disk(folder, files)
     return Preflight(checked.stream, checked.num_skipped, placement)
 

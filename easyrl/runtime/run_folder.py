@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from easyrl.config import Config, ConfigError, to_commented_yaml
-from easyrl.records import IterationFinished, Record, RunFinished, Sampled
+from easyrl.records import IterationFinished, Record, RewardFailed, RunFinished, Sampled
 
 
 class RunFolder:
@@ -23,7 +23,7 @@ class RunFolder:
         """Make the folder. Raises ConfigError where it exists or cannot be made, and leaves
         nothing of it then."""
         self.path = folder_of(config)
-        parents = [parent for parent in self.path.parents if not os.path.exists(parent)]
+        parents = [parent for parent in self.path.parents if not os.path.lexists(parent)]
         is_made = False
         try:
             self.path.mkdir(parents=True)
@@ -60,7 +60,11 @@ class RunFolder:
             case Sampled(sample):
                 self._append("samples.jsonl", sample)
             case RunFinished(summary=summary):
-                (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+                text = json.dumps(_finite(summary), indent=2, allow_nan=False)
+                (self.path / "summary.json").write_text(text + "\n")
+            case RewardFailed(_, iteration, prompt_index, message):
+                line = {"iteration": iteration, "prompt_index": prompt_index, "error": message}
+                self._append("reward_errors.jsonl", line)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.path / name).open("a") as file:  # whole lines, also when the run is cut off
