@@ -7,7 +7,7 @@ attention interface, and refuses what it could not compute exactly.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,17 @@ class Policy:
         config = load_model_config(path, trust_remote_code=trust_remote_code)
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else its class comes with the model
             _check_interface(path, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             resolve_model(path),
             config=config,
             dtype=torch.float32,
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, in words
         )
+        model, found = loaded
+        _check_complete(path, found["missing_keys"], found["mismatched_keys"])
         _check_interface(path, type(model))
         if torch.device(device).type == "cpu":
             speed_up_linear_layers(model)
@@ -143,6 +147,23 @@ class _Probe:
             )
         self.windows.append(settings.sliding_window)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+def _check_complete(
+    path: str, missing: Collection[str], mismatched: Collection[tuple[str, Any, Any]]
+) -> None:
+    """transformers draws at random what a folder has no weights for."""
+    for name, found, wanted in sorted(mismatched):
+        raise ValueError(
+            f"model.path: in the files of {path} the weight {name} has the shape {list(found)}, "
+            f"but by its config.json it has {list(wanted)}; fetch or save the model again"
+        )
+    if missing:
+        raise ValueError(
+            f"model.path: the files of {path} lack {len(missing)} of the model's weights "
+            f"({', '.join(sorted(missing)[:3])}{', ...' if len(missing) > 3 else ''}); fetch or "
+            "save the model again, or choose another model"
+        )
 
 
 def _check_interface(path: str, model_class: Any) -> None:

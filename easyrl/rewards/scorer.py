@@ -36,8 +36,8 @@ from easyrl.rewards.functions import RewardError
 from easyrl.rewards.loading import reward_names, reward_specs
 from easyrl.types import Float32, Messages
 
-MAX_SENT = 2
-"""A call under way whenever the pool is lost is sent so many times: it may be what loses it."""
+MAX_SENT = 3
+"""A call that is under way whenever the pool is lost is sent so many times: it may be the cause."""
 
 
 class Scored(NamedTuple):

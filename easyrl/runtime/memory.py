@@ -46,7 +46,7 @@ def check_memory(
     if needed <= available:
         return
     parts = {
-        f"{copies} x the model ({_gib(weights)}): lower --infer-devices ({placement.infer}), or "
+        f"{copies} x the model ({_size(weights)}): lower --infer-devices ({placement.infer}), or "
         "choose a smaller model.path": copies * weights,
         f"KV cache ({num_rows} sequences of {row_tokens} tokens): lower "
         f"rollout.max_concurrent_groups ({placement.max_concurrent_groups}), "
@@ -57,8 +57,8 @@ def check_memory(
     }
     shares = sorted(parts.items(), key=lambda part: -part[1])
     raise ConfigError(
-        f"this run asks for {_gib(needed)} of memory, but this machine and its cgroup have "
-        f"{_gib(available)} left:\n" + "\n".join(f"{_gib(size)}  {what}" for what, size in shares)
+        f"this run asks for {_size(needed)} of memory, but this machine and its cgroup have "
+        f"{_size(available)} left:\n" + "\n".join(f"{_size(size)}  {what}" for what, size in shares)
     )
 
 
@@ -68,8 +68,8 @@ def check_disk(folder: Path, model: ModelFiles) -> None:
     needed, free = FLOAT_BYTES * (model.num_weights or 0), shutil.disk_usage(there).free
     if needed > free:
         raise ConfigError(
-            f"output.dir (--output): the final model has {_gib(needed)}, but the disk of "
-            f"'{folder}' has {_gib(free)} left; accepted: a folder on a disk with room"
+            f"output.dir (--output): the final model has {_size(needed)}, but the disk of "
+            f"'{folder}' has {_size(free)} left; accepted: a folder on a disk with room"
         )
 
 
@@ -95,5 +95,5 @@ def _rows_per_worker(config: Config, placement: Placement) -> int:
     return groups * config.rollout.num_generations
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.2f} GiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"

@@ -59,6 +59,14 @@ def _check_prompts(config: Config, prompts: PromptStream) -> CheckedPrompts:
         longest = max(map(len, prompts.examples()))
         if longest <= config.data.max_prompt_length:
             return CheckedPrompts(prompts, num_skipped=0, longest=longest)
+    _quieten_transformers()
     load_model_config(model.path, trust_remote_code=model.trust_remote_code)
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     return check_prompts(prompts, tokenizer, config)
+
+
+def _quieten_transformers() -> None:
+    """What it warns of (lengths, fields of a config) is either an error of ours or no matter."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]

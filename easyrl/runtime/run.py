@@ -59,8 +59,8 @@ def _notes(config: Config, preflight: Preflight) -> list[str]:
     if not preflight.num_prompts_skipped:
         return []
     return [
-        f"{preflight.num_prompts_skipped} prompts skipped, longer than data.max_prompt_length="
-        f"{config.data.max_prompt_length}; {preflight.prompts.epoch_length} left"
+        f"prompts skipped: {preflight.num_prompts_skipped} (longer than data.max_prompt_length="
+        f"{config.data.max_prompt_length}), left: {preflight.prompts.epoch_length}"
     ]
 
 
