@@ -77,7 +77,10 @@ class DataConfig(Section):
     """Held-out problems that accuracy is measured on before and after, where the task has such;
     null: all of them."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Longest prompt in tokens; a longer one is an error that names it."""
+    """Longest prompt in tokens."""
+    long_prompts: Literal["stop", "skip"] = "stop"
+    """A longer one: the run does not start and names it (`stop`), or its row is left out and
+    counted (`skip`)."""
 
 
 class RewardConfig(Section):
@@ -91,6 +94,11 @@ class RewardConfig(Section):
     """Column that `exact_match` compares the completion with."""
     num_workers: int = Field(default=1, ge=1, le=512)
     """Processes that score in parallel."""
+    on_error: Literal["stop", "skip_group", "zero"] = "stop"
+    """A reward call that raises, returns what is no reward, takes too long or loses its process:
+    the run ends and names the prompt (`stop`), its group is not trained (`skip_group`), or its
+    completions score 0 in that function (`zero`). Unless it is `stop`, every such call is counted
+    and written to reward_errors.jsonl."""
 
 
 class RolloutConfig(Section):
@@ -178,7 +186,7 @@ class RuntimeConfig(Section):
     """Same configuration, same weights to the last bit, under either schedule; slower."""
     timeout_seconds: float = Field(default=120.0, gt=0.0)
     """Longest wait in a weight exchange, and longest time of one reward call, in seconds; past it
-    the run stops and says why."""
+    the run stops and says why (a reward call: see `reward.on_error`)."""
 
 
 class OutputConfig(Section):

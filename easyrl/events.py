@@ -123,12 +123,16 @@ class GroupScored:
 
     iteration: int
     prompt_index: int
-    rewards: Sequence[float]  # [G]
+    rewards: Sequence[float]  # [G], NaN where the group was skipped
     rewards_by_function: Sequence[Sequence[float | None]]  # [functions][G]
     completion_lengths: Sequence[int]  # [G]
     num_truncated: int
     busy_seconds: float
     """The engine's busy time in this iteration so far."""
+    errors: Sequence[str] = ()
+    """Reward calls that failed, where the run goes on all the same (`reward.on_error`)."""
+    is_skipped: bool = False
+    """Such a call has cost the group its gradient."""
     prompt: str | None = None
     samples: Sequence[Sample] = ()
 
@@ -138,6 +142,8 @@ class PromptEvaluated:
     round: int
     prompt_index: int
     reward: float
+    """NaN where its reward call failed and it is skipped."""
+    errors: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

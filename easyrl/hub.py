@@ -28,37 +28,30 @@ def resolve_model(path: str) -> str:
     return str(folder) if folder.is_dir() else path
 
 
-def check_model(path: str) -> None:
-    """Raise ConfigError where there is no such model, before any worker is started."""
-    folder = Path(resolve_model(path))
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"{KEY}: the folder '{path}' has no config.json; {FORMS}")
-        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-            raise ConfigError(f"{KEY}: the folder '{path}' has no weights (*.safetensors); {FORMS}")
-        if not any(folder.glob("token*")) and not any(folder.glob("vocab*")):
-            raise ConfigError(f"{KEY}: the folder '{path}' has no tokenizer; {FORMS}")
-    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
-        raise ConfigError(f"{KEY}: there is no folder '{path}'; {FORMS}")
-    else:
-        _check_on_hub(path)
+def is_hub_id(path: str) -> bool:
+    """Whether `path` can be a hub id (`owner/name`, or an old one without an owner)."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None
 
 
-def _check_on_hub(repository: str) -> None:
+def model_config_from_hub(repository: str) -> Path:
+    """The model's `config.json`, fetched or from the cache. Raises ConfigError where it is not to
+    be had."""
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
-    is_cached = isinstance(huggingface_hub.try_to_load_from_cache(repository, "config.json"), str)
+    cached = huggingface_hub.try_to_load_from_cache(repository, "config.json")
     if not hub_answers():
-        if is_cached:
-            os.environ["HF_HUB_OFFLINE"] = "1"  # for the workers: ask nobody, take what is there
-            return
+        if isinstance(cached, str):
+            # From here on ask nobody, take what is there: the workers, and this process.
+            os.environ["HF_HUB_OFFLINE"] = "1"
+            huggingface_hub.constants.HF_HUB_OFFLINE = True
+            return Path(cached)
         raise ConfigError(
             f"{KEY}: '{repository}' is no folder here, and the hub cannot be reached. Check the "
             f"name and the network (HF_ENDPOINT names a mirror); {FORMS}"
         )
     try:
-        huggingface_hub.hf_hub_download(repository, "config.json")
+        return Path(huggingface_hub.hf_hub_download(repository, "config.json"))
     except (RepositoryNotFoundError, EntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"{KEY}: '{repository}' is not on the hub: {reason}; {FORMS}") from error

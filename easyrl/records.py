@@ -101,8 +101,18 @@ class GroupArrived:
     time: float
     iteration: int
     prompt_index: int
-    mean_reward: float
+    mean_reward: float  # NaN where the group was skipped (`reward.on_error`)
     num_tokens: int  # of its completions
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailed:
+    """A reward call failed, and the run goes on (`reward.on_error`)."""
+
+    time: float
+    iteration: int | None  # None: a held-out problem's
+    prompt_index: int
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +175,7 @@ Record = (
     | FirstRollout
     | IterationStarted
     | GroupArrived
+    | RewardFailed
     | Sampled
     | IterationFinished
     | SavingModel

@@ -2,81 +2,211 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from runs import SMALL, finish
-
-
-def write(folder: Path) -> None:
-    (folder / "good.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    (folder / "empty.jsonl").write_text("")
-    (folder / "broken.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": \n')
-    (folder / "other.jsonl").write_text('{"question": "1+1="}\n')
-    (folder / "no_config").mkdir()
-    (folder / "no_weights").mkdir()
-    (folder / "no_weights" / "config.json").write_text("{}")
-    (folder / "r.py").write_text("def score(completions, **columns):\n    return [0.0]\n")
-    (folder / "fails.py").write_text("import nothing_of_that_name\n")
-    (folder / "taken").mkdir()
+from easyrl.cli import app
+from easyrl.config import Config, load_config
+from easyrl.data import prompt_check
+from easyrl.model.policy import Policy
+from easyrl.runtime import memory, run
+from easyrl.runtime.preflight import Preflight, check_run
+from mistakes import MISTAKES, OWN, change_json, write_files
+from runs import SMALL, start, summary_of
 
 
-MISTAKES = {
-    "overlapping device sets": (["--infer-devices", "0-1", "--train-devices", "1-2"], "overlap"),
-    "malformed device set": (["--infer-devices", "3-1"], "--infer-devices"),
-    "accelerators that are not there": (["--infer-devices", "0-3"], "this machine has none"),
-    "unknown key": (["train.learning_rat=1"], "did you mean train.learning_rate"),
-    "wrong type": (["train.iterations=many"], "train.iterations"),
-    "missing model folder": (["--model", "./nowhere"], "model.path"),
-    "model that the hub does not give": (["--model", "nobody/nothing"], "model.path"),
-    "model folder without config": (["--model", "{folder}/no_config"], "config.json"),
-    "model folder without weights": (["--model", "{folder}/no_weights"], "no weights"),
-    "more slots than the ring can have": (["train.prompts_per_iteration=8000"], "ring_slots"),
-    "more memory than there is": (
-        [
-            "rollout.max_completion_length=20000000",
-            "train.max_tokens_per_micro_batch=60000000",
-            "train.prompts_per_iteration=4000",
-        ],
-        "this machine and its cgroup have",
-    ),
-    "a group larger than a slot can be": (
-        ["rollout.max_completion_length=50000000", "train.max_tokens_per_micro_batch=60000000"],
-        "rollout.max_completion_length",
-    ),
-    "missing prompt column": (["--dataset", "{folder}/other.jsonl"], "question"),
-    "empty data set": (["--dataset", "{folder}/empty.jsonl"], "data.dataset"),
-    "broken line": (["--dataset", "{folder}/broken.jsonl"], "broken.jsonl:2"),
-    "data without a reward": (["--dataset", "{folder}/good.jsonl"], "--reward"),
-    "reward file that fails": (["--reward", "{folder}/fails.py:score"], "nothing_of_that_name"),
-    "reward that is not there": (["--reward", "{folder}/r.py:scores"], "score"),
-    "ring too small for sync": (["--schedule", "sync", "rollout.ring_slots=2"], "ring_slots"),
-    "ring too small for deterministic": (
-        ["runtime.deterministic=true", "rollout.ring_slots=2"],
-        "ring_slots",
-    ),
-    "unknown schedule": (["--schedule", "async"], "periodic"),
-    "two train devices": (["--train-devices", "cpu:2"], "one train device"),
-    "folder that exists": (["--output", "{folder}/taken"], "--output"),
-}
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    files = tmp_path_factory.mktemp("files")
+    write_files(files)
+    return files
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gets past the checks fails the test; the hub is where nothing listens."""
+
+    def start(*arguments: Any, **options: Any) -> NoReturn:
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr(run, "_train", start)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+
+
+def typed(*words: str) -> Result:
+    return CliRunner().invoke(app, ["grpo", *words])
+
+
+def assert_told(result: Result, expected: str) -> None:
+    told = " ".join(result.stderr.split())  # Typer draws boxes as wide as the terminal
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert expected in told
+    assert "easyrl/" not in result.output  # no frame of ours: at most those of the user's file
+    assert result.stderr.startswith(("easyrl: ", "Usage: "))  # nothing of a library's before it
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named_before_anything_starts(tmp_path: Path, mistake: str) -> None:
-    write(tmp_path)
+def test_a_mistake_is_named_before_anything_starts(
+    tmp_path: Path, folder: Path, mistake: str
+) -> None:
     words, expected = MISTAKES[mistake]
-    output = [] if "--output" in words else ["--output", str(tmp_path / "run")]
-    code, out, err = finish(*output, *(word.format(folder=tmp_path) for word in words), timeout=60)
-    assert code == 2, (out, err)
-    assert expected in err
-    assert err.startswith("easyrl: ")
-    assert "easyrl/" not in err  # no frame of ours: at most those of the user's own file
-    assert not (tmp_path / "run").exists()
+    output = [] if "--output" in words else ["--output", str(tmp_path / "parent" / "run")]
+    there = sorted(folder.rglob("*"))
+    assert_told(typed(*output, *(word.format(folder=folder) for word in words)), expected)
+    assert list(tmp_path.iterdir()) == []
+    assert [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts] == there
 
 
-def test_a_prompt_that_is_too_long_is_named(tmp_path: Path) -> None:
-    words = (*SMALL, "data.max_prompt_length=4", "--iterations", "1")
-    code, _, err = finish("--output", str(tmp_path / "run"), *words)
-    assert code == 2
-    assert "data.max_prompt_length" in err and "Traceback" not in err
+def checked(*words: str) -> Preflight:
+    return check_run(load_config(None, {"reward.functions": ["exact_match"]}, words))
+
+
+def error_of(*words: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        checked(*words)
+    return str(caught.value)
+
+
+# Prompts.
+
+
+def test_long_prompts_are_skipped_and_counted(folder: Path) -> None:
+    words = f"data.dataset={folder}/long.jsonl", "data.max_prompt_length=6"
+    preflight = checked(*words, "data.long_prompts=skip")
+    assert preflight.num_prompts_skipped == 1
+    assert preflight.prompts.epoch_length == 1
+    assert {preflight.prompts.prompt(index).content for index in range(5)} == {"1+1="}
+    assert checked(words[0]).num_prompts_skipped == 0
+
+
+def test_of_a_large_data_set_the_longest_texts_are_looked_at(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_check, "MAX_RENDERED", 1)
+    words = f"data.dataset={folder}/long.jsonl", "data.max_prompt_length=6"
+    assert "long.jsonl:3: the prompt has 10 tokens" in error_of(*words)
+    assert checked(*words, "data.long_prompts=skip").prompts.epoch_length == 1
+
+
+# Weights that are whole as files, but not the model's: found when they are loaded.
+
+
+def test_weights_that_the_model_lacks_are_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.path: .* lack 1 .*layers.0.mlp.up_proj"):
+        Policy.load(str(folder / "lost_weight"))
+
+
+def test_weights_of_another_shape_are_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "refuses", tmp_path / "model")
+    change_json("config.json", intermediate_size=380)(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"model.path: .* \[128, 384\], but .* \[128, 380\]"):
+        Policy.load(str(tmp_path / "model"))
+
+
+# The disk and the memory.
+
+
+def test_a_disk_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(code: int) -> Callable[..., NoReturn]:
+        def write(*arguments: Any, **options: Any) -> NoReturn:
+            raise OSError(code, os.strerror(code))
+
+        return write
+
+    words = "--output", str(tmp_path / "parent" / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", fail(errno.ENOSPC))
+        assert_told(typed(*words), "cannot be made: No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", fail(errno.EROFS))
+        assert_told(typed(*words), "cannot be made: Read-only file system")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+        assert_told(typed(*words), "the final model has 2.9 MiB, but the disk of")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_too_large_for_the_memory_is_told_with_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 14 * 2**20)
+    small = ("data.max_prompt_length=30", "rollout.max_completion_length=10")
+    message = error_of(*small, "train.prompts_per_iteration=1", "devices.infer=cpu:2")
+    weights = 767744 * 4 / 2**20
+    assert f"6 x the model ({weights:.1f} MiB)" in message
+    assert message.splitlines()[1].startswith(f"{6 * weights:.1f} MiB")  # the largest share first
+    assert "model.path" in message and "--infer-devices (cpu:2)" in message
+
+
+def test_only_what_can_be_filled_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that no group ever uses, and room for prompts that do not come, cost nothing."""
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 80 * 2**20)
+    words = "rollout.max_completion_length=40", "train.prompts_per_iteration=16"
+    checked(*words, "rollout.max_concurrent_groups=100000", "data.max_prompt_length=2000")
+    message = error_of(*words, "rollout.num_generations=200")
+    assert "KV cache (3200 sequences of 64 tokens)" in message
+    config = load_config(None, {}, ["devices.infer=0", "devices.train=1", *words])
+    on_accelerators(config)
+
+
+def on_accelerators(config: Config) -> None:
+    """Of accelerators' memory nothing is asked: the check counts only the CPU's."""
+    from easyrl.config import parse_device_set
+    from easyrl.model.files import ModelFiles
+    from easyrl.runtime.placement import Placement
+
+    infer, train = parse_device_set("0"), parse_device_set("1")
+    huge = ModelFiles("huge", {"num_hidden_layers": 99, "num_attention_heads": 99}, 10**12)
+    placement = Placement(infer, train, "x", 1, 1, max_concurrent_groups=16)
+    memory.check_memory(config, placement, huge, longest_prompt=10, ring_bytes=0)
+
+
+# The terminal.
+
+
+def test_a_narrow_terminal_and_an_audience_that_leaves_stop_no_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    words = (*OWN, f"{folder}/long.jsonl", "data.long_prompts=skip", "--iterations", "1")
+    output = tmp_path / "run"
+    process = start(
+        *(
+            "--output",
+            str(output),
+            *words,
+            *SMALL,
+            "data.max_prompt_length=6",
+            "data.num_held_out=null",
+        ),
+        COLUMNS="40",
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()  # as `| head -n 1` does
+    assert process.wait(120) == 0
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert summary_of(output)["prompts_skipped"] == 1
+
+
+def test_help_and_config_may_be_piped_to_head() -> None:
+    for command in ("config", "--help", "grpo --help"):
+        done = subprocess.run(
+            ["bash", "-c", f"{sys.executable} -m easyrl {command} | head -n 1"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stderr == "", done.stderr

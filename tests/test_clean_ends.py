@@ -13,6 +13,7 @@ import pytest
 
 from easyrl.events import SaveModel
 from easyrl.runtime.supervisor import Supervisor
+from mistakes import change_json
 from runs import SMALL, descendants, finish, start, wait_for_line, wait_until_gone
 
 ENDLESS = ("--iterations", "100000", *SMALL)
@@ -162,10 +163,10 @@ def sleep_for_ever(control: object) -> None:
 
 
 def test_an_exception_in_a_worker_is_told_once_with_its_traceback(tmp_path: Path) -> None:
-    """A model whose weights cannot be read: not foreseen, so the worker's own words."""
+    """A model that its own class refuses: not foreseen, so the worker's own words."""
     folder = tmp_path / "model"
     shutil.copytree(Path(__file__).parent.parent / "easyrl" / "tasks" / "tiny", folder)
-    (folder / "model.safetensors").write_bytes(b"not weights")
+    change_json("config.json", hidden_act="frobnicate")(folder)
     code, _, err = finish("--model", str(folder), "--output", str(tmp_path / "run"), *ENDLESS)
     assert code == 1
     assert err.count("Traceback (most recent call last)") >= 1

@@ -117,7 +117,7 @@ def wait_for(scorer: Scorer, count: int = 1) -> list[tuple[Any, Scores]]:
     scored: list[tuple[Any, Scores]] = []
     while len(scored) < count:
         assert select.select([scorer], [], [], 30)[0], "nothing was scored in 30 s"
-        scored += scorer.finished()
+        scored += [(key, scores) for key, scores, _ in scorer.finished() if scores is not None]
     return scored
 
 

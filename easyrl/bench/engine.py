@@ -20,7 +20,8 @@ from easyrl.data.chat import render_prompt
 from easyrl.engines.base import GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.hub import resolve_model
-from easyrl.model.policy import Policy, load_tokenizer
+from easyrl.model.policy import Policy
+from easyrl.model.pretrained import load_tokenizer
 from easyrl.tasks.arithmetic import held_out_prompts
 
 ROWS = 128

@@ -96,9 +96,9 @@ def _cgroup_memory_bytes(root: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
-            base, limit, usage, cache = mount, "memory.max", "memory.current", "inactive_file"
+            base, limit, usage, prefix = mount, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):  # version 1
-            base, cache = mount / "memory", "total_inactive_file"
+            base, prefix = mount / "memory", "total_"
             limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
@@ -112,4 +112,5 @@ def _cgroup_memory_bytes(root: Path) -> Iterator[int]:
                 stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):  # no such file here, or "max": no limit
                 continue
-            yield limit_bytes - used_bytes + int(stat.get(cache, 0))
+            cache = (stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            yield limit_bytes - used_bytes + sum(map(int, cache))

@@ -5,6 +5,7 @@ Floor 1. The tokenizer comes from the caller: nothing here loads a model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from easyrl.types import Messages
@@ -33,23 +34,35 @@ def render_prompt(content: str | Messages, tokenizer: Any) -> list[int]:
 
     A string is tokenised as it is, with the special tokens that the tokenizer itself puts around
     a text; messages go through the model's chat template, up to the opened answer. Raises
-    ValueError where there is no template, or where nothing is left to complete.
+    ValueError where there is no template or it refuses the messages, or where nothing is left to
+    complete.
     """
-    ids: list[int]
-    if isinstance(content, str):
-        ids = tokenizer(content)["input_ids"]
+    return render_prompts([content], tokenizer)[0]
+
+
+def render_prompts(contents: Sequence[str | Messages], tokenizer: Any) -> list[list[int]]:
+    """`render_prompt` for many prompts, all strings or all messages: quicker than one by one."""
+    if isinstance(contents[0], str):
+        ids: list[list[int]] = tokenizer(list(contents))["input_ids"]
     elif getattr(tokenizer, "chat_template", None):
-        ids = tokenizer.apply_chat_template(
-            content,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,  # transformers 5 would return a BatchEncoding
-        )
+        try:
+            ids = tokenizer.apply_chat_template(
+                list(contents),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,  # transformers 5 would return a BatchEncoding
+            )
+        except Exception as error:  # a template is a program: it raises what it likes
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            raise ValueError(
+                f"the chat template of the model (model.path) refuses the prompt: {reason}"
+            ) from error
     else:
         raise ValueError(
             "the prompts are chat messages, but the model's tokenizer has no chat template: use a "
             "chat model (model.path), or a column with plain strings (data.prompt_column)"
         )
-    if not ids:
-        raise ValueError(f"the prompt {content!r} has no tokens")
+    for content, of_prompt in zip(contents, ids, strict=True):
+        if not of_prompt:
+            raise ValueError(f"the prompt {content!r} has no tokens")
     return ids

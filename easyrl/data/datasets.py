@@ -14,7 +14,8 @@ import difflib
 import importlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,11 +27,13 @@ from easyrl.config import Config, ConfigError
 from easyrl.data.chat import what_is_wrong
 from easyrl.hub import hub_answers
 from easyrl.tasks import TASKS
-from easyrl.types import Prompt
+from easyrl.types import Messages, Prompt
 
 OTHER_FORMATS = {".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip", ".yaml"}
 RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}
 """Arguments of a reward function that are not columns."""
+NUM_TASK_EXAMPLES = 256
+"""Generated training prompts that are looked at before a run."""
 
 
 class PromptStream(Protocol):
@@ -45,6 +48,19 @@ class PromptStream(Protocol):
 
     def held_out(self) -> list[Prompt]:
         """Prompts that training never sees; empty where the data has none."""
+        ...
+
+    def examples(self) -> list[str | Messages]:
+        """What to look at before a run: every row's prompt; where prompts are generated, the
+        held-out ones and the first of training."""
+        ...
+
+    def place_of(self, example: int) -> str:
+        """Where an example stands, for errors."""
+        ...
+
+    def without(self, examples: Collection[int]) -> PromptStream:
+        """The stream without these rows. Raises ConfigError where prompts are generated."""
         ...
 
 
@@ -83,6 +99,7 @@ class TaskStream:
     """A task's generated problems."""
 
     def __init__(self, task: str, seed: int) -> None:
+        self._name = task
         self._task = importlib.import_module(TASKS[task])
         self._train_prompts = self._task.train_prompts(seed)
 
@@ -98,6 +115,19 @@ class TaskStream:
         prompts: list[Prompt] = self._task.held_out_prompts()
         return prompts
 
+    def examples(self) -> list[str | Messages]:
+        first = [self.prompt(index) for index in range(NUM_TASK_EXAMPLES)]
+        return [prompt.content for prompt in [*first, *self.held_out()]]
+
+    def place_of(self, example: int) -> str:
+        return f"task '{self._name}', for example {self.examples()[example]!r}"
+
+    def without(self, examples: Collection[int]) -> PromptStream:
+        raise ConfigError(
+            f"data.long_prompts: 'skip' came, but the prompts of the task '{self._name}' are "
+            "generated, so none can be left out; accepted: a larger data.max_prompt_length"
+        )
+
 
 class RowStream:
     """A finite data set, epoch after epoch, each in an order of its own."""
@@ -106,14 +136,16 @@ class RowStream:
         self, rows: Sequence[dict[str, Any]], place_of: Callable[[int], str], config: Config
     ) -> None:
         """`place_of(i)` says where row i stands, for errors."""
+        self.place_of = place_of
         self._column = config.data.prompt_column
         self._rows = rows
+        self._kept = np.arange(len(rows))
         self._shuffle = config.data.shuffle
         self._seed = config.runtime.seed
         if len(rows) == 0:
             raise ConfigError(f"data.dataset (--dataset): '{config.data.dataset}' has no rows")
         self._check_columns()
-        for row, content in enumerate(self._contents()):
+        for row, content in enumerate(self.examples()):
             if wrong := what_is_wrong(content):
                 raise ConfigError(
                     f"{place_of(row)}: column '{self._column}' (data.prompt_column): {wrong}; "
@@ -134,18 +166,25 @@ class RowStream:
                 "that every reward function gets; rename it"
             )
 
-    def _contents(self) -> list[Any]:
+    def examples(self) -> list[str | Messages]:
         if isinstance(self._rows, list):
             return [row[self._column] for row in self._rows]
-        column: list[Any] = self._rows.data.column(self._column).to_pylist()  # type: ignore[attr-defined]
+        column: list[str | Messages] = self._rows.data.column(self._column).to_pylist()  # type: ignore[attr-defined]
         return column
+
+    def without(self, examples: Collection[int]) -> RowStream:
+        fewer = copy(self)
+        fewer._kept = np.setdiff1d(self._kept, np.array(sorted(examples), dtype=np.int64))
+        assert len(fewer._kept), "a stream has rows"
+        fewer._order = lru_cache(maxsize=2)(fewer._draw_order)
+        return fewer
 
     @property
     def epoch_length(self) -> int:
-        return len(self._rows)
+        return len(self._kept)
 
     def prompt(self, index: int) -> Prompt:
-        epoch, place = divmod(index, len(self._rows))
+        epoch, place = divmod(index, len(self._kept))
         columns = dict(self._rows[int(self._order(epoch)[place])])
         return Prompt(index, columns.pop(self._column), columns)
 
@@ -154,8 +193,8 @@ class RowStream:
 
     def _draw_order(self, epoch: int) -> npt.NDArray[np.int64]:
         if not self._shuffle:
-            return np.arange(len(self._rows))
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
+            return self._kept
+        return np.random.default_rng([self._seed, epoch]).permutation(self._kept)
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:

@@ -7,7 +7,7 @@ attention interface, and refuses what it could not compute exactly.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,8 @@ from easyrl.model.attention import (
     register_attention,
 )
 from easyrl.model.linear import speed_up_linear_layers
+from easyrl.model.pretrained import load_model_config
 from easyrl.types import WeightPiece
-
-
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(resolve_model(path), trust_remote_code=trust_remote_code)
 
 
 class Policy:
@@ -48,21 +43,23 @@ class Policy:
         trust_remote_code: bool = False,
     ) -> Policy:
         """Load in float32. Raises ValueError for a model that cannot be served exactly."""
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
         register_attention()
-        folder = resolve_model(path)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        _check_servable(path, config)
+        config = load_model_config(path, trust_remote_code=trust_remote_code)
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else its class comes with the model
             _check_interface(path, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            resolve_model(path),
             config=config,
             dtype=torch.float32,
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, in words
         )
+        model, found = loaded
+        _check_complete(path, found["missing_keys"], found["mismatched_keys"])
         _check_interface(path, type(model))
         if torch.device(device).type == "cpu":
             speed_up_linear_layers(model)
@@ -152,23 +149,20 @@ class _Probe:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
 
-def _check_servable(path: str, config: Any) -> None:
-    text = config.get_text_config()
-    for index, kind in enumerate(getattr(text, "layer_types", None) or []):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(
-                f"model.path: layer {index} of {path} is of type {kind}; EasyRL serves full and "
-                "sliding-window attention exactly, and nothing approximately. Choose another model"
-            )
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {
-        value.get("rope_type") for value in rope.values() if isinstance(value, dict)
-    }
-    if changing := kinds & {"dynamic", "longrope"}:
+def _check_complete(
+    path: str, missing: Collection[str], mismatched: Collection[tuple[str, Any, Any]]
+) -> None:
+    """transformers draws at random what a folder has no weights for."""
+    for name, found, wanted in sorted(mismatched):
         raise ValueError(
-            f"model.path: {path} uses {changing.pop()} RoPE, whose factors depend on the longest "
-            "sequence beside a token, so packed rows would be wrong. Choose another model, or set "
-            "rope_type to 'default' in its config.json if your sequences stay short"
+            f"model.path: in the files of {path} the weight {name} has the shape {list(found)}, "
+            f"but by its config.json it has {list(wanted)}; fetch or save the model again"
+        )
+    if missing:
+        raise ValueError(
+            f"model.path: the files of {path} lack {len(missing)} of the model's weights "
+            f"({', '.join(sorted(missing)[:3])}{', ...' if len(missing) > 3 else ''}); fetch or "
+            "save the model again, or choose another model"
         )
 
 

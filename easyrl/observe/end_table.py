@@ -37,7 +37,8 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("overlap", f"{summary['overlap']:.0%} of the shorter of generating and training"),
         (
             "groups",
-            f"{summary['groups_trained']} trained, {summary['groups_off_policy']} off-policy",
+            f"{summary['groups_trained']} trained, {summary['groups_off_policy']} off-policy"
+            + (f", {summary['groups_skipped']} skipped" if summary.get("groups_skipped") else ""),
         ),
         (
             "engine and trainer",

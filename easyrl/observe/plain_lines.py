@@ -19,6 +19,7 @@ class PlainLines:
     def __init__(self) -> None:
         self._num_iterations = 0
         self._folder = Path()
+        self._has_errors = False
 
     def __call__(self, record: Record) -> None:
         match record:
@@ -30,6 +31,8 @@ class PlainLines:
                 say(f"first rollout after {seconds:.1f} s")
             case records.Evaluated(accuracy=accuracy, num_prompts=count):
                 say(f"held-out accuracy {accuracy:.3f} ({count} problems)")
+            case records.RewardFailed(message=message):
+                self._print_first_error(message)
             case records.IterationFinished():
                 self._print_iteration(record)
             case records.Note(text):
@@ -49,11 +52,24 @@ class PlainLines:
             f"{metrics['perf/iteration_seconds']:.2f} s  "
             f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
         )
+        if metrics.get("reward_errors"):
+            say(
+                f"iteration {number}: {metrics['reward_errors']} reward calls failed, "
+                f"{metrics['groups_skipped']} groups skipped"
+            )
         if metrics["num_updates_not_finite"]:
             say(
                 f"iteration {number}: loss or gradient was not finite; the update was dropped "
                 "(lower train.learning_rate if this goes on)"
             )
+
+    def _print_first_error(self, message: str) -> None:
+        if not self._has_errors:
+            say(
+                f"{message}\nthe run goes on (reward.on_error); all such errors are in "
+                f"{self._folder / 'reward_errors.jsonl'}"
+            )
+        self._has_errors = True
 
 
 def print_end(exit_code: int, message: str) -> None:

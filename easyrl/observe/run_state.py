@@ -142,6 +142,8 @@ class RunState:
                 self.sample = sample
             case records.Note(text):
                 self.note = text
+            case records.RewardFailed(message=message):
+                self.note = message.splitlines()[0]
             case _:
                 self._apply_phase(record)
 

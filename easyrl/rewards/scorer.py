@@ -3,16 +3,20 @@
     rollout worker                              reward processes (num_workers)
       submit(key, group) ──── pebble pool ────►  f(prompts, completions, ids, **columns)
       fileno() readable  ◄─── wake-up pipe ────  scores, or the error
-      finished()  ──► [(key, scores)]
+      finished()  ──► [Scored(key, scores, errors)]
 
 Nothing here blocks but the constructor and `close`. The processes import no torch, ignore Ctrl-C
 (their parent decides), and die with their parent, however it dies.
+
+A call that raises, hangs or ends its process costs that call alone, and is answered as
+`reward.on_error` says. The pool puts a new process in the place of one that is gone; where the
+pool itself is lost (a process killed between two calls), there is a new pool, and what was under
+way is sent again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 from collections import deque
@@ -21,27 +25,35 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
 from easyrl.config import Config
-from easyrl.delays import maybe_sleep
-from easyrl.lifeline import die_with_parent
-from easyrl.rewards.functions import RewardError, RewardFunction
-from easyrl.rewards.loading import load_reward, own_traceback, reward_names, reward_specs
+from easyrl.rewards.calls import Group, Scores, score_group, start_worker
+from easyrl.rewards.functions import RewardError
+from easyrl.rewards.loading import reward_names, reward_specs
 from easyrl.types import Float32, Messages
 
-Scores = list[list[float | None]]  # [functions][G]
+MAX_SENT = 3
+"""A call that is under way whenever the pool is lost is sent so many times: it may be the cause."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    prompt: str | Messages
-    completions: Sequence[str]  # [G]
-    completion_ids: Sequence[Any]  # [G][R]
-    columns: Mapping[str, Any]
+class Scored(NamedTuple):
+    key: Hashable
+    scores: Scores | None
+    """None where `reward.on_error=skip_group` has answered."""
+    errors: Sequence[str] = ()
+    """What went wrong, where the run goes on."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    key: Hashable
+    group: Group
+    future: Future[tuple[Scores, list[str]]] | None = None
+    num_sent: int = 0
 
 
 class Scorer:
@@ -49,20 +61,17 @@ class Scorer:
     on Linux the kernel ends the processes with the thread that started them."""
 
     def __init__(self, config: Config) -> None:
+        self._config = config
         self._names = ", ".join(reward_names(config))
+        self._num_functions = len(reward_specs(config))
+        self._on_error = config.reward.on_error
         self._timeout_seconds = config.runtime.timeout_seconds
-        self._finished: deque[tuple[Hashable, _Group, Future[Scores]]] = deque()
+        self._open: dict[_Call, None] = {}  # submitted, not answered; in order
+        self._finished: deque[tuple[_Call, Future[tuple[Scores, list[str]]]]] = deque()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
-        self._pool = ProcessPool(
-            max_workers=config.reward.num_workers,
-            initializer=_start_worker,
-            initargs=(config,),
-            context=get_context("spawn"),
-        )
-        with _sigint_blocked():  # inherited by the processes, and by the thread that renews them
-            assert self._pool.active  # starts them
+        self._pool = self._start_pool()
 
     def submit(
         self,
@@ -73,23 +82,33 @@ class Scorer:
         columns: Mapping[str, Any],
     ) -> None:
         """Score the G completions of one prompt; `key` names the group in `finished`."""
-        group = _Group(prompt, completions, completion_ids, columns)
-        if not self._pool.active:
-            raise RewardError(f"reward ({self._names}): its processes were killed while idle")
-        future = self._pool.schedule(_score_group, args=(group,), timeout=self._timeout_seconds)
-        future.add_done_callback(lambda done: self._on_done(key, group, done))
+        call = _Call(key, Group(prompt, completions, completion_ids, columns))
+        self._open[call] = None
+        try:
+            self._send(call)
+        except RuntimeError:  # the pool was lost, and nobody waited for it
+            if self._on_error == "stop":
+                what = f"reward ({self._names}): its processes were killed while idle"
+                raise RewardError(what) from None
+            self._renew_pool()
 
-    def finished(self) -> list[tuple[Hashable, Scores]]:
+    def finished(self) -> list[Scored]:
         """The groups scored since the last call, in order of completion; does not wait.
 
-        Raises RewardError where a function failed.
+        Raises RewardError where a function failed and `reward.on_error` is `stop`.
         """
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_reader, 65536)
         scored = []
         while self._finished:
-            key, group, future = self._finished.popleft()
-            scored.append((key, self._result(group, future)))
+            call, future = self._finished.popleft()
+            if future is not call.future:
+                continue  # of a pool that was lost: it has been sent again
+            if _was_lost(future) and self._on_error != "stop" and call.num_sent < MAX_SENT:
+                self._renew_pool()
+                continue
+            del self._open[call]
+            scored.append(self._answer(call, future))
         return scored
 
     def fileno(self) -> int:
@@ -106,22 +125,62 @@ class Scorer:
         os.close(self._wake_writer)
         self._wake_reader = self._wake_writer = -1
 
-    def _on_done(self, key: Hashable, group: _Group, future: Future[Scores]) -> None:
+    def _start_pool(self) -> ProcessPool:
+        pool = ProcessPool(
+            max_workers=self._config.reward.num_workers,
+            initializer=start_worker,
+            initargs=(self._config,),
+            context=get_context("spawn"),
+        )
+        with _sigint_blocked():  # inherited by the processes, and by the thread that renews them
+            assert pool.active  # starts them
+        return pool
+
+    def _renew_pool(self) -> None:
+        """A new pool in the place of a lost one; what that one has left open is sent again."""
+        self._pool.stop()  # type: ignore[no-untyped-call]
+        self._pool.join()
+        self._pool = self._start_pool()
+        for call in self._open:
+            is_done = call.future is not None and call.future.done()
+            if not is_done or (_was_lost(call.future) and call.num_sent < MAX_SENT):
+                self._send(call)
+
+    def _send(self, call: _Call) -> None:
+        future = self._pool.schedule(score_group, args=(call.group,), timeout=self._timeout_seconds)
+        call.future = future
+        call.num_sent += 1
+        future.add_done_callback(lambda done: self._on_done(call, done))
+
+    def _on_done(self, call: _Call, future: Future[tuple[Scores, list[str]]]) -> None:
         """Called in the pool's thread."""
-        self._finished.append((key, group, future))
+        self._finished.append((call, future))
         with contextlib.suppress(OSError):  # full: it is readable anyway; closed: nobody waits
             os.write(self._wake_writer, b"x")
 
-    def _result(self, group: _Group, future: Future[Scores]) -> Scores:
+    def _answer(self, call: _Call, future: Future[tuple[Scores, list[str]]]) -> Scored:
         try:
-            return future.result()
+            scores, errors = future.result()
+        except RewardError as error:
+            errors = [str(error)]
         except TimeoutError:
-            why = f"took longer than {self._timeout_seconds:g} s (runtime.timeout_seconds)"
+            limit = f"{self._timeout_seconds:g} s (runtime.timeout_seconds)"
+            errors = [f"reward ({self._names}) took longer than {limit}, {call.group}"]
         except ProcessExpired as error:
-            why = f"ended its process (exit code {error.exitcode})"
+            how = f"ended its process (exit code {error.exitcode})"
+            errors = [f"reward ({self._names}) {how}, {call.group}"]
         except BrokenProcessPool as error:
-            why = f"lost its processes ({error})"
-        raise RewardError(f"reward ({self._names}) {why}, {_describe(group)}")
+            errors = [f"reward ({self._names}) lost its processes ({error}), {call.group}"]
+        else:
+            return Scored(
+                call.key, None if errors and self._on_error == "skip_group" else scores, errors
+            )
+        if self._on_error == "stop":
+            raise RewardError(errors[0])
+        if self._on_error == "skip_group":
+            return Scored(call.key, None, errors)
+        zeros: list[float | None] = [0.0] * len(call.group.completions)
+        return Scored(call.key, [zeros] * self._num_functions, errors)
 
 
 def combine(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) -> Float32:
@@ -140,87 +199,9 @@ def combine(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) 
     return rewards
 
 
-# In the reward processes.
-
-_config: Config | None = None
-_functions: list[tuple[str, RewardFunction]] = []
-
-
-def _start_worker(config: Config) -> None:
-    global _config  # noqa: PLW0603  one process, one run
-    # At once, without pebble's clean-up: there is nothing to clean up, and close() waits for it.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent()
-    _config = config
-
-
-def _score_group(group: _Group) -> Scores:
-    assert _config is not None
-    maybe_sleep()
-    try:
-        if not _functions:  # not in _start_worker: an error there would be nobody's answer
-            names = reward_names(_config)
-            loaded = [load_reward(spec, _config) for spec in reward_specs(_config)]
-            _functions.extend(zip(names, loaded, strict=True))
-        scores = [_call(name, function, group) for name, function in _functions]
-    except ValueError as error:  # of loading: a ConfigError, complete in itself
-        raise RewardError(str(error)) from None
-    for index, of_completion in enumerate(zip(*scores, strict=True)):
-        if all(score is None for score in of_completion):
-            raise RewardError(
-                f"every reward function returned None for completion {index}, {_describe(group)}"
-            )
-    return scores
-
-
-def _call(name: str, function: RewardFunction, group: _Group) -> list[float | None]:
-    num_generations = len(group.completions)
-    is_chat = not isinstance(group.prompt, str)
-    arguments = {column: [value] * num_generations for column, value in group.columns.items()}
-    arguments["prompts"] = [group.prompt] * num_generations
-    arguments["completions"] = [
-        [{"role": "assistant", "content": text}] if is_chat else text for text in group.completions
-    ]
-    arguments["completion_ids"] = [np.asarray(ids).tolist() for ids in group.completion_ids]
-    try:
-        returned = function(**arguments)
-    except (Exception, SystemExit) as error:
-        raise RewardError(
-            f"reward '{name}' failed, {_describe(group)}, "
-            f"columns {', '.join(group.columns) or 'none'}:\n{own_traceback(error)}"
-        ) from None
-    return _checked(name, returned, group)
-
-
-def _checked(name: str, returned: Any, group: _Group) -> list[float | None]:
-    def refuse(what: str) -> RewardError:
-        return RewardError(f"reward '{name}' returned {what}, {_describe(group)}")
-
-    wanted = len(group.completions)
-    accepted = f"accepted: a list of {wanted} numbers or None, one per completion"
-    if isinstance(returned, (str, bytes, dict)) or not hasattr(returned, "__len__"):
-        raise refuse(f"{returned!r:.80}; {accepted}")
-    if len(returned) != wanted:
-        raise refuse(f"{len(returned)} values; {accepted}")
-    scores: list[float | None] = []
-    for value in returned:
-        if value is None:
-            scores.append(None)
-            continue
-        try:
-            if isinstance(value, (str, bytes)):
-                raise TypeError
-            score = float(value)  # numbers of Python, NumPy and torch
-        except Exception:
-            raise refuse(f"{value!r:.80} among its values; {accepted}") from None
-        if not math.isfinite(score):
-            raise refuse(f"{score}; accepted: finite numbers, or None for 'does not apply'")
-        scores.append(score)
-    return scores
-
-
-def _describe(group: _Group) -> str:
-    return f"for the prompt {group.prompt!r:.200}"
+def _was_lost(done: Future[Any] | None) -> bool:
+    """Whether the answer is that its pool was lost."""
+    return done is not None and isinstance(done.exception(), BrokenProcessPool)
 
 
 @contextlib.contextmanager

@@ -19,11 +19,12 @@ It consumes events, produces prompts and files, and waits only in `Supervisor.wa
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from easyrl import events, records
@@ -191,6 +192,7 @@ class Controller:
         self._note_rollout()
         record.add_group(worker.name, group, seconds)
         self.dispatcher.on_group(worker)
+        self._tell_errors(group.iteration, group.prompt_index, group.errors)
         self.tell(
             records.GroupArrived(
                 time.monotonic(),
@@ -228,11 +230,18 @@ class Controller:
             _, event = self._next_event()
             assert isinstance(event, events.PromptEvaluated)
             self._note_rollout()
+            self._tell_errors(None, event.prompt_index, event.errors)
             rewards[event.prompt_index] = event.reward
             self.tell(records.PromptsEvaluated(time.monotonic(), round_, len(rewards)))
-        accuracy = sum(rewards[prompt.index] for prompt in held_out) / len(held_out)
-        self.tell(records.Evaluated(time.monotonic(), round_, accuracy, len(held_out)))
+        in_order = [rewards[prompt.index] for prompt in held_out]
+        scored = [reward for reward in in_order if not math.isnan(reward)]  # the rest are skipped
+        accuracy = sum(scored) / len(scored) if scored else math.nan
+        self.tell(records.Evaluated(time.monotonic(), round_, accuracy, len(scored)))
         return accuracy
+
+    def _tell_errors(self, iteration: int | None, prompt_index: int, errors: Sequence[str]) -> None:
+        for message in errors:
+            self.tell(records.RewardFailed(time.monotonic(), iteration, prompt_index, message))
 
     def _note_rollout(self) -> None:
         if self.totals.note_rollout():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,22 +40,34 @@ class IterationRecord:
         assert self.trained is not None
         # Events come in order of arrival: sort, so that sums do not depend on it.
         groups = sorted(self.groups, key=lambda group: group.prompt_index)
-        rewards = np.array([group.rewards for group in groups])  # [N, G]
         lengths = np.concatenate([group.completion_lengths for group in groups])
-        metrics = {
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std(axis=1, ddof=1).mean()),
-            "frac_reward_zero_std": float((rewards == rewards[:, :1]).all(axis=1).mean()),
+        return {
+            **_reward_metrics([group for group in groups if not group.is_skipped], reward_names),
+            "groups_skipped": sum(group.is_skipped for group in groups),
+            "reward_errors": sum(len(group.errors) for group in groups),
             "completions/mean_length": float(lengths.mean()),
             "completions/min_length": float(lengths.min()),
             "completions/max_length": float(lengths.max()),
-            "completions/clipped_ratio": sum(g.num_truncated for g in groups) / rewards.size,
+            "completions/clipped_ratio": sum(g.num_truncated for g in groups) / lengths.size,
+            **self.trained.metrics,
         }
-        for number, name in enumerate(reward_names):
-            scores = np.array(
-                [group.rewards_by_function[number] for group in groups], dtype=np.float64
-            )
-            if not np.isnan(scores).all():
-                metrics[f"rewards/{name}/mean"] = float(np.nanmean(scores))
-                metrics[f"rewards/{name}/std"] = float(np.nanstd(scores))
-        return {**metrics, **self.trained.metrics}
+
+
+def _reward_metrics(
+    groups: Sequence[events.GroupScored], reward_names: Sequence[str]
+) -> dict[str, float]:
+    """Of the groups that have rewards; NaN where none has."""
+    if not groups:
+        return dict.fromkeys(("reward", "reward_std", "frac_reward_zero_std"), math.nan)
+    rewards = np.array([group.rewards for group in groups])  # [N, G]
+    metrics = {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(axis=1, ddof=1).mean()),
+        "frac_reward_zero_std": float((rewards == rewards[:, :1]).all(axis=1).mean()),
+    }
+    for number, name in enumerate(reward_names):
+        scores = np.array([group.rewards_by_function[number] for group in groups], dtype=np.float64)
+        if not np.isnan(scores).all():
+            metrics[f"rewards/{name}/mean"] = float(np.nanmean(scores))
+            metrics[f"rewards/{name}/std"] = float(np.nanstd(scores))
+    return metrics

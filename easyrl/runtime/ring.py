@@ -8,14 +8,19 @@ from easyrl.config import Config
 from easyrl.runtime.placement import Placement
 
 
+def ring_layout(config: Config, placement: Placement) -> RingLayout:
+    """How large the run's ring is. Raises ValueError where that does not fit the memory."""
+    layout = RingLayout(
+        num_slots=config.ring_slots,
+        num_generations=config.rollout.num_generations,
+        max_prompt_length=config.data.max_prompt_length,
+        max_completion_length=config.rollout.max_completion_length,
+        num_owners=placement.infer.count + placement.train.count,
+    )
+    layout.check_memory()
+    return layout
+
+
 def make_ring(config: Config, placement: Placement) -> RingBuffer:
     """Raises ValueError where it does not fit the memory, or has too many slots."""
-    return RingBuffer(
-        RingLayout(
-            num_slots=config.ring_slots,
-            num_generations=config.rollout.num_generations,
-            max_prompt_length=config.data.max_prompt_length,
-            max_completion_length=config.rollout.max_completion_length,
-            num_owners=placement.infer.count + placement.train.count,
-        )
-    )
+    return RingBuffer(ring_layout(config, placement))

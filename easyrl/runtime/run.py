@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from easyrl import records
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
-from easyrl.data.datasets import PromptStream, open_prompts
-from easyrl.hub import check_model
 from easyrl.records import Observer, tell_all
-from easyrl.rewards.loading import check_rewards
-from easyrl.runtime.placement import Placement, describe, device_names, resolve_placement
+from easyrl.runtime.placement import describe, device_names
+from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.ring import make_ring
 from easyrl.runtime.run_folder import RunFolder
 
@@ -29,10 +27,8 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
     Observers are told nothing before all that is checked here has passed.
     """
     started = time.monotonic()
-    check_model(config.model.path)
-    prompts = open_prompts(config)
-    check_rewards(config, prompts.prompt(0))
-    placement = resolve_placement(config)  # last: to look for accelerators takes torch
+    preflight = check_run(config)
+    placement = preflight.placement
     ring = make_ring(config, placement)
     folder = RunFolder(config)
     tell = tell_all([folder.observe, *observers])
@@ -44,22 +40,14 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
                 config,
                 devices=device_names(placement),
                 num_slots=config.ring_slots,
-                description=describe(placement),
+                description="\n".join([*_notes(config, preflight), describe(placement)]),
             )
         )
     except (ValueError, KeyboardInterrupt):  # an observer cannot start, or the user had enough
         folder.discard()
         raise
     try:
-        ended = _train(
-            config,
-            placement,
-            prompts=prompts,
-            ring=ring,
-            folder=folder,
-            started=started,
-            tell=tell,
-        )
+        ended = _train(config, preflight, ring=ring, folder=folder, started=started, tell=tell)
     except KeyboardInterrupt:  # before the supervisor hears of signals, or after it did
         message = f"stopped by SIGINT; what there is lies in {folder.path}"
         ended = records.RunEnded(SIGNALLED + signal.SIGINT, message)
@@ -67,11 +55,20 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
     return ended.exit_code
 
 
+def _notes(config: Config, preflight: Preflight) -> list[str]:
+    """What the checks have decided, for the user to know."""
+    if not preflight.num_prompts_skipped:
+        return []
+    return [
+        f"prompts skipped: {preflight.num_prompts_skipped} (longer than data.max_prompt_length="
+        f"{config.data.max_prompt_length}), left: {preflight.prompts.epoch_length}"
+    ]
+
+
 def _train(
     config: Config,
-    placement: Placement,
+    preflight: Preflight,
     *,
-    prompts: PromptStream,
     ring: RingBuffer,
     folder: RunFolder,
     started: float,
@@ -85,8 +82,8 @@ def _train(
         with Supervisor() as supervisor:
             controller = Controller(
                 config,
-                placement,
-                prompts=prompts,
+                preflight.placement,
+                prompts=preflight.prompts,
                 folder=folder,
                 supervisor=supervisor,
                 ring=ring,
@@ -94,6 +91,7 @@ def _train(
                 tell=tell,
             )
             summary = controller.run()
+        summary["prompts_skipped"] = preflight.num_prompts_skipped
         tell(records.RunFinished(time.monotonic(), summary))
     except Interrupted as interrupted:
         message = f"stopped by {interrupted}; what there is lies in {folder.path}"

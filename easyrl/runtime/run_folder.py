@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -20,21 +21,27 @@ class RunFolder:
     """`config.yaml` at the start, a line of `metrics.jsonl` per iteration, `summary.json` last."""
 
     def __init__(self, config: Config) -> None:
-        """Make the folder. Raises ConfigError where it exists or cannot be made."""
-        self.path = Path(config.output.dir or _default_name(config)).expanduser()
+        """Make the folder. Raises ConfigError where it exists or cannot be made, and leaves
+        nothing of it then."""
+        self.path = folder_of(config)
+        parents = [parent for parent in self.path.parents if not os.path.lexists(parent)]
+        is_made = False
         try:
             self.path.mkdir(parents=True)
+            is_made = True
             (self.path / "logs").mkdir()
             (self.path / "config.yaml").write_text(to_commented_yaml(config))
         except FileExistsError:
-            raise ConfigError(
-                f"output.dir (--output): '{self.path}' exists; accepted: a folder that does not, "
-                "so that no run is overwritten"
-            ) from None
+            raise _exists(self.path) from None
         except OSError as error:
+            if is_made:
+                shutil.rmtree(self.path, ignore_errors=True)
+            for parent in parents:
+                with contextlib.suppress(OSError):  # never made, or not empty any more
+                    parent.rmdir()
             raise ConfigError(
                 f"output.dir (--output): '{self.path}' cannot be made: {error.strerror}; "
-                "accepted: a folder on a disk that can be written"
+                "accepted: a folder on a disk that can be written and has room"
             ) from None
 
     def discard(self) -> None:
@@ -70,8 +77,12 @@ class RunFolder:
                 self._append("samples.jsonl", sample)
             case records.Note(text):
                 self._log(text)
+            case records.RewardFailed(_, iteration, prompt_index, message):
+                line = {"iteration": iteration, "prompt_index": prompt_index, "error": message}
+                self._append("reward_errors.jsonl", line)
             case records.RunFinished(summary=summary):
-                (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+                text = json.dumps(_finite(summary), indent=2, allow_nan=False)
+                (self.path / "summary.json").write_text(text + "\n")
             case records.RunEnded(exit_code, message, traceback):
                 parts = (f"ended with exit code {exit_code}", message, traceback)
                 self._log("\n".join(filter(None, parts)))
@@ -99,6 +110,24 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     with contextlib.suppress(ValueError):
         lines.append(json.loads(rest))
     return lines
+
+
+def folder_of(config: Config) -> Path:
+    """Where the run folder will be."""
+    return Path(config.output.dir or _default_name(config)).expanduser()
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise ConfigError where something is there already."""
+    if os.path.lexists(folder):
+        raise _exists(folder)
+
+
+def _exists(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"output.dir (--output): '{folder}' exists; accepted: a folder that does not, "
+        "so that no run is overwritten"
+    )
 
 
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -27,6 +28,8 @@ class Totals:
         self.groups_off_policy = 0
         self.largest_logp_difference = 0.0
         self.updates_not_finite = 0
+        self.groups_skipped = 0
+        self.reward_errors = 0
 
     def note_rollout(self) -> bool:
         """A rollout has come; returns whether it is the run's first."""
@@ -41,7 +44,10 @@ class Totals:
         """Add a finished iteration; returns its `perf/*` metrics."""
         trained = record.trained
         assert trained is not None
-        self._rewards.append(reward)
+        if not math.isnan(reward):  # else every group was skipped
+            self._rewards.append(reward)
+        self.groups_skipped += sum(group.is_skipped for group in record.groups)
+        self.reward_errors += sum(len(group.errors) for group in record.groups)
         self._iteration_seconds += seconds
         self.completion_tokens += trained.completion_tokens
         self.infer_seconds += record.infer_seconds
@@ -90,8 +96,8 @@ class Totals:
             "policy_version": policy_version,
             "wall_seconds": time.monotonic() - self._started,
             "first_rollout_seconds": self.first_rollout_seconds,
-            "reward_first": sum(first) / len(first),
-            "reward_last": sum(last) / len(last),
+            "reward_first": sum(first) / len(first) if first else math.nan,
+            "reward_last": sum(last) / len(last) if last else math.nan,
             "completion_tokens": self.completion_tokens,
             "tokens_per_second_per_device": (
                 self.completion_tokens / self._iteration_seconds / self._num_devices
@@ -104,6 +110,8 @@ class Totals:
             "overlap": self._overlap,
             "groups_trained": self.groups_trained,
             "groups_off_policy": self.groups_off_policy,
+            "groups_skipped": self.groups_skipped,  # of those trained: without a gradient
+            "reward_errors": self.reward_errors,
             "sampling_logp_difference_max": self.largest_logp_difference,
             "updates_not_finite": self.updates_not_finite,
             "weights_sha256": weights_sha256,

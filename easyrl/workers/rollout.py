@@ -30,9 +30,10 @@ from easyrl.data.chat import render_prompt
 from easyrl.delays import maybe_sleep
 from easyrl.engines.base import FinishedGroup, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
-from easyrl.model.policy import Policy, load_tokenizer
+from easyrl.model.policy import Policy
+from easyrl.model.pretrained import load_tokenizer
 from easyrl.rewards.loading import reward_weights
-from easyrl.rewards.scorer import Scorer, combine
+from easyrl.rewards.scorer import Scored, Scorer, combine
 from easyrl.types import Float32, Prompt, RolloutGroup
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
@@ -94,8 +95,8 @@ class RolloutWorker:
                     return
                 if self.engine.has_work and not self._outbox:
                     self._generate()
-                for key, scores in self.scorer.finished():
-                    self._finish_group(cast(Key, key), scores)
+                for scored in self.scorer.finished():
+                    self._finish_group(scored)
                 self._publish()
         finally:
             self.scorer.close()
@@ -187,16 +188,31 @@ class RolloutWorker:
         )
         return texts
 
-    def _finish_group(self, key: Key, scores: list[list[float | None]]) -> None:
+    def _finish_group(self, scored: Scored) -> None:
+        """A group has its scores: into the outbox, or into the evaluation.
+
+        A skipped group (`reward.on_error`) goes the same way with advantages of exactly 0, which
+        carry no gradient. So every iteration has its groups, in either schedule and in the same
+        order, and the loss is still divided by all of the iteration's completions: as for a group
+        of equal rewards. (To roll out another prompt instead takes rounds, as dynamic sampling
+        does, and would never end where every call fails.)
+        """
+        key = cast(Key, scored.key)
+        kind, iteration, index = key
         (finished, sent), prompt = self._being_scored.pop(key), self._prompts.pop(key)
         self.timeline.add("score", sent)
-        rewards = combine(scores, self.reward_weights)
-        kind, iteration, index = key
+        rewards = (
+            np.full(len(finished.completions), np.nan, dtype=np.float32)
+            if scored.scores is None
+            else combine(scored.scores, self.reward_weights)
+        )
         if kind == EVALUATE:
-            self.control.send(events.PromptEvaluated(iteration, index, float(rewards[0])))
+            self.control.send(
+                events.PromptEvaluated(iteration, index, float(rewards[0]), scored.errors)
+            )
             return
-        group = self._make_group(iteration, index, finished, rewards)
-        self._outbox.append((group, self._report(group, prompt, finished, scores)))
+        group = self._make_group(iteration, index, finished, np.nan_to_num(rewards, nan=0.0))
+        self._outbox.append((group, self._report(group, prompt, finished, scored, rewards)))
 
     def _make_group(
         self, iteration: int, prompt_index: int, finished: FinishedGroup, rewards: Float32
@@ -222,23 +238,26 @@ class RolloutWorker:
         group: RolloutGroup,
         prompt: Prompt,
         finished: FinishedGroup,
-        scores: list[list[float | None]],
+        scored: Scored,
+        rewards: Float32,
     ) -> events.GroupScored:
         place = group.prompt_index % self.config.train.prompts_per_iteration
         is_sample = place < self.config.output.sample_groups
         return events.GroupScored(
             iteration=group.iteration,
             prompt_index=group.prompt_index,
-            rewards=group.rewards.tolist(),
-            rewards_by_function=scores,
+            rewards=rewards.tolist(),
+            rewards_by_function=scored.scores or [],
             completion_lengths=group.completion_lengths.tolist(),
             num_truncated=int(group.truncated.sum()),
             busy_seconds=self._busy_seconds,
+            errors=scored.errors,
+            is_skipped=scored.scores is None,
             prompt=_as_text(prompt.content) if is_sample else None,
             samples=[
                 events.Sample(text, float(reward), float(advantage))
                 for text, reward, advantage in zip(
-                    self._texts(finished), group.rewards, group.advantages, strict=True
+                    self._texts(finished), rewards, group.advantages, strict=True
                 )
             ]
             if is_sample

@@ -28,7 +28,8 @@ from easyrl.data.packing import MicroBatch
 from easyrl.delays import maybe_sleep
 from easyrl.model.attention import PackedGroups
 from easyrl.model.logprobs import token_logprobs
-from easyrl.model.policy import Policy, load_tokenizer
+from easyrl.model.policy import Policy
+from easyrl.model.pretrained import load_tokenizer
 from easyrl.workers.group_stream import GroupStream, micro_batches
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline

@@ -1,0 +1,118 @@
+"""A model's files, looked at before anything is loaded: what is missing, what is cut off.
+
+Reads `config.json` and the headers of the weight files, never the weights. No torch and no
+transformers, so that a mistake is answered at once. Whether transformers knows the model is
+`pretrained`'s to say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from easyrl.config import ConfigError
+from easyrl.hub import FORMS, KEY, is_hub_id, model_config_from_hub, resolve_model
+
+SAFETENSORS = "model.safetensors"
+OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+TOKENIZERS = ("token*", "vocab*", "*.tiktoken", "*.model", "tekken.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What the files of `path` say about a model."""
+
+    path: str
+    config: dict[str, Any]
+    """`config.json` as it stands."""
+    num_weights: int | None
+    """Elements of all weights, tied ones once; None where the files do not say (a model that is
+    still to be fetched, or not in safetensors)."""
+
+
+def read_model_files(path: str) -> ModelFiles:
+    """Raise ConfigError where `path` (a folder, a hub id or a built-in model) holds no model."""
+    folder = Path(resolve_model(path))
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{KEY}: the folder '{path}' has no config.json; {FORMS}")
+        config = _read_config(folder / "config.json")
+        num_weights = _num_weights(folder, config, is_whole=True)
+        if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
+            raise ConfigError(
+                f"{KEY}: the folder '{path}' has no tokenizer (tokenizer.json); save the "
+                f"tokenizer beside the model; {FORMS}"
+            )
+        return ModelFiles(path, config, num_weights)
+    if not is_hub_id(path):
+        raise ConfigError(f"{KEY}: there is no folder '{path}'; {FORMS}")
+    cached = model_config_from_hub(path)
+    config = _read_config(cached)
+    return ModelFiles(path, config, _num_weights(cached.parent, config, is_whole=False))
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of the encoding or the grammar
+        raise ConfigError(f"{KEY}: '{file}' is not readable as JSON: {error}; {FORMS}") from None
+    except OSError as error:
+        raise ConfigError(f"{KEY}: '{file}' cannot be read: {error.strerror}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{KEY}: '{file}' holds no model configuration; {FORMS}")
+    return config
+
+
+def _num_weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> int | None:
+    """Elements of all weights. Unless `is_whole`, files may be missing."""
+    files = _safetensors_files(folder, is_whole=is_whole)
+    if files is None:
+        if any((folder / name).exists() for name in OTHER_WEIGHTS) or not is_whole:
+            return None
+        raise ConfigError(f"{KEY}: the folder '{folder}' has no weights ({SAFETENSORS}); {FORMS}")
+    sizes: dict[str, int] = {}
+    for file in files:
+        sizes |= _tensor_sizes(file)
+    if config.get("tie_word_embeddings"):
+        sizes.pop("lm_head.weight", None)
+    return sum(sizes.values())
+
+
+def _safetensors_files(folder: Path, *, is_whole: bool) -> list[Path] | None:
+    """The files that hold the weights; None where there is none."""
+    if (folder / SAFETENSORS).is_file():
+        return [folder / SAFETENSORS]
+    index = folder / f"{SAFETENSORS}.index.json"
+    if not index.is_file():
+        return None
+    weight_map = _read_config(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"{KEY}: '{index}' has no weight_map: the model is not whole; {FORMS}")
+    names = sorted(map(str, set(weight_map.values())))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing and not is_whole:
+        return None
+    if missing:
+        raise ConfigError(
+            f"{KEY}: of the model's {len(names)} weight files the folder '{folder}' lacks "
+            f"{', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}; fetch it again"
+        )
+    return [folder / name for name in names]
+
+
+def _tensor_sizes(file: Path) -> dict[str, int]:
+    """Elements of every tensor in a safetensors file: its header checks itself and the length."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            return {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise ConfigError(
+            f"{KEY}: '{file}' ({file.stat().st_size:,} bytes) is no whole safetensors file: "
+            f"{reason}; fetch or save the model again"
+        ) from None

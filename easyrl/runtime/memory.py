@@ -1,0 +1,99 @@
+"""Whether a run fits the memory and the disk, told before it starts.
+
+On the CPU a run holds, in float32:
+
+    train worker      4 x the weights: they, gradients, AdamW's two moments
+    rollout worker    the weights, and the KV cache of the rows that it can fill
+    ring buffer       its slots
+
+Only what is surely asked for is counted (no activations, no libraries), and a KV cache only as
+far as it can be filled: its memory is the system's until it is written. So nothing is refused
+that could run. Accelerators tell of their own memory when it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from easyrl.channels.ring_resources import available_memory_bytes
+from easyrl.config import Config, ConfigError
+from easyrl.model.files import ModelFiles
+from easyrl.runtime.placement import Placement
+
+FLOAT_BYTES = 4
+COPIES_TO_TRAIN = 4
+
+
+def check_memory(
+    config: Config,
+    placement: Placement,
+    model: ModelFiles,
+    *,
+    longest_prompt: int,
+    ring_bytes: int,
+) -> None:
+    """Raise ConfigError where this machine or its cgroup surely has too little."""
+    weights = FLOAT_BYTES * (model.num_weights or 0)
+    num_rollout = placement.infer.count if placement.infer.kind == "cpu" else 0
+    num_rows = num_rollout * _rows_per_worker(config, placement)
+    row_tokens = longest_prompt + config.rollout.max_completion_length
+    cache = num_rows * row_tokens * kv_bytes_per_token(model.config)
+    copies = num_rollout + (COPIES_TO_TRAIN if placement.train.kind == "cpu" else 0)
+    needed, available = copies * weights + cache + ring_bytes, available_memory_bytes()
+    if needed <= available:
+        return
+    parts = {
+        f"{copies} x the model ({_size(weights)}): lower --infer-devices ({placement.infer}), or "
+        "choose a smaller model.path": copies * weights,
+        f"KV cache ({num_rows} sequences of {row_tokens} tokens): lower "
+        f"rollout.max_concurrent_groups ({placement.max_concurrent_groups}), "
+        f"rollout.num_generations ({config.rollout.num_generations}), "
+        f"rollout.max_completion_length ({config.rollout.max_completion_length}) or "
+        f"data.max_prompt_length ({config.data.max_prompt_length})": cache,
+        f"ring buffer: lower rollout.ring_slots ({config.ring_slots})": ring_bytes,
+    }
+    shares = sorted(parts.items(), key=lambda part: -part[1])
+    raise ConfigError(
+        f"this run asks for {_size(needed)} of memory, but this machine and its cgroup have "
+        f"{_size(available)} left:\n" + "\n".join(f"{_size(size)}  {what}" for what, size in shares)
+    )
+
+
+def check_disk(folder: Path, model: ModelFiles) -> None:
+    """Raise ConfigError where the final model does not fit the disk that `folder` will be on."""
+    there = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
+    needed, free = FLOAT_BYTES * (model.num_weights or 0), shutil.disk_usage(there).free
+    if needed > free:
+        raise ConfigError(
+            f"output.dir (--output): the final model has {_size(needed)}, but the disk of "
+            f"'{folder}' has {_size(free)} left; accepted: a folder on a disk with room"
+        )
+
+
+def kv_bytes_per_token(model_config: dict[str, Any]) -> int:
+    """Keys and values of one token in all layers; 0 where `config.json` does not tell in the
+    usual words."""
+    config = model_config.get("text_config") or model_config
+    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    if not layers or not heads:
+        return 0
+    size = config.get("head_dim") or config.get("hidden_size", 0) // heads
+    return int(2 * layers * (config.get("num_key_value_heads") or heads) * size * FLOAT_BYTES)
+
+
+def _rows_per_worker(config: Config, placement: Placement) -> int:
+    """Sequences that an engine can have in flight at once."""
+    groups = placement.max_concurrent_groups
+    num_workers = placement.infer.count
+    if config.runtime.deterministic or num_workers == 1:  # each has its fixed share
+        groups = min(groups, -(-config.train.prompts_per_iteration // num_workers))
+    else:
+        groups = min(groups, config.train.prompts_per_iteration)
+    return groups * config.rollout.num_generations
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"

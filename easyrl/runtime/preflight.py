@@ -1,0 +1,72 @@
+"""All that can be found wrong with a run before anything is started, the quick things first.
+
+    run folder ─► model's files ─► data ─► rewards ─► devices ─► memory of the ring
+                                   ─► model's class ─► every prompt ─► memory, disk
+
+The first half takes a fraction of a second; devices and the model's class take torch and
+transformers (one or two seconds), which the run needs anyway. Nothing is written, no process is
+started, no weights are loaded. Raises ValueError for what the user can mend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from easyrl.config import Config
+from easyrl.data.datasets import PromptStream, open_prompts
+from easyrl.data.prompt_check import CheckedPrompts, check_prompts
+from easyrl.hub import BUILT_IN_MODELS
+from easyrl.model.files import read_model_files
+from easyrl.model.pretrained import load_model_config, load_tokenizer
+from easyrl.rewards.loading import check_rewards
+from easyrl.runtime.memory import check_disk, check_memory
+from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.ring import ring_layout
+from easyrl.runtime.run_folder import folder_of, refuse_existing
+from easyrl.tasks import TASKS
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What the checks have made, for the run to use."""
+
+    prompts: PromptStream
+    """Without those that `data.long_prompts` skips."""
+    num_prompts_skipped: int
+    placement: Placement
+
+
+def check_run(config: Config) -> Preflight:
+    """Raises ValueError, with the key that mends it, for what would not work."""
+    folder = folder_of(config)
+    refuse_existing(folder)
+    files = read_model_files(config.model.path)
+    prompts = open_prompts(config)
+    check_rewards(config, prompts.prompt(0))
+    placement = resolve_placement(config)  # to look for accelerators takes torch
+    ring_bytes = ring_layout(config, placement).total_bytes
+    checked = _check_prompts(config, prompts)
+    check_memory(config, placement, files, longest_prompt=checked.longest, ring_bytes=ring_bytes)
+    check_disk(folder, files)
+    return Preflight(checked.stream, checked.num_skipped, placement)
+
+
+def _check_prompts(config: Config, prompts: PromptStream) -> CheckedPrompts:
+    """The prompts as tokens of the model, whose class is looked at on the way."""
+    model = config.model
+    if model.path in BUILT_IN_MODELS and config.data.dataset in TASKS:
+        # Its tokenizer makes one token of a character: the demo starts without transformers.
+        longest = max(map(len, prompts.examples()))
+        if longest <= config.data.max_prompt_length:
+            return CheckedPrompts(prompts, num_skipped=0, longest=longest)
+    _quieten_transformers()
+    load_model_config(model.path, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    return check_prompts(prompts, tokenizer, config)
+
+
+def _quieten_transformers() -> None:
+    """What it warns of (lengths, fields of a config) is either an error of ours or no matter."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -1,0 +1,260 @@
+"""Mistakes as a user types them, and the files they are made with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TINY = Path(__file__).parent.parent / "easyrl" / "tasks" / "tiny"
+CHAT = [{"role": "user", "content": "1+1="}]
+
+
+def write_files(folder: Path) -> None:
+    """Data, rewards, configs and models that the mistakes name, in `folder`."""
+    texts = {
+        "good.jsonl": '{"prompt": "1+1=", "answer": "2"}\n',
+        "empty.jsonl": "",
+        "broken.jsonl": '{"prompt": "1+1="}\n{"prompt": \n',
+        "other.jsonl": '{"question": "1+1=", "answer": "2"}\n',
+        "null.jsonl": '{"prompt": "1+1="}\n{"prompt": null}\n',
+        "data.csv": "prompt,answer\n",
+        "chat.jsonl": "".join(json.dumps({"prompt": CHAT, "answer": "2"}) + "\n" for _ in "ab"),
+        "long.jsonl": '{"prompt": "1+1=", "answer": "2"}\n\n'
+        '{"prompt": "1+1+1+1+1=", "answer": "5"}\n',
+        "r.py": "def score(completions, **columns):\n    return [0.0]\n",
+        "fails.py": "import math\n\nimport nothing_of_that_name\n",
+        "syntax.py": "def score(completions, **columns):\n    return [0.0\n",
+        "syntax.yaml": "train:\n  iterations: [1\nmodel: {}\n",
+        "twice.yaml": "train:\n  iterations: 1\n  iterations: 2\n",
+        "list.yaml": "- train\n",
+        "misspelt.yaml": "train:\n  lerning_rate: 1\n",
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "taken").mkdir()
+    (folder / "file").write_text("")
+    for name, change in MODELS.items():
+        shutil.copytree(TINY, folder / name)
+        change(folder / name)
+
+
+def change_json(name: str, **values: Any) -> Callable[[Path], None]:
+    """Set keys in one of a model's JSON files; None takes a key away."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / name).read_text()) | values
+        kept = {key: value for key, value in content.items() if value is not None}
+        (folder / name).write_text(json.dumps(kept))
+
+    return change
+
+
+def remove(*patterns: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for pattern in patterns:
+            for file in folder.glob(pattern):
+                file.unlink()
+
+    return change
+
+
+def replace(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def lose_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+def lose_a_weight(folder: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(weights, folder / "model.safetensors")
+
+
+ROPE = {"rope_theta": 1e4, "rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
+REFUSES = "{{ raise_exception('roles must alternate') }}"
+MODELS: dict[str, Callable[[Path], None]] = {
+    "no_config": remove("config.json"),
+    "bad_config": replace("config.json", b'{"model_type": "qwen3",\n'),
+    "no_weights": remove("*.safetensors"),
+    "no_tokenizer": remove("token*"),
+    "bad_tokenizer": replace("tokenizer.json", b"{}"),
+    "no_type": change_json("config.json", model_type=None),
+    "unknown_type": change_json("config.json", model_type="frobnicate"),
+    "no_text_model": change_json("config.json", model_type="vit"),
+    "own_code": change_json(
+        "config.json",
+        model_type="mine",
+        auto_map={"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"},
+    ),
+    "bad_value": change_json("config.json", num_hidden_layers="four"),
+    "linear": change_json("config.json", layer_types=["linear_attention"] * 4),
+    "longrope": change_json("config.json", rope_parameters=ROPE),
+    "cut_off": cut_off,
+    "garbage": replace("model.safetensors", b"not weights"),
+    "lost_shard": lose_a_shard,
+    "lost_weight": lose_a_weight,
+    "refuses": change_json("tokenizer_config.json", chat_template=REFUSES),
+    "renders_nothing": change_json("tokenizer_config.json", chat_template="{{ '' }}"),
+}
+
+MEMORY = "this machine and its cgroup have"
+OWN = ("--reward", "exact_match", "--dataset")
+"""Before a data set of one's own."""
+
+# What is typed after `easyrl grpo` ({folder}: where the files are), and what the answer says.
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    # words and flags
+    "unknown key": (["train.learning_rat=1"], "did you mean train.learning_rate"),
+    "key of another section": (["model.learning_rate=1"], "did you mean train.learning_rate"),
+    "key without a section": (["iterations=3"], "did you mean train.iterations"),
+    "unknown section": (["xx.yy=1"], "sections: model, data"),
+    "word that is no setting": (["train.iterations"], "accepted: section.key=value"),
+    "wrong type": (["train.iterations=many"], "train.iterations: 'many' came"),
+    "fraction for a count": (["train.iterations=1.5"], "accepted: a whole number"),
+    "out of range": (["train.iterations=0"], "greater than or equal to 1"),
+    "not a number": (["train.learning_rate=nan"], "accepted: a number"),
+    "infinite": (["runtime.timeout_seconds=1e999"], "accepted: a finite number"),
+    "negative": (["train.learning_rate=-1e-6"], "greater than or equal to 0"),
+    "negative seed": (["--seed=-1"], "runtime.seed"),
+    "seed too large": (["runtime.seed=9223372036854775808"], "runtime.seed"),
+    "yes for true": (["runtime.deterministic=yes"], "accepted: true or false"),
+    "one completion per prompt": (["rollout.num_generations=1"], "greater than or equal to 2"),
+    "unknown schedule": (["--schedule", "async"], "'periodic' or 'sync'"),
+    "unknown answer to long prompts": (["data.long_prompts=cut"], "'stop' or 'skip'"),
+    "unknown answer to errors": (["reward.on_error=skip"], "'stop', 'skip_group' or 'zero'"),
+    "flag that is no number": (["--iterations", "many"], "--iterations"),
+    "unknown flag": (["--learning-rate", "1"], "No such option"),
+    "rollouts larger than a micro-batch": (
+        ["train.max_tokens_per_micro_batch=100"],
+        "accepted: at least 768",
+    ),
+    # the config file
+    "missing config file": (["--config", "none.yaml"], "there is no such file"),
+    "broken YAML": (["--config", "{folder}/syntax.yaml"], "syntax.yaml:3: not readable as YAML"),
+    "key twice in the file": (["--config", "{folder}/twice.yaml"], "twice.yaml:3"),
+    "file without sections": (["--config", "{folder}/list.yaml"], "sections with keys in them"),
+    "unknown key in the file": (["--config", "{folder}/misspelt.yaml"], "train.learning_rate"),
+    # devices
+    "overlapping device sets": (["--infer-devices", "0-1", "--train-devices", "1-2"], "overlap"),
+    "range that runs backwards": (["--infer-devices", "3-1"], "runs backwards"),
+    "device that is no number": (["--train-devices", "gpu"], "'gpu' is not a device number"),
+    "no worker": (["--infer-devices", "cpu:0"], "at least one worker"),
+    "device twice": (["--infer-devices", "0,0"], "named twice"),
+    "missing device number": (["--infer-devices", "0,,2"], "a number is missing"),
+    "accelerators that are not there": (["--infer-devices", "0-3"], "this machine has none"),
+    "two train devices": (["--train-devices", "cpu:2"], "one train device"),
+    # the model
+    "missing model folder": (["--model", "./nowhere"], "there is no folder './nowhere'"),
+    "hub that cannot be reached": (["--model", "nobody/nothing"], "cannot be reached"),
+    "model folder without config": (["--model", "{folder}/no_config"], "has no config.json"),
+    "broken config": (["--model", "{folder}/bad_config"], "not readable as JSON"),
+    "model folder without weights": (["--model", "{folder}/no_weights"], "has no weights"),
+    "model folder without tokenizer": (["--model", "{folder}/no_tokenizer"], "has no tokenizer"),
+    "broken tokenizer": (["--model", "{folder}/bad_tokenizer"], "cannot be loaded"),
+    "model without a type": (["--model", "{folder}/no_type"], "no model_type"),
+    "model that transformers does not know": (
+        ["--model", "{folder}/unknown_type"],
+        "does not know the model type 'frobnicate'",
+    ),
+    "model that writes no text": (
+        ["--model", "{folder}/no_text_model"],
+        "no causal language model",
+    ),
+    "model with code of its own": (["--model", "{folder}/own_code"], "trust_remote_code=true"),
+    "value that no model can have": (["--model", "{folder}/bad_value"], "num_hidden_layers"),
+    "linear attention": (["--model", "{folder}/linear"], "of type linear_attention"),
+    "longrope": (["--model", "{folder}/longrope"], "longrope RoPE"),
+    "weights cut off": (["--model", "{folder}/cut_off"], "no whole safetensors file"),
+    "weights that are none": (["--model", "{folder}/garbage"], "no whole safetensors file"),
+    "missing weight file": (["--model", "{folder}/lost_shard"], "lacks model-00002-of-00002"),
+    # data
+    "unknown task": (["--dataset", "arithmetics"], "did you mean arithmetic?"),
+    "missing data file": (["--dataset", "none.jsonl"], "there is no file 'none.jsonl'"),
+    "unknown kind of file": (["--dataset", "{folder}/data.csv"], ".jsonl or .parquet"),
+    "missing prompt column": ([*OWN, "{folder}/other.jsonl"], "the data has: question, answer"),
+    "empty data set": ([*OWN, "{folder}/empty.jsonl"], "has no rows"),
+    "broken line": ([*OWN, "{folder}/broken.jsonl"], "broken.jsonl:2: not readable as JSON"),
+    "row without a prompt": ([*OWN, "{folder}/null.jsonl"], "null.jsonl:2: column 'prompt'"),
+    "key that a file does not know": (
+        [*OWN, "{folder}/good.jsonl", "data.split=test"],
+        "data.split",
+    ),
+    "long prompt": (
+        [*OWN, "{folder}/long.jsonl", "data.max_prompt_length=6"],
+        "long.jsonl:3: the prompt has 10 tokens, but data.max_prompt_length is 6",
+    ),
+    "long prompts alone": (
+        [*OWN, "{folder}/long.jsonl", "data.max_prompt_length=3", "data.long_prompts=skip"],
+        "data.long_prompts=skip leaves none; accepted: at least 4",
+    ),
+    "long prompts of a task": (["data.max_prompt_length=4"], "data.max_prompt_length is 4"),
+    "long prompts of a task, to skip": (
+        ["data.max_prompt_length=9", "data.long_prompts=skip"],
+        "so none can be left out",
+    ),
+    "chat without a template": ([*OWN, "{folder}/chat.jsonl"], "no chat template"),
+    "chat that the template refuses": (
+        [*OWN, "{folder}/chat.jsonl", "--model", "{folder}/refuses"],
+        "chat.jsonl:1: the chat template of the model (model.path) refuses the prompt: roles must",
+    ),
+    "prompt without tokens": (
+        [*OWN, "{folder}/chat.jsonl", "--model", "{folder}/renders_nothing"],
+        "has no tokens",
+    ),
+    # rewards
+    "data without a reward": (["--dataset", "{folder}/good.jsonl"], "--reward"),
+    "unknown reward": (["--reward", "exactmatch"], "did you mean exact_match?"),
+    "missing reward file": (["--reward", "none.py:score"], "there is no file 'none.py'"),
+    "missing reward module": (["--reward", "no_such:score"], "there is no module 'no_such'"),
+    "reward that is not there": (["--reward", "{folder}/r.py:scores"], "it has: score"),
+    "reward file that fails": (["--reward", "{folder}/fails.py:score"], 'fails.py", line 3'),
+    "syntax error in the reward": (["--reward", "{folder}/syntax.py:score"], 'syntax.py", line 2'),
+    "weights without functions": (["reward.weights=[1, 2]"], "2 weights came for 1 reward"),
+    "missing answer column": (
+        [*OWN, "{folder}/good.jsonl", "reward.answer_column=solution"],
+        "no column 'solution' for exact_match; the data has: answer",
+    ),
+    # the ring, memory, the disk
+    "ring too small for sync": (["--schedule", "sync", "rollout.ring_slots=2"], "ring_slots: 2"),
+    "ring too small for deterministic": (
+        ["runtime.deterministic=true", "rollout.ring_slots=2"],
+        "ring_slots: 2",
+    ),
+    "more slots than the ring can have": (["train.prompts_per_iteration=8000"], "ring_slots"),
+    "a group larger than a slot can be": (
+        ["rollout.max_completion_length=50000000", "train.max_tokens_per_micro_batch=60000000"],
+        "rollout.max_completion_length",
+    ),
+    "ring larger than memory": (
+        [
+            "rollout.max_completion_length=20000000",
+            "train.max_tokens_per_micro_batch=60000000",
+            "train.prompts_per_iteration=4000",
+        ],
+        MEMORY,
+    ),
+    "KV cache larger than memory": (
+        [
+            "rollout.max_completion_length=4000000",
+            "train.max_tokens_per_micro_batch=5000000",
+            "rollout.ring_slots=1",
+        ],
+        "rollout.max_concurrent_groups (16)",
+    ),
+    "run folder that exists": (["--output", "{folder}/taken"], "--output"),
+    "run folder below a file": (["--output", "{folder}/file/run"], "cannot be made"),
+}
