@@ -1,0 +1,67 @@
+"""What a worker tells of what it did when."""
+
+from __future__ import annotations
+
+import pytest
+
+from easyrl.events import Activity
+from easyrl.workers import timeline
+from easyrl.workers.timeline import Timeline
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(timeline.time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_spans_of_one_kind_that_follow_each_other_are_one(clock: Clock) -> None:
+    told: list[Activity] = []
+    line = Timeline(told.append)
+    for seconds in (0.01, 0.02, 0.03):
+        started = clock.now
+        clock.now += seconds
+        assert line.add("generate", started, num_tokens=5) == pytest.approx(seconds)
+    clock.now += 0.05  # a gap
+    started = clock.now
+    clock.now += 0.01
+    line.add("generate", started, num_groups=2)
+    line.report()
+    (activity,) = told
+    assert [(s.kind, s.started, s.ended) for s in activity.spans] == [
+        ("generate", 100.0, pytest.approx(100.06)),
+        ("generate", pytest.approx(100.11), pytest.approx(100.12)),
+    ]
+    assert (activity.num_tokens, activity.num_groups) == (15, 2)
+
+
+def test_scoring_beside_generation_breaks_nothing_up(clock: Clock) -> None:
+    told: list[Activity] = []
+    line = Timeline(told.append)
+    sent = clock.now
+    for _ in range(3):
+        started = clock.now
+        clock.now += 0.01
+        line.add("generate", started)
+        line.add("score", sent)
+    line.report()
+    assert [span.kind for span in told[0].spans] == ["generate", "score"]
+    assert {span.ended for span in told[0].spans} == {clock.now}
+
+
+def test_it_is_told_a_few_times_a_second(clock: Clock) -> None:
+    told: list[Activity] = []
+    line = Timeline(told.append)
+    for _ in range(1000):  # 5 seconds
+        started = clock.now
+        clock.now += 0.005
+        line.add("train", started)
+    assert 15 <= len(told) <= 20
+    line.report()
+    line.report()  # nothing new: nothing told
+    assert len(told) <= 21
