@@ -172,6 +172,7 @@ def tracker_main(kind: str, project: str, control: Connection) -> None:
     """Answer None once the library is there, once the run is open, and once it has ended well;
     say why not, instead, as soon as something fails."""
     die_with_parent()
+    os.setsid()  # with processes of the library's own a group: no Ctrl-C, and killed as one
     for signum in (signal.SIGINT, signal.SIGTERM):  # the controller hears them and ends the run
         signal.signal(signum, signal.SIG_IGN)
     _print_to(Path(os.devnull))

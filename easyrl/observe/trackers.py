@@ -13,7 +13,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
+import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -102,6 +104,9 @@ class Tracker:
         with contextlib.suppress(queue.Full):
             self._messages.put_nowait(None)  # ends the thread
         if self._process.is_alive():
+            assert self._process.pid is not None
+            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
         self._process.join()
 
