@@ -92,7 +92,7 @@ def test_long_prompts_are_skipped_and_counted(folder: Path) -> None:
 def test_of_a_large_data_set_the_longest_texts_are_looked_at(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_check, "MAX_RENDERED", 1)
+    monkeypatch.setattr(prompt_check, "MAX_CHECKED", 1)
     words = f"data.dataset={folder}/long.jsonl", "data.max_prompt_length=6"
     assert "long.jsonl:3: the prompt has 10 tokens" in error_of(*words)
     assert checked(*words, "data.long_prompts=skip").prompts.epoch_length == 1

@@ -44,25 +44,37 @@ def render_prompts(contents: Sequence[str | Messages], tokenizer: Any) -> list[l
     """`render_prompt` for many prompts, all strings or all messages: quicker than one by one."""
     if isinstance(contents[0], str):
         ids: list[list[int]] = tokenizer(list(contents))["input_ids"]
-    elif getattr(tokenizer, "chat_template", None):
-        try:
-            ids = tokenizer.apply_chat_template(
-                list(contents),
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,  # transformers 5 would return a BatchEncoding
-            )
-        except Exception as error:  # a template is a program: it raises what it likes
-            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            raise ValueError(
-                f"the chat template of the model (model.path) refuses the prompt: {reason}"
-            ) from error
     else:
+        ids = _through_template(contents, tokenizer, tokenize=True)
+    for content, of_prompt in zip(contents, ids, strict=True):
+        if not of_prompt:
+            raise ValueError(f"the prompt {content!r:.200} has no tokens")
+    return ids
+
+
+def prompt_texts(contents: Sequence[str | Messages], tokenizer: Any) -> list[str]:
+    """What is tokenised of each prompt, all strings or all messages."""
+    if isinstance(contents[0], str):
+        return [str(content) for content in contents]
+    texts: list[str] = _through_template(contents, tokenizer, tokenize=False)
+    return texts
+
+
+def _through_template(contents: Sequence[Any], tokenizer: Any, *, tokenize: bool) -> Any:
+    if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "the prompts are chat messages, but the model's tokenizer has no chat template: use a "
             "chat model (model.path), or a column with plain strings (data.prompt_column)"
         )
-    for content, of_prompt in zip(contents, ids, strict=True):
-        if not of_prompt:
-            raise ValueError(f"the prompt {content!r} has no tokens")
-    return ids
+    try:
+        return tokenizer.apply_chat_template(
+            list(contents),
+            add_generation_prompt=True,
+            tokenize=tokenize,
+            return_dict=False,  # transformers 5 would return a BatchEncoding
+        )
+    except Exception as error:  # a template is a program: it raises what it likes
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise ValueError(
+            f"the chat template of the model (model.path) refuses the prompt: {reason}"
+        ) from error

@@ -1,12 +1,13 @@
-"""Every prompt as tokens, once, before a process is started: does the model take it?
+"""Every prompt before a process is started: does the model take it?
 
-    prompts ──tokenizer──► too long? `data.long_prompts`: stop | skip
-                       └─► no chat template, a template that refuses, no token: an error
+    prompts ──► through the chat template ──► short enough? else as tokens ──► too long?
+                no template, or it refuses: an error       no tokens: an error  stop | skip
 
-An error names the row's place in the data. Up to MAX_RENDERED prompts are rendered (some seconds
-at most); of a larger data set those with the most characters, for a short text is hardly ever a
-long prompt. One of the others that is too long after all ends the run when its turn comes, under
-`skip` too.
+An error names the row's place in the data. An ASCII text has no more tokens than characters, so
+that most texts need not be tokenised: a few thousand rows take a fraction of a second. Of more
+than MAX_CHECKED prompts those with the most characters are looked at, for a short text is hardly
+ever a long prompt; one of the others that is too long after all ends the run when its turn comes,
+under `data.long_prompts=skip` too.
 
 Floor 1: the tokenizer comes from the caller.
 """
@@ -14,18 +15,24 @@ Floor 1: the tokenizer comes from the caller.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from easyrl.config import Config, ConfigError
-from easyrl.data.chat import render_prompts
+from easyrl.data.chat import prompt_texts, render_prompts
 from easyrl.data.datasets import PromptStream
 from easyrl.types import Messages
 
-MAX_RENDERED = 50_000
+T = TypeVar("T")
+
+MAX_CHECKED = 50_000
 AT_A_TIME = 500
+NUM_LONGEST = 64
+"""Texts that are tokenised however short they are, to know the longest prompt."""
+NUM_SPECIAL = 8
+"""Tokens that a tokenizer may put around a text, and more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +41,14 @@ class CheckedPrompts:
     """Without the rows that are skipped."""
     num_skipped: int
     longest: int
-    """No prompt of the stream has more tokens."""
+    """Tokens of its longest prompt, as far as it was looked at."""
 
 
 def check_prompts(stream: PromptStream, tokenizer: Any, config: Config) -> CheckedPrompts:
     """Raise ConfigError for a prompt that the run could not use and may not skip."""
     contents = stream.examples()
     limit = config.data.max_prompt_length
-    lengths = dict(_lengths(contents, tokenizer, stream))  # of each that is rendered, its tokens
+    lengths = dict(_lengths(stream, contents, tokenizer, limit))
     too_long = {place: length for place, length in lengths.items() if length > limit}
     if too_long and config.data.long_prompts == "stop":
         first, longest = min(too_long), max(too_long.values())
@@ -57,38 +64,57 @@ def check_prompts(stream: PromptStream, tokenizer: Any, config: Config) -> Check
             f"more than {limit} tokens, so data.long_prompts=skip leaves none; accepted: at least "
             f"{min(lengths.values())}"
         )
-    are_all_known = len(lengths) == len(contents) and stream.epoch_length is not None
-    kept = [length for length in lengths.values() if length <= limit]
     return CheckedPrompts(
         stream.without(too_long) if too_long else stream,
         num_skipped=len(too_long),
-        longest=max(kept) if are_all_known else limit,
+        longest=max((length for length in lengths.values() if length <= limit), default=1),
     )
 
 
 def _lengths(
-    contents: Sequence[str | Messages], tokenizer: Any, stream: PromptStream
+    stream: PromptStream, contents: Sequence[str | Messages], tokenizer: Any, limit: int
 ) -> Iterator[tuple[int, int]]:
-    """(place, tokens) of every prompt that is rendered."""
+    """(place, tokens) of every prompt that may be too long, and of some of the others."""
     places: Sequence[int] = range(len(contents))
-    if len(contents) > MAX_RENDERED:
-        places = sorted(heapq.nlargest(MAX_RENDERED, places, lambda place: _size(contents[place])))
+    if len(contents) > MAX_CHECKED:
+        places = sorted(heapq.nlargest(MAX_CHECKED, places, lambda place: _size(contents[place])))
+    texts = dict(_each(stream, contents, places, lambda some: prompt_texts(some, tokenizer)))
+    longest = heapq.nlargest(NUM_LONGEST, places, lambda place: len(texts[place]))
+    unsure = [place for place in places if not _surely_fits(texts[place], limit)]
+    to_tokenise = sorted({*longest, *unsure})
+    for place, ids in _each(
+        stream, contents, to_tokenise, lambda some: render_prompts(some, tokenizer)
+    ):
+        yield place, len(ids)
+
+
+def _surely_fits(text: str, limit: int) -> bool:
+    return text.isascii() and not text.isspace() and 0 < len(text) <= limit - NUM_SPECIAL
+
+
+def _each(
+    stream: PromptStream,
+    contents: Sequence[str | Messages],
+    places: Sequence[int],
+    work: Callable[[list[str | Messages]], Sequence[T]],
+) -> Iterator[tuple[int, T]]:
+    """`work` on the prompts at `places`, many at once; an error names the place it is of."""
     for start in range(0, len(places), AT_A_TIME):
         batch = places[start : start + AT_A_TIME]
         for _, of_a_kind in groupby(batch, lambda place: isinstance(contents[place], str)):
             some = list(of_a_kind)
             try:
-                ids = render_prompts([contents[place] for place in some], tokenizer)
+                done = work([contents[place] for place in some])
             except ValueError:
-                ids = [
-                    _render(contents[place], tokenizer, stream.place_of(place)) for place in some
-                ]
-            yield from zip(some, map(len, ids), strict=True)
+                done = [_alone(work, contents[place], stream.place_of(place)) for place in some]
+            yield from zip(some, done, strict=True)
 
 
-def _render(content: str | Messages, tokenizer: Any, place: str) -> list[int]:
+def _alone(
+    work: Callable[[list[str | Messages]], Sequence[T]], content: str | Messages, place: str
+) -> T:
     try:
-        return render_prompts([content], tokenizer)[0]
+        return work([content])[0]
     except ValueError as error:
         raise ConfigError(f"{place}: {error}") from error
 
