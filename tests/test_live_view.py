@@ -250,6 +250,18 @@ def grpo(folder: Path, *words: str) -> tuple[str, ...]:
     return tuple(command("--output", str(folder), *SMALL, *words))
 
 
+def test_a_shorter_picture_leaves_nothing_of_a_longer_one() -> None:
+    program = (
+        "import os; from pathlib import Path; from easyrl.observe.screen import Screen\n"
+        "screen = Screen(Path(os.devnull))\n"
+        "screen.draw('one\\ntwo\\nthree', (20, 3)); screen.draw('four', (20, 3))\n"
+    )
+    terminal = Terminal(*command()[:1], "-c", program)
+    assert terminal.end() == 0
+    second = terminal.output.split("\x1b[?2026h")[2]
+    assert second.count(" " * 20) == 2  # the second and third line
+
+
 def test_a_finished_run_leaves_its_table_on_a_sane_terminal(tmp_path: Path) -> None:
     terminal = Terminal(*grpo(tmp_path / "run", "--iterations", "3"))
     assert terminal.end() == 0
@@ -267,13 +279,16 @@ def test_ctrl_c_leaves_a_sane_terminal(tmp_path: Path) -> None:
     assert "stopped by SIGINT" in after_the_view(terminal.output)
 
 
-def test_ctrl_c_while_torch_is_imported_leaves_a_sane_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_torch_is_imported_leaves_a_sane_terminal(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
     terminal = Terminal(*grpo(tmp_path / "run"))
     terminal.read_until("starting the process")
-    terminal.process.send_signal(signal.SIGINT)
-    assert terminal.end() == 130
+    terminal.process.send_signal(signum)
+    assert terminal.end() == 128 + signum
     after = after_the_view(terminal.output)
-    assert "stopped by SIGINT" in after and "Traceback" not in after
+    assert f"stopped by {signum.name}" in after and "Traceback" not in after
 
 
 def test_a_failed_run_says_why_on_a_sane_terminal(tmp_path: Path) -> None:

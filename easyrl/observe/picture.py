@@ -157,7 +157,7 @@ def _lanes(state: RunState, now: float, width: int, max_lanes: int) -> list[Line
         cells = lane(worker, until, num_slices, seconds, is_over=state.ended is not None)
         lines.append([label, *cells, Segment(f"{rate:>{rate_width}}", BOLD)])
         if has_rewards_lanes and worker.is_rollout:
-            label = Segment(f"{'  its rewards':<{label_width}}"[:label_width], DIM)
+            label = Segment(f"{'  rewards':<{label_width}}"[:label_width], DIM)
             lines.append([label, *rewards_lane(worker, until, num_slices, seconds)])
     if state.is_starting:
         return lines + _about(state.run)
@@ -191,12 +191,10 @@ def _about(run: RunStarted) -> list[Line]:
 def _ring(state: RunState, width: int) -> Line:
     assert state.run is not None
     num_slots = state.run.num_slots
-    text = f" {state.num_in_ring} of {num_slots} groups"
-    return [
-        Segment("ring "),
-        *bar(state.num_in_ring, num_slots, min(40, width - 24)),
-        Segment(text),
-    ]
+    # Rollout and train workers tell of it separately, so that the sum can be off for a moment.
+    num_groups = min(num_slots, max(0, state.num_in_ring))
+    full = bar(num_groups, num_slots, min(40, width - 24))
+    return [Segment("ring "), *full, Segment(f" {num_groups} of {num_slots} groups")]
 
 
 # -- curve and sample -----------------------------------------------------------------------------
@@ -235,7 +233,8 @@ def _sample(state: RunState, width: int, height: int) -> list[Line]:
     if height < 2 or state.sample is None:
         return []
     sample = state.sample
-    title = f"iteration {sample['iteration'] + 1}, reward {sample['reward']:.3g}"
+    reward = "none" if sample["reward"] is None else f"{sample['reward']:.3g}"
+    title = f"iteration {sample['iteration'] + 1}, reward {reward}"
     prompt = folded(str(sample["prompt"]), width)
     completion = folded(str(sample["completion"]), width)
     num_prompt = min(len(prompt), max(1, (height - 1) // 3))

@@ -6,6 +6,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 
 from easyrl import records
 from easyrl.channels.ring_buffer import RingBuffer
@@ -36,17 +37,18 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
     ring = make_ring(config, placement)
     folder = RunFolder(config)
     tell = tell_all([folder.observe, *observers])
-    tell(
-        records.RunStarted(
-            started,
-            folder.path,
-            config,
-            devices=device_names(placement),
-            num_slots=config.ring_slots,
-            description=describe(placement),
-        )
-    )
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
+        tell(
+            records.RunStarted(
+                started,
+                folder.path,
+                config,
+                devices=device_names(placement),
+                num_slots=config.ring_slots,
+                description=describe(placement),
+            )
+        )
         exit_code, message = _train(
             config,
             placement,
@@ -56,11 +58,17 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
             started=started,
             tell=tell,
         )
-    except KeyboardInterrupt:  # before the supervisor hears of signals, or after it did
-        exit_code = SIGNALLED + signal.SIGINT
-        message = f"stopped by SIGINT; what there is lies in {folder.path}"
+    except KeyboardInterrupt as interrupt:  # before the supervisor hears of signals, or after
+        signum = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
+        exit_code = SIGNALLED + signum
+        message = f"stopped by {signum.name}; what there is lies in {folder.path}"
     tell(records.RunEnded(exit_code, message))
+    signal.signal(signal.SIGTERM, before)
     return exit_code
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signum)
 
 
 def _train(
