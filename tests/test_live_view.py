@@ -131,6 +131,13 @@ def test_of_a_long_completion_beginning_and_end_are_shown() -> None:
     assert "line 0" in lines and "line 999" in lines
 
 
+def test_a_tall_terminal_shows_older_completions_below_the_newest() -> None:
+    state = run_state(*(sampled(f"number {number}") for number in range(20)))
+    lines = [line.rstrip() for line in shown(state, 9.0, height=24)]
+    assert lines.index("number 19") < lines.index("number 18")
+    assert not any("number 18" in line for line in shown(state, 9.0, height=15))
+
+
 # -- it tells the truth --------------------------------------------------------------------------
 
 
@@ -260,6 +267,18 @@ def test_a_shorter_picture_leaves_nothing_of_a_longer_one() -> None:
     assert terminal.end() == 0
     second = terminal.output.split("\x1b[?2026h")[2]
     assert second.count(" " * 20) == 2  # the second and third line
+
+
+@pytest.mark.parametrize(("no_color", "num_colours"), [("", 1), ("1", 0)])
+def test_no_color_is_respected(no_color: str, num_colours: int) -> None:
+    program = (
+        "import os; from pathlib import Path; from easyrl.observe.screen import Screen\n"
+        "from rich.text import Text\n"
+        "Screen(Path(os.devnull)).draw(Text('green', style='green'), (20, 3))\n"
+    )
+    terminal = Terminal(*command()[:1], "-c", program, NO_COLOR=no_color)
+    assert terminal.end() == 0
+    assert terminal.output.count("\x1b[32m") == num_colours
 
 
 def test_a_finished_run_leaves_its_table_on_a_sane_terminal(tmp_path: Path) -> None:

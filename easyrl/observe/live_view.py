@@ -100,7 +100,7 @@ def print_last_picture(state: RunState) -> None:
     with contextlib.suppress(OSError):
         console = Console(highlight=False)
         picture = render(state, state.newest, console.width, LAST_PICTURE_LINES)
-        console.print(picture, end="")
+        console.print(picture)  # and a line between
     if run is not None and state.summary is not None and ended.exit_code == 0:
         print_end_table(state.summary, run.folder)
     else:

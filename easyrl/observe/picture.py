@@ -3,13 +3,16 @@
     header       iteration, time left, rates
     lanes        what each worker does, the ring between them
     curve        reward and held-out accuracy          (beside each other where there is room)
-    sample       the newest completion, with its prompt and reward
+    samples      the newest completion, with its prompt and reward
 
 Built from Rich's segments, a list of them per line: nothing is parsed as markup, for completions
 are anybody's text, and a frame costs less than a millisecond or two.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from rich.cells import cell_len
 from rich.segment import Segment, SegmentLines
@@ -40,7 +43,7 @@ LAG_SECONDS = 0.4
 """Workers tell a few times a second what they did: later than this it is known."""
 IS_WIDE = 60
 """Columns below which the lesser things are left out."""
-MAX_CURVE = 16
+MAX_CURVE = 24
 """Lines of a curve: higher tells no more."""
 MIN_WIDTH_OF_TWO = 120
 """From here on the curve and the sample stand beside each other."""
@@ -201,14 +204,14 @@ def _ring(state: RunState, width: int) -> Line:
 
 
 def _below(state: RunState, width: int, height: int) -> list[Line]:
-    if height < 3 or not (state.rewards or state.accuracies or state.sample):
+    if height < 3 or not (state.rewards or state.accuracies or state.samples):
         return []
     if width >= MIN_WIDTH_OF_TWO:
         left = (width - 2) // 2
-        return beside(_curve(state, left, height), _sample(state, width - 2 - left, height), left)
+        return beside(_curve(state, left, height), _samples(state, width - 2 - left, height), left)
     curve_height = max(2, min(height // 2, 10))
     lines = _curve(state, width, curve_height)
-    return lines + _sample(state, width, height - len(lines))
+    return lines + _samples(state, width, height - len(lines))
 
 
 def _curve(state: RunState, width: int, height: int) -> list[Line]:
@@ -228,11 +231,18 @@ def _curve(state: RunState, width: int, height: int) -> list[Line]:
     )
 
 
-def _sample(state: RunState, width: int, height: int) -> list[Line]:
-    """The newest completion: its beginning and, where not all fits, its end."""
-    if height < 2 or state.sample is None:
-        return []
-    sample = state.sample
+def _samples(state: RunState, width: int, height: int) -> list[Line]:
+    """The newest completion, and older ones below it as far as there is room."""
+    lines: list[Line] = []
+    for sample in reversed(state.samples):
+        if height - len(lines) < 3:
+            break
+        lines += _sample(sample, width, height - len(lines))
+    return lines
+
+
+def _sample(sample: Mapping[str, Any], width: int, height: int) -> list[Line]:
+    """A prompt and its completion: the beginning and, where not all fits, the end."""
     reward = "none" if sample["reward"] is None else f"{sample['reward']:.3g}"
     title = f"iteration {sample['iteration'] + 1}, reward {reward}"
     prompt = folded(str(sample["prompt"]), width)
