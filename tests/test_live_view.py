@@ -287,6 +287,7 @@ def test_a_finished_run_leaves_its_table_on_a_sane_terminal(tmp_path: Path) -> N
     after = after_the_view(terminal.output)
     assert "finished after 3/3 iterations" in after
     assert "held-out accuracy" in after and "groups" in after and "what to type next" in after
+    assert terminal.output.startswith("checking the model")
     assert "loading the model" in terminal.output
 
 

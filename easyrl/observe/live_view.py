@@ -48,7 +48,9 @@ class LiveView:
     def __call__(self, record: Record) -> None:
         with self._lock:
             self._state.apply(record)
-        if isinstance(record, records.RunStarted):
+        if isinstance(record, records.CheckStarted):
+            print(record.what, flush=True)
+        elif isinstance(record, records.RunStarted):
             self._start(self._log_file or record.folder / "logs" / "controller.log")
         elif isinstance(record, records.RunEnded):
             self.close()

@@ -27,9 +27,10 @@ SIGNALLED = 128
 def run(config: Config, observers: Sequence[Observer] = ()) -> int:
     """Train; returns the exit code. Raises ValueError for what the user can mend.
 
-    Observers are told nothing before all that is checked here has passed.
+    Observers are told of no run before all that is checked here has passed.
     """
     started = time.monotonic()
+    tell_all(observers)(records.CheckStarted("checking the model, the data and the devices"))
     check_model(config.model.path)
     prompts = open_prompts(config)
     check_rewards(config, prompts.prompt(0))
