@@ -20,6 +20,13 @@ from easyrl.events import Activity
 
 
 @dataclass(frozen=True, slots=True)
+class CheckStarted:
+    """The only record before a run is there: it is looked at whether it can be."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunStarted:
     """The run folder is made; nothing has been spawned."""
 
@@ -165,7 +172,8 @@ class RunEnded:
 
 
 Record = (
-    RunStarted
+    CheckStarted
+    | RunStarted
     | WorkerStarting
     | WorkerReady
     | WorkerActive

@@ -17,7 +17,7 @@ LEAVE_SCREEN = "\x1b[?1049l"
 class Terminal:
     """A program on a terminal of its own."""
 
-    def __init__(self, *words: str, columns: int = 80, lines: int = 24) -> None:
+    def __init__(self, *words: str, columns: int = 80, lines: int = 24, **environment: str) -> None:
         self.output = ""
         self._primary, secondary = pty.openpty()
         ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -27,7 +27,7 @@ class Terminal:
             stdout=secondary,
             stderr=secondary,
             start_new_session=True,
-            env={**os.environ, "TERM": "xterm-256color"},
+            env={**os.environ, "TERM": "xterm-256color", **environment},
         )
         os.close(secondary)
 

@@ -131,6 +131,13 @@ def test_of_a_long_completion_beginning_and_end_are_shown() -> None:
     assert "line 0" in lines and "line 999" in lines
 
 
+def test_a_tall_terminal_shows_older_completions_below_the_newest() -> None:
+    state = run_state(*(sampled(f"number {number}") for number in range(20)))
+    lines = [line.rstrip() for line in shown(state, 9.0, height=24)]
+    assert lines.index("number 19") < lines.index("number 18")
+    assert not any("number 18" in line for line in shown(state, 9.0, height=15))
+
+
 # -- it tells the truth --------------------------------------------------------------------------
 
 
@@ -250,12 +257,37 @@ def grpo(folder: Path, *words: str) -> tuple[str, ...]:
     return tuple(command("--output", str(folder), *SMALL, *words))
 
 
+def test_a_shorter_picture_leaves_nothing_of_a_longer_one() -> None:
+    program = (
+        "import os; from pathlib import Path; from easyrl.observe.screen import Screen\n"
+        "screen = Screen(Path(os.devnull))\n"
+        "screen.draw('one\\ntwo\\nthree', (20, 3)); screen.draw('four', (20, 3))\n"
+    )
+    terminal = Terminal(*command()[:1], "-c", program)
+    assert terminal.end() == 0
+    second = terminal.output.split("\x1b[?2026h")[2]
+    assert second.count(" " * 20) == 2  # the second and third line
+
+
+@pytest.mark.parametrize(("no_color", "num_colours"), [("", 1), ("1", 0)])
+def test_no_color_is_respected(no_color: str, num_colours: int) -> None:
+    program = (
+        "import os; from pathlib import Path; from easyrl.observe.screen import Screen\n"
+        "from rich.text import Text\n"
+        "Screen(Path(os.devnull)).draw(Text('green', style='green'), (20, 3))\n"
+    )
+    terminal = Terminal(*command()[:1], "-c", program, NO_COLOR=no_color)
+    assert terminal.end() == 0
+    assert terminal.output.count("\x1b[32m") == num_colours
+
+
 def test_a_finished_run_leaves_its_table_on_a_sane_terminal(tmp_path: Path) -> None:
     terminal = Terminal(*grpo(tmp_path / "run", "--iterations", "3"))
     assert terminal.end() == 0
     after = after_the_view(terminal.output)
     assert "finished after 3/3 iterations" in after
     assert "held-out accuracy" in after and "groups" in after and "what to type next" in after
+    assert terminal.output.startswith("checking the model")
     assert "loading the model" in terminal.output
 
 
@@ -267,13 +299,16 @@ def test_ctrl_c_leaves_a_sane_terminal(tmp_path: Path) -> None:
     assert "stopped by SIGINT" in after_the_view(terminal.output)
 
 
-def test_ctrl_c_while_torch_is_imported_leaves_a_sane_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_torch_is_imported_leaves_a_sane_terminal(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
     terminal = Terminal(*grpo(tmp_path / "run"))
     terminal.read_until("starting the process")
-    terminal.process.send_signal(signal.SIGINT)
-    assert terminal.end() == 130
+    terminal.process.send_signal(signum)
+    assert terminal.end() == 128 + signum
     after = after_the_view(terminal.output)
-    assert "stopped by SIGINT" in after and "Traceback" not in after
+    assert f"stopped by {signum.name}" in after and "Traceback" not in after
 
 
 def test_a_failed_run_says_why_on_a_sane_terminal(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def test_files_tell_the_same_state_as_the_records(written: tuple[RunFolder, list
         assert read.num_in_ring == live.num_in_ring
         assert (read.iteration, read.num_groups) == (live.iteration, live.num_groups)
         assert (read.evaluation, read.accuracies) == (live.evaluation, live.accuracies)
-        assert (read.sample, read.summary, read.ended) == (live.sample, live.summary, live.ended)
+        assert (read.samples, read.summary) == (live.samples, live.summary)
+        assert read.ended == live.ended
         assert (read.rewards, read.overlap) == (live.rewards, live.overlap)
         assert (read.saving_since is None) == (live.saving_since is None)
         for name, worker in live.workers.items():
@@ -168,6 +169,13 @@ def test_what_is_no_run_folder_is_refused(tmp_path: Path, missing: str) -> None:
     done = easyrl("watch", str(folder))
     assert done.returncode == 2
     assert "expected: the folder of a run" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_trace_without_its_beginning_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_commented_yaml(load_config()))
+    (tmp_path / "trace.json").write_text('{"ph": "X", "name": "wait", "ts": 1, "pid": 1},\n')
+    with pytest.raises(ValueError, match="does not begin with the run"):
+        watch(tmp_path, live=True)
 
 
 def easyrl(*words: str) -> subprocess.CompletedProcess[str]:

@@ -48,7 +48,9 @@ class LiveView:
     def __call__(self, record: Record) -> None:
         with self._lock:
             self._state.apply(record)
-        if isinstance(record, records.RunStarted):
+        if isinstance(record, records.CheckStarted):
+            print(record.what, flush=True)
+        elif isinstance(record, records.RunStarted):
             self._start(self._log_file or record.folder / "logs" / "controller.log")
         elif isinstance(record, records.RunEnded):
             self.close()
@@ -102,7 +104,7 @@ def print_last_picture(state: RunState) -> None:
     with contextlib.suppress(OSError):
         console = Console(highlight=False)
         picture = render(state, state.newest, console.width, LAST_PICTURE_LINES)
-        console.print(picture, end="")
+        console.print(picture)  # and a line between
     if run is not None and state.summary is not None and ended.exit_code == 0:
         print_end_table(state.summary, run.folder)
     else:

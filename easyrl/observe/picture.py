@@ -3,13 +3,16 @@
     header       iteration, time left, rates
     lanes        what each worker does, the ring between them
     curve        reward and held-out accuracy          (beside each other where there is room)
-    sample       the newest completion, with its prompt and reward
+    samples      the newest completion, with its prompt and reward
 
 Built from Rich's segments, a list of them per line: nothing is parsed as markup, for completions
 are anybody's text, and a frame costs less than a millisecond or two.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from rich.cells import cell_len
 from rich.segment import Segment, SegmentLines
@@ -41,7 +44,7 @@ LAG_SECONDS = 0.4
 """Workers tell a few times a second what they did: later than this it is known."""
 IS_WIDE = 60
 """Columns below which the lesser things are left out."""
-MAX_CURVE = 16
+MAX_CURVE = 24
 """Lines of a curve: higher tells no more."""
 MIN_WIDTH_OF_TWO = 120
 """From here on the curve and the sample stand beside each other."""
@@ -160,7 +163,7 @@ def _lanes(state: RunState, now: float, width: int, max_lanes: int) -> list[Line
         cells = lane(worker, until, num_slices, seconds, is_over=state.ended is not None)
         lines.append([label, *cells, Segment(f"{rate:>{rate_width}}", BOLD)])
         if has_rewards_lanes and worker.is_rollout:
-            label = Segment(f"{'  its rewards':<{label_width}}"[:label_width], DIM)
+            label = Segment(f"{'  rewards':<{label_width}}"[:label_width], DIM)
             lines.append([label, *rewards_lane(worker, until, num_slices, seconds)])
     if state.is_starting:
         return lines + _about(state.run)
@@ -194,26 +197,24 @@ def _about(run: RunStarted) -> list[Line]:
 def _ring(state: RunState, width: int) -> Line:
     assert state.run is not None
     num_slots = state.run.num_slots
-    text = f" {state.num_in_ring} of {num_slots} groups"
-    return [
-        Segment("ring "),
-        *bar(state.num_in_ring, num_slots, min(40, width - 24)),
-        Segment(text),
-    ]
+    # Rollout and train workers tell of it separately, so that the sum can be off for a moment.
+    num_groups = min(num_slots, max(0, state.num_in_ring))
+    full = bar(num_groups, num_slots, min(40, width - 24))
+    return [Segment("ring "), *full, Segment(f" {num_groups} of {num_slots} groups")]
 
 
 # -- curve and sample -----------------------------------------------------------------------------
 
 
 def _below(state: RunState, width: int, height: int) -> list[Line]:
-    if height < 3 or not (state.rewards or state.accuracies or state.sample):
+    if height < 3 or not (state.rewards or state.accuracies or state.samples):
         return []
     if width >= MIN_WIDTH_OF_TWO:
         left = (width - 2) // 2
-        return beside(_curve(state, left, height), _sample(state, width - 2 - left, height), left)
+        return beside(_curve(state, left, height), _samples(state, width - 2 - left, height), left)
     curve_height = max(2, min(height // 2, 10))
     lines = _curve(state, width, curve_height)
-    return lines + _sample(state, width, height - len(lines))
+    return lines + _samples(state, width, height - len(lines))
 
 
 def _curve(state: RunState, width: int, height: int) -> list[Line]:
@@ -233,12 +234,20 @@ def _curve(state: RunState, width: int, height: int) -> list[Line]:
     )
 
 
-def _sample(state: RunState, width: int, height: int) -> list[Line]:
-    """The newest completion: its beginning and, where not all fits, its end."""
-    if height < 2 or state.sample is None:
-        return []
-    sample = state.sample
-    title = f"iteration {sample['iteration'] + 1}, reward {sample['reward']:.3g}"
+def _samples(state: RunState, width: int, height: int) -> list[Line]:
+    """The newest completion, and older ones below it as far as there is room."""
+    lines: list[Line] = []
+    for sample in reversed(state.samples):
+        if height - len(lines) < 3:
+            break
+        lines += _sample(sample, width, height - len(lines))
+    return lines
+
+
+def _sample(sample: Mapping[str, Any], width: int, height: int) -> list[Line]:
+    """A prompt and its completion: the beginning and, where not all fits, the end."""
+    reward = "none" if sample["reward"] is None else f"{sample['reward']:.3g}"
+    title = f"iteration {sample['iteration'] + 1}, reward {reward}"
     prompt = folded(str(sample["prompt"]), width)
     completion = folded(str(sample["completion"]), width)
     num_prompt = min(len(prompt), max(1, (height - 1) // 3))

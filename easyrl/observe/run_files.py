@@ -22,6 +22,7 @@ from easyrl.config import Config, load_config
 from easyrl.events import Activity, Span
 from easyrl.observe import trace
 from easyrl.observe.process_identity import is_alive
+from easyrl.observe.run_state import MAX_SAMPLES
 from easyrl.records import Record
 
 
@@ -85,13 +86,18 @@ class RunFiles:
         self.seconds_of_silence = time.time() - written
         for event in self._trace.read():
             yield from self._records(event)
-        for line in list(self._samples.read())[-1:]:
+        for line in list(self._samples.read())[-MAX_SAMPLES:]:
             yield records.Sampled(line)
 
     def _records(self, event: trace.Event) -> Iterator[Record]:
         if event["ph"] == "M":
             yield from self._metadata(event["args"])
             return
+        if not self._controller:
+            raise ValueError(
+                f"'{self.folder}': its {trace.FILE_NAME} does not begin with the run; expected: "
+                "one that was written by this version of EasyRL, as a whole"
+            )
         now = event["ts"] / 1e6
         match event:
             case {"cat": trace.ACTIVITY}:

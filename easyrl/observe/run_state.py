@@ -23,6 +23,7 @@ MAX_SPANS = 2000
 """Kept per worker: with gaps closed they reach back further than a lane shows."""
 GAP_SECONDS = 0.02
 """Spans of one kind with a smaller gap between them are one."""
+MAX_SAMPLES = 8
 RATE_SECONDS = 5.0
 """Tokens per second are a mean over so long."""
 WORKING = ("prefill", "generate", "train")
@@ -110,8 +111,8 @@ class RunState:
     """Of the newest iteration: completion tokens, over its whole time."""
     note: str = ""
     """What the user should know, the newest."""
-    sample: Mapping[str, Any] | None = None
-    """A line of `samples.jsonl`, the newest."""
+    samples: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    """Lines of `samples.jsonl`, the newest last."""
     evaluation: Evaluation | None = None
     saving_since: float | None = None
     summary: Mapping[str, Any] | None = None
@@ -139,7 +140,7 @@ class RunState:
                 self.num_groups += 1
                 self.num_in_ring += 1
             case records.Sampled(sample):
-                self.sample = sample
+                self.samples.append(sample)
             case records.Note(text):
                 self.note = text
             case records.RewardFailed(message=message):

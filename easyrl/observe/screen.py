@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console, RenderableType
+from rich.segment import Segment
 
 SYNCHRONIZED_BEGIN, SYNCHRONIZED_END = "\x1b[?2026h", "\x1b[?2026l"
 NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
@@ -63,7 +64,7 @@ class Screen:
         width, height = size
         console = self._console
         options = console.options.update(width=width, height=height)
-        lines = console.render_lines(picture, options)[:height]
+        lines = Segment.set_shape(console.render_lines(picture, options), width, height)
         with console.capture() as frame:
             console.update_screen_lines(lines)
         # The cursor waits at the top, where a key that is pressed does not scroll the screen.

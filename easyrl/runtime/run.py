@@ -6,6 +6,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 
 from easyrl import records
 from easyrl.channels.ring_buffer import RingBuffer
@@ -24,14 +25,34 @@ SIGNALLED = 128
 def run(config: Config, observers: Sequence[Observer] = ()) -> int:
     """Train; returns the exit code. Raises ValueError for what the user can mend.
 
-    Observers are told nothing before all that is checked here has passed.
+    Observers are told of no run before all that is checked here has passed.
     """
     started = time.monotonic()
+    tell_all(observers)(records.CheckStarted("checking the model, the data and the devices"))
     preflight = check_run(config)
-    placement = preflight.placement
-    ring = make_ring(config, placement)
+    ring = make_ring(config, preflight.placement)
     folder = RunFolder(config)
     tell = tell_all([folder.observe, *observers])
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        ended = _run(config, preflight, ring=ring, folder=folder, started=started, tell=tell)
+        tell(ended)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return ended.exit_code
+
+
+def _run(
+    config: Config,
+    preflight: Preflight,
+    *,
+    ring: RingBuffer,
+    folder: RunFolder,
+    started: float,
+    tell: Observer,
+) -> records.RunEnded:
+    """From the first record to the last but one."""
+    placement = preflight.placement
     try:
         tell(
             records.RunStarted(
@@ -43,16 +64,14 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
                 description="\n".join([*_notes(config, preflight), describe(placement)]),
             )
         )
-    except (ValueError, KeyboardInterrupt):  # an observer cannot start, or the user had enough
+        return _train(config, preflight, ring=ring, folder=folder, started=started, tell=tell)
+    except ValueError:  # an observer cannot start: the run does not begin after all
         folder.discard()
         raise
-    try:
-        ended = _train(config, preflight, ring=ring, folder=folder, started=started, tell=tell)
-    except KeyboardInterrupt:  # before the supervisor hears of signals, or after it did
-        message = f"stopped by SIGINT; what there is lies in {folder.path}"
-        ended = records.RunEnded(SIGNALLED + signal.SIGINT, message)
-    tell(ended)
-    return ended.exit_code
+    except KeyboardInterrupt as interrupt:  # before the supervisor hears of signals, or after
+        signum = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
+        message = f"stopped by {signum.name}; what there is lies in {folder.path}"
+        return records.RunEnded(SIGNALLED + signum, message)
 
 
 def _notes(config: Config, preflight: Preflight) -> list[str]:
@@ -63,6 +82,10 @@ def _notes(config: Config, preflight: Preflight) -> list[str]:
         f"prompts skipped: {preflight.num_prompts_skipped} (longer than data.max_prompt_length="
         f"{config.data.max_prompt_length}), left: {preflight.prompts.epoch_length}"
     ]
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signum)
 
 
 def _train(
