@@ -116,6 +116,18 @@ def test_dry_run_prints_a_config_file_and_the_placement(runs: list[Config]) -> N
     assert result.stdout == to_commented_yaml(config) + "\n# infer on cpu:2\n# train\n"
 
 
+@pytest.mark.parametrize(("words", "live"), [([], True), (["--no-live"], False)])
+def test_no_live_asks_for_plain_lines(
+    words: list[str], live: bool, runs: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    observers = ModuleType("easyrl.observe.observers")
+    observers.make_observers = lambda config, live: asked.append(live) or []  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "easyrl.observe.observers", observers)
+    assert call("grpo", *words).exit_code == 0
+    assert (asked, len(runs)) == ([live], 1)
+
+
 def test_exit_code_is_the_runs(monkeypatch: pytest.MonkeyPatch, runs: list[Config]) -> None:
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda config, observers: 3)
     assert call("grpo").exit_code == 3

@@ -40,7 +40,7 @@ def lane(
     worker: WorkerState, until: float, num_slices: int, seconds: float, *, is_over: bool
 ) -> list[Segment]:
     """The worker's own work; where it waits for rewards, that they are being scored. `is_over`:
-    nothing more will be told."""
+    it has nothing to do any more."""
     work = _kinds(worker.work, until, num_slices, seconds)
     scoring = _kinds(worker.rewards, until, num_slices, seconds)
     known = (worker.work[0].started, worker.work[-1].ended) if worker.work else (0.0, 0.0)

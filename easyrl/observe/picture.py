@@ -160,7 +160,8 @@ def _lanes(state: RunState, now: float, width: int, max_lanes: int) -> list[Line
             lines.append([label, *_start_up(worker, now)])
             continue
         rate = f"{worker.tokens_per_second(until):,.0f}/s" if is_wide else ""
-        cells = lane(worker, until, num_slices, seconds, is_over=state.ended is not None)
+        is_over = state.ended is not None or (state.evaluation and not worker.is_rollout)
+        cells = lane(worker, until, num_slices, seconds, is_over=bool(is_over))
         lines.append([label, *cells, Segment(f"{rate:>{rate_width}}", BOLD)])
         if has_rewards_lanes and worker.is_rollout:
             label = Segment(f"{'  rewards':<{label_width}}"[:label_width], DIM)
