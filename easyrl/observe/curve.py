@@ -1,6 +1,6 @@
 """A curve over iterations as lines of block characters, an eighth of a line per step of height.
 
-A few lines of our own: a plotting library's canvas costs more than the rest of the picture.
+Rich has no chart, and it has to be lines of Rich's segments like the rest of the picture.
 """
 
 from __future__ import annotations
