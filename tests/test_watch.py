@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from easyrl import records
 from easyrl.config import Config, load_config, to_commented_yaml
 from easyrl.events import Activity, Span
 from easyrl.observe import watch as watching
+from easyrl.observe.picture import render
+from easyrl.observe.plain_lines import PlainLines
 from easyrl.observe.process_identity import identity_of_this_process, is_alive
 from easyrl.observe.run_files import GrowingFile, RunFiles
 from easyrl.observe.run_state import RunState
@@ -133,6 +136,38 @@ def test_a_trace_opens_as_json_when_it_is_whole(written: tuple[RunFolder, list[R
         open_spans[place] = open_spans.get(place, 0) + change
         assert open_spans[place] in (0, 1)
     assert not any(open_spans.values())
+
+
+def test_what_is_not_a_number_is_null_in_the_trace_and_none_on_the_screen(
+    written: tuple[RunFolder, list[Record]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An iteration whose groups were all skipped has no reward, no loss, no accuracy."""
+    folder, run = written
+    tell = records.tell_all([folder.observe, TraceWriter(), PlainLines()])
+    nan = float("nan")
+    for record in run:
+        match record:
+            case records.GroupArrived():
+                tell(dataclasses.replace(record, mean_reward=nan))
+            case records.Evaluated():
+                tell(dataclasses.replace(record, accuracy=nan))
+            case records.IterationFinished():
+                empty = dict.fromkeys(("reward", "loss", "grad_norm"), nan)
+                tell(dataclasses.replace(record, metrics={**METRICS, **empty}))
+            case records.RunFinished():
+                pass
+            case _:
+                tell(record)
+    text = (folder.path / "trace.json").read_text()
+    json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    live, again, state = capsys.readouterr().out, PlainLines(), RunState()
+    for record in RunFiles(folder.path).read():
+        again(record)
+        state.apply(record)
+        render(state, state.newest, 80, 24)
+    for shown in (live, capsys.readouterr().out):
+        assert "held-out accuracy none" in shown
+        assert "reward none" in shown and "loss none" in shown
 
 
 def test_only_whole_lines_are_read_and_what_is_cut_off_is_passed_over(tmp_path: Path) -> None:

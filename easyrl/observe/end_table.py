@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ def end_table(summary: Mapping[str, Any], folder: Path) -> RenderableType:
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
+    first, last = (shown(summary[f"reward_{end}"], ".3f") for end in ("first", "last"))
+    gap = shown(summary["sampling_logp_difference_max"], ".1e")
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     if before is not None and after is not None:
-        rows.append(("held-out accuracy", f"{before:.3f} -> {after:.3f}"))
+        rows.append(("held-out accuracy", f"{shown(before, '.3f')} -> {shown(after, '.3f')}"))
     return [
         *rows,
-        ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
+        ("reward", f"{first} -> {last}"),
         (
             "generated and trained",
             f"{summary['completion_tokens']:,} tokens in {summary['wall_seconds']:.1f} s, "
@@ -40,12 +43,14 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{summary['groups_trained']} trained, {summary['groups_off_policy']} off-policy"
             + (f", {summary['groups_skipped']} skipped" if summary.get("groups_skipped") else ""),
         ),
-        (
-            "engine and trainer",
-            f"log-probabilities at most {summary['sampling_logp_difference_max']:.1e} apart",
-        ),
+        ("engine and trainer", f"log-probabilities at most {gap} apart"),
         ("weights", f"sha256 {summary['weights_sha256'][:16]}"),
     ]
+
+
+def shown(value: float | None, spec: str) -> str:
+    """A figure that may not exist: NaN in the run, null in its files."""
+    return "none" if value is None or math.isnan(value) else format(value, spec)
 
 
 def _next_commands(folder: Path) -> RenderableType:

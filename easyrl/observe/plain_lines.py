@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from easyrl import records
-from easyrl.observe.end_table import end_table
+from easyrl.observe.end_table import end_table, shown
 from easyrl.records import Record
 
 
@@ -30,7 +30,7 @@ class PlainLines:
             case records.FirstRollout(seconds):
                 say(f"first rollout after {seconds:.1f} s")
             case records.Evaluated(accuracy=accuracy, num_prompts=count):
-                say(f"held-out accuracy {accuracy:.3f} ({count} problems)")
+                say(f"held-out accuracy {shown(accuracy, '.3f')} ({count} problems)")
             case records.RewardFailed(message=message):
                 self._print_first_error(message)
             case records.IterationFinished():
@@ -47,8 +47,10 @@ class PlainLines:
         number = metrics["iteration"] + 1
         say(
             f"iteration {number}/{self._num_iterations}  "
-            f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.1f}  "
-            f"loss {metrics['loss']:+.4f}  grad_norm {metrics['grad_norm']:.3f}  "
+            f"reward {shown(metrics['reward'], '.3f')}  "
+            f"length {metrics['completions/mean_length']:.1f}  "
+            f"loss {shown(metrics['loss'], '+.4f')}  "
+            f"grad_norm {shown(metrics['grad_norm'], '.3f')}  "
             f"{metrics['perf/iteration_seconds']:.2f} s  "
             f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
         )

@@ -158,7 +158,8 @@ class RunState:
                 self.evaluation.num_answered = num_answered
             case records.Evaluated(accuracy=accuracy):
                 self.evaluation = None
-                self.accuracies.append((len(self.rewards), accuracy))
+                known = math.nan if accuracy is None else accuracy  # null in the files
+                self.accuracies.append((len(self.rewards), known))
             case records.IterationStarted(now, iteration):
                 self.iteration, self.iteration_started, self.num_groups = iteration, now, 0
             case records.IterationFinished(metrics=metrics):
