@@ -33,7 +33,7 @@ check: $(VENV)/test-installed
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=15
 
 test-long: $(VENV)/test-installed
 	$(BIN)/python -m pytest -m long

@@ -20,12 +20,15 @@ from runs import SMALL, finish, lines_of, summary_of, without_timing
 
 FAILING = """
 import os, signal, time
+import numpy as np
 
 def good(completions, **_): return [1.0] * len(completions)
 def pid(completions, **_): return [os.getpid()] * len(completions)
 def raises(completions, **_): raise KeyError("mine")
 def too_few(completions, **_): return [1.0]
 def nan(completions, **_): return [1.0, float("nan")]
+def huge(completions, **_): return [1.0, 1e39]
+def no_list(completions, **_): return np.array(1.0)
 def none(completions, **_): return [None, None]
 def sometimes_none(completions, **_): return [None, 1.0]
 def exits(completions, **_): os._exit(3)
@@ -80,6 +83,8 @@ FAILURES = {
     "raises": "KeyError: 'mine'",
     "too_few": "returned 1 values",
     "nan": "returned nan",
+    "huge": "returned 1e+39; accepted: finite numbers up to 1e+30",
+    "no_list": "returned array(1.); accepted: a list of 2 numbers",
     "none": "every reward function returned None for completion 0",
     "exits": "ended its process (exit code 3)",
     "crashes": "ended its process (exit code -11)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from easyrl.events import Activity
@@ -65,3 +67,18 @@ def test_it_is_told_a_few_times_a_second(clock: Clock) -> None:
     line.report()
     line.report()  # nothing new: nothing told
     assert len(told) <= 21
+
+
+def test_spans_of_one_kind_never_overlap(clock: Clock) -> None:
+    """Calls under way at once, answered in any order: Chrome's format has no place for both."""
+    told: list[Activity] = []
+    line = Timeline(told.append)
+    sent = [100.0, 100.1, 100.2, 100.9, 100.3]
+    for answered, began in zip((100.5, 101.0, 101.0005, 101.6, 102.4), sent, strict=True):
+        clock.now = answered
+        assert line.add("score", began) == pytest.approx(answered - began)
+    line.report()
+    spans = [span for activity in told for span in activity.spans]
+    for before, after in pairwise(spans):
+        assert before.started < before.ended <= after.started < after.ended
+    assert (spans[0].started, spans[-1].ended) == (100.0, 102.4)

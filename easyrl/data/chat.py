@@ -43,7 +43,10 @@ def render_prompt(content: str | Messages, tokenizer: Any) -> list[int]:
 def render_prompts(contents: Sequence[str | Messages], tokenizer: Any) -> list[list[int]]:
     """`render_prompt` for many prompts, all strings or all messages: quicker than one by one."""
     if isinstance(contents[0], str):
-        ids: list[list[int]] = tokenizer(list(contents))["input_ids"]
+        try:
+            ids: list[list[int]] = tokenizer(list(contents))["input_ids"]
+        except Exception as error:  # text that is no Unicode, such as half of a surrogate pair
+            raise ValueError(f"the tokenizer refuses the prompt: {error}") from error
     else:
         ids = _through_template(contents, tokenizer, tokenize=True)
     for content, of_prompt in zip(contents, ids, strict=True):

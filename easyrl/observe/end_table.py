@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -43,9 +44,19 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{summary['groups_trained']} trained, {summary['groups_off_policy']} off-policy"
             + (f", {summary['groups_skipped']} skipped" if summary.get("groups_skipped") else ""),
         ),
+        *_losses(summary),
         ("engine and trainer", f"log-probabilities at most {gap} apart"),
         ("weights", f"sha256 {summary['weights_sha256'][:16]}"),
     ]
+
+
+def _losses(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What went wrong and did not end the run."""
+    counts = {
+        "reward calls failed": summary.get("reward_errors", 0),
+        "updates dropped, not finite (lower train.learning_rate)": summary["updates_not_finite"],
+    }
+    return [("attention", f"{count} {what}") for what, count in counts.items() if count]
 
 
 def shown(value: float | None, spec: str) -> str:
@@ -57,7 +68,11 @@ def _next_commands(folder: Path) -> RenderableType:
     commands = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 2))
     commands.add_column(overflow="fold", style="bold")
     commands.add_column(style="dim")
-    commands.add_row(f"easyrl watch {folder}", "see the run again")
-    commands.add_row(f"easyrl config --diff {folder}", "what was not default")
-    commands.add_row(f"easyrl grpo --model {folder / 'model'}", "train on from here")
+    run, model, config = (quote(str(folder / name)) for name in ("", "model", "config.yaml"))
+    further = quote(f"{folder}-2")
+    commands.add_row(f"easyrl watch {run}", "see the run again")
+    commands.add_row(f"easyrl config --diff {run}", "what was not default")
+    commands.add_row(
+        f"easyrl grpo --config {config} --model {model} --output {further}", "train on from here"
+    )
     return Group(Text("\nwhat to type next", style="dim"), commands)

@@ -44,8 +44,11 @@ class LiveView:
         self._screen: Screen | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._failure: Exception | None = None  # of the refreshing thread
 
     def __call__(self, record: Record) -> None:
+        if self._failure is not None:
+            raise self._failure
         with self._lock:
             self._state.apply(record)
         if isinstance(record, records.CheckStarted):
@@ -76,12 +79,15 @@ class LiveView:
         while not self._stop.wait(pause):
             began = time.thread_time()
             size = screen.size
-            with self._lock:
-                picture = render(self._state, self._clock(), *size)
             try:
+                with self._lock:
+                    picture = render(self._state, self._clock(), *size)
                 screen.draw(picture, size)
             except OSError:
                 return  # the terminal is gone; the run goes on
+            except Exception as error:
+                self._failure = error  # told with the next record
+                return
             pause = max(REFRESH_SECONDS, (time.thread_time() - began) / MAX_SHARE)
 
 
@@ -101,11 +107,13 @@ def print_last_picture(state: RunState) -> None:
     """With the end table, or the reason why the run ended."""
     run, ended = state.run, state.ended
     assert ended is not None
-    with contextlib.suppress(OSError):
-        console = Console(highlight=False)
-        picture = render(state, state.newest, console.width, LAST_PICTURE_LINES)
-        console.print(picture)  # and a line between
-    if run is not None and state.summary is not None and ended.exit_code == 0:
-        print_end_table(state.summary, run.folder)
-    else:
-        print_end(ended.exit_code, ended.message)
+    try:
+        with contextlib.suppress(OSError):
+            console = Console(highlight=False)
+            picture = render(state, state.newest, console.width, LAST_PICTURE_LINES)
+            console.print(picture)  # and a line between
+    finally:
+        if run is not None and state.summary is not None and ended.exit_code == 0:
+            print_end_table(state.summary, run.folder)
+        else:
+            print_end(ended.exit_code, ended.message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from easyrl.config import Config
+from easyrl.observe.guard import Guard
 from easyrl.observe.live_view import LiveView
 from easyrl.observe.plain_lines import PlainLines
 from easyrl.observe.screen import is_fit_for_pictures
@@ -18,5 +19,6 @@ def make_observers(config: Config, *, live: bool = True) -> list[Observer]:
     """
     trackers = start_trackers(config)  # first: one that cannot start is told before all else
     # What is shown comes last: where another one cannot begin, the terminal is still untouched.
-    shown = LiveView() if live and is_fit_for_pictures() else PlainLines()
-    return [*trackers, TraceWriter(), shown]
+    is_live = live and is_fit_for_pictures()
+    shown = Guard(LiveView(), instead=PlainLines()) if is_live else Guard(PlainLines())
+    return [*trackers, Guard(TraceWriter()), shown]

@@ -55,8 +55,7 @@ def render(state: RunState, now: float, width: int, height: int) -> SegmentLines
     if state.ended is not None:
         now = state.newest
     lines = _header(state, now, width)
-    if state.note:
-        lines.append([Segment(printable(state.note), NOTE)])
+    lines += _attention(state)
     num_left = height - len(lines)
     if state.run is not None:
         lines += _lanes(state, now, width, max_lanes=max(2, num_left - 9))
@@ -119,6 +118,17 @@ def _progress(state: RunState, now: float, width: int) -> Line:
         text = f"iteration {min(done + 1, total)}/{total}"
     room = width - cell_len(text) - len(right) - 3
     return [Segment(text + " ", style), *bar(done, total, room), Segment(f" {right}", BOLD)]
+
+
+def _attention(state: RunState) -> list[Line]:
+    """What went wrong and did not end the run, so far."""
+    losses = {
+        "groups skipped": state.num_skipped,
+        "reward calls failed": state.num_reward_errors,
+        "updates dropped, not finite (lower train.learning_rate)": state.num_not_finite,
+    }
+    counts = ", ".join(f"{count} {what}" for what, count in losses.items() if count)
+    return [[Segment(printable(text), NOTE)] for text in (counts, state.note) if text]
 
 
 def _rates(state: RunState, now: float) -> list[Line]:

@@ -109,6 +109,11 @@ class RunState:
     the other."""
     tokens_per_second: float = 0.0
     """Of the newest iteration: completion tokens, over its whole time."""
+    num_skipped: int = 0
+    """Groups, so far (`reward.on_error`)."""
+    num_reward_errors: int = 0
+    num_not_finite: int = 0
+    """Updates that were dropped."""
     note: str = ""
     """What the user should know, the newest."""
     samples: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
@@ -184,6 +189,9 @@ class RunState:
             wall_seconds=seconds,
         )
         self.num_groups = 0
+        self.num_skipped += int(metrics.get("groups_skipped", 0))
+        self.num_reward_errors += int(metrics.get("reward_errors", 0))
+        self.num_not_finite += int(metrics.get("num_updates_not_finite", 0))
         assert self.run is not None
         if len(self.rewards) == self.run.config.train.iterations:
             self.iteration = None

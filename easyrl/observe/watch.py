@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from types import FrameType
 
 from easyrl import records
 from easyrl.observe.live_view import LastPicture, LiveView
@@ -36,6 +37,7 @@ def watch(folder: Path, *, live: bool) -> int:
     observe: Observer = PlainLines()
     if live and is_fit_for_pictures():
         observe = LastPicture() if has_ended else view
+    before = {signum: signal.signal(signum, _stop) for signum in (signal.SIGTERM, signal.SIGHUP)}
     try:
         for record in chain(found, () if has_ended else _follow(files, wait=True)):
             observe(record)
@@ -46,8 +48,14 @@ def watch(folder: Path, *, live: bool) -> int:
         return INTERRUPTED
     finally:
         view.close()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
     assert isinstance(last, records.RunEnded)
     return last.exit_code
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)  # through `finally`: the terminal is left as it was
 
 
 def _follow(files: RunFiles, *, wait: bool) -> Iterator[Record]:

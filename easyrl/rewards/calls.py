@@ -7,7 +7,6 @@ the scores, in which the function that failed gave every completion 0.
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from easyrl.rewards.functions import RewardError, RewardFunction
 from easyrl.rewards.loading import load_reward, own_traceback, reward_names, reward_specs
 from easyrl.types import Messages
 
+LARGEST = 1e30
+"""Scores are summed with weights in float32, whose largest number is about 3e38."""
 Scores = list[list[float | None]]  # [functions][G]
 
 
@@ -107,12 +108,16 @@ def _checked(name: str, returned: Any, group: Group) -> list[float | None]:
 
     wanted = len(group.completions)
     accepted = f"accepted: a list of {wanted} numbers or None, one per completion"
-    if isinstance(returned, (str, bytes, dict)) or not hasattr(returned, "__len__"):
-        raise refuse(f"{returned!r:.80}; {accepted}")
-    if len(returned) != wanted:
-        raise refuse(f"{len(returned)} values; {accepted}")
+    try:
+        if isinstance(returned, (str, bytes, dict)) or not hasattr(returned, "__len__"):
+            raise TypeError
+        values = list(returned)  # a zero-dimensional array has a length, and refuses to tell it
+    except Exception:
+        raise refuse(f"{_shown(returned)}; {accepted}") from None
+    if len(values) != wanted:
+        raise refuse(f"{len(values)} values; {accepted}")
     scores: list[float | None] = []
-    for value in returned:
+    for value in values:
         if value is None:
             scores.append(None)
             continue
@@ -121,8 +126,18 @@ def _checked(name: str, returned: Any, group: Group) -> list[float | None]:
                 raise TypeError
             score = float(value)  # numbers of Python, NumPy and torch
         except Exception:
-            raise refuse(f"{value!r:.80} among its values; {accepted}") from None
-        if not math.isfinite(score):
-            raise refuse(f"{score}; accepted: finite numbers, or None for 'does not apply'")
+            raise refuse(f"{_shown(value)} among its values; {accepted}") from None
+        if not abs(score) <= LARGEST:
+            raise refuse(
+                f"{score}; accepted: finite numbers up to {LARGEST:g} in size, or None for 'does "
+                "not apply'"
+            )
         scores.append(score)
     return scores
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"a {type(value).__name__}"

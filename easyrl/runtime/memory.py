@@ -13,7 +13,6 @@ that could run. Accelerators tell of their own memory when it is asked for.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def check_memory(
 
 def check_disk(folder: Path, model: ModelFiles) -> None:
     """Raise ConfigError where the final model does not fit the disk that `folder` will be on."""
-    there = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
+    there = next(parent for parent in folder.absolute().parents if parent.exists())
     needed, free = FLOAT_BYTES * (model.num_weights or 0), shutil.disk_usage(there).free
     if needed > free:
         raise ConfigError(

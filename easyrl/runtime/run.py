@@ -53,21 +53,21 @@ def _run(
 ) -> records.RunEnded:
     """From the first record to the last but one."""
     placement = preflight.placement
+    run = records.RunStarted(
+        started,
+        folder.path,
+        config,
+        devices=device_names(placement),
+        num_slots=config.ring_slots,
+        description="\n".join([*_notes(config, preflight), describe(placement)]),
+    )
     try:
-        tell(
-            records.RunStarted(
-                started,
-                folder.path,
-                config,
-                devices=device_names(placement),
-                num_slots=config.ring_slots,
-                description="\n".join([*_notes(config, preflight), describe(placement)]),
-            )
-        )
+        try:
+            tell(run)
+        except (ValueError, OSError) as error:  # an observer cannot start: nor does the run
+            folder.discard()
+            raise ValueError(str(error)) from error
         return _train(config, preflight, ring=ring, folder=folder, started=started, tell=tell)
-    except ValueError:  # an observer cannot start: the run does not begin after all
-        folder.discard()
-        raise
     except KeyboardInterrupt as interrupt:  # before the supervisor hears of signals, or after
         signum = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
         message = f"stopped by {signum.name}; what there is lies in {folder.path}"
@@ -98,9 +98,11 @@ def _train(
     tell: Observer,
 ) -> records.RunEnded:
     """From spawned workers to none left: how it ended."""
-    from easyrl.runtime.controller import Controller  # loads torch
-    from easyrl.runtime.supervisor import Interrupted, Supervisor, WorkerFailure
-
+    try:
+        from easyrl.runtime.controller import Controller  # loads torch
+        from easyrl.runtime.supervisor import Interrupted, Supervisor, WorkerFailure
+    except Exception as error:
+        return _failed(error, folder)
     try:
         with Supervisor() as supervisor:
             controller = Controller(
@@ -122,7 +124,11 @@ def _train(
     except WorkerFailure as failure:
         return records.RunEnded(USER_ERROR if failure.is_user_error else FAILED, str(failure))
     except Exception as error:
-        cause = traceback.format_exception_only(error)[-1].strip()
-        message = f"{cause}\n(the full traceback is in {folder.log})"
-        return records.RunEnded(FAILED, message, traceback.format_exc())
+        return _failed(error, folder)
     return records.RunEnded(FINISHED, "")
+
+
+def _failed(error: Exception, folder: RunFolder) -> records.RunEnded:
+    cause = traceback.format_exception_only(error)[-1].strip()
+    message = f"{cause}\n(the full traceback is in {folder.log})"
+    return records.RunEnded(FAILED, message, traceback.format_exc())

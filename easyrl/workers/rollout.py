@@ -211,7 +211,9 @@ class RolloutWorker:
                 events.PromptEvaluated(iteration, index, float(rewards[0]), scored.errors)
             )
             return
-        group = self._make_group(iteration, index, finished, np.nan_to_num(rewards, nan=0.0))
+        group = self._make_group(
+            iteration, index, finished, np.where(np.isnan(rewards), np.float32(0), rewards)
+        )
         self._outbox.append((group, self._report(group, prompt, finished, scored, rewards)))
 
     def _make_group(

@@ -23,6 +23,7 @@ class Timeline:
         self._send = send
         self._spans: list[Span] = []
         self._newest: dict[SpanKind, int] = {}  # of each kind, its place in _spans
+        self._past: dict[SpanKind, float] = {}  # of each kind, where the span before that ended
         self._num_tokens = 0
         self._num_groups = 0
         self._reported = time.monotonic()
@@ -41,17 +42,25 @@ class Timeline:
         `num_tokens` that were generated or trained, `num_groups` that left the ring.
         """
         ended = time.monotonic()
-        place = self._newest.get(kind)
-        if place is not None and started - self._spans[place].ended < MERGE_SECONDS:
-            self._spans[place] = Span(kind, self._spans[place].started, ended)
-        else:
-            self._newest[kind] = len(self._spans)
-            self._spans.append(Span(kind, started, ended))
+        self._note(kind, started, ended)
         self._num_tokens += num_tokens
         self._num_groups += num_groups
         if ended - self._reported >= REPORT_SECONDS:
             self.report()
         return ended - started
+
+    def _note(self, kind: SpanKind, started: float, ended: float) -> None:
+        """Spans of one kind never overlap: of calls under way at once, the time is told once."""
+        started = max(started, self._past.get(kind, started))
+        place = self._newest.get(kind)
+        if place is not None:
+            newest = self._spans[place]
+            if started - newest.ended < MERGE_SECONDS:
+                self._spans[place] = Span(kind, min(started, newest.started), ended)
+                return
+            self._past[kind] = newest.ended
+        self._newest[kind] = len(self._spans)
+        self._spans.append(Span(kind, started, ended))
 
     @contextmanager
     def measure(self, kind: SpanKind) -> Iterator[None]:
@@ -64,6 +73,8 @@ class Timeline:
     def report(self) -> None:
         """Tell what is not told yet."""
         if self._spans or self._num_groups:
+            for kind, place in self._newest.items():
+                self._past[kind] = self._spans[place].ended
             self._send(Activity(tuple(self._spans), self._num_tokens, self._num_groups))
         self._spans, self._newest, self._num_tokens, self._num_groups = [], {}, 0, 0
         self._reported = time.monotonic()
