@@ -47,7 +47,9 @@ def end(process: subprocess.Popen[str], processes: list[psutil.Process]) -> tupl
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_everything(tmp_path: Path, signum: int, code: int) -> None:
     before = shared_memory()
     process, processes = started(tmp_path)
@@ -59,6 +61,18 @@ def test_a_signal_ends_everything(tmp_path: Path, signum: int, code: int) -> Non
     deadline = time.monotonic() + SECONDS
     while not shared_memory() <= before and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert shared_memory() <= before
+
+
+def test_a_terminal_that_is_closed_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
+    before = shared_memory()
+    run = start("--output", str(tmp_path / "run"), *ENDLESS)
+    wait_for_line(run, "iteration 2/")
+    processes = descendants(run.pid)
+    for p in [psutil.Process(run.pid), *processes]:  # multiprocessing's resource tracker as well
+        p.send_signal(signal.SIGHUP)
+    returned, out, _ = end(run, processes)
+    assert returned == 129 and "stopped by SIGHUP" in out
     assert shared_memory() <= before
 
 

@@ -356,9 +356,9 @@ def test_no_live_and_a_dumb_terminal_mean_plain_lines(tmp_path: Path) -> None:
     program = (
         "from easyrl.config import Config; from easyrl.observe.observers import make_observers\n"
         "import os\n"
-        "print(*(type(make_observers(Config(), live=l)[-1]).__name__ for l in (True, False)))\n"
+        "print(*(type(make_observers(Config(), live=l)[-1].observer).__name__ for l in (True, False)))\n"
         "os.environ['TERM'] = 'dumb'\n"
-        "print(type(make_observers(Config())[-1]).__name__)\n"
+        "print(type(make_observers(Config())[-1].observer).__name__)\n"
     )
     terminal = Terminal(*command()[:1], "-c", program)
     assert terminal.end() == 0

@@ -295,6 +295,32 @@ def test_a_run_is_followed_until_it_is_killed(
     assert again.returncode == 1 and "the run was killed" in again.stderr
 
 
+def test_a_terminal_is_sane_after_the_watching_is_terminated(
+    going_on: tuple[subprocess.Popen[str], Path],
+) -> None:
+    process, folder = going_on
+    terminal = Terminal(sys.executable, "-m", "easyrl", "watch", str(folder))
+    terminal.read_until("ETA")
+    os.kill(terminal.process.pid, signal.SIGTERM)
+    assert terminal.end() == 143
+    after_the_view(terminal.output)
+    assert process.poll() is None
+
+
+@pytest.mark.parametrize("line", ['{"ph": "M"}', '{"ph": "X", "cat": "activity", "ts": 1}', "null"])
+def test_a_trace_of_another_making_is_refused_by_name(
+    line: str, written: tuple[RunFolder, list[Record]]
+) -> None:
+    folder, run = written
+    writer = TraceWriter()
+    for record in run[:2]:
+        writer(record)
+    with (folder.path / "trace.json").open("a") as file:
+        file.write(line + ",\n")
+    with pytest.raises(ValueError, match=f"{folder.path}.*is not what this version"):
+        watch(folder.path, live=False)
+
+
 def test_ctrl_c_ends_the_watching_and_not_the_run(
     going_on: tuple[subprocess.Popen[str], Path],
 ) -> None:

@@ -19,7 +19,7 @@ def end_table(summary: Mapping[str, Any], folder: Path) -> RenderableType:
     table.add_column(overflow="fold")
     for name, value in _rows(summary):
         table.add_row(name, value)
-    table.add_row("run folder", str(folder))
+    table.add_row("run folder", Text(str(folder)))  # a name is no markup
     return Group(Text("finished", style="bold green"), table, _next_commands(folder))
 
 
@@ -65,14 +65,17 @@ def shown(value: float | None, spec: str) -> str:
 
 
 def _next_commands(folder: Path) -> RenderableType:
-    commands = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 2))
-    commands.add_column(overflow="fold", style="bold")
-    commands.add_column(style="dim")
     run, model, config = (quote(str(folder / name)) for name in ("", "model", "config.yaml"))
     further = quote(f"{folder}-2")
-    commands.add_row(f"easyrl watch {run}", "see the run again")
-    commands.add_row(f"easyrl config --diff {run}", "what was not default")
-    commands.add_row(
-        f"easyrl grpo --config {config} --model {model} --output {further}", "train on from here"
-    )
-    return Group(Text("\nwhat to type next", style="dim"), commands)
+    commands = {
+        f"easyrl watch {run}": "see the run again",
+        f"easyrl config --diff {run}": "what was not default",
+        f"easyrl grpo --config {config} --model {model} --output {further}": "train on from here",
+    }
+    lines = [
+        Text(f"  {command}", style="bold", no_wrap=True, overflow="ignore").append(
+            f"  # {why}", style="not bold dim"
+        )
+        for command, why in commands.items()
+    ]
+    return Group(Text("\nwhat to type next", style="dim"), *lines)

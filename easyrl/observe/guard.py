@@ -14,15 +14,15 @@ class Guard:
     its place where there is one. Before the run has started, its failure is the run's."""
 
     def __init__(self, observe: Observer, *, instead: Observer | None = None) -> None:
-        self._observe: Observer | None = observe
+        self.observer: Observer | None = observe
         self._instead = instead
         self._run: records.RunStarted | None = None
 
     def __call__(self, record: Record) -> Note | None:
-        if self._observe is None:
+        if self.observer is None:
             return None
         try:
-            note = self._observe(record)
+            note = self.observer(record)
         except Exception:
             if self._run is None:
                 raise
@@ -32,11 +32,11 @@ class Guard:
         return note
 
     def _replace(self, record: Record) -> Note:
-        failed, self._observe, self._instead = self._observe, self._instead, None
+        failed, self.observer, self._instead = self.observer, self._instead, None
         with contextlib.suppress(Exception):  # most have nothing to close
             getattr(failed, "close", lambda: None)()
-        if self._observe is not None and self._run is not None:
-            self._observe(self._run)
-            self._observe(record)
+        if self.observer is not None and self._run is not None:
+            self.observer(self._run)
+            self.observer(record)
         cause = traceback.format_exc().rstrip()
         return Note(f"{type(failed).__name__} failed, and the run goes on without it:\n{cause}")

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from easyrl import records
 from easyrl.observe.picture import render
-from easyrl.observe.plain_lines import print_end, print_end_table, say
+from easyrl.observe.plain_lines import print_end, print_end_table, safe, say
 from easyrl.observe.run_state import RunState
 from easyrl.observe.screen import Screen
 from easyrl.records import Record
@@ -59,7 +59,7 @@ class LiveView:
             self.close()
             print_last_picture(self._state)
         elif isinstance(record, records.Note) and self._state.ended is not None:
-            say(record.text)
+            say(safe(record.text))
 
     def close(self) -> None:
         """The terminal as it was."""

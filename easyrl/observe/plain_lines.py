@@ -10,7 +10,11 @@ from typing import Any, TextIO
 
 from easyrl import records
 from easyrl.observe.end_table import end_table, shown
+from easyrl.observe.lines import printable
 from easyrl.records import Record
+
+LONGEST_MESSAGE = 8000
+"""Characters of one message on the terminal."""
 
 
 class PlainLines:
@@ -36,7 +40,7 @@ class PlainLines:
             case records.IterationFinished():
                 self._print_iteration(record)
             case records.Note(text):
-                say(text)
+                say(safe(text))
             case records.RunFinished(summary=summary):
                 print_end_table(summary, self._folder)
             case records.RunEnded(exit_code, message) if message:
@@ -68,7 +72,7 @@ class PlainLines:
     def _print_first_error(self, message: str) -> None:
         if not self._has_errors:
             say(
-                f"{message}\nthe run goes on (reward.on_error); all such errors are in "
+                f"{safe(message)}\nthe run goes on (reward.on_error); all such errors are in "
                 f"{self._folder / 'reward_errors.jsonl'}"
             )
         self._has_errors = True
@@ -77,9 +81,9 @@ class PlainLines:
 def print_end(exit_code: int, message: str) -> None:
     """Why a run ended that did not finish."""
     if exit_code > 128:  # the user stopped it
-        say(message)
+        say(safe(message))
     else:
-        say(f"easyrl: {message}", sys.stderr)
+        say(f"easyrl: {safe(message)}", sys.stderr)
 
 
 def print_end_table(summary: Mapping[str, Any], folder: Path) -> None:
@@ -87,8 +91,16 @@ def print_end_table(summary: Mapping[str, Any], folder: Path) -> None:
 
     console = Console(highlight=False)
     with console.capture() as capture:  # left to itself, rich ends the process on a broken pipe
-        console.print(end_table(summary, folder))
+        console.print(end_table(summary, folder), crop=False)
     say(capture.get().removesuffix("\n"))
+
+
+def safe(text: str) -> str:
+    """What others wrote, an exception's text for one, as it may be shown on a terminal."""
+    if len(text) > LONGEST_MESSAGE:
+        half = LONGEST_MESSAGE // 2
+        text = f"{text[:half]}\n… (the whole is in the run's logs)\n{text[-half:]}"
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

@@ -129,7 +129,7 @@ class RunState:
         self.newest = max(self.newest, _time_of(record))
         match record:
             case records.RunStarted(started=started, devices=devices):
-                self.run = record
+                self.run, self.newest = record, started
                 self.workers = {
                     name: WorkerState(name, device, "starting the process", started)
                     for name, device in devices.items()

@@ -10,6 +10,7 @@ turns the lines back into the records they came from: `easyrl watch` lives on th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -163,8 +164,9 @@ class TraceWriter:
         if self._file is not None:
             details: Event = {"exit_code": end.exit_code, "message": end.message}
             last = _name("process", CONTROLLER, "controller", **details)  # no comma follows
-            self._file.write(json.dumps(last) + "\n]\n")
-            self._file.close()
+            with contextlib.suppress(OSError):  # a trace without its end opens as well
+                self._file.write(json.dumps(last) + "\n]\n")
+                self._file.close()
             self._file = None
 
 

@@ -27,7 +27,17 @@ INTERRUPTED = 128 + signal.SIGINT
 def watch(folder: Path, *, live: bool) -> int:
     """Show the run until it ends; returns its exit code (1 where it was killed, 130 where the
     watching was interrupted). Raises ValueError where `folder` is no run folder."""
-    files = RunFiles(folder)
+    try:
+        return _watch(RunFiles(folder), live=live)
+    except (KeyError, TypeError, AttributeError, OSError) as error:
+        raise ValueError(
+            f"'{folder}' is not what this version of easyrl writes, or was removed "
+            f"({type(error).__name__}: {error}); accepted: a whole run folder"
+        ) from error
+
+
+def _watch(files: RunFiles, *, live: bool) -> int:
+    folder = files.folder
     found, last = [], None
     for record in _follow(files, wait=False):
         found.append(record)

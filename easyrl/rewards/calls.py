@@ -94,7 +94,7 @@ def _call(name: str, function: RewardFunction, group: Group) -> list[float | Non
     arguments["completion_ids"] = [np.asarray(ids).tolist() for ids in group.completion_ids]
     try:
         returned = function(**arguments)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # the process is the reward's own
         raise RewardError(
             f"reward '{name}' failed, {group}, "
             f"columns {', '.join(group.columns) or 'none'}:\n{own_traceback(error)}"

@@ -36,7 +36,11 @@ def _run(
     module: str, name: str, settings: WorkerSettings, ring: RingBuffer, control: Connection
 ) -> None:
     die_with_parent()
-    for signum in (signal.SIGINT, signal.SIGTERM):  # the controller hears them and stops us
+    for signum in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # the controller hears them and stops us
         signal.signal(signum, signal.SIG_IGN)
     exit_code = 0
     try:

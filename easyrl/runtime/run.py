@@ -19,7 +19,7 @@ from easyrl.runtime.run_folder import RunFolder
 
 FINISHED, FAILED, USER_ERROR = 0, 1, 2
 SIGNALLED = 128
-"""Plus the signal's number: 130 after Ctrl-C, 143 after SIGTERM."""
+"""Plus the signal's number: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
 
 
 def run(config: Config, observers: Sequence[Observer] = ()) -> int:
@@ -33,12 +33,16 @@ def run(config: Config, observers: Sequence[Observer] = ()) -> int:
     ring = make_ring(config, preflight.placement)
     folder = RunFolder(config)
     tell = tell_all([folder.observe, *observers])
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = {}
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+            before[signum] = signal.signal(signum, _interrupt)
     try:
         ended = _run(config, preflight, ring=ring, folder=folder, started=started, tell=tell)
         tell(ended)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
     return ended.exit_code
 
 

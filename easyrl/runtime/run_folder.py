@@ -89,7 +89,10 @@ class RunFolder:
 
     def _log(self, text: str) -> None:
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text.rstrip()}\n"
-        with contextlib.suppress(OSError), self.log.open("a") as file:  # never a run's end
+        with (
+            contextlib.suppress(OSError),
+            self.log.open("a", errors="backslashreplace") as file,
+        ):  # never a run's end
             file.write(line)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ class WorkerFailure(RuntimeError):
 
 
 class Interrupted(Exception):
-    """The user asked to stop (`signum`: SIGINT or SIGTERM)."""
+    """The user asked to stop (`signum`: SIGINT, SIGTERM, or SIGHUP: the terminal is gone)."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -88,8 +88,9 @@ class Supervisor:
         self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            self._old_handlers[signum] = signal.signal(signum, self._on_signal)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+                self._old_handlers[signum] = signal.signal(signum, self._on_signal)
         return self
 
     def __exit__(
@@ -115,8 +116,11 @@ class Supervisor:
         process = self._context.Process(
             target=target, args=(*arguments, theirs), name=name, daemon=False
         )
-        # Until it ignores Ctrl-C by itself, the worker starts with it blocked: a mask is inherited.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # What a terminal sends to all is blocked until the worker ignores it by itself, and for
+        # good in multiprocessing's resource tracker, which starts with the first one: it cleans up
+        # after all the others. A mask is inherited.
+        of_a_terminal = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, of_a_terminal)
         try:
             process.start()
         finally:

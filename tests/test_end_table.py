@@ -1,0 +1,62 @@
+"""What stands on the screen when a run has finished, and what is pasted from there."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from easyrl.observe.plain_lines import print_end, print_end_table
+
+SUMMARY = {
+    "accuracy_before": 0.5,
+    "accuracy_after": None,
+    "reward_first": 0.5,
+    "reward_last": None,
+    "completion_tokens": 1234567,
+    "wall_seconds": 61.5,
+    "tokens_per_second_per_device": 1000.0,
+    "overlap": 0.75,
+    "groups_trained": 960,
+    "groups_off_policy": 0,
+    "sampling_logp_difference_max": 1.5e-5,
+    "updates_not_finite": 2,
+    "reward_errors": 0,
+    "weights_sha256": "0123456789abcdef0123",
+}
+
+
+@pytest.mark.parametrize("name", ["runs/1", "a [red]b:smile:", "slash[/b]", "x" * 120])
+def test_commands_can_be_pasted_whatever_the_folder_is_called(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_end_table(SUMMARY, Path(name))
+    lines = capsys.readouterr().out.splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("  easyrl")]
+    assert commands == [
+        ["easyrl", "watch", name],
+        ["easyrl", "config", "--diff", name],
+        [
+            *("easyrl", "grpo", "--config", f"{name}/config.yaml"),
+            *("--model", f"{name}/model", "--output", f"{name}-2"),
+        ],
+    ]
+
+
+def test_what_is_not_known_is_none_and_lost_updates_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_end_table(SUMMARY, Path("run"))
+    shown = capsys.readouterr().out
+    assert "0.500 -> none" in shown and "1,234,567 tokens" in shown
+    assert "2 updates dropped, not finite (lower train.learning_rate)" in shown
+
+
+def test_a_cause_of_others_making_cannot_take_over_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_end(1, "bad \x1b[2J\x07 \udcff\nsecond line" + "." * 100_000)
+    shown = capsys.readouterr().err
+    assert "\x1b" not in shown and "\x07" not in shown and "\udcff" not in shown
+    assert shown.count("second line") == 1 and len(shown) < 10_000
