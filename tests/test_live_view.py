@@ -16,6 +16,7 @@ from easyrl import records
 from easyrl.config import load_config
 from easyrl.events import Activity, Span, SpanKind
 from easyrl.observe.curve import curve
+from easyrl.observe.guard import Guard
 from easyrl.observe.live_view import LiveView, render
 from easyrl.observe.observers import make_observers
 from easyrl.observe.plain_lines import PlainLines
@@ -356,14 +357,16 @@ def test_no_live_and_a_dumb_terminal_mean_plain_lines(tmp_path: Path) -> None:
     program = (
         "from easyrl.config import Config; from easyrl.observe.observers import make_observers\n"
         "import os\n"
-        "print(*(type(make_observers(Config(), live=l)[-1].observer).__name__ for l in (True, False)))\n"
+        "name = lambda **o: type(make_observers(Config(), **o)[-1].observer).__name__\n"
+        "print(name(live=True), name(live=False))\n"
         "os.environ['TERM'] = 'dumb'\n"
-        "print(type(make_observers(Config())[-1].observer).__name__)\n"
+        "print(name())\n"
     )
     terminal = Terminal(*command()[:1], "-c", program)
     assert terminal.end() == 0
     assert terminal.output.split() == ["LiveView", "PlainLines", "PlainLines"]
-    assert isinstance(make_observers(load_config())[-1], PlainLines)  # pytest has no terminal
+    guard = make_observers(load_config())[-1]  # pytest has no terminal
+    assert isinstance(guard, Guard) and isinstance(guard.observer, PlainLines)
 
 
 def test_the_end_of_a_run_reaches_the_view_whatever_another_observer_does() -> None:
