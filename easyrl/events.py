@@ -81,6 +81,8 @@ class Ready:
 
 
 SpanKind = Literal["prefill", "generate", "score", "train", "weights", "wait"]
+WORKING = ("prefill", "generate", "train")
+"""Kinds of spans in which tokens come about."""
 
 
 @dataclass(frozen=True, slots=True)

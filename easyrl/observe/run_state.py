@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from easyrl import records
-from easyrl.events import Activity, Span
+from easyrl.events import WORKING, Activity, Span
 from easyrl.records import Record
 from easyrl.runtime.totals import overlap
 
@@ -26,8 +26,6 @@ GAP_SECONDS = 0.02
 MAX_SAMPLES = 8
 RATE_SECONDS = 5.0
 """Tokens per second are a mean over so long."""
-WORKING = ("prefill", "generate", "train")
-"""Kinds of spans in which tokens come about."""
 ETA_ITERATIONS = 10
 """The time left is told by the mean of so many iterations."""
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Iterator
 from typing import IO, Any
 
 from easyrl import records
-from easyrl.events import Activity
+from easyrl.events import WORKING, Activity
 from easyrl.observe.process_identity import identity_of_this_process
 from easyrl.records import Record
+from easyrl.runtime.run_folder import finite
 
 FILE_NAME = "trace.json"
 CONTROLLER = 0
@@ -28,7 +28,6 @@ WORK, REWARDS = 0, 1
 # Categories of events
 ACTIVITY, START_UP, GROUP = "activity", "start-up", "group"
 ITERATION, EVALUATION, SAVING = "iteration", "evaluation", "saving"
-WORKING = ("prefill", "generate", "train")
 Event = dict[str, Any]
 
 
@@ -64,7 +63,7 @@ class TraceWriter:
                 yield from self._activity(self._processes[worker], activity)
             case records.GroupArrived(now, iteration, prompt_index, mean_reward, num_tokens):
                 details: Event = {"iteration": iteration, "prompt_index": prompt_index}
-                details |= {"mean_reward": finite(mean_reward), "num_tokens": num_tokens}
+                details |= finite({"mean_reward": mean_reward, "num_tokens": num_tokens})
                 yield self._event("i", "group", now, cat=GROUP, s="t", args=details)
                 yield self._count_ring(now, +1)
             case _:
@@ -79,19 +78,15 @@ class TraceWriter:
                 yield self._begin(f"iteration {iteration}", ITERATION, now, details)
             case records.IterationFinished(now, metrics):
                 yield self._end(ITERATION, now)
-                yield self._event("C", "reward", now, args={"reward": finite(metrics["reward"])})
+                yield self._event("C", "reward", now, args=finite({"reward": metrics["reward"]}))
             case records.EvaluationStarted(now, round_, num_prompts):
                 details = {"round": round_, "num_prompts": num_prompts}
                 yield self._begin("evaluation", EVALUATION, now, details)
             case records.PromptsEvaluated(now, _, num_answered):
                 yield self._event("C", "held-out answers", now, args={"answers": num_answered})
             case records.Evaluated(now, round_, accuracy, num_prompts):
-                details = {
-                    "round": round_,
-                    "accuracy": finite(accuracy),
-                    "num_prompts": num_prompts,
-                }
-                yield self._end(EVALUATION, now, details)
+                details = {"round": round_, "accuracy": accuracy, "num_prompts": num_prompts}
+                yield self._end(EVALUATION, now, finite(details))
             case records.FirstRollout(seconds):
                 yield self._event("i", "first rollout", self._started + seconds, s="t")
             case records.SavingModel(now):
@@ -168,11 +163,6 @@ class TraceWriter:
                 self._file.write(json.dumps(last) + "\n]\n")
                 self._file.close()
             self._file = None
-
-
-def finite(value: float) -> float | None:
-    """JSON has no NaN: null stands for it."""
-    return value if math.isfinite(value) else None
 
 
 def _name(what: str, process: int, name: str, thread: int = WORK, **details: Any) -> Event:

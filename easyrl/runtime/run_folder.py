@@ -81,7 +81,7 @@ class RunFolder:
                 line = {"iteration": iteration, "prompt_index": prompt_index, "error": message}
                 self._append("reward_errors.jsonl", line)
             case records.RunFinished(summary=summary):
-                text = json.dumps(_finite(summary), indent=2, allow_nan=False)
+                text = json.dumps(finite(summary), indent=2, allow_nan=False)
                 (self.path / "summary.json").write_text(text + "\n")
             case records.RunEnded(exit_code, message, traceback):
                 parts = (f"ended with exit code {exit_code}", message, traceback)
@@ -97,7 +97,7 @@ class RunFolder:
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         with (self.path / name).open("a") as file:  # whole lines, also when the run is cut off
-            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+            file.write(json.dumps(finite(line), allow_nan=False) + "\n")
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ def _exists(folder: Path) -> ConfigError:
     )
 
 
-def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
+def finite(line: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has no NaN: null stands for what is not finite."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
