@@ -87,6 +87,11 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def trains_flex_attention(device: torch.device) -> bool:
+    """Whether FlexAttention has a backward on the device (it has none on CPUs and NPUs)."""
+    return device.type == "cuda"
+
+
 def make_process_group(device: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """A process group of its own, beside torch's default world, for buffers on `device`."""
     import torch

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from easyrl.model.attention import ATTENTION_NAME, AttentionSettings, PackedGroups
+from easyrl.model.attention import ATTENTION_NAME, PackedGroups
+from easyrl.model.attention_kernels import AttentionSettings
 from easyrl.model.policy import Policy
 
 torch.set_num_threads(1)

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from easyrl.model.attention import AttentionSettings, PackedGroups
+from easyrl.model.attention_kernels import AttentionSettings
+from easyrl.model.shared_prompt import SharedPrompt
 
 
 class PromptCache:
@@ -67,7 +68,9 @@ class StepLayout:
         self._longest = longest
         self._prompt_lengths = list(prompt_lengths)
         self._packed = (
-            PackedGroups.of_sequences(prompt_lengths, positions.device) if prompt_lengths else None
+            SharedPrompt([(length, ()) for length in prompt_lengths], positions.device)
+            if prompt_lengths
+            else None
         )
         self._biases: dict[tuple[int | None, int], Tensor] = {}
 

@@ -18,9 +18,9 @@ from easyrl.hub import resolve_model
 from easyrl.model.attention import (
     ATTENTION_NAME,
     AttentionLayout,
-    AttentionSettings,
     register_attention,
 )
+from easyrl.model.attention_kernels import AttentionSettings
 from easyrl.model.linear import speed_up_linear_layers
 from easyrl.model.pretrained import load_model_config
 from easyrl.types import WeightPiece

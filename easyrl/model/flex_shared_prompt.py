@@ -1,0 +1,101 @@
+"""Shared-prompt attention by FlexAttention: one compiled kernel over the whole packed row.
+
+The row is `[P | R1 | R2 | ...][P | R1 | ...]`; its mask is a function of where tokens stand, and
+blocks of 128 x 128 that it hides are never computed. For accelerators that FlexAttention can train
+on (`devices.trains_flex_attention`); elsewhere `shared_prompt` does the same.
+
+Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from easyrl.model.attention_kernels import AttentionSettings
+from easyrl.model.shared_prompt import Groups
+
+PROMPT = -1
+
+
+class FlexSharedPrompt:
+    """The mask of one packed row, made once per window and used by all layers."""
+
+    def __init__(self, groups: Groups, device: torch.device) -> None:
+        places = torch.from_numpy(_places(groups)).to(device)
+        self._group_of, self._segment_of, self._positions = places
+        self._device = device
+        self._masks: dict[int | None, BlockMask] = {}
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]"""
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        output = _compiled(flex_attention)(
+            q,
+            k,
+            v,
+            score_mod=None if settings.softcap is None else _softcap(settings.softcap),
+            block_mask=self._mask(settings.sliding_window),
+            scale=settings.scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        tokens: Tensor = output[0].transpose(0, 1)
+        return tokens
+
+    def _mask(self, window: int | None) -> BlockMask:
+        if window not in self._masks:
+            length = len(self._positions)
+            self._masks[window] = _compiled(create_block_mask)(
+                self.visible(window), None, None, length, length, device=self._device
+            )
+        return self._masks[window]
+
+    def visible(self, window: int | None) -> Callable[[Any, Any, Any, Any], Any]:
+        """Whether token q may look at token k: of its group's prompt or its own completion, not
+        ahead, and within the window."""
+        group_of, segment_of, positions = self._group_of, self._segment_of, self._positions
+
+        def mask(_batch: Any, _head: Any, q: Any, k: Any) -> Any:
+            is_own = (segment_of[k] == PROMPT) | (segment_of[k] == segment_of[q])
+            seen = (group_of[q] == group_of[k]) & is_own & (k <= q)
+            if window is not None:
+                seen = seen & (positions[q] - positions[k] < window)
+            return seen
+
+        return mask
+
+
+def _places(groups: Groups) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Of each token its group, its segment (PROMPT or a completion) and its position: [3, T]."""
+    columns = []
+    for number, (prompt_length, completion_lengths) in enumerate(groups):
+        for segment, length in ((PROMPT, prompt_length), *enumerate(completion_lengths)):
+            start = 0 if segment == PROMPT else prompt_length
+            columns.append(
+                np.stack(
+                    [np.full(length, number), np.full(length, segment), start + np.arange(length)]
+                )
+            )
+    return np.concatenate(columns, axis=1).astype(np.int32)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled once per process, when it is first needed; shapes may change."""
+    return torch.compile(function, dynamic=True)
+
+
+@cache
+def _softcap(softcap: float) -> Callable[..., Any]:
+    def cap(score: Any, _batch: Any, _head: Any, _q: Any, _k: Any) -> Any:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
