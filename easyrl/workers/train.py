@@ -27,7 +27,7 @@ from easyrl.config import Config
 from easyrl.data.packing import MicroBatch
 from easyrl.delays import maybe_sleep
 from easyrl.model.attention import PackedGroups
-from easyrl.model.logprobs import token_logprobs
+from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.model.pretrained import load_tokenizer
 from easyrl.workers.group_stream import GroupStream, micro_batches
@@ -164,13 +164,19 @@ class TrainWorker:
                 batch.completion_of_token,
             )
         )
-        logits = self.policy.forward(
+        hidden = self.policy.hidden_states(
             torch.from_numpy(batch.input_ids).to(self.device),
             torch.from_numpy(batch.position_ids).to(self.device),
             PackedGroups(batch.groups, self.device),
-            logits_at=torch.from_numpy(batch.logits_at).to(self.device),
+            at=torch.from_numpy(batch.logits_at).to(self.device),
         )
-        logprobs, entropy = token_logprobs(logits, targets, temperature)
+        logprobs, entropy = chunked_token_logprobs(
+            self.policy.head,
+            hidden,
+            targets,
+            temperature,
+            vocabulary_size=self.policy.vocabulary_size,
+        )
         # One update per iteration: the old policy is the policy itself.
         old_logprobs = logprobs.detach()
         outputs = grpo_loss(
