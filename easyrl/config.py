@@ -51,6 +51,9 @@ class Section(BaseModel):
     )
 
 
+AttentionMode = Literal["auto", "shared_prompt", "repeated"]
+
+
 class ModelConfig(Section):
     """The policy that is trained."""
 
@@ -58,6 +61,10 @@ class ModelConfig(Section):
     """`tiny` (the built-in model), a Hugging Face folder, or a hub id."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
+    attention: AttentionMode = "auto"
+    """How a group is trained: its prompt once for all completions (`shared_prompt`), or once for
+    each (`repeated`); the result is the same. `auto`: shared where the model's layers can do so
+    exactly, else repeated, and the run says which layer cannot and why."""
 
 
 class DataConfig(Section):

@@ -76,6 +76,13 @@ class Starting:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """What the user should know while the run goes on: one line."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The worker has loaded what it needs."""
 
@@ -176,6 +183,7 @@ class Failed:
 Command = JoinWeights | ExchangeWeights | Generate | Evaluate | TrainIteration | SaveModel | Stop
 Event = (
     Starting
+    | Note
     | Ready
     | Activity
     | WeightsExchanged

@@ -102,6 +102,7 @@ MODELS: dict[str, Callable[[Path], None]] = {
     ),
     "bad_value": change_json("config.json", num_hidden_layers="four"),
     "linear": change_json("config.json", layer_types=["linear_attention"] * 4),
+    "no_interface": change_json("config.json", model_type="gptj"),
     "longrope": change_json("config.json", rope_parameters=ROPE),
     "cut_off": cut_off,
     "garbage": replace("model.safetensors", b"not weights"),
@@ -134,6 +135,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "yes for true": (["runtime.deterministic=yes"], "accepted: true or false"),
     "one completion per prompt": (["rollout.num_generations=1"], "greater than or equal to 2"),
     "unknown schedule": (["--schedule", "async"], "'periodic' or 'sync'"),
+    "unknown attention": (["model.attention=flash"], "'auto', 'shared_prompt' or 'repeated'"),
     "unknown answer to long prompts": (["data.long_prompts=cut"], "'stop' or 'skip'"),
     "unknown answer to errors": (["reward.on_error=skip"], "'stop', 'skip_group' or 'zero'"),
     "flag that is no number": (["--iterations", "many"], "--iterations"),
@@ -176,8 +178,19 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "model with code of its own": (["--model", "{folder}/own_code"], "trust_remote_code=true"),
     "value that no model can have": (["--model", "{folder}/bad_value"], "num_hidden_layers"),
-    "linear attention": (["--model", "{folder}/linear"], "of type linear_attention"),
-    "longrope": (["--model", "{folder}/longrope"], "longrope RoPE"),
+    "prompts shared by layers that cannot": (
+        ["--model", "{folder}/linear", "model.attention=shared_prompt"],
+        "model.attention: shared_prompt came, but layer 0 is of type linear_attention",
+    ),
+    "prompts shared by a class that cannot": (
+        ["--model", "{folder}/no_interface", "model.attention=shared_prompt"],
+        "no layer of GPTJForCausalLM goes through transformers' attention interface",
+    ),
+    "longrope beyond its first length": (
+        ["--model", "{folder}/longrope"],
+        "data.max_prompt_length + rollout.max_completion_length: 512 + 256 came, but from 513 "
+        "tokens on the longrope RoPE",
+    ),
     "weights cut off": (["--model", "{folder}/cut_off"], "no whole safetensors file"),
     "weights that are none": (["--model", "{folder}/garbage"], "no whole safetensors file"),
     "missing weight file": (["--model", "{folder}/lost_shard"], "lacks model-00002-of-00002"),

@@ -1,6 +1,5 @@
 """Packed rows give what each sequence gives alone through transformers' own attention."""
 
-import warnings
 from functools import cache
 
 import pytest
@@ -8,66 +7,23 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups
 from easyrl.model.attention_kernels import AttentionSettings
 from easyrl.model.policy import Policy
+from tiny_models import (
+    FAMILIES,
+    LENGTHS,
+    WINDOW,
+    assert_same_as_alone,
+    draw_sequences,
+    largest_gradient_gap,
+    packed_logits,
+    separate_logits,
+    tiny_model,
+)
 
 torch.set_num_threads(1)
-
-VOCABULARY = 61
-WINDOW = 5  # shorter than the longest sequence
-LENGTHS = [3, 13, 1, 8]
-
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
-FAMILIES = {
-    "qwen2": {"num_key_value_heads": 2},
-    "qwen2_window": {
-        "num_key_value_heads": 2,
-        "use_sliding_window": True,
-        "sliding_window": WINDOW,
-        "max_window_layers": 1,
-    },
-    "qwen3": {**GROUPED, "tie_word_embeddings": True},
-    "llama": GROUPED,
-    "mistral": {**GROUPED, "sliding_window": WINDOW},
-    # A query scaling that is not head_dim ** -0.5, and soft-capping strong enough to be felt.
-    "gemma2": {
-        **GROUPED,
-        "sliding_window": WINDOW,
-        "query_pre_attn_scalar": 3,
-        "attn_logit_softcapping": 1.5,
-        "final_logit_softcapping": 3.0,
-    },
-    "gemma3_text": {**GROUPED, "sliding_window": WINDOW, "sliding_window_pattern": 2},
-    "gpt_neox": {"rotary_pct": 0.5},
-    "phi3": {"num_key_value_heads": 2, "sliding_window": WINDOW},
-}
-
-
-def tiny_model(family, attention="eager", **changes):
-    """A random float32 model, the same every time."""
-    model_type = family.removesuffix("_window")
-    config = AutoConfig.for_model(model_type, **(SIZES | FAMILIES.get(family, {}) | changes))
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Large enough that a wrong mask shows in the first digit.
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
-    return model.eval()
 
 
 @cache
@@ -83,53 +39,6 @@ def _registered(tmp_path_factory):
     folder = tmp_path_factory.mktemp("any")
     tiny_model("llama").save_pretrained(folder)
     Policy.load(str(folder))
-
-
-def draw_sequences(lengths, seed=2):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
-
-
-def packed_logits(policy, sequences):
-    """Logits of all tokens [T, V]."""
-    lengths = [len(sequence) for sequence in sequences]
-    return policy.forward(
-        torch.cat(sequences),
-        torch.cat([torch.arange(length) for length in lengths]),
-        PackedGroups.of_sequences(lengths),
-        logits_at=torch.arange(sum(lengths)),
-    )
-
-
-def separate_logits(reference, sequences):
-    return torch.cat([reference(input_ids=s[None], use_cache=False).logits[0] for s in sequences])
-
-
-def gradients(model, logits, sequences):
-    """Of a random weighted sum of all log-probabilities of the next tokens."""
-    generator = torch.Generator().manual_seed(3)
-    weights = torch.randn(len(logits), generator=generator)
-    targets = torch.cat([sequence.roll(-1) for sequence in sequences])
-    model.zero_grad()
-    (-F.cross_entropy(logits, targets, reduction="none") * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def largest_gradient_gap(got, expected, floor):
-    """Largest over tensors of |difference| / max(|g|, floor |all g|) (DESIGN.md, invariant 4)."""
-    assert got.keys() == expected.keys()
-    total = torch.stack([g.norm() for g in expected.values()]).norm()
-    return max(
-        float((got[name] - g).norm() / max(g.norm(), floor * total)) for name, g in expected.items()
-    )
-
-
-def assert_same_as_alone(reference, policy, sequences, floor=1e-4):
-    expected, got = separate_logits(reference, sequences), packed_logits(policy, sequences)
-    assert float((got - expected).detach().abs().max()) <= 1e-5
-    gradients_got = gradients(policy.model, got, sequences)
-    gradients_expected = gradients(reference, expected, sequences)
-    assert largest_gradient_gap(gradients_got, gradients_expected, floor) <= 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -356,78 +265,3 @@ def test_the_digest_takes_weights_without_dimensions(tmp_path):
     before = policy.weights_sha256()
     policy.model.register_parameter("logit_scale", torch.nn.Parameter(torch.tensor(1.0)))
     assert policy.weights_sha256() != before
-
-
-# -- refusals -------------------------------------------------------------------------------------
-
-
-def refusal(tmp_path, model_type, **changes):
-    """The error of loading (and running) a model of this type."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = tiny_model(model_type, **changes)
-        model.save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match=r"model\.path") as error:
-            packed_logits(Policy.load(str(tmp_path)), draw_sequences(LENGTHS))
-    return str(error.value)
-
-
-def test_linear_attention_is_refused(tmp_path):
-    config = AutoConfig.for_model("qwen3_next")
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"model\.path: layer 0 of .* is of type linear_attention"):
-        Policy.load(str(tmp_path))
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rope_that_depends_on_the_longest_neighbour_is_refused(kind, tmp_path):
-    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
-    if kind == "longrope":
-        rope |= factors | {"original_max_position_embeddings": 8}
-    message = refusal(tmp_path, "llama", rope_parameters=rope)
-    assert f"{kind} RoPE" in message and "rope_type" in message
-
-
-def test_rope_that_stays_is_exact(tmp_path):
-    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    reference = tiny_model("llama", rope_parameters=rope)
-    reference.save_pretrained(tmp_path)
-    assert_same_as_alone(reference, Policy.load(str(tmp_path)), draw_sequences(LENGTHS))
-
-
-@pytest.mark.parametrize("model_type", ["bloom", "gptj", "falcon"])
-def test_a_model_outside_the_attention_interface_is_refused(model_type, tmp_path):
-    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4, "n_positions": 64}
-    message = refusal(tmp_path, model_type, **sizes)
-    assert "attention interface" in message
-
-
-def test_attention_sinks_are_refused(tmp_path):
-    message = refusal(tmp_path, "gpt_oss", **GROUPED, num_local_experts=2, num_experts_per_tok=1)
-    assert "attention sinks" in message
-
-
-def test_a_model_with_a_mask_of_its_own_is_refused(tmp_path):
-    """Doge learns which keys to look at; its mask would be lost without a word."""
-    message = refusal(tmp_path, "doge", num_key_value_heads=2, keep_window_size=4)
-    assert "mask of its own" in message
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": WINDOW}),
-        ("phimoe", {"sliding_window": WINDOW}),
-    ],
-)
-def test_a_window_that_only_transformers_mask_knows_is_refused(model_type, changes, tmp_path):
-    experts = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
-    message = refusal(tmp_path, model_type, num_key_value_heads=2, **experts, **changes)
-    assert "sliding window" in message
-
-
-def test_a_layer_that_attends_twice_is_refused(tmp_path):
-    """Differential attention: the engine keeps one set of keys and values per layer."""
-    message = refusal(tmp_path, "diffllama", num_key_value_heads=2)
-    assert "each layer's once" in message

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,7 +198,15 @@ def test_a_model_whose_logits_need_more_than_hidden_states_is_refused(change):
     policy = make_policy("llama")
     model: Any = policy.model
     if change == "own_layers":
-        model.base_model_prefix = "somewhere_else"
+        layers = model.model
+
+        def past_its_layers(input_ids=None, logits_to_keep=slice(None), **rest):
+            output = type(layers).forward(layers, input_ids=input_ids, **rest)
+            return SimpleNamespace(
+                logits=model.lm_head(output.last_hidden_state[:, logits_to_keep])
+            )
+
+        model.forward = past_its_layers
     else:
         forward = model.forward
 

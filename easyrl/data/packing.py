@@ -3,8 +3,9 @@
     RolloutGroup, … ──► [prompt | completion | completion …][prompt | completion …] ──► MicroBatch
 
 The unit of packing is one rollout, so a group larger than the budget is split, its prompt repeated
-in each part, and nothing else changes. Which rollouts share a micro-batch is a function of their
-order and lengths alone (invariant 5).
+in each part, and nothing else changes. Where prompts are not shared (`model.attention`), each
+rollout has its own and the row is one of whole sequences. Which rollouts share a micro-batch is a
+function of their order and lengths alone (invariant 5).
 
 Shapes: T tokens of the packed row, K completion tokens in it, C completions; P tokens of a prompt,
 R of a completion.
@@ -31,9 +32,11 @@ class Rollout:
     loss_mask: Bool  # [R]
     advantage: float
 
-    def num_tokens_behind(self, previous: Rollout | None) -> int:
-        """Tokens it adds to a row that ends with `previous`: the prompt only where it is new."""
-        is_shared = previous is not None and previous.prompt_index == self.prompt_index
+    def num_tokens_behind(self, previous: Rollout | None, *, shares_prompts: bool = True) -> int:
+        """Tokens it adds to a row that ends with `previous`: the prompt only where it is new, or
+        not shared."""
+        has_prompt = previous is not None and previous.prompt_index == self.prompt_index
+        is_shared = has_prompt and shares_prompts
         return len(self.completion_ids) + (0 if is_shared else len(self.prompt_ids))
 
 
@@ -43,7 +46,9 @@ class MicroBatch:
 
     input_ids: np.ndarray  # [T] int64
     position_ids: np.ndarray  # [T] int64: a completion's go on from its prompt's
-    groups: list[tuple[int, list[int]]]  # of each its P, and the R of its completions
+    groups: list[tuple[int, list[int]]]
+    """The row's layout: of each its P, and the R of its completions; a whole sequence is a prompt
+    that stands alone."""
     logits_at: np.ndarray  # [K] int64: the places whose logits predict completion tokens
     targets: np.ndarray  # [K] int64: those completion tokens
     completion_of_token: np.ndarray  # [K] int64 in 0..C-1
@@ -53,7 +58,7 @@ class MicroBatch:
 
     @property
     def num_completions(self) -> int:
-        return sum(len(completion_lengths) for _, completion_lengths in self.groups)
+        return int(self.completion_of_token[-1]) + 1
 
 
 def split_group(group: RolloutGroup) -> list[Rollout]:
@@ -72,9 +77,9 @@ def split_group(group: RolloutGroup) -> list[Rollout]:
     ]
 
 
-def pack(rollouts: Sequence[Rollout]) -> MicroBatch:
+def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBatch:
     """Lay rollouts one after another in a row; those of one prompt that follow each other share
-    it."""
+    it, if `shares_prompts`; else each is a whole sequence."""
     groups: list[tuple[int, list[int]]] = []
     ids: list[Int32] = []
     positions: list[np.ndarray] = []
@@ -83,7 +88,7 @@ def pack(rollouts: Sequence[Rollout]) -> MicroBatch:
     previous = None
     for rollout in rollouts:
         num_prompt, num_completion = len(rollout.prompt_ids), len(rollout.completion_ids)
-        if rollout.num_tokens_behind(previous) > num_completion:
+        if rollout.num_tokens_behind(previous, shares_prompts=shares_prompts) > num_completion:
             groups.append((num_prompt, []))
             ids.append(rollout.prompt_ids)
             positions.append(np.arange(num_prompt))
@@ -101,7 +106,7 @@ def pack(rollouts: Sequence[Rollout]) -> MicroBatch:
     return MicroBatch(
         input_ids=np.concatenate(ids).astype(np.int64),
         position_ids=np.concatenate(positions),
-        groups=groups,
+        groups=groups if shares_prompts else [(prompt + sum(rs), []) for prompt, rs in groups],
         logits_at=np.concatenate(logits_at).astype(np.int64),
         targets=np.concatenate([r.completion_ids for r in rollouts]).astype(np.int64),
         completion_of_token=np.repeat(np.arange(len(rollouts)), completion_lengths),

@@ -28,11 +28,39 @@ class GroupRequest:
     """Most tokens of each completion, and just that many where the engine ignores the
     end-of-sequence token (benchmarks); None: the engine's limit."""
 
+    def limits(self, max_completion_length: int) -> Sequence[int]:
+        """`completion_lengths`, the engine's limit resolved: [G]."""
+        if self.completion_lengths is None:
+            return [max_completion_length] * self.num_generations
+        return self.completion_lengths
+
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
     request: GroupRequest
     completions: list[Completion]  # [G], in sample order
+
+
+def check_request(
+    request: GroupRequest, max_prompt_length: int, max_completion_length: int
+) -> None:
+    """Raise ValueError for a group that an engine of these limits cannot generate."""
+    if not 0 < len(request.prompt_ids) <= max_prompt_length:
+        raise ValueError(
+            f"data.max_prompt_length: a prompt must have 1 to {max_prompt_length} tokens; "
+            f"prompt {request.key} has {len(request.prompt_ids)}. "
+            "Raise data.max_prompt_length or shorten the prompt"
+        )
+    lengths = request.limits(max_completion_length)
+    if not lengths or len(lengths) != request.num_generations:
+        raise ValueError(
+            f"rollout.num_generations: expected at least 1, and a length for each; group "
+            f"{request.key} has {request.num_generations} and {len(lengths)} lengths"
+        )
+    if not 1 <= min(lengths) <= max(lengths) <= max_completion_length:
+        raise ValueError(
+            f"completion lengths: expected 1 to {max_completion_length}, got {lengths}"
+        )
 
 
 class Engine(Protocol):
@@ -46,7 +74,13 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[FinishedGroup]:
-        """Advance every sequence in flight by one token; returns the groups that ended."""
+        """Do a piece of work, as short as the engine can (the embedded one: advance every sequence
+        in flight by one token); returns the groups that ended."""
+        ...
+
+    def ramp_up(self, first_rows: int) -> None:
+        """Whoever waits for groups would have the first ones soon: begin with so many sequences in
+        flight."""
         ...
 
     @property

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.engines.base import FinishedGroup, GroupRequest
+from easyrl.engines.base import FinishedGroup, GroupRequest, check_request
 from easyrl.engines.kv_cache import KVCache, PromptCache, StepLayout
 from easyrl.engines.sampling import sample, uniform_stream
 from easyrl.model.policy import Policy
@@ -107,24 +107,7 @@ class EmbeddedEngine:
         return self._num_active
 
     def submit(self, request: GroupRequest) -> None:
-        if not 0 < len(request.prompt_ids) <= self.max_prompt_length:
-            raise ValueError(
-                f"data.max_prompt_length: a prompt must have 1 to {self.max_prompt_length} tokens; "
-                f"prompt {request.key} has {len(request.prompt_ids)}. "
-                "Raise data.max_prompt_length or shorten the prompt"
-            )
-        lengths = request.completion_lengths
-        if lengths is None:
-            lengths = [self.max_completion_length] * request.num_generations
-        if not lengths or len(lengths) != request.num_generations:
-            raise ValueError(
-                f"rollout.num_generations: expected at least 1, and a length for each; group "
-                f"{request.key} has {request.num_generations} and {len(lengths)} lengths"
-            )
-        if not 1 <= min(lengths) <= max(lengths) <= self.max_completion_length:
-            raise ValueError(
-                f"completion lengths: expected 1 to {self.max_completion_length}, got {lengths}"
-            )
+        check_request(request, self.max_prompt_length, self.max_completion_length)
         self._waiting.append(request)
 
     def ramp_up(self, first_rows: int) -> None:
@@ -224,9 +207,7 @@ class EmbeddedEngine:
 
     def _new_sequences(self, group: _Group) -> list[_Sequence]:
         request = group.request
-        limits = request.completion_lengths or [self.max_completion_length] * (
-            request.num_generations
-        )
+        limits = request.limits(self.max_completion_length)
         return [
             _Sequence(group, i, limit, uniform_stream(self.seed, (*request.key, i), limit))
             for i, limit in enumerate(limits)

@@ -30,6 +30,11 @@ SMALLEST_FLEX_HEAD_SIZE = 16
 """FlexAttention's kernels take no smaller one."""
 
 
+class UnservableLayer(Exception):
+    """A layer asks for what EasyRL's attention cannot compute exactly: which one and what, as a
+    clause. Only `exactness` meets it, when a model is loaded."""
+
+
 class AttentionLayout(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
@@ -52,7 +57,7 @@ def _attention(
     value: Tensor,  # [1, Hkv, T, D]
     attention_mask: Tensor | None,
     *,
-    attention_layout: AttentionLayout,
+    attention_layout: AttentionLayout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -60,15 +65,11 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if s_aux is not None:
-        raise ValueError(
-            f"model.path: {type(module).__name__} has attention sinks, which EasyRL's attention "
-            "cannot compute exactly; choose a model without them"
-        )
+        raise UnservableLayer(f"layer {module.layer_idx} has attention sinks")
     if attention_mask is not None:
-        raise ValueError(
-            f"model.path: {type(module).__name__} makes an attention mask of its own, which "
-            "EasyRL's attention cannot follow exactly; choose another model"
-        )
+        raise UnservableLayer(f"layer {module.layer_idx} makes an attention mask of its own")
+    if attention_layout is None:
+        raise UnservableLayer(f"layer {module.layer_idx} does not hand a layout to its attention")
     settings = AttentionSettings(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,

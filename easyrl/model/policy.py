@@ -1,7 +1,7 @@
 """A causal language model as EasyRL uses it: packed tokens in, logits at chosen places out.
 
-Loads any Hugging Face causal-LM folder or hub id whose attention goes through transformers'
-attention interface, and refuses what it could not compute exactly.
+Loads any Hugging Face causal-LM folder or hub id. Where its layers cannot attend in packed rows
+exactly (`exactness`), the row's sequences go through transformers' own code as a padded batch.
 """
 
 from __future__ import annotations
@@ -12,28 +12,46 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from easyrl.config import AttentionMode
 from easyrl.hub import resolve_model
 from easyrl.model.attention import (
-    ATTENTION_NAME,
     AttentionLayout,
+    PackedGroups,
+    UnservableLayer,
     register_attention,
 )
-from easyrl.model.attention_kernels import AttentionSettings
+from easyrl.model.exactness import attend_packed, check_causal
 from easyrl.model.linear import speed_up_linear_layers
-from easyrl.model.pretrained import load_model_config
+from easyrl.model.padded import PaddedRows
+from easyrl.model.pretrained import cannot_share, load_model_config, longest_exact
 from easyrl.types import WeightPiece
 
 
 class Policy:
     """The model on its device. `forward` takes T packed tokens without a batch dimension."""
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        *,
+        obstacle: str | None = None,
+        attention: AttentionMode = "auto",
+    ) -> None:
+        """`attention`: see `model.attention` in the config."""
         self.model = model
         self.device = device
+        self.obstacle = obstacle
+        """Why its layers cannot attend in packed rows exactly: which layer and what; None: they
+        can."""
+        self.shares_prompts = obstacle is None and attention != "repeated"
+        """Whether the trainer's rows hold a group's prompt once."""
         self.eos_token_ids = _eos_token_ids(model)
+        self._layers = next(iter(_layers_of(model)), model)
         self._base_output: Any = None  # the class of what the layers return, once they have run
+        self._longest_exact = longest_exact(model.config)
 
     @classmethod
     def load(
@@ -42,30 +60,33 @@ class Policy:
         device: torch.device | str = "cpu",
         *,
         trust_remote_code: bool = False,
+        attention: AttentionMode = "auto",
     ) -> Policy:
-        """Load in float32. Raises ValueError for a model that cannot be served exactly."""
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+        """Load in float32. Raises ValueError where the model is not whole, or no causal one, or
+        cannot share prompts although `attention` says so."""
+        from transformers import AutoModelForCausalLM
 
         register_attention()
         config = load_model_config(path, trust_remote_code=trust_remote_code)
-        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else its class comes with the model
-            _check_interface(path, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             resolve_model(path),
             config=config,
             dtype=torch.float32,
-            attn_implementation=ATTENTION_NAME,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told below, in words
         )
         model, found = loaded
         _check_complete(path, found["missing_keys"], found["mismatched_keys"])
-        _check_interface(path, type(model))
         if torch.device(device).type == "cpu":
             speed_up_linear_layers(model)
-        policy = cls(model.to(device), torch.device(device))
-        policy._check_layers(path)
+        model = model.to(device)
+        obstacle = attend_packed(model)
+        if obstacle is not None:
+            check_causal(model, path)
+            if attention == "shared_prompt":
+                raise cannot_share(path, obstacle)
+        policy = cls(model, torch.device(device), obstacle=obstacle, attention=attention)
         policy._check_head(path)
         return policy
 
@@ -73,6 +94,11 @@ class Policy:
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor
     ) -> Tensor:
         """Logits [K, V] at the places `logits_at` [K] of the packed row `input_ids` [T]."""
+        self._check_positions(position_ids)
+        if self.obstacle is not None:
+            rows = PaddedRows(position_ids)
+            output = self.model(input_ids=rows.spread(input_ids), use_cache=False)
+            return rows.gather(output.logits)[logits_at]
         output = self.model(
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
@@ -87,29 +113,47 @@ class Policy:
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, at: Tensor
     ) -> Tensor:
         """What the head is given [K, H] at the places `at` [K] of the packed row [T]."""
-        output = self.model.base_model(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
-            use_cache=False,
-            attention_layout=layout,
-        )
+        self._check_positions(position_ids)
+        if self.obstacle is not None:
+            rows = PaddedRows(position_ids)
+            output = self._layers(input_ids=rows.spread(input_ids), use_cache=False)
+            hidden = rows.gather(output.last_hidden_state)
+        else:
+            output = self._layers(
+                input_ids=input_ids.unsqueeze(0),
+                position_ids=position_ids.unsqueeze(0),
+                use_cache=False,
+                attention_layout=layout,
+            )
+            hidden = output.last_hidden_state[0]
         self._base_output = type(output)
-        hidden: Tensor = output.last_hidden_state[0][at]
-        return hidden
+        return hidden[at]
+
+    def _check_positions(self, position_ids: Tensor) -> None:
+        """The config is looked at before a run; whoever comes another way is told here."""
+        if self._longest_exact is None:
+            return
+        longest, (limit, kind) = int(position_ids.max()) + 1, self._longest_exact
+        if longest > limit:
+            raise ValueError(
+                f"data.max_prompt_length, rollout.max_completion_length: a sequence of {longest} "
+                f"tokens came, but from {limit + 1} on the model's {kind} RoPE changes with the "
+                f"longest sequence beside a token; accepted: {limit} together"
+            )
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [K, V] of `hidden_states` [K, H].
 
         It is the model's own code, whatever that does besides a matrix product: its forward,
-        with the layers below replaced by their result.
+        with that of the layers below replaced by their result.
         """
-        name, modules = self.model.base_model_prefix, self.model._modules
-        layers = modules[name]
-        modules[name] = _Given(self._base_output(last_hidden_state=hidden.unsqueeze(0)))
+        given = self._base_output(last_hidden_state=hidden.unsqueeze(0))
+        self._layers.forward = lambda *_, **__: given  # before the class's own, for this object
         try:
-            logits: Tensor = self.model(use_cache=False).logits[0]
+            no_ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+            logits: Tensor = self.model(input_ids=no_ids, use_cache=False).logits[0]
         finally:
-            modules[name] = layers
+            del self._layers.forward
         return logits
 
     @property
@@ -120,38 +164,21 @@ class Policy:
     def _check_head(self, path: str) -> None:
         """Log-probabilities are computed in chunks: layers and head apart must be the model."""
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
-        expected = self.forward(tokens, tokens, _Probe(), logits_at=tokens)
-        try:
-            got = self.head(self.hidden_states(tokens, tokens, _Probe(), at=tokens))
-            is_same = torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
-        except (AttributeError, KeyError, TypeError, RuntimeError):
-            is_same = False
-        if not is_same:
-            raise ValueError(
-                f"model.path: the logits of {type(self.model).__name__} ({path}) do not follow "
-                "from its last hidden states alone, which EasyRL relies on to compute them a part "
-                "at a time; choose another model"
-            )
-
-    @torch.no_grad()
-    def _check_layers(self, path: str) -> None:
-        """One token through all layers: each must ask for the attention its config describes.
-
-        (Some model classes make windows only in the mask that transformers builds for them.)
-        """
-        probe, zero = _Probe(), torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.forward(zero, zero, probe, logits_at=zero)
-        text = self.model.config.get_text_config()
-        window = getattr(text, "sliding_window", None)
-        every = ["full_attention" if window is None else "sliding_attention"] * len(probe.windows)
-        kinds = getattr(text, "layer_types", None) or every
-        for layer, (asked, kind) in enumerate(zip(probe.windows, kinds, strict=False)):
-            if kind == "sliding_attention" and asked is None:
-                raise ValueError(
-                    f"model.path: layer {layer} of {path} has a sliding window, but "
-                    f"{type(self.model).__name__} does not tell its attention function, so EasyRL "
-                    "cannot serve it exactly; choose another model"
-                )
+        layout = PackedGroups.of_sequences([len(tokens)], self.device)
+        expected = self.forward(tokens, tokens, layout, logits_at=tokens)
+        for layers in _layers_of(self.model):
+            self._layers = layers
+            try:
+                got = self.head(self.hidden_states(tokens, tokens, layout, at=tokens))
+            except (AttributeError, KeyError, TypeError, RuntimeError, UnservableLayer):
+                continue
+            if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
+                return
+        raise ValueError(
+            f"model.path: the logits of {type(self.model).__name__} ({path}) do not follow from "
+            "its last hidden states alone, which EasyRL relies on to compute them a part at a "
+            "time; choose another model"
+        )
 
     def stop_at(self, token_id: int | None) -> None:
         """Also end completions at this token: a chat model's config may not name the one that its
@@ -182,34 +209,10 @@ class Policy:
         tokenizer.save_pretrained(folder)
 
 
-class _Given(nn.Module):
-    """Stands in for layers whose result is known."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.result = result
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self.result
-
-
-class _Probe:
-    """An attention layout that notes the window each layer asks for."""
-
-    def __init__(self) -> None:
-        self.windows: list[int | None] = []
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
-        if settings.layer != len(self.windows):
-            raise ValueError(
-                f"model.path: attention of layer {settings.layer} came where that of layer "
-                f"{len(self.windows)} was due; EasyRL needs each layer's once and in order. "
-                "Choose another model"
-            )
-        self.windows.append(settings.sliding_window)
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+def _layers_of(model: Any) -> list[Any]:
+    """What may be all of a model below its head, the likeliest first."""
+    candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
+    return [layers for layers in candidates if layers is not None and layers is not model]
 
 
 def _check_complete(
@@ -226,14 +229,6 @@ def _check_complete(
             f"model.path: the files of {path} lack {len(missing)} of the model's weights "
             f"({', '.join(sorted(missing)[:3])}{', ...' if len(missing) > 3 else ''}); fetch or "
             "save the model again, or choose another model"
-        )
-
-
-def _check_interface(path: str, model_class: Any) -> None:
-    if not getattr(model_class, "_supports_attention_backend", False):
-        raise ValueError(
-            f"model.path: {model_class.__name__} ({path}) does not go through transformers' "
-            "attention interface, so EasyRL cannot serve it exactly; choose another model"
         )
 
 

@@ -34,8 +34,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """transformers' configuration of a causal language model.
 
-    Raises ConfigError for a model that transformers does not know, that generates no text, or
-    that EasyRL could not serve exactly.
+    Raises ConfigError for a model that transformers does not know, or that generates no text.
     """
     from transformers import AutoConfig
 
@@ -46,7 +45,6 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # of a check of its own, or of what the values do to its code
         raise ConfigError(_unknown_model(path, error)) from error
     _check_class(path, config, trust_remote_code=trust_remote_code)
-    _check_servable(path, config)
     return config
 
 
@@ -90,24 +88,73 @@ def _check_class(path: str, config: Any, *, trust_remote_code: bool) -> None:
     )
 
 
-def _check_servable(path: str, config: Any) -> None:
-    text = config.get_text_config()
-    for index, kind in enumerate(getattr(text, "layer_types", None) or []):
+def layer_obstacle(config: Any) -> str | None:
+    """The first layer, by `config.json`, that is neither full nor sliding-window attention."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    for layer, kind in enumerate(kinds):
         if kind not in ("full_attention", "sliding_attention"):
-            raise ConfigError(
-                f"model.path: layer {index} of {path} is of type {kind}; EasyRL serves full and "
-                f"sliding-window attention exactly, and nothing approximately; {OTHER_MODEL}"
-            )
+            return f"layer {layer} is of type {kind}"
+    return None
+
+
+def class_obstacle(model_class: Any) -> str | None:
+    if getattr(model_class, "_supports_attention_backend", False):
+        return None
+    return f"no layer of {model_class.__name__} goes through transformers' attention interface"
+
+
+def refuse_shared_prompt(path: str, config: Any) -> None:
+    """Raise ConfigError where `model.attention=shared_prompt` cannot be, as far as the
+    configuration and the model's class tell."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    reason = layer_obstacle(config)
+    if reason is None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        reason = class_obstacle(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    if reason is not None:
+        raise cannot_share(path, reason)
+
+
+def cannot_share(path: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"model.attention: shared_prompt came, but {reason} ({path}), so prompts cannot be shared "
+        "exactly; accepted: auto or repeated"
+    )
+
+
+def longest_exact(config: Any) -> tuple[int, str] | None:
+    """Longest sequence whose RoPE depends on no other one in the batch, and the RoPE's type.
+
+    `longrope` and `dynamic` RoPE choose the factors of a whole batch by its longest position; up
+    to this length they are always the same. None: the model has no such RoPE.
+    """
+    text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {
-        value.get("rope_type") for value in rope.values() if isinstance(value, dict)
-    }
-    if changing := kinds & {"dynamic", "longrope"}:
-        raise ConfigError(
-            f"model.path: {path} uses {changing.pop()} RoPE, whose factors depend on the longest "
-            f"sequence beside a token, so packed rows would be wrong; {OTHER_MODEL}, or set "
-            "rope_type to 'default' in its config.json if your sequences stay short"
-        )
+    every = [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]
+    limits = [
+        (of_kind["original_max_position_embeddings"], "longrope")
+        for of_kind in every
+        if of_kind.get("rope_type") == "longrope"
+    ]
+    if any("dynamic" in (of_kind.get("rope_type") or "") for of_kind in every):
+        limits.append((text.max_position_embeddings, "dynamic"))
+    return min(limits, default=None)
+
+
+def check_rope(
+    path: str, config: Any, *, max_prompt_length: int, max_completion_length: int
+) -> None:
+    """Raise ConfigError where sequences may be too long for the model's RoPE to be exact."""
+    limit = longest_exact(config)
+    if limit is None or max_prompt_length + max_completion_length <= limit[0]:
+        return
+    length, kind = limit
+    raise ConfigError(
+        f"data.max_prompt_length + rollout.max_completion_length: {max_prompt_length} + "
+        f"{max_completion_length} came, but from {length + 1} tokens on the {kind} RoPE of {path} "
+        f"({KEY}) changes with the longest sequence beside a token, so it would not be exact; "
+        f"accepted: {length} at most"
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -256,11 +256,16 @@ class Controller:
         return saved.weights_sha256
 
     def _next_event(self) -> tuple[Worker, events.Event]:
-        """The next event that the protocol waits for; activity is passed on to whoever watches."""
+        """The next event that the protocol waits for; activity and notes are passed on to whoever
+        watches."""
         while True:
             while self._events:
                 worker, event = self._events.popleft()
-                if not isinstance(event, events.Activity):
-                    return worker, event
-                self.tell(records.WorkerActive(worker.name, event))
+                match event:
+                    case events.Activity():
+                        self.tell(records.WorkerActive(worker.name, event))
+                    case events.Note(text):
+                        self.tell(records.Note(text))
+                    case _:
+                        return worker, event
             self._events.extend(self.supervisor.wait())

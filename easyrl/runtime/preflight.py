@@ -17,7 +17,12 @@ from easyrl.data.datasets import PromptStream, open_prompts
 from easyrl.data.prompt_check import CheckedPrompts, check_prompts
 from easyrl.hub import BUILT_IN_MODELS
 from easyrl.model.files import read_model_files
-from easyrl.model.pretrained import load_model_config, load_tokenizer
+from easyrl.model.pretrained import (
+    check_rope,
+    load_model_config,
+    load_tokenizer,
+    refuse_shared_prompt,
+)
 from easyrl.rewards.loading import check_rewards
 from easyrl.runtime.memory import check_disk, check_memory
 from easyrl.runtime.placement import Placement, resolve_placement
@@ -60,7 +65,15 @@ def _check_prompts(config: Config, prompts: PromptStream) -> CheckedPrompts:
         if longest <= config.data.max_prompt_length:
             return CheckedPrompts(prompts, num_skipped=0, longest=longest)
     _quieten_transformers()
-    load_model_config(model.path, trust_remote_code=model.trust_remote_code)
+    model_config = load_model_config(model.path, trust_remote_code=model.trust_remote_code)
+    if model.attention == "shared_prompt":
+        refuse_shared_prompt(model.path, model_config)
+    check_rope(
+        model.path,
+        model_config,
+        max_prompt_length=config.data.max_prompt_length,
+        max_completion_length=config.rollout.max_completion_length,
+    )
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     return check_prompts(prompts, tokenizer, config)
 

@@ -112,12 +112,18 @@ class GroupStream:
         self._due.remove(group.prompt_index)
 
 
-def micro_batches(stream: GroupStream, *, max_tokens: int, fill: bool) -> Iterator[MicroBatch]:
+def micro_batches(
+    stream: GroupStream, *, max_tokens: int, fill: bool, shares_prompts: bool = True
+) -> Iterator[MicroBatch]:
     """Pack the stream to at most `max_tokens` each, and while more is to come to at least
     MIN_SHARE of that; with `fill`, wait for more rather than pack less.
 
     A group's slot is given back as soon as its last rollout is packed.
     """
+
+    def added_by(rollout: Rollout, previous: Rollout | None) -> int:
+        return rollout.num_tokens_behind(previous, shares_prompts=shares_prompts)
+
     pending: list[Rollout] = []
     leases: list[Lease] = []  # of the groups in `pending`
     num_tokens = 0
@@ -128,17 +134,17 @@ def micro_batches(stream: GroupStream, *, max_tokens: int, fill: bool) -> Iterat
         if lease is not None:
             leases.append(lease)
             for rollout in split_group(lease.group):
-                added = rollout.num_tokens_behind(pending[-1] if pending else None)
+                added = added_by(rollout, pending[-1] if pending else None)
                 if pending and num_tokens + added > max_tokens:
-                    batch, pending, num_tokens = pack(pending), [], 0
-                    added = rollout.num_tokens_behind(None)
+                    batch = pack(pending, shares_prompts=shares_prompts)
+                    pending, num_tokens, added = [], 0, added_by(rollout, None)
                     _release(leases[:-1])
                     leases = [lease]
                     yield batch
                 pending.append(rollout)
                 num_tokens += added
         if lease is None or stream.is_exhausted or not pending:
-            batches = [pack(pending)] if pending else []
+            batches = [pack(pending, shares_prompts=shares_prompts)] if pending else []
             pending, num_tokens = [], 0
             _release(leases)
             leases = []

@@ -28,8 +28,9 @@ from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
 from easyrl.data.chat import render_prompt
 from easyrl.delays import maybe_sleep
-from easyrl.engines.base import FinishedGroup, GroupRequest
+from easyrl.engines.base import Engine, FinishedGroup, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.engines.generate import GenerateEngine
 from easyrl.model.policy import Policy
 from easyrl.model.pretrained import load_tokenizer
 from easyrl.rewards.loading import reward_weights
@@ -69,22 +70,23 @@ class RolloutWorker:
         self._being_scored: dict[Key, tuple[FinishedGroup, float]] = {}  # with when it was sent
         self._outbox: deque[tuple[RolloutGroup, events.GroupScored]] = deque()
 
-    def _load(self) -> tuple[Any, EmbeddedEngine]:
+    def _load(self) -> tuple[Any, Engine]:
         model, rollout = self.config.model, self.config.rollout
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         policy = Policy.load(
             model.path, self.settings.device, trust_remote_code=model.trust_remote_code
         )
         policy.stop_at(tokenizer.eos_token_id)
-        engine = EmbeddedEngine(
-            policy,
-            num_rows=self.settings.max_concurrent_groups * rollout.num_generations,
-            max_prompt_length=self.config.data.max_prompt_length,
-            max_completion_length=rollout.max_completion_length,
-            temperature=rollout.temperature,
-            seed=self.config.runtime.seed,
-        )
-        return tokenizer, engine
+        limits: dict[str, Any] = {
+            "max_prompt_length": self.config.data.max_prompt_length,
+            "max_completion_length": rollout.max_completion_length,
+            "temperature": rollout.temperature,
+            "seed": self.config.runtime.seed,
+        }
+        if policy.obstacle is not None:  # which the train worker tells the user
+            return tokenizer, GenerateEngine(policy, **limits)
+        num_rows = self.settings.max_concurrent_groups * rollout.num_generations
+        return tokenizer, EmbeddedEngine(policy, num_rows=num_rows, **limits)
 
     def run(self) -> None:
         """Obey commands and roll out until `Stop`."""
@@ -165,10 +167,12 @@ class RolloutWorker:
             self.engine.num_completion_tokens,
         )
         finished = self.engine.step()
+        num_read = self.engine.num_prompt_tokens - num_prompt
+        num_made = self.engine.num_completion_tokens - num_completion
         self._busy_seconds += self.timeline.add(
-            "prefill" if self.engine.num_prompt_tokens > num_prompt else "generate",
+            "prefill" if num_read > num_made else "generate",
             started,
-            num_tokens=self.engine.num_completion_tokens - num_completion,
+            num_tokens=num_made,
         )
         for group in finished:
             key = cast(Key, group.request.key)

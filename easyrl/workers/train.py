@@ -37,6 +37,12 @@ from easyrl.workers.timeline import Timeline
 # What a micro-batch adds to the iteration's sums.
 SUMS = ("loss", "tokens", "entropy", "clipped_low", "clipped_high", "logp_difference")
 
+_REPEATED = (
+    "model.attention: {}, so prompts are not shared: each completion is trained behind a prompt of "
+    "its own, and groups are generated one by one through transformers' generate. It is exact, "
+    "and slower"
+)
+
 
 class TrainWorker:
     def __init__(self, settings: WorkerSettings, port: RingPort, control: Connection) -> None:
@@ -51,7 +57,10 @@ class TrainWorker:
             self.config.model.path,
             self.device,
             trust_remote_code=self.config.model.trust_remote_code,
+            attention=self.config.model.attention,
         )
+        if self.policy.obstacle is not None:
+            control.send(events.Note(_REPEATED.format(self.policy.obstacle)))
         train = self.config.train
         self.optimizer = torch.optim.AdamW(
             self.policy.model.parameters(),
@@ -103,7 +112,10 @@ class TrainWorker:
         busy_seconds = 0.0
         num_taken = 0
         for micro_batch in micro_batches(
-            stream, max_tokens=train.max_tokens_per_micro_batch, fill=runtime.deterministic
+            stream,
+            max_tokens=train.max_tokens_per_micro_batch,
+            fill=runtime.deterministic,
+            shares_prompts=self.policy.shares_prompts,
         ):
             started = time.monotonic()
             maybe_sleep()

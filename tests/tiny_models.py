@@ -1,0 +1,114 @@
+"""Tiny random models of many families, and what each sequence alone gives in them."""
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from easyrl.model.attention import PackedGroups
+
+VOCABULARY = 61
+WINDOW = 5  # shorter than the longest sequence
+LENGTHS = [3, 13, 1, 8]
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+FAMILIES = {
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen2_window": {
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+    },
+    "qwen3": {**GROUPED, "tie_word_embeddings": True},
+    "llama": GROUPED,
+    "mistral": {**GROUPED, "sliding_window": WINDOW},
+    # A query scaling that is not head_dim ** -0.5, and soft-capping strong enough to be felt.
+    "gemma2": {
+        **GROUPED,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 3,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {**GROUPED, "sliding_window": WINDOW, "sliding_window_pattern": 2},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "olmo2": {"num_key_value_heads": 2},
+    "qwen3_moe": {
+        **GROUPED,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+    "phi3": {"num_key_value_heads": 2, "sliding_window": WINDOW},
+}
+
+
+def tiny_model(family, attention="eager", spread=0.2, **changes):
+    """A random float32 model, the same every time."""
+    model_type = family.removesuffix("_window")
+    config = AutoConfig.for_model(model_type, **(SIZES | FAMILIES.get(family, {}) | changes))
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Large enough that a wrong mask shows in the first digit.
+            parameter.normal_(1.0 if "norm" in name else 0.0, spread)
+    return model.eval()
+
+
+def draw_sequences(lengths, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def packed_logits(policy, sequences):
+    """Logits of all tokens [T, V]."""
+    lengths = [len(sequence) for sequence in sequences]
+    return policy.forward(
+        torch.cat(sequences),
+        torch.cat([torch.arange(length) for length in lengths]),
+        PackedGroups.of_sequences(lengths),
+        logits_at=torch.arange(sum(lengths)),
+    )
+
+
+def separate_logits(reference, sequences):
+    return torch.cat([reference(input_ids=s[None], use_cache=False).logits[0] for s in sequences])
+
+
+def gradients(model, logits, sequences):
+    """Of a random weighted sum of all log-probabilities of the next tokens."""
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(len(logits), generator=generator)
+    targets = torch.cat([sequence.roll(-1) for sequence in sequences])
+    model.zero_grad()
+    (-F.cross_entropy(logits, targets, reduction="none") * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def largest_gradient_gap(got, expected, floor):
+    """Largest over tensors of |difference| / max(|g|, floor |all g|) (DESIGN.md, invariant 4)."""
+    assert got.keys() == expected.keys()
+    total = torch.stack([g.norm() for g in expected.values()]).norm()
+    return max(
+        float((got[name] - g).norm() / max(g.norm(), floor * total)) for name, g in expected.items()
+    )
+
+
+def assert_same_as_alone(reference, policy, sequences, floor=1e-4):
+    expected, got = separate_logits(reference, sequences), packed_logits(policy, sequences)
+    assert float((got - expected).detach().abs().max()) <= 1e-5
+    gradients_got = gradients(policy.model, got, sequences)
+    gradients_expected = gradients(reference, expected, sequences)
+    assert largest_gradient_gap(gradients_got, gradients_expected, floor) <= 1e-5
