@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -25,7 +23,8 @@ from pydantic import (
 )
 
 from easyrl import config_text
-from easyrl.config_text import ConfigError
+from easyrl.config_algorithm import AlgorithmConfig
+from easyrl.config_text import ConfigError, Section
 from easyrl.device_sets import DeviceSet, check_disjoint, parse_device_set
 
 __all__ = [
@@ -37,18 +36,6 @@ __all__ = [
     "parse_device_set",
     "to_commented_yaml",
 ]
-
-
-class Section(BaseModel):
-    """Strict: a value of another type is an error, never converted."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
 
 
 AttentionMode = Literal["auto", "shared_prompt", "repeated"]
@@ -124,25 +111,16 @@ class RolloutConfig(Section):
     """Finished groups the ring buffer holds; null: `train.prompts_per_iteration`."""
 
 
-class AlgorithmConfig(Section):
-    """The loss (GRPO)."""
-
-    epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The probability ratio is clipped below at 1 - epsilon. With one update per iteration, as now,
-    the ratio is 1 and nothing is clipped."""
-    epsilon_high: float | None = Field(default=None, gt=0.0)
-    """The probability ratio is clipped above at 1 + epsilon_high; null: epsilon."""
-    scale_rewards: Literal["group", "none"] = "group"
-    """Divide a group's advantages by the standard deviation of its rewards (`group`), or not."""
-
-
 class TrainConfig(Section):
     """Iterations and the optimizer (AdamW)."""
 
     iterations: int = Field(default=60, ge=1)
-    """Optimizer steps of the run: weights out, groups in, one step, each time."""
+    """Iterations of the run: weights out, groups in, `train.updates_per_iteration` steps."""
     prompts_per_iteration: int = Field(default=16, ge=1)
     """Prompts, and so groups, per iteration."""
+    updates_per_iteration: int = Field(default=1, ge=1)
+    """Optimizer steps per iteration, each on an equal share of its prompts. Only the first is
+    strictly on-policy: the others train on rollouts of the policy before it."""
     learning_rate: float | None = Field(default=None, ge=0.0)
     """Peak learning rate; null: 3e-4 for the built-in model, 1e-6 for any other."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
@@ -160,6 +138,15 @@ class TrainConfig(Section):
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Tokens of a packed row, a group's prompt counted once: how much is trained at a time. It does
     not change the result. (Attention holds the prompt once per completion.)"""
+    offload: list[Literal["reference", "old"]] = Field(default_factory=list)
+    """Weights that stay on the CPU and are moved to the train device for each micro-batch: a list
+    of `reference` (there with algorithm.beta) and `old` (there with updates_per_iteration over 1).
+    It saves device memory and costs time; where training is on the CPU it changes nothing."""
+
+    @field_validator("offload")
+    @classmethod
+    def _names_each_once(cls, value: list[str]) -> list[str]:
+        return _each_once("train.offload", value)
 
 
 class DevicesConfig(Section):
@@ -203,7 +190,7 @@ class OutputConfig(Section):
     """The run folder; null: runs/<time>-<task>."""
     sample_groups: int = Field(default=1, ge=0)
     """Groups per iteration whose texts and rewards are written to samples.jsonl."""
-    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     """Trackers that get the metrics too: a list of `tensorboard`, `wandb` (Weights & Biases),
     `trackio`; each needs its extra, as in pip install 'easyrl[wandb]'."""
     project: str = "easyrl"
@@ -212,9 +199,7 @@ class OutputConfig(Section):
     @field_validator("log_to")
     @classmethod
     def _names_each_once(cls, value: list[str]) -> list[str]:
-        if len(set(value)) < len(value):
-            raise ValueError(f"output.log_to: {value} came; accepted: each tracker once")
-        return value
+        return _each_once("output.log_to", value)
 
     @field_validator("project")
     @classmethod
@@ -225,6 +210,12 @@ class OutputConfig(Section):
                 "none of / \\ # ? % :"
             )
         return value
+
+
+def _each_once(key: str, value: list[str]) -> list[str]:
+    if len(set(value)) < len(value):
+        raise ValueError(f"{key}: {value} came; accepted: each name once")
+    return value
 
 
 class Config(Section):
@@ -248,13 +239,24 @@ class Config(Section):
         return 3e-4 if self.model.path == "tiny" else 1e-6
 
     @property
+    def importance_sampling_correction(self) -> Literal["none", "truncate", "mask"]:
+        """`algorithm.importance_sampling_correction`, `auto` resolved: models are in float32."""
+        chosen = self.algorithm.importance_sampling_correction
+        return "none" if chosen == "auto" else chosen
+
+    @property
     def ring_slots(self) -> int:
         """Slots of the ring buffer, the default resolved."""
         return self.rollout.ring_slots or self.train.prompts_per_iteration
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        problems = [*self._ring_problems(), *self._reward_problems(), *self._length_problems()]
+        problems = [
+            *self._ring_problems(),
+            *self._update_problems(),
+            *self._reward_problems(),
+            *self._length_problems(),
+        ]
         if self.devices.infer is not None and self.devices.train is not None:
             infer = parse_device_set(self.devices.infer, "devices.infer")
             train = parse_device_set(self.devices.train, "devices.train")
@@ -274,12 +276,24 @@ class Config(Section):
             why = "runtime.schedule=sync"
         elif self.runtime.deterministic:
             why = "runtime.deterministic=true"
+        elif self.train.updates_per_iteration > 1:
+            why = f"train.updates_per_iteration={self.train.updates_per_iteration}"
         else:
             return []
         return [
             f"rollout.ring_slots: {self.ring_slots} came, but with {why} all groups of an "
             f"iteration wait in the ring, which would deadlock; accepted: at least {needed} "
             "(train.prompts_per_iteration), or null"
+        ]
+
+    def _update_problems(self) -> list[str]:
+        updates, prompts = self.train.updates_per_iteration, self.train.prompts_per_iteration
+        if prompts % updates == 0:
+            return []
+        return [
+            f"train.updates_per_iteration: {updates} came, but each update has the same number of "
+            f"the {prompts} prompts of an iteration (train.prompts_per_iteration); accepted: a "
+            f"divisor of {prompts}"
         ]
 
     def _reward_problems(self) -> list[str]:

@@ -138,11 +138,45 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown attention": (["model.attention=flash"], "'auto', 'shared_prompt' or 'repeated'"),
     "unknown answer to long prompts": (["data.long_prompts=cut"], "'stop' or 'skip'"),
     "unknown answer to errors": (["reward.on_error=skip"], "'stop', 'skip_group' or 'zero'"),
+    "updates that do not divide the prompts": (
+        ["train.updates_per_iteration=3"],
+        "the 16 prompts of an iteration (train.prompts_per_iteration); accepted: a divisor of 16",
+    ),
+    "no update": (["train.updates_per_iteration=0"], "greater than or equal to 1"),
+    "offload of the policy": (["train.offload=[policy]"], "'reference' or 'old'"),
+    "offload twice": (["train.offload=[old, old]"], "accepted: each name once"),
     "flag that is no number": (["--iterations", "many"], "--iterations"),
     "unknown flag": (["--learning-rate", "1"], "No such option"),
     "rollouts larger than a micro-batch": (
         ["train.max_tokens_per_micro_batch=100"],
         "accepted: at least 768",
+    ),
+    # the algorithm
+    "unknown loss": (["algorithm.loss_type=ppo"], "'grpo', 'dapo', 'dr_grpo' or 'cispo'"),
+    "unknown level": (["algorithm.importance_sampling_level=word"], "'token' or 'sequence'"),
+    "unknown estimator": (["algorithm.advantage_estimator=gae"], "'group' or 'rloo'"),
+    "unknown correction": (
+        ["algorithm.importance_sampling_correction=clip"],
+        "'none', 'truncate', 'mask' or 'auto'",
+    ),
+    "negative KL weight": (["algorithm.beta=-0.1"], "greater than or equal to 0"),
+    "clip below zero": (["algorithm.epsilon=1.5"], "algorithm.epsilon: 1.5 came"),
+    "clip meant for cispo": (["algorithm.epsilon_high=5"], "accepted: under 1, or null"),
+    "cispo with a clip that is not its": (
+        ["algorithm.loss_type=cispo", "algorithm.epsilon_high=0.28"],
+        "accepted: at least 1, or null (5)",
+    ),
+    "delta inside the clip": (
+        ["algorithm.delta=1.2", "algorithm.epsilon_high=0.28"],
+        "accepted: over 1.28, or null",
+    ),
+    "delta with cispo": (
+        ["algorithm.loss_type=cispo", "algorithm.delta=6"],
+        "algorithm.loss_type=cispo clips the ratio",
+    ),
+    "cap that cuts every weight": (
+        ["algorithm.importance_sampling_cap=0.5"],
+        "algorithm.importance_sampling_cap: 0.5 came",
     ),
     # the config file
     "missing config file": (["--config", "none.yaml"], "there is no such file"),
@@ -246,6 +280,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "ring too small for deterministic": (
         ["runtime.deterministic=true", "rollout.ring_slots=2"],
         "ring_slots: 2",
+    ),
+    "ring too small for several updates": (
+        ["train.updates_per_iteration=2", "rollout.ring_slots=2"],
+        "with train.updates_per_iteration=2 all groups",
     ),
     "more slots than the ring can have": (["train.prompts_per_iteration=8000"], "ring_slots"),
     "a group larger than a slot can be": (

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from easyrl.cli import app
-from easyrl.config import Config, load_config
+from easyrl.config import Config, ConfigError, load_config
 from easyrl.data import prompt_check
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory, run
@@ -148,6 +148,23 @@ def test_a_model_too_large_for_the_memory_is_told_with_its_share(
     assert f"6 x the model ({weights:.1f} MiB)" in message
     assert message.splitlines()[1].startswith(f"{6 * weights:.1f} MiB")  # the largest share first
     assert "model.path" in message and "--infer-devices (cpu:2)" in message
+
+
+def test_a_reference_and_an_old_policy_count_as_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 8 * 2**20)
+    words = ("data.max_prompt_length=30", "rollout.max_completion_length=10")
+    words = (*words, "train.prompts_per_iteration=2", "devices.infer=cpu")
+    assert "5 x the model" in error_of(*words)
+    assert "6 x the model" in error_of(*words, "algorithm.beta=0.1")
+    assert "7 x the model" in error_of(
+        *words, "algorithm.beta=0.1", "train.updates_per_iteration=2"
+    )
+    devices = "devices.infer=0", "devices.train=1"
+    config = load_config(None, {}, [*devices, "algorithm.beta=0.1"])
+    on_accelerators(config)
+    config = load_config(None, {}, [*devices, "algorithm.beta=0.1", "train.offload=[reference]"])
+    with pytest.raises(ConfigError, match="1 x the model"):
+        on_accelerators(config)
 
 
 def test_only_what_can_be_filled_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
