@@ -20,7 +20,8 @@ from tiny_models import (
     FAMILIES,
     GROUPED,
     LENGTHS,
-    WINDOW,
+    SPREAD,
+    UNSHARED,
     assert_same_as_alone,
     draw_sequences,
     gradients,
@@ -33,76 +34,12 @@ from tiny_models import (
 torch.set_num_threads(1)
 register_attention()
 
-EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
-OLD_SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4, "n_positions": 64}
-LINEAR = "layer 0 is of type linear_attention"
-NO_INTERFACE = "goes through transformers' attention interface"
-
-# Of each what its configuration needs, and what is told of it.
-UNSHARED = {
-    "qwen3_next": (  # linear attention in most layers
-        {
-            **GROUPED,
-            **EXPERTS,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
-        LINEAR,
-    ),
-    "mamba": ({"state_size": 4, "conv_kernel": 4, "time_step_rank": 4}, LINEAR),  # a recurrence
-    "gpt_oss": (
-        {**GROUPED, **EXPERTS, "layer_types": ["full_attention"] * 3},
-        "layer 0 has attention sinks",
-    ),
-    "llama4_text": (
-        {**GROUPED, **EXPERTS, "intermediate_size_mlp": 48, "attention_chunk_size": 4},
-        "layer 0 is of type chunked_attention",
-    ),
-    # It learns which keys to look at.
-    "doge": (
-        {"num_key_value_heads": 2, "keep_window_size": 64},
-        "layer 0 makes an attention mask of its own",
-    ),
-    # Differential attention: two of them in a layer.
-    "diffllama": ({"num_key_value_heads": 2}, "the engine needs each layer's once"),
-    "bloom": (OLD_SIZES, NO_INTERFACE),
-    "gptj": (OLD_SIZES, NO_INTERFACE),
-    "falcon": ({}, NO_INTERFACE),
-    # Their windows are only in the mask that transformers builds.
-    "qwen2_moe": (
-        {
-            "num_key_value_heads": 2,
-            **EXPERTS,
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-        },
-        "has a sliding window that it does not tell",
-    ),
-    "phimoe": (
-        {"num_key_value_heads": 2, **EXPERTS, "sliding_window": WINDOW},
-        "layer 0 has a sliding window that it does not tell",
-    ),
-    # It makes positions out of the tokens themselves.
-    "roberta": ({"is_decoder": True}, "the embedding gives another result in a packed row"),
-}
-
 
 @pytest.fixture(autouse=True)
 def _quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-SPREAD = 0.1
-"""Of the weights: with more, gradients of recurrences are so large that float32 itself differs."""
 
 
 @cache

@@ -114,13 +114,24 @@ def feed():
         each.ring.close()
 
 
-def batches_of(groups, max_tokens, *, order=None, fill=True, in_order=False, wait_for_all=False):
+def batches_of(
+    groups,
+    max_tokens,
+    *,
+    order=None,
+    fill=True,
+    in_order=False,
+    wait_for_all=False,
+    shares_prompts=True,
+):
     """The micro-batches of these groups, which arrive in this order."""
     arrivals = groups if order is None else [groups[i] for i in order]
     source = Feed(arrivals)
     try:
         stream = source.stream(len(groups), in_order=in_order, wait_for_all=wait_for_all)
-        batches = list(micro_batches(stream, max_tokens=max_tokens, fill=fill))
+        batches = list(
+            micro_batches(stream, max_tokens=max_tokens, fill=fill, shares_prompts=shares_prompts)
+        )
         assert stream.is_exhausted and stream.num_trained == len(groups)
         assert stream.completion_tokens == sum(g.num_completion_tokens for g in groups)
         assert source.num_free == len(groups)  # every slot was given back
@@ -438,17 +449,44 @@ def largest_gap(got, expected):
 
 
 @settings(max_examples=12, deadline=None)
-@given(GROUPS, st.integers(1, 150), st.booleans(), st.randoms())
+@given(GROUPS, st.integers(1, 150), st.tuples(st.booleans(), st.booleans()), st.randoms())
 def test_the_gradient_is_the_same_in_any_order_and_any_micro_batch(
-    policy, groups, budget, fill, random
+    policy, groups, budget, how, random
 ):
-    """Rollouts of advantage zero are not computed, and stay in the denominator."""
+    """Prompts shared or not. Rollouts of advantage zero are not computed, and stay in the
+    denominator."""
+    fill, shares_prompts = how
     order = random.sample(range(len(groups)), len(groups))
-    batches = batches_of(groups, budget, order=order, fill=fill)
+    batches = batches_of(groups, budget, order=order, fill=fill, shares_prompts=shares_prompts)
     if not batches:
         return
     got = accumulated_gradient(policy, batches, len(groups) * NUM_GENERATIONS)
     assert largest_gap(got, gradient_by_definition(policy, groups)) <= 1e-5
+
+
+def test_repeated_prompts_make_a_row_of_whole_sequences():
+    group = make_group(FIRST)
+    shared, repeated = (pack(split_group(group), shares_prompts=shares) for shares in (True, False))
+    num_prompt = len(group.prompt_ids)
+    (_, lengths), *_ = shared.groups
+    assert repeated.groups == [(num_prompt + length, []) for length in lengths]
+    assert len(repeated.input_ids) == len(shared.input_ids) + num_prompt * (len(lengths) - 1)
+    assert repeated.num_completions == shared.num_completions == len(lengths)
+    for name in ("targets", "completion_of_token", "advantages", "loss_mask", "rollout_logprobs"):
+        np.testing.assert_array_equal(getattr(repeated, name), getattr(shared, name))
+    starts = np.flatnonzero(repeated.position_ids == 0)
+    for start, (length, _) in zip(starts, repeated.groups, strict=True):
+        assert repeated.position_ids[start : start + length].tolist() == list(range(length))
+        ids = repeated.input_ids[start : start + num_prompt]
+        np.testing.assert_array_equal(ids, group.prompt_ids)
+    np.testing.assert_array_equal(repeated.input_ids[repeated.logits_at + 1], repeated.targets)
+
+
+@settings(max_examples=30, deadline=None)
+@given(GROUPS, st.integers(1, 150))
+def test_repeated_prompts_count_in_the_budget(groups, budget):
+    for batch in batches_of(groups, budget, shares_prompts=False):
+        assert batch.num_completions == 1 or len(batch.input_ids) <= budget
 
 
 def test_a_rollout_of_advantage_zero_costs_nothing_and_halves_the_rest(policy):

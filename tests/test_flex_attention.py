@@ -1,0 +1,154 @@
+"""FlexAttention's way to the same attention, as far as a CPU can show it: its mask, its choice."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from easyrl import devices
+from easyrl.model import attention
+from easyrl.model.attention import SMALLEST_FLEX_HEAD_SIZE, PackedGroups
+from easyrl.model.attention_kernels import AttentionSettings
+from easyrl.model.flex_shared_prompt import FlexSharedPrompt
+from easyrl.model.shared_prompt import SharedPrompt
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), max_size=4)), min_size=1, max_size=4
+)
+WINDOWS = st.none() | st.integers(1, 14)
+
+
+def dense_mask(groups, window):
+    """FlexAttention's mask of the row, evaluated for every pair: [T, T]."""
+    num_tokens = sum(prompt + sum(completions) for prompt, completions in groups)
+    places = torch.arange(num_tokens)
+    visible = FlexSharedPrompt(groups, CPU).visible(window)
+    return visible(None, None, places[:, None], places[None, :])
+
+
+def mask_by_definition(groups, window):
+    """Token by token: of which group, of which completion (0: the prompt), at which position."""
+    tokens = [
+        (group, segment, position)
+        for group, (prompt, completions) in enumerate(groups)
+        for segment, start, length in (
+            (0, 0, prompt),
+            *((i, prompt, length) for i, length in enumerate(completions, start=1)),
+        )
+        for position in range(start, start + length)
+    ]
+    return torch.tensor(
+        [
+            [
+                q_group == k_group
+                and k_segment in (0, q_segment)
+                and k_position <= q_position
+                and (window is None or q_position - k_position < window)
+                for k_group, k_segment, k_position in tokens
+            ]
+            for q_group, q_segment, q_position in tokens
+        ]
+    )
+
+
+@settings(max_examples=100)
+@given(GROUPS, WINDOWS)
+def test_the_mask_is_that_of_the_definition(groups, window):
+    assert torch.equal(dense_mask(groups, window), mask_by_definition(groups, window))
+
+
+@settings(max_examples=60)
+@given(GROUPS, WINDOWS, st.sampled_from([None, 1.5]), st.sampled_from([1, 3]))
+def test_attention_under_that_mask_is_what_the_blocks_compute(groups, window, softcap, num_queries):
+    mask = dense_mask(groups, window)
+    generator = torch.Generator().manual_seed(len(mask))
+
+    def draw(heads):
+        return torch.randn(
+            len(mask), heads, 4, dtype=torch.float64, generator=generator, requires_grad=True
+        )
+
+    query, key, value = draw(2 * num_queries), draw(2), draw(2)
+    weights = torch.randn(query.shape, dtype=torch.float64, generator=generator)
+
+    def gradients(output):
+        (output * weights).sum().backward()
+        found = [tensor.grad for tensor in (query, key, value)]
+        for tensor in (query, key, value):
+            tensor.grad = None
+        return found
+
+    attention_settings = AttentionSettings(0, 0.7, window, softcap)
+    got = SharedPrompt(groups, CPU).attend(query, key, value, attention_settings)
+    keys, values = (x.repeat_interleave(num_queries, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * 0.7
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    probabilities = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", probabilities, values)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    for ours, dense in zip(gradients(got), gradients(expected), strict=True):
+        torch.testing.assert_close(ours, dense, rtol=0, atol=1e-11)
+
+
+class Chosen(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("trains_flex", "head_size", "is_chosen"),
+    [
+        (True, SMALLEST_FLEX_HEAD_SIZE, True),
+        (True, SMALLEST_FLEX_HEAD_SIZE - 1, False),
+        (False, SMALLEST_FLEX_HEAD_SIZE, False),
+    ],
+)
+def test_it_is_chosen_where_it_can_train(monkeypatch, trains_flex, head_size, is_chosen):
+    def attend(*_):
+        raise Chosen
+
+    monkeypatch.setattr(devices, "trains_flex_attention", lambda device: trains_flex)
+    monkeypatch.setattr(FlexSharedPrompt, "attend", attend)
+    row = torch.zeros(5, 2, head_size)
+    layout = PackedGroups([(2, [2, 1])])
+    how = AttentionSettings(0, 1.0, None, None)
+    if is_chosen:
+        with pytest.raises(Chosen):
+            layout.attend(row, row, row, how)
+    else:
+        assert layout.attend(row, row, row, how).shape == row.shape
+
+
+def test_only_cuda_trains_it():
+    kinds = {kind: devices.trains_flex_attention(torch.device(kind)) for kind in ("cpu", "cuda")}
+    assert kinds == {"cpu": False, "cuda": True}
+
+
+def test_its_mask_is_made_once_for_all_layers_of_a_window(monkeypatch):
+    made = []
+
+    def create(mask, *_, **__):
+        made.append(mask)
+        return object()
+
+    def no_compiler(function):
+        return create if function.__name__ == "create_block_mask" else (lambda *_, **__: rows)
+
+    rows = torch.zeros(1, 2, 5, 16)
+    monkeypatch.setattr("easyrl.model.flex_shared_prompt._compiled", no_compiler)
+    layout = FlexSharedPrompt([(2, [2, 1])], CPU)
+    row = torch.zeros(5, 2, 16)
+    for layer, window in enumerate([None, 3, None, 3]):
+        assert layout.attend(row, row, row, AttentionSettings(layer, 1.0, window, None)).shape == (
+            5,
+            2,
+            16,
+        )
+    assert len(made) == 2
+
+
+def test_a_row_on_the_cpu_takes_the_blocks():
+    assert attention.PackedGroups([(2, [1])])._flex is None

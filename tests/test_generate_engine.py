@@ -1,0 +1,190 @@
+"""The engine for models that the embedded one cannot serve: sampling as ever, by `generate`."""
+
+import warnings
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from test_exactness import SPREAD, UNSHARED
+from transformers import GenerationConfig
+
+from easyrl.engines.base import GroupRequest
+from easyrl.engines.generate import GenerateEngine
+from easyrl.engines.sampling import uniform_stream
+from easyrl.model.policy import Policy
+from easyrl.types import WeightPiece
+from tiny_models import WINDOW, draw_sequences, tiny_model
+
+torch.set_num_threads(1)
+
+EOS = 2
+LONGEST = 12
+WINDOWED = {"num_key_value_heads": 1, "lru_width": 32, "attention_window_size": WINDOW}
+MODELS = {
+    **{name: UNSHARED[name][0] for name in ("qwen3_next", "mamba", "gpt_oss", "bloom")},
+    "recurrent_gemma": WINDOWED,
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@cache
+def policy_of(model_type):
+    model = tiny_model(model_type, None, SPREAD, **MODELS[model_type])
+    return Policy(model, torch.device("cpu"), obstacle="layer 0 is of another kind")
+
+
+def make_engine(model_type="mamba", **changes):
+    options = {"max_prompt_length": 16, "max_completion_length": LONGEST, "seed": 7}
+    return GenerateEngine(policy_of(model_type), **(options | {"temperature": 1.0} | changes))
+
+
+PROMPTS = [sequence.tolist() for sequence in draw_sequences([3, 9, 1, 5])]
+
+
+def run(engine, num_generations=3, lengths=None):
+    """Completions of each prompt."""
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(GroupRequest((index,), prompt, num_generations, lengths))
+    finished = []
+    while engine.has_work:
+        finished += engine.step()
+    assert [group.request.key for group in finished] == [(i,) for i in range(len(PROMPTS))]
+    return [group.completions for group in finished]
+
+
+def plain_logprobs(model_type, prompt, completion, temperature):
+    """Of all tokens of the vocabulary, by one forward of the whole sequence: [R, V]."""
+    ids = torch.tensor([prompt + completion.token_ids.tolist()])
+    with torch.no_grad():
+        logits = policy_of(model_type).model(input_ids=ids, use_cache=False).logits[0]
+    return torch.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_reported_logprobs_are_those_of_a_plain_forward(model_type, temperature):
+    for prompt, group in zip(
+        PROMPTS, run(make_engine(model_type, temperature=temperature)), strict=True
+    ):
+        for completion in group:
+            every = plain_logprobs(model_type, prompt, completion, temperature)
+            tokens = torch.from_numpy(completion.token_ids).long()
+            expected = every.gather(1, tokens[:, None]).squeeze(1)
+            np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
+            assert completion.logprobs.dtype == np.float32
+            assert completion.token_ids.dtype == np.int32
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_token_is_drawn_with_the_number_of_its_own_position(model_type):
+    num_close = 0
+    for index, group in enumerate(run(make_engine(model_type))):
+        for sample, completion in enumerate(group):
+            numbers = uniform_stream(7, (index, sample), LONGEST)
+            every = plain_logprobs(model_type, PROMPTS[index], completion, 1.0)
+            cumulative = every.double().exp().cumsum(-1).numpy()
+            for position, token in enumerate(completion.token_ids):
+                bounds = np.append(0.0, cumulative[position])
+                assert bounds[token] - 1e-5 <= numbers[position] <= bounds[token + 1] + 1e-5
+                num_close += bounds[token + 1] - bounds[token] < 0.5
+    assert num_close > 50  # intervals narrow enough to tell numbers apart
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba", "gpt_oss"])
+def test_greedy_is_generate_token_for_token(model_type):
+    for prompt, group in zip(
+        PROMPTS, run(make_engine(model_type, temperature=0.0), num_generations=2), strict=True
+    ):
+        ids = torch.tensor([prompt])
+        output = policy_of(model_type).model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=LONGEST,
+            eos_token_id=EOS,
+            pad_token_id=0,
+        )
+        expected = output[0, len(prompt) :].tolist()
+        assert [completion.token_ids.tolist() for completion in group] == [expected] * 2
+
+
+def test_a_completion_ends_with_the_end_token_or_at_its_limit():
+    reasons = set()
+    for group in run(make_engine("bloom"), num_generations=24):
+        for completion in group:
+            tokens = completion.token_ids.tolist()
+            assert EOS not in tokens[:-1] and len(tokens) <= LONGEST
+            assert completion.finish_reason == ("stop" if tokens[-1] == EOS else "length")
+            assert tokens[-1] == EOS or len(tokens) == LONGEST
+            reasons.add(completion.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_a_larger_group_begins_with_the_samples_of_a_smaller_one():
+    small, large = run(make_engine(), 2), run(make_engine(), 4)
+    for a, b in zip(small, large, strict=True):
+        for one, other in zip(a, b, strict=False):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+
+
+def test_every_completion_has_a_limit_of_its_own():
+    for group in run(make_engine(), lengths=[1, 4, 2]):
+        assert all(len(c.token_ids) <= n for c, n in zip(group, [1, 4, 2], strict=True))
+    with pytest.raises(ValueError, match="completion lengths: expected 1 to 12"):
+        make_engine().submit(GroupRequest((0,), PROMPTS[0], 1, [13]))
+    with pytest.raises(ValueError, match=r"data\.max_prompt_length"):
+        make_engine().submit(GroupRequest((0,), [3] * 17, 1))
+
+
+def test_the_models_own_way_of_generating_changes_nothing():
+    """Penalties and minimum lengths of a generation_config.json would change the distribution."""
+    plain = run(make_engine())
+    model = policy_of("mamba").model
+    own = model.generation_config
+    model.generation_config = changed = GenerationConfig(
+        repetition_penalty=9.0, min_new_tokens=11, do_sample=True, top_k=1, num_beams=2
+    )
+    try:
+        got = run(make_engine())
+        assert model.generation_config is changed  # and is left as it was
+    finally:
+        model.generation_config = own
+    for a, b in zip(plain, got, strict=True):
+        assert [c.token_ids.tolist() for c in a] == [c.token_ids.tolist() for c in b]
+
+
+def test_a_cache_that_loses_something_is_not_relied_on(monkeypatch):
+    """RecurrentGemma's, past its window: then a group is generated again without one."""
+    used = []
+    complete = GenerateEngine._complete
+
+    def watched(self, request, *, use_cache):
+        used.append(use_cache)
+        return complete(self, request, use_cache=use_cache)
+
+    monkeypatch.setattr(GenerateEngine, "_complete", watched)
+    run(make_engine("mamba"))
+    assert used == [True] * len(PROMPTS)
+    used.clear()
+    monkeypatch.setattr(GenerateEngine, "_is_exact", lambda *_: False)
+    run(make_engine("mamba"))
+    assert used == [True, False] * len(PROMPTS)
+
+
+def test_weights_never_change_under_a_sequence():
+    engine = make_engine()
+    name, weight = next(policy_of("mamba").named_weights())
+    pieces = [WeightPiece(name, 0, weight.detach().flatten().clone())]
+    engine.submit(GroupRequest((0,), PROMPTS[0], 2))
+    with pytest.raises(RuntimeError, match="in flight"):
+        engine.load_weights(pieces)
+    engine.step()
+    engine.load_weights(pieces)
+    assert engine.num_prompt_tokens == len(PROMPTS[0])
