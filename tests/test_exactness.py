@@ -44,7 +44,7 @@ def _quiet():
 
 @cache
 def reference_of(model_type):
-    return tiny_model(model_type, None, SPREAD, **UNSHARED[model_type][0])
+    return tiny_model(model_type, "eager", SPREAD, **UNSHARED[model_type][0])
 
 
 @cache
@@ -108,6 +108,24 @@ def test_a_model_is_left_as_it_was_or_attends_through_easyrl(family):
     assert all(map(torch.equal, model.parameters(), weights))
     assert modes == [module.training for module in model.modules()]
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_kernel_that_leaves_something_out_is_not_taken(monkeypatch):
+    """transformers 5.17 gave Gemma 2 one without soft-capping."""
+    gap = exactness._gap_to_eager
+    asked = []
+
+    def wrong(model, tokens):
+        asked.append(model.config._attn_implementation)
+        return gap(model, tokens) or "its kernel gives another result"
+
+    for difference, expected in ((gap, "sdpa"), (wrong, "eager")):
+        model = policy_of("phimoe").model
+        model.set_attn_implementation("sdpa")
+        monkeypatch.setattr(exactness, "_gap_to_eager", difference)
+        assert attend_packed(model) is not None
+        assert model.config._attn_implementation == expected
+    assert asked == ["sdpa"] * exactness.NUM_DRAWS
 
 
 def test_a_wrong_result_is_told_by_its_first_layer(monkeypatch):

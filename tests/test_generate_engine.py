@@ -6,7 +6,6 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from test_exactness import SPREAD, UNSHARED
 from transformers import GenerationConfig
 
 from easyrl.engines.base import GroupRequest
@@ -14,7 +13,7 @@ from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import uniform_stream
 from easyrl.model.policy import Policy
 from easyrl.types import WeightPiece
-from tiny_models import WINDOW, draw_sequences, tiny_model
+from tiny_models import SPREAD, UNSHARED, WINDOW, draw_sequences, tiny_model
 
 torch.set_num_threads(1)
 

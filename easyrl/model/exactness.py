@@ -3,8 +3,8 @@
     config: kinds of layers ─► class ─► what every layer asks of its attention ─► logits, compared
 
 The last step decides: a packed row of two small groups through EasyRL's attention must give what
-each of its sequences gives alone through transformers' own. What cannot share is not refused but
-runs another way (`padded`); only what is no causal model at all is (`check_causal`).
+each of its sequences gives alone through transformers' plain one. What cannot share is not refused
+but runs another way (`padded`); only what is no causal model at all is (`check_causal`).
 
 Shapes: T tokens of the packed row, H the model's width, V tokens of the vocabulary.
 """
@@ -26,6 +26,8 @@ from easyrl.model.pretrained import OTHER_MODEL, class_obstacle, layer_obstacle
 
 GROUPS = [(3, [2, 4]), (2, [3, 1])]
 """The row that is looked at: of each group its P, and the R of its completions."""
+EAGER = "eager"
+"""transformers' plain attention: what a model's layers are by definition."""
 NUM_DRAWS = 3
 """Rows of random tokens, one of which must agree: in one of them a mixture of experts may send a
 token the other way at the last bit, but none agrees by chance."""
@@ -34,14 +36,17 @@ token the other way at the last bit, but none agrees by chance."""
 def attend_packed(model: Any) -> str | None:
     """Let a model that is loaded with transformers' own attention attend through EasyRL's.
 
-    Returns None; where that would not be exact the model is left as it was, and what comes back
-    is the layer and the reason, as a clause.
+    Returns None; where that would not be exact the model keeps transformers' attention, and what
+    comes back is the layer and the reason, as a clause.
     """
-    reason = layer_obstacle(model.config) or class_obstacle(type(model))
+    of_class = class_obstacle(type(model))
+    reason = layer_obstacle(model.config) or of_class
     if reason is None:
         reason = _best_of_draws(lambda tokens: _difference(model, tokens), model)
     if reason is None:
         model.set_attn_implementation(ATTENTION_NAME)
+    elif of_class is None and _best_of_draws(lambda tokens: _gap_to_eager(model, tokens), model):
+        model.set_attn_implementation(EAGER)
     return reason
 
 
@@ -85,11 +90,12 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
     """How the packed row `tokens` [T] differs from its sequences alone; None: in nothing."""
     positions, sequences = _sequences()
     places = torch.cat(sequences).to(tokens.device)
-    alone = [_alone(model, tokens[sequence]) for sequence in sequences]
+    with _attending(model, EAGER):
+        alone = [_alone(model, tokens[sequence]) for sequence in sequences]
     expected = [torch.cat(states) for states in zip(*alone, strict=True)]
     layout = _Noting()
     try:
-        with _through_easyrl(model):
+        with _attending(model, ATTENTION_NAME):
             got = _states(
                 model(
                     input_ids=tokens[None],
@@ -147,10 +153,18 @@ def _agree(got: Tensor, expected: Tensor) -> bool:
     return float((got - expected).abs().max()) <= tolerance
 
 
+def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
+    """transformers' faster kernels leave out what they do not know (5.17's the soft-capping)."""
+    own = _alone(model, tokens)
+    with _attending(model, EAGER):
+        eager = _alone(model, tokens)
+    return None if _agree(own[-1], eager[-1]) else "its kernel gives another result"
+
+
 @contextmanager
-def _through_easyrl(model: Any) -> Iterator[None]:
+def _attending(model: Any, name: str) -> Iterator[None]:
     own = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION_NAME)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:
