@@ -168,6 +168,12 @@ def bench_engine(json: JsonFile = None) -> None:
     _bench("engine", json)
 
 
+@bench.command("attention")
+def bench_attention(json: JsonFile = None) -> None:
+    """Groups with their prompt once against groups with it in every rollout."""
+    _bench("attention", json)
+
+
 @bench.command("pipeline")
 def bench_pipeline(json: JsonFile = None) -> None:
     """Whole iterations: waves, sync, colocated and periodic, each tuned on its own."""
