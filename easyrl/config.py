@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -25,7 +23,8 @@ from pydantic import (
 )
 
 from easyrl import config_text
-from easyrl.config_text import ConfigError
+from easyrl.config_algorithm import AlgorithmConfig
+from easyrl.config_text import ConfigError, Section
 from easyrl.device_sets import DeviceSet, check_disjoint, parse_device_set
 
 __all__ = [
@@ -37,18 +36,6 @@ __all__ = [
     "parse_device_set",
     "to_commented_yaml",
 ]
-
-
-class Section(BaseModel):
-    """Strict: a value of another type is an error, never converted."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
 
 
 class ModelConfig(Section):
@@ -115,18 +102,6 @@ class RolloutConfig(Section):
     `train.prompts_per_iteration`."""
     ring_slots: int | None = Field(default=None, ge=1)
     """Finished groups the ring buffer holds; null: `train.prompts_per_iteration`."""
-
-
-class AlgorithmConfig(Section):
-    """The loss (GRPO)."""
-
-    epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The probability ratio is clipped below at 1 - epsilon. With one update per iteration, as now,
-    the ratio is 1 and nothing is clipped."""
-    epsilon_high: float | None = Field(default=None, gt=0.0)
-    """The probability ratio is clipped above at 1 + epsilon_high; null: epsilon."""
-    scale_rewards: Literal["group", "none"] = "group"
-    """Divide a group's advantages by the standard deviation of its rewards (`group`), or not."""
 
 
 class TrainConfig(Section):
@@ -196,7 +171,7 @@ class OutputConfig(Section):
     """The run folder; null: runs/<time>-<task>."""
     sample_groups: int = Field(default=1, ge=0)
     """Groups per iteration whose texts and rewards are written to samples.jsonl."""
-    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     """Trackers that get the metrics too: a list of `tensorboard`, `wandb` (Weights & Biases),
     `trackio`; each needs its extra, as in pip install 'easyrl[wandb]'."""
     project: str = "easyrl"
@@ -239,6 +214,12 @@ class Config(Section):
         if self.train.learning_rate is not None:
             return self.train.learning_rate
         return 3e-4 if self.model.path == "tiny" else 1e-6
+
+    @property
+    def importance_sampling_correction(self) -> Literal["none", "truncate", "mask"]:
+        """`algorithm.importance_sampling_correction`, `auto` resolved: models are in float32."""
+        chosen = self.algorithm.importance_sampling_correction
+        return "none" if chosen == "auto" else chosen
 
     @property
     def ring_slots(self) -> int:

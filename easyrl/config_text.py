@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 Key = tuple[str, str]
@@ -30,6 +30,18 @@ ENDS_OF_YAML = re.compile(r"\n?\.\.\.\n$|\n$")
 class ConfigError(ValueError):
     """What a user wrote cannot be used. The message is for them, one line per problem: the key,
     what came, what is accepted."""
+
+
+class Section(BaseModel):
+    """Strict: a value of another type is an error, never converted."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
 
 class Quoted(str):

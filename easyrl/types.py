@@ -78,6 +78,14 @@ class RolloutGroup:
             for end, length in zip(ends, self.completion_lengths, strict=True)
         ]
 
+    def trained_mask(self, *, mask_truncated: bool) -> Bool:
+        """[ΣR], `loss_mask`; with `mask_truncated` False all over a completion that hit its limit
+        (overlong filtering, DAPO, arXiv 2503.14476, section 3.4)."""
+        if not mask_truncated:
+            return self.loss_mask
+        mask: Bool = self.loss_mask & np.repeat(~self.truncated, self.completion_lengths)
+        return mask
+
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:

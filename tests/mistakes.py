@@ -142,6 +142,33 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["train.max_tokens_per_micro_batch=100"],
         "accepted: at least 768",
     ),
+    # the algorithm
+    "unknown loss": (["algorithm.loss_type=ppo"], "'grpo', 'dapo', 'dr_grpo' or 'cispo'"),
+    "unknown level": (["algorithm.importance_sampling_level=word"], "'token' or 'sequence'"),
+    "unknown estimator": (["algorithm.advantage_estimator=gae"], "'group' or 'rloo'"),
+    "unknown correction": (
+        ["algorithm.importance_sampling_correction=clip"],
+        "'none', 'truncate', 'mask' or 'auto'",
+    ),
+    "negative KL weight": (["algorithm.beta=-0.1"], "greater than or equal to 0"),
+    "clip below zero": (["algorithm.epsilon=1.5"], "algorithm.epsilon: 1.5 came"),
+    "clip meant for cispo": (["algorithm.epsilon_high=5"], "accepted: under 1, or null"),
+    "cispo with a clip that is not its": (
+        ["algorithm.loss_type=cispo", "algorithm.epsilon_high=0.28"],
+        "accepted: at least 1, or null (5)",
+    ),
+    "delta inside the clip": (
+        ["algorithm.delta=1.2", "algorithm.epsilon_high=0.28"],
+        "accepted: over 1.28, or null",
+    ),
+    "delta with cispo": (
+        ["algorithm.loss_type=cispo", "algorithm.delta=6"],
+        "algorithm.loss_type=cispo clips the ratio",
+    ),
+    "cap that cuts every weight": (
+        ["algorithm.importance_sampling_cap=0.5"],
+        "algorithm.importance_sampling_cap: 0.5 came",
+    ),
     # the config file
     "missing config file": (["--config", "none.yaml"], "there is no such file"),
     "broken YAML": (["--config", "{folder}/syntax.yaml"], "syntax.yaml:3: not readable as YAML"),

@@ -1,4 +1,4 @@
-"""Advantages, loss, learning rate and log-probabilities against numbers worked out by hand."""
+"""Advantages, learning rate and log-probabilities against numbers worked out by hand."""
 
 import math
 
@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl.algorithm.advantages import group_advantages
-from easyrl.algorithm.losses import LossInputs, grpo_loss
 from easyrl.algorithm.schedule import learning_rate_factor
 from easyrl.model.logprobs import token_logprobs
 
@@ -42,12 +41,33 @@ def test_two_rewards_give_opposite_advantages():
     np.testing.assert_allclose(got, [expected, -expected], rtol=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ["group", "rloo"])
 @pytest.mark.parametrize("scale", ["group", "none"])
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -1e6, 1e-8])
-def test_equal_rewards_have_no_advantage_at_all(scale, value):
+def test_equal_rewards_have_no_advantage_at_all(scale, value, estimator):
     """Exactly zero: a rounding error over a tiny deviation would be a loud one."""
-    got = group_advantages(rewards(*[value] * 7), scale)
+    got = group_advantages(rewards(*[value] * 7), scale, estimator)
     assert not got.any() and got.dtype == np.float32
+
+
+def test_rloo_compares_each_reward_with_the_mean_of_the_others():
+    # 1 - (2 + 6) / 2; 2 - (1 + 6) / 2; 6 - (1 + 2) / 2.
+    got = group_advantages(rewards(1, 2, 6), "none", "rloo")
+    np.testing.assert_array_equal(got, rewards(-3, -1.5, 4.5))
+    assert got.dtype == np.float32
+
+
+def test_rloo_with_scaling_is_divided_by_the_same_deviation():
+    # The deviation of 0, 0, 0, 1 is 0.5 (above); the others' means are 1/3 and 0.
+    got = group_advantages(rewards(0, 0, 0, 1), "group", "rloo")
+    np.testing.assert_allclose(got, np.array([-1, -1, -1, 3]) / 3 / 0.5001, rtol=1e-6)
+
+
+@given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=16))
+def test_rloo_by_definition(values):
+    got = group_advantages(rewards(*values), "none", "rloo")
+    others = [(sum(values) - value) / (len(values) - 1) for value in values]
+    np.testing.assert_allclose(got, np.array(values) - others, rtol=1e-5, atol=1e-4)
 
 
 @given(
@@ -59,124 +79,6 @@ def test_advantages_sum_to_zero_and_do_not_move_with_the_rewards(values, shift):
     assert abs(got.astype(np.float64).sum()) <= 1e-4
     moved = group_advantages((rewards(*values) + np.float32(shift)).astype(np.float32), "none")
     np.testing.assert_allclose(moved, got, atol=1e-4)
-
-
-# -- loss -----------------------------------------------------------------------------------------
-
-
-def loss_of(ratios, advantages, *, mask=None, completion_of_token=None, low=0.2, high=0.3):
-    """The loss at these probability ratios, and its gradient by log-probability."""
-    old = torch.linspace(-3.0, -0.1, len(ratios))
-    logprobs = (old + torch.tensor(ratios).log()).requires_grad_()
-    completions = completion_of_token or [0] * len(ratios)
-    outputs = grpo_loss(
-        LossInputs(
-            logprobs=logprobs,
-            old_logprobs=old,
-            advantages=torch.tensor(advantages),
-            loss_mask=torch.tensor(mask or [True] * len(ratios)),
-            completion_of_token=torch.tensor(completions),
-            num_completions=max(completions) + 1,
-        ),
-        epsilon=low,
-        epsilon_high=high,
-    )
-    outputs.loss.backward()
-    counts = (outputs.num_clipped_low, outputs.num_clipped_high, outputs.num_tokens)
-    return outputs.loss.item(), logprobs.grad.tolist(), tuple(map(int, counts))
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "clipped"),
-    [
-        (1.0, 2.0, -2.0, -2.0, (0, 0)),
-        (1.0, -2.0, 2.0, 2.0, (0, 0)),
-        (1.2, 2.0, -2.4, -2.4, (0, 0)),  # inside 1 + epsilon_high
-        (1.5, 2.0, -2.6, 0.0, (0, 1)),  # clipped at 1.3: no gradient
-        (1.5, -2.0, 3.0, 3.0, (0, 0)),  # never clipped upward for a negative advantage
-        (0.9, -2.0, 1.8, 1.8, (0, 0)),  # inside 1 - epsilon
-        (0.5, -2.0, 1.6, 0.0, (1, 0)),  # clipped at 0.8: no gradient
-        (0.5, 2.0, -1.0, -1.0, (0, 0)),  # never clipped downward for a positive advantage
-        (3.0, 0.0, 0.0, 0.0, (0, 0)),
-    ],
-)
-def test_one_token(ratio, advantage, loss, gradient, clipped):
-    got_loss, got_gradient, counts = loss_of([ratio], [advantage])
-    assert got_loss == pytest.approx(loss, rel=1e-5)
-    assert got_gradient[0] == pytest.approx(gradient, rel=1e-5)
-    assert counts == (*clipped, 1)
-
-
-def test_ragged_completions_are_averaged_over_their_own_tokens():
-    # First: (-1.0 - 1.2 - 0.9) / 3; second, of one token: +2; third: (-0.5 - 0.5) / 2.
-    loss, gradient, _ = loss_of(
-        [1.0, 1.2, 0.9, 1.0, 1.0, 1.0],
-        [1.0, 1.0, 1.0, -2.0, 0.5, 0.5],
-        completion_of_token=[0, 0, 0, 1, 2, 2],
-    )
-    assert loss == pytest.approx(-3.1 / 3 + 2.0 - 0.5, rel=1e-5)
-    assert gradient == pytest.approx([-1 / 3, -1.2 / 3, -0.9 / 3, 2.0, -0.25, -0.25], rel=1e-5)
-
-
-def test_the_tokens_of_a_completion_need_not_stand_together():
-    together = loss_of([1.0, 1.1, 0.9], [1.0, 1.0, -1.0], completion_of_token=[0, 0, 1])
-    apart = loss_of([1.0, 0.9, 1.1], [1.0, -1.0, 1.0], completion_of_token=[0, 1, 0])
-    assert together[0] == pytest.approx(apart[0], rel=1e-6)
-
-
-def test_masked_tokens_are_neither_averaged_nor_counted():
-    loss, gradient, counts = loss_of(
-        [1.0, 9.0, 0.1, 1.2],
-        [1.0, 1.0, -1.0, -1.0],
-        mask=[True, False, False, True],
-        completion_of_token=[0, 0, 1, 1],
-    )
-    assert loss == pytest.approx(-1.0 + 1.2, rel=1e-5)
-    assert gradient == pytest.approx([-1.0, 0.0, 0.0, 1.2], rel=1e-5)
-    assert counts == (0, 0, 2)
-
-
-def test_a_completion_that_is_all_masked_adds_nothing():
-    loss, gradient, counts = loss_of(
-        [1.0, 1.1, 1.1], [1.0, 5.0, 5.0], mask=[True, False, False], completion_of_token=[0, 1, 1]
-    )
-    assert loss == pytest.approx(-1.0) and gradient == pytest.approx([-1.0, 0, 0])
-    assert counts == (0, 0, 1)
-
-
-@pytest.mark.parametrize("old", [math.nan, -math.inf, -1e4])
-def test_what_stands_at_a_masked_token_does_not_matter(old):
-    """A tool's token may be one that the policy would never have sampled."""
-    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    outputs = grpo_loss(
-        LossInputs(
-            logprobs=logprobs,
-            old_logprobs=torch.tensor([-1.0, old]),
-            advantages=torch.tensor([1.0, 1.0]),
-            loss_mask=torch.tensor([True, False]),
-            completion_of_token=torch.tensor([0, 0]),
-            num_completions=1,
-        ),
-        epsilon=0.2,
-        epsilon_high=0.2,
-    )
-    outputs.loss.backward()
-    assert outputs.loss.item() == pytest.approx(-1.0)
-    assert logprobs.grad.tolist() == [-1.0, 0.0]
-
-
-def test_on_policy_the_loss_is_minus_the_sum_of_advantages():
-    loss, _, counts = loss_of([1.0] * 5, [0.5, 0.5, -2, 1, 1], completion_of_token=[0, 0, 1, 2, 2])
-    assert loss == pytest.approx(-(0.5 - 2 + 1)) and counts[:2] == (0, 0)
-
-
-def test_a_micro_batch_is_the_sum_of_its_halves():
-    ratios, advantages = [1.0, 1.4, 0.6, 1.1], [1.0, 1.0, -1.0, -1.0]
-    whole, _, counts = loss_of(ratios, advantages, completion_of_token=[0, 0, 1, 1])
-    first, _, counts_first = loss_of(ratios[:2], advantages[:2])
-    second, _, counts_second = loss_of(ratios[2:], advantages[2:])
-    assert whole == pytest.approx(first + second, rel=1e-6)
-    assert counts == tuple(np.add(counts_first, counts_second)) == (1, 1, 4)
 
 
 # -- learning rate --------------------------------------------------------------------------------

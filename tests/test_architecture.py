@@ -10,10 +10,10 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "easyrl"
 FLOORS = {
     **dict.fromkeys(
-        ("config", "config_text", "device_sets", "types", "events", "records", "devices", "delays"),
+        ("config", "config_algorithm", "config_text", "device_sets", "types", "events", "records"),
         0,
     ),
-    **dict.fromkeys(("hub", "lifeline"), 0),
+    **dict.fromkeys(("devices", "delays", "hub", "lifeline"), 0),
     **dict.fromkeys(("algorithm", "data", "tasks", "rewards", "channels", "model"), 1),
     "engines": 2,
     "workers": 3,
@@ -27,6 +27,7 @@ LATERAL = {("data", "tasks"), ("rewards", "tasks"), ("__main__", "cli")}
 easyrl` is the command line."""
 NO_TORCH = (
     "config",
+    "config_algorithm",
     "config_text",
     "device_sets",
     "types",

@@ -10,9 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from easyrl.algorithm.losses import LossInputs, grpo_loss
+from easyrl.algorithm.losses import LossInputs, policy_loss
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.channels.ring_layout import RingLayout
+from easyrl.config import Config
 from easyrl.data.packing import pack, split_group
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.logprobs import token_logprobs
@@ -20,6 +21,7 @@ from easyrl.model.policy import Policy
 from easyrl.types import RolloutGroup
 from easyrl.workers import group_stream
 from easyrl.workers.group_stream import MIN_SHARE, GroupStream, micro_batches
+from easyrl.workers.train import loss_settings
 
 torch.set_num_threads(1)
 
@@ -78,7 +80,7 @@ class Feed:
         self.num_waits += 1
         assert self.producer.put(self.arrivals.pop(0), 0.0), "the ring is full: slots were kept"
 
-    def stream(self, num_groups, *, in_order=False, wait_for_all=False):
+    def stream(self, num_groups, *, in_order=False, wait_for_all=False, mask_truncated=False):
         return GroupStream(
             self.consumer,
             iteration=ITERATION,
@@ -88,6 +90,7 @@ class Feed:
             in_order=in_order,
             wait_for_all=wait_for_all,
             wait_for_group=self.arrive,
+            mask_truncated=mask_truncated,
         )
 
     @property
@@ -167,7 +170,7 @@ def expected_sequences(groups):
         )
         for group in groups
         for where, advantage in zip(group.completion_slices(), group.advantages, strict=True)
-        if advantage != 0
+        if advantage != 0 and group.loss_mask[where].any()
     ]
 
 
@@ -278,6 +281,68 @@ def test_one_rollout_alone_has_its_own_memory_too():
         assert not np.shares_memory(getattr(batch, name), getattr(group, name))
 
 
+# -- rollouts without a gradient ------------------------------------------------------------------
+
+
+def group_to_split():
+    """Three rollouts: one of advantage 0, one truncated, one with neither; the masks are whole."""
+    group = make_group(FIRST)
+    return dataclasses.replace(
+        group,
+        loss_mask=np.ones_like(group.loss_mask),
+        advantages=np.array([0.0, 1.0, -1.0], dtype=np.float32),
+        truncated=np.array([False, True, False]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("keywords", "kept"),
+    [
+        ({}, [1, 2]),
+        ({"mask_truncated": True}, [2]),
+        ({"keep_zero_advantages": True}, [0, 1, 2]),
+        ({"mask_truncated": True, "keep_zero_advantages": True}, [0, 2]),
+    ],
+)
+def test_only_rollouts_with_a_gradient_are_trained(keywords, kept):
+    group = group_to_split()
+    slices = group.completion_slices()
+    got = [rollout.completion_ids.tolist() for rollout in split_group(group, **keywords)]
+    assert got == [group.completion_ids[slices[place]].tolist() for place in kept]
+
+
+def test_a_rollout_whose_tokens_are_all_masked_is_not_trained():
+    group = group_to_split()
+    mask = group.loss_mask.copy()
+    mask[group.completion_slices()[2]] = False
+    (rollout,) = split_group(dataclasses.replace(group, loss_mask=mask))
+    assert rollout.advantage == 1.0
+
+
+def test_a_truncated_completion_is_masked_as_a_whole():
+    group = make_group(FIRST, truncated=np.array([False, True, False]))
+    before = group.loss_mask.copy()
+    np.testing.assert_array_equal(group.trained_mask(mask_truncated=False), before)
+    masked = group.trained_mask(mask_truncated=True)
+    first, second, third = group.completion_slices()
+    assert not masked[second].any()
+    for where in (first, third):
+        np.testing.assert_array_equal(masked[where], before[where])
+    np.testing.assert_array_equal(group.loss_mask, before)  # the ring's own stays as it is
+
+
+def test_tokens_of_the_loss_are_counted_whether_they_are_computed_or_not(feed):
+    """Those of truncated completions only where they are trained."""
+    groups = [group_to_split(), make_group(FIRST + 1)]
+    for mask_truncated in (False, True):
+        stream = feed(groups).stream(2, mask_truncated=mask_truncated)
+        drain(stream)
+        unmasked = [group.trained_mask(mask_truncated=mask_truncated) for group in groups]
+        assert stream.num_loss_tokens == sum(int(mask.sum()) for mask in unmasked)
+        assert stream.completion_tokens == sum(g.num_completion_tokens for g in groups)
+    assert len(groups[0].loss_mask) > groups[0].trained_mask(mask_truncated=True).sum()
+
+
 def test_dtypes_are_what_torch_indexes_with():
     batch = pack(split_group(make_group(FIRST)))
     for name in ("input_ids", "position_ids", "logits_at", "targets", "completion_of_token"):
@@ -320,18 +385,20 @@ def accumulated_gradient(policy, batches, num_completions):
             PackedGroups(batch.groups),
             logits_at=torch.from_numpy(batch.logits_at),
         )
-        logprobs, _ = token_logprobs(logits, torch.from_numpy(batch.targets), 0.9)
-        outputs = grpo_loss(
+        logprobs, entropy = token_logprobs(logits, torch.from_numpy(batch.targets), 0.9)
+        outputs = policy_loss(
             LossInputs(
                 logprobs=logprobs,
                 old_logprobs=logprobs.detach(),
+                rollout_logprobs=torch.from_numpy(batch.rollout_logprobs),
+                ref_logprobs=None,
+                entropy=entropy,
                 advantages=torch.from_numpy(batch.advantages),
                 loss_mask=torch.from_numpy(batch.loss_mask),
                 completion_of_token=torch.from_numpy(batch.completion_of_token),
                 num_completions=batch.num_completions,
             ),
-            epsilon=0.2,
-            epsilon_high=0.2,
+            loss_settings(Config()),
         )
         (outputs.loss / num_completions).backward()
     return {name: p.grad.clone() for name, p in policy.model.named_parameters()}

@@ -56,19 +56,27 @@ class MicroBatch:
         return sum(len(completion_lengths) for _, completion_lengths in self.groups)
 
 
-def split_group(group: RolloutGroup) -> list[Rollout]:
-    """The group's rollouts that carry a gradient. One of advantage 0 has none."""
+def split_group(
+    group: RolloutGroup, *, mask_truncated: bool = False, keep_zero_advantages: bool = False
+) -> list[Rollout]:
+    """The group's rollouts that carry a gradient.
+
+    One whose tokens are all masked has none, and with `mask_truncated` all of a truncated one's
+    are. One of advantage 0 has none but that of a KL term or an entropy bonus
+    (`keep_zero_advantages`).
+    """
+    mask = group.trained_mask(mask_truncated=mask_truncated)
     return [
         Rollout(
             group.prompt_index,
             group.prompt_ids,
             group.completion_ids[where],
             group.rollout_logprobs[where],
-            group.loss_mask[where],
+            mask[where],
             float(advantage),
         )
         for where, advantage in zip(group.completion_slices(), group.advantages, strict=True)
-        if advantage != 0.0
+        if mask[where].any() and (advantage != 0.0 or keep_zero_advantages)
     ]
 
 

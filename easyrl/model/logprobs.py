@@ -1,21 +1,116 @@
-"""Log-probabilities of given tokens at the sampling temperature.
+"""Log-probabilities of given tokens at the sampling temperature, a chunk of logits at a time.
 
-Shapes: K tokens, V tokens of the vocabulary.
+The logits of a large vocabulary are by far the largest tensor of training (8,192 tokens against
+151,936 words: 4.6 GiB). So they are never there all at once: a chunk of hidden states goes through
+the model's head, becomes two numbers a token, and is dropped; backward computes it again.
+
+    hidden [K, H] ─► chunk [n, H] ─► head ─► logits [n, V] ─► logprobs [n], entropy [n]
+
+Shapes: K tokens, n of them in a chunk, H the model's width, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = 64 * 2**20
+"""Float32 logits of a chunk at the most. Three such tensors are there at once (logits and what
+becomes of them), a few more where the head is more than a matrix product."""
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logits [K, V] and targets [K] -> log-probabilities [K] and entropies [K] (no gradient).
+def chunked_token_logprobs(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    vocabulary_size: int,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs(head(hidden), targets, temperature)` of hidden states [K, H], targets [K].
 
-    Both are of the sampling distribution softmax(logits / temperature), in float32, in nats.
+    `head` maps [n, H] to logits [n, V], row by row. It is called once if all logits fit
+    CHUNK_BYTES, and then nothing is computed twice.
     """
-    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    with torch.no_grad():
-        finite = logprobs.clamp(min=torch.finfo(torch.float32).min)  # 0 · log 0 is 0
-        entropy = -(logprobs.exp() * finite).sum(dim=-1)
-    return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+
+    def chunk_logprobs(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(head(hidden), targets, temperature, entropy_gradient=entropy_gradient)
+
+    num_chunks = -(-len(targets) * vocabulary_size * 4 // CHUNK_BYTES)
+    if num_chunks <= 1:
+        return chunk_logprobs(hidden, targets)
+    num_rows = -(-len(targets) // num_chunks)
+    chunks = [
+        checkpoint(chunk_logprobs, *rows, use_reentrant=False, preserve_rng_state=False)
+        for rows in zip(torch.split(hidden, num_rows), torch.split(targets, num_rows), strict=True)
+    ]
+    logprobs, entropies = zip(*chunks, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def token_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Logits [K, V] and targets [K] -> log-probabilities [K] and entropies [K].
+
+    Both are of the sampling distribution softmax(logits / temperature), in float32, in nats. The
+    entropies have a gradient only with `entropy_gradient`: a loss without an entropy bonus needs
+    none.
+    """
+    logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, targets, temperature, entropy_gradient
+    )
+    return logprobs, entropies
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """With p = softmax(logits / T): log p of the target, and the entropy H = -Σ p log p.
+
+    d log p_t / d logits = (1[target] - p) / T;   dH / d logits = -p (log p + H) / T.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        # Large tensors are changed in place from here on: a copy costs memory and, on
+        # accelerators, the time that reading and writing it takes.
+        scaled = logits.to(torch.float32, copy=temperature != 1.0)
+        if temperature != 1.0:
+            scaled.div_(temperature)
+        all_logprobs = torch.log_softmax(scaled, dim=-1)  # [K, V]
+        del scaled
+        logprobs = all_logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)
+        all_logprobs.clamp_(min=torch.finfo(torch.float32).min)  # 0 · log 0 is 0
+        entropies = all_logprobs.exp().mul_(all_logprobs).sum(dim=-1).neg_()
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(all_logprobs, targets, entropies)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        all_logprobs, targets, entropies = ctx.saved_tensors
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(entropies)
+        chosen = (of_logprobs / ctx.temperature).unsqueeze(1)  # [K, 1]
+        gradient = all_logprobs.exp()
+        if of_entropies is None:
+            gradient.mul_(-chosen)
+        else:
+            slopes = all_logprobs + entropies.unsqueeze(1)
+            slopes.mul_((of_entropies / ctx.temperature).unsqueeze(1)).add_(chosen)
+            gradient.mul_(slopes.neg_())
+        gradient.scatter_add_(1, targets.unsqueeze(1), chosen)
+        return gradient.to(ctx.dtype), None, None, None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from easyrl.hub import resolve_model
 from easyrl.model.attention import (
@@ -33,6 +33,7 @@ class Policy:
         self.model = model
         self.device = device
         self.eos_token_ids = _eos_token_ids(model)
+        self._base_output: Any = None  # the class of what the layers return, once they have run
 
     @classmethod
     def load(
@@ -65,6 +66,7 @@ class Policy:
             speed_up_linear_layers(model)
         policy = cls(model.to(device), torch.device(device))
         policy._check_layers(path)
+        policy._check_head(path)
         return policy
 
     def forward(
@@ -80,6 +82,56 @@ class Policy:
         )
         logits: Tensor = output.logits[0]
         return logits
+
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, at: Tensor
+    ) -> Tensor:
+        """What the head is given [K, H] at the places `at` [K] of the packed row [T]."""
+        output = self.model.base_model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            use_cache=False,
+            attention_layout=layout,
+        )
+        self._base_output = type(output)
+        hidden: Tensor = output.last_hidden_state[0][at]
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [K, V] of `hidden_states` [K, H].
+
+        It is the model's own code, whatever that does besides a matrix product: its forward,
+        with the layers below replaced by their result.
+        """
+        name, modules = self.model.base_model_prefix, self.model._modules
+        layers = modules[name]
+        modules[name] = _Given(self._base_output(last_hidden_state=hidden.unsqueeze(0)))
+        try:
+            logits: Tensor = self.model(use_cache=False).logits[0]
+        finally:
+            modules[name] = layers
+        return logits
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @torch.no_grad()
+    def _check_head(self, path: str) -> None:
+        """Log-probabilities are computed in chunks: layers and head apart must be the model."""
+        tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
+        expected = self.forward(tokens, tokens, _Probe(), logits_at=tokens)
+        try:
+            got = self.head(self.hidden_states(tokens, tokens, _Probe(), at=tokens))
+            is_same = torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
+        except (AttributeError, KeyError, TypeError, RuntimeError):
+            is_same = False
+        if not is_same:
+            raise ValueError(
+                f"model.path: the logits of {type(self.model).__name__} ({path}) do not follow "
+                "from its last hidden states alone, which EasyRL relies on to compute them a part "
+                "at a time; choose another model"
+            )
 
     @torch.no_grad()
     def _check_layers(self, path: str) -> None:
@@ -128,6 +180,17 @@ class Policy:
         """Write a Hugging Face folder that transformers and vLLM load as it is."""
         self.model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+class _Given(nn.Module):
+    """Stands in for layers whose result is known."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.result
 
 
 class _Probe:

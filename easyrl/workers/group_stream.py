@@ -55,8 +55,10 @@ class GroupStream:
         in_order: bool,
         wait_for_all: bool,
         wait_for_group: Callable[[], None],
+        mask_truncated: bool = False,
     ) -> None:
-        """`wait_for_group` returns when the ring may hold another group."""
+        """`wait_for_group` returns when the ring may hold another group. With `mask_truncated`
+        truncated completions are not trained."""
         arrivals = _CheckedPort(port, self._check)
         self._reader: _Reader = (
             InOrderReader(arrivals, first_prompt_index) if in_order else arrivals
@@ -69,8 +71,10 @@ class GroupStream:
         self._num_awaited = num_groups
         self._arrived: deque[Lease] = deque()
         self._num_to_hold_back = num_groups if wait_for_all else 0
+        self.mask_truncated = mask_truncated
         self.num_trained = 0
         self.completion_tokens = 0
+        self.num_loss_tokens = 0  # of all groups, those of rollouts without a gradient included
 
     @property
     def is_exhausted(self) -> bool:
@@ -95,6 +99,8 @@ class GroupStream:
         lease = self._arrived.popleft()
         self.num_trained += 1
         self.completion_tokens += lease.group.num_completion_tokens
+        mask = lease.group.trained_mask(mask_truncated=self.mask_truncated)
+        self.num_loss_tokens += int(mask.sum())
         return lease
 
     def _check(self, group: RolloutGroup) -> None:
@@ -112,11 +118,14 @@ class GroupStream:
         self._due.remove(group.prompt_index)
 
 
-def micro_batches(stream: GroupStream, *, max_tokens: int, fill: bool) -> Iterator[MicroBatch]:
+def micro_batches(
+    stream: GroupStream, *, max_tokens: int, fill: bool, keep_zero_advantages: bool = False
+) -> Iterator[MicroBatch]:
     """Pack the stream to at most `max_tokens` each, and while more is to come to at least
     MIN_SHARE of that; with `fill`, wait for more rather than pack less.
 
-    A group's slot is given back as soon as its last rollout is packed.
+    Rollouts without a gradient are left out (`split_group`). A group's slot is given back as soon
+    as its last rollout is packed.
     """
     pending: list[Rollout] = []
     leases: list[Lease] = []  # of the groups in `pending`
@@ -127,7 +136,11 @@ def micro_batches(stream: GroupStream, *, max_tokens: int, fill: bool) -> Iterat
         lease = stream.next(wait=fill or not pending or is_small)
         if lease is not None:
             leases.append(lease)
-            for rollout in split_group(lease.group):
+            for rollout in split_group(
+                lease.group,
+                mask_truncated=stream.mask_truncated,
+                keep_zero_advantages=keep_zero_advantages,
+            ):
                 added = rollout.num_tokens_behind(pending[-1] if pending else None)
                 if pending and num_tokens + added > max_tokens:
                     batch, pending, num_tokens = pack(pending), [], 0

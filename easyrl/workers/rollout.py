@@ -219,7 +219,7 @@ class RolloutWorker:
     def _make_group(
         self, iteration: int, prompt_index: int, finished: FinishedGroup, rewards: Float32
     ) -> RolloutGroup:
-        completions = finished.completions
+        algorithm, completions = self.config.algorithm, finished.completions
         tokens = np.concatenate([completion.token_ids for completion in completions])
         return RolloutGroup(
             iteration=iteration,
@@ -231,7 +231,9 @@ class RolloutWorker:
             rollout_logprobs=np.concatenate([completion.logprobs for completion in completions]),
             loss_mask=np.ones(len(tokens), dtype=np.bool_),
             rewards=rewards,
-            advantages=group_advantages(rewards, self.config.algorithm.scale_rewards),
+            advantages=group_advantages(
+                rewards, algorithm.scale_rewards, algorithm.advantage_estimator
+            ),
             truncated=np.array([c.finish_reason == "length" for c in completions]),
         )
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from easyrl import devices, events
-from easyrl.algorithm.losses import LossInputs, grpo_loss
+from easyrl.algorithm.losses import LossInputs, LossSettings, loss_denominator, policy_loss
 from easyrl.algorithm.schedule import learning_rate_factor
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
@@ -27,7 +27,7 @@ from easyrl.config import Config
 from easyrl.data.packing import MicroBatch
 from easyrl.delays import maybe_sleep
 from easyrl.model.attention import PackedGroups
-from easyrl.model.logprobs import token_logprobs
+from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.model.pretrained import load_tokenizer
 from easyrl.workers.group_stream import GroupStream, micro_batches
@@ -45,6 +45,7 @@ class TrainWorker:
         self.port = port
         self.control = control
         self.device = torch.device(settings.device)
+        self.loss_settings = loss_settings(self.config)
         self.timeline = Timeline(control.send)
         control.send(events.Starting("loading the model"))
         self.policy = Policy.load(
@@ -97,13 +98,17 @@ class TrainWorker:
             in_order=runtime.deterministic,
             wait_for_all=runtime.schedule == "sync",
             wait_for_group=self._wait_for_group,
+            mask_truncated=self.config.algorithm.mask_truncated_completions,
         )
         sums: dict[str, Tensor] = {name: torch.zeros((), device=self.device) for name in SUMS}
         largest_difference = torch.zeros((), device=self.device)
         busy_seconds = 0.0
         num_taken = 0
         for micro_batch in micro_batches(
-            stream, max_tokens=train.max_tokens_per_micro_batch, fill=runtime.deterministic
+            stream,
+            max_tokens=train.max_tokens_per_micro_batch,
+            fill=runtime.deterministic,
+            keep_zero_advantages=self.config.algorithm.trains_zero_advantages,
         ):
             started = time.monotonic()
             maybe_sleep()
@@ -117,6 +122,15 @@ class TrainWorker:
             )
             num_taken = stream.num_trained
         started = time.monotonic()
+        denominator = loss_denominator(
+            self.loss_settings,
+            num_completions=train.prompts_per_iteration * self.config.rollout.num_generations,
+            num_tokens=stream.num_loss_tokens,
+        )
+        for parameter in self.policy.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(denominator)
+        sums["loss"] /= denominator
         step_metrics = self._step(iteration, sums["loss"])
         busy_seconds += self.timeline.add(
             "train", started, num_groups=stream.num_trained - num_taken
@@ -153,7 +167,6 @@ class TrainWorker:
 
     def _accumulate(self, batch: MicroBatch, sums: dict[str, Tensor]) -> Tensor:
         """Forward and backward of one micro-batch; returns its largest log-probability gap."""
-        algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
         targets, mask, reported, advantages, completion_of_token = (
             torch.from_numpy(array).to(self.device)
             for array in (
@@ -164,39 +177,43 @@ class TrainWorker:
                 batch.completion_of_token,
             )
         )
-        logits = self.policy.forward(
+        hidden = self.policy.hidden_states(
             torch.from_numpy(batch.input_ids).to(self.device),
             torch.from_numpy(batch.position_ids).to(self.device),
             PackedGroups(batch.groups, self.device),
-            logits_at=torch.from_numpy(batch.logits_at).to(self.device),
+            at=torch.from_numpy(batch.logits_at).to(self.device),
         )
-        logprobs, entropy = token_logprobs(logits, targets, temperature)
+        logprobs, entropy = chunked_token_logprobs(
+            self.policy.head,
+            hidden,
+            targets,
+            self.config.rollout.temperature,
+            vocabulary_size=self.policy.vocabulary_size,
+            entropy_gradient=self.loss_settings.entropy_coef != 0.0,
+        )
         # One update per iteration: the old policy is the policy itself.
         old_logprobs = logprobs.detach()
-        outputs = grpo_loss(
+        outputs = policy_loss(
             LossInputs(
-                logprobs, old_logprobs, advantages, mask, completion_of_token, batch.num_completions
+                logprobs=logprobs,
+                old_logprobs=old_logprobs,
+                rollout_logprobs=reported,
+                ref_logprobs=None,
+                entropy=entropy,
+                advantages=advantages,
+                loss_mask=mask,
+                completion_of_token=completion_of_token,
+                num_completions=batch.num_completions,
             ),
-            epsilon=algorithm.epsilon,
-            epsilon_high=algorithm.epsilon_high or algorithm.epsilon,
+            self.loss_settings,
         )
-        loss = outputs.loss / self._completions_per_iteration
-        loss.backward()  # type: ignore[no-untyped-call]
+        outputs.loss.backward()  # type: ignore[no-untyped-call]
         difference = torch.where(mask, (old_logprobs - reported).abs(), 0.0)
-        for name, value in (
-            ("loss", loss.detach()),
-            ("tokens", outputs.num_tokens),
-            ("entropy", torch.where(mask, entropy, 0.0).sum()),
-            ("clipped_low", outputs.num_clipped_low),
-            ("clipped_high", outputs.num_clipped_high),
-            ("logp_difference", difference.sum()),
-        ):
-            sums[name] += value
+        for name in ("tokens", "entropy", "clipped_low", "clipped_high"):
+            sums[name] += outputs.metrics[name]
+        sums["loss"] += outputs.loss.detach()
+        sums["logp_difference"] += difference.sum()
         return difference.max()
-
-    @property
-    def _completions_per_iteration(self) -> int:
-        return self.config.train.prompts_per_iteration * self.config.rollout.num_generations
 
     def _step(self, iteration: int, loss: Tensor) -> dict[str, float]:
         """Apply the accumulated gradient. One that is not finite is dropped and counted."""
@@ -239,3 +256,19 @@ class TrainWorker:
         self.policy.save(unfinished, tokenizer)
         unfinished.rename(folder)
         return events.ModelSaved(self.policy.weights_sha256())
+
+
+def loss_settings(config: Config) -> LossSettings:
+    algorithm = config.algorithm
+    return LossSettings(
+        loss_type=algorithm.loss_type,
+        importance_sampling_level=algorithm.importance_sampling_level,
+        epsilon=algorithm.epsilon,
+        epsilon_high=algorithm.resolved_epsilon_high,
+        delta=algorithm.delta,
+        beta=algorithm.beta,
+        entropy_coef=algorithm.entropy_coef,
+        importance_sampling_correction=config.importance_sampling_correction,
+        importance_sampling_cap=algorithm.importance_sampling_cap,
+        max_completion_length=config.rollout.max_completion_length,
+    )

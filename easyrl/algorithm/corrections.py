@@ -1,0 +1,45 @@
+"""What a token's loss is weighted by, and what is added to it.
+
+Shapes: K completion tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def correction_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    kind: Literal["truncate", "mask"],
+    cap: float,
+) -> tuple[Tensor, Tensor]:
+    """Weights [K] that undo the difference between the engine's numerics and the trainer's, and
+    which of them were over the cap [K] bool. No gradient.
+
+        w_t = exp(old_logprobs_t - rollout_logprobs_t)
+        truncate: min(w_t, cap)       mask: w_t, and 0 where w_t > cap
+
+    Truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training"); its masked variant as TRL defines it: only large weights are masked,
+    small ones make their token's loss small by themselves.
+    """
+    with torch.no_grad():
+        weights = torch.exp(old_logprobs - rollout_logprobs)
+        is_over = weights > cap
+        return torch.where(is_over, cap if kind == "truncate" else 0.0, weights), is_over
+
+
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """An estimate [K] in nats of KL(policy || reference), never negative, with gradient.
+
+        k3_t = exp(ref_logprobs_t - logprobs_t) - (ref_logprobs_t - logprobs_t) - 1
+
+    GRPO (arXiv 2402.03300, equation 4); Schulman 2020, "Approximating KL Divergence".
+    """
+    difference = ref_logprobs - logprobs
+    return torch.expm1(difference) - difference  # near 0 exp would lose the digits that count

@@ -1,0 +1,286 @@
+"""Log-probabilities in chunks: the same numbers and gradients, without all logits at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from easyrl.model import logprobs as room
+from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
+from easyrl.model.logprobs import chunked_token_logprobs, token_logprobs
+from easyrl.model.policy import Policy
+
+torch.set_num_threads(1)
+
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False},
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 0.5},  # bites
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 3.0},
+    "gpt_neox": {},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "output_router_logits": True,
+    },
+}
+
+
+def make_policy(family: str) -> Policy:
+    register_attention()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES, **HEADS[family])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    return Policy(model.eval(), torch.device("cpu"))
+
+
+def plain_logprobs(logits, targets, temperature):
+    """By definition, in float64."""
+    every = torch.log_softmax(logits.double() / temperature, dim=-1)
+    return every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+
+def gap(got, expected):
+    return float((got - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+# -- the numbers ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_tokens=st.integers(1, 23),
+    rows_per_chunk=st.integers(1, 30),
+    temperature=st.sampled_from([0.6, 1.0, 1.7]),
+    bonus=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 2**31),
+)
+def test_chunks_change_neither_numbers_nor_gradients(
+    num_tokens, rows_per_chunk, temperature, bonus, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, 8, generator=generator).requires_grad_()
+    weight = torch.randn(41, 8, generator=generator).requires_grad_()
+    targets = torch.randint(41, (num_tokens,), generator=generator)
+    wanted = torch.randn(num_tokens, generator=generator)  # what the loss makes of each token
+
+    expected = plain_logprobs(hidden @ weight.T, targets, temperature)
+    loss = (expected[0] * wanted).sum() + bonus * (expected[1] * wanted.flip(0)).sum()
+    of_hidden, of_weight = torch.autograd.grad(loss, (hidden, weight))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "CHUNK_BYTES", rows_per_chunk * 41 * 4)
+        got = chunked_token_logprobs(
+            lambda rows: rows @ weight.T,
+            hidden,
+            targets,
+            temperature,
+            vocabulary_size=41,
+            entropy_gradient=bonus > 0,
+        )
+    assert got[1].requires_grad == (bonus > 0)
+    loss = (got[0] * wanted).sum() + bonus * (got[1] * wanted.flip(0)).sum()
+    loss.backward()
+    torch.testing.assert_close(got[0].double(), expected[0], rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(got[1].double(), expected[1], rtol=1e-5, atol=2e-6)
+    assert gap(hidden.grad, of_hidden) <= 2e-6
+    assert gap(weight.grad, of_weight) <= 2e-6
+
+
+def test_chunks_are_only_as_many_as_the_bound_asks_for(monkeypatch):
+    sizes = []
+
+    def head(rows):
+        sizes.append(len(rows))
+        return rows.repeat(1, 5)
+
+    def sizes_with(num_bytes):
+        sizes.clear()
+        monkeypatch.setattr(room, "CHUNK_BYTES", num_bytes)
+        rows = torch.zeros(12, 2, requires_grad=True)
+        logprobs, _ = chunked_token_logprobs(
+            head, rows, torch.zeros(12, dtype=torch.int64), 1.0, vocabulary_size=10
+        )
+        logprobs.sum().backward()
+        return list(sizes)
+
+    assert sizes_with(12 * 10 * 4) == [12]  # all at once, and nothing twice
+    assert sorted(sizes_with(12 * 10 * 4 - 1)) == [6, 6, 6, 6]  # forward and again in backward
+    assert sorted(sizes_with(1)) == [1] * 24
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logits_in_bfloat16_are_reduced_in_float32(temperature):
+    logits = (torch.randn(5, 300, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
+    logits.requires_grad_()
+    before = logits.detach().clone()
+    targets = torch.arange(5)
+    logprobs, entropy = token_logprobs(logits, targets, temperature)
+    logprobs.sum().backward()
+    expected = plain_logprobs(logits.detach(), targets, temperature)
+    torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=1e-6)
+    assert logits.grad.dtype == torch.bfloat16
+    assert torch.equal(logits.detach(), before)  # the model's own tensor is left as it is
+
+
+def test_an_entropy_bonus_raises_the_entropy_where_a_token_is_impossible():
+    logits = torch.tensor([[2.0, 0.0, -torch.inf]], requires_grad=True)
+    _, entropy = token_logprobs(logits, torch.tensor([0]), 1.0, entropy_gradient=True)
+    entropy.sum().backward()
+    assert bool(logits.grad.isfinite().all())
+    assert logits.grad[0, 0] < 0 < logits.grad[0, 1] and logits.grad[0, 2] == 0
+
+
+# -- the model's own head -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_the_head_is_the_models_own(family, monkeypatch):
+    """Soft caps and scales too: logits, log-probabilities and every weight's gradient."""
+    policy = make_policy(family)
+    policy._check_head(family)
+    ids = torch.randint(SIZES["vocab_size"], (17,), generator=torch.Generator().manual_seed(3))
+    positions = torch.cat([torch.arange(10), torch.arange(4, 11)])  # [4 | 6 | 7]
+    places = torch.cat([torch.tensor([3]), torch.arange(4, 9), torch.tensor([3, *range(10, 16)])])
+    layout = PackedGroups([(4, [6, 7])])
+    targets = ids[4:]
+
+    logits = policy.forward(ids, positions, layout, logits_at=places)
+    expected, _ = plain_logprobs(logits, targets, 0.8)
+    expected.cumsum(0).sum().backward()
+    of_weights = {name: p.grad.clone() for name, p in policy.named_weights() if p.grad is not None}
+    policy.model.zero_grad()
+
+    monkeypatch.setattr(room, "CHUNK_BYTES", 5 * SIZES["vocab_size"] * 4)
+    hidden = policy.hidden_states(ids, positions, layout, at=places)
+    got, _ = chunked_token_logprobs(
+        policy.head, hidden, targets, 0.8, vocabulary_size=policy.vocabulary_size
+    )
+    got.cumsum(0).sum().backward()
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    norm = torch.stack([g.norm() for g in of_weights.values()]).norm()
+    for name, parameter in policy.named_weights():
+        if name in of_weights:
+            difference = (parameter.grad - of_weights[name]).norm()
+            assert difference <= 1e-5 * max(of_weights[name].norm(), 1e-4 * norm), name
+
+
+@pytest.mark.parametrize("change", ["own_layers", "after_the_head"])
+def test_a_model_whose_logits_need_more_than_hidden_states_is_refused(change):
+    policy = make_policy("llama")
+    model: Any = policy.model
+    if change == "own_layers":
+        model.base_model_prefix = "somewhere_else"
+    else:
+        forward = model.forward
+
+        def also_the_tokens(input_ids=None, **rest):
+            output = forward(input_ids=input_ids, **rest)
+            output.logits += 0.0 if input_ids is None else input_ids.sum()
+            return output
+
+        model.forward = also_the_tokens
+    with pytest.raises(ValueError, match=r"model\.path: the logits of LlamaForCausalLM \(mine\)"):
+        policy._check_head("mine")
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from easyrl.model import logprobs as room
+from easyrl.model.attention import PackedGroups, register_attention
+from easyrl.model.policy import Policy
+
+def resident_bytes(line):
+    with open("/proc/self/status") as status:
+        return next(int(words.split()[1]) * 1024 for words in status if words.startswith(line))
+
+num_tokens, chunk_bytes = int(sys.argv[1]), sys.argv[2]
+if chunk_bytes != "default":
+    room.CHUNK_BYTES = int(chunk_bytes)
+register_attention()
+model = Qwen3ForCausalLM._from_config(
+    Qwen3Config(vocab_size=151_936, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                num_attention_heads=2, num_key_value_heads=1, head_dim=8),
+    attn_implementation="easyrl",
+)
+policy = Policy(model, torch.device("cpu"))
+for parameter in model.parameters():
+    parameter.grad = torch.zeros_like(parameter)
+
+def train(num_tokens):
+    lengths = [num_tokens // 16] * 16
+    ids = torch.randint(151_936, (8 + num_tokens,))
+    positions = torch.cat([torch.arange(8), *(8 + torch.arange(n) for n in lengths)])
+    hidden = policy.hidden_states(
+        ids, positions, PackedGroups([(8, lengths)]), at=torch.arange(7, 7 + num_tokens)
+    )
+    logprobs, _ = room.chunked_token_logprobs(
+        policy.head, hidden, ids[8:], 0.9, vocabulary_size=policy.vocabulary_size
+    )
+    logprobs.sum().backward()
+
+train(16)  # libraries' own buffers
+before = resident_bytes("VmRSS:")
+train(num_tokens)
+print(resident_bytes("VmHWM:") - before)
+"""
+
+
+def peak_bytes(num_tokens: int, chunk_bytes: str) -> int:
+    """Of forward and backward, over model and gradients, as the system counts it."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(num_tokens), chunk_bytes],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        cwd=Path(__file__).parent.parent,
+        # So that what is freed is the system's at once: the C library's fragmentation, which
+        # blocks of a few MiB suffer and those of a real model's size do not, is not at issue.
+        # (The tunable saves half of the time, which would go into page faults.)
+        env={
+            **os.environ,
+            "MALLOC_MMAP_THRESHOLD_": str(2**20),
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        },
+    )
+    return int(done.stdout)
+
+
+def test_8192_tokens_of_a_vocabulary_of_151936_train_within_half_a_gibibyte():
+    assert peak_bytes(8192, "default") <= 2**29
+
+
+def test_without_chunks_an_eighth_of_them_does_not():
+    assert peak_bytes(1024, str(2**40)) > 2**29

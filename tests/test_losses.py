@@ -1,0 +1,592 @@
+"""The loss family against numbers worked out by hand, and against its definition token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from easyrl.algorithm.losses import (
+    LossInputs,
+    LossOutputs,
+    LossSettings,
+    loss_denominator,
+    policy_loss,
+)
+
+torch.set_num_threads(1)
+
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
+CLIPPED = ("grpo", "dapo", "dr_grpo")
+LEVELS = ("token", "sequence")
+PLAIN = LossSettings(
+    loss_type="grpo",
+    importance_sampling_level="token",
+    epsilon=0.2,
+    epsilon_high=0.3,
+    delta=None,
+    beta=0.0,
+    entropy_coef=0.0,
+    importance_sampling_correction="none",
+    importance_sampling_cap=3.0,
+    max_completion_length=8,
+)
+
+
+def with_settings(**changes: Any) -> LossSettings:
+    if changes.get("loss_type") == "cispo":
+        changes.setdefault("epsilon_high", 5.0)
+    return dataclasses.replace(PLAIN, **changes)
+
+
+def make_inputs(
+    ratios: list[float],
+    advantages: list[float],
+    *,
+    completion_of_token: list[int] | None = None,
+    mask: list[bool] | None = None,
+    ref_ratios: list[float] | None = None,
+    weights: list[float] | None = None,
+) -> LossInputs:
+    """Tokens at these probability ratios of the policy to the old policy, of the reference to the
+    policy, and of the trainer to the engine (old policy)."""
+    old = torch.linspace(-3.0, -0.1, len(ratios), dtype=torch.float64)
+    logprobs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
+    ones = [1.0] * len(ratios)
+    completions = completion_of_token or [0] * len(ratios)
+    ref_ratio = torch.tensor(ref_ratios or ones, dtype=torch.float64)
+    return LossInputs(
+        logprobs=logprobs,
+        old_logprobs=old,
+        rollout_logprobs=old - torch.tensor(weights or ones, dtype=torch.float64).log(),
+        ref_logprobs=None if ref_ratios is None else logprobs.detach() + ref_ratio.log(),
+        entropy=torch.linspace(0.5, 2.0, len(ratios), dtype=torch.float64).requires_grad_(),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        loss_mask=torch.tensor(mask or [True] * len(ratios)),
+        completion_of_token=torch.tensor(completions),
+        num_completions=max(completions) + 1,
+    )
+
+
+def loss_of(
+    ratios: list[float], advantages: list[float], *, layout: dict[str, Any] | None = None, **changes
+) -> tuple[float, list[float], dict[str, float]]:
+    """Loss, gradient by log-probability, metrics."""
+    inputs = make_inputs(ratios, advantages, **(layout or {}))
+    outputs = policy_loss(inputs, with_settings(**changes))
+    outputs.loss.backward()
+    return outputs.loss.item(), inputs.logprobs.grad.tolist(), read(outputs)
+
+
+def read(outputs: LossOutputs) -> dict[str, float]:
+    return {name: value.item() for name, value in outputs.metrics.items()}
+
+
+# -- the clipped surrogate ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", CLIPPED)
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    [
+        (1.0, 2.0, -2.0, -2.0, (0, 0)),
+        (1.0, -2.0, 2.0, 2.0, (0, 0)),
+        (1.2, 2.0, -2.4, -2.4, (0, 0)),  # inside 1 + epsilon_high
+        (1.5, 2.0, -2.6, 0.0, (0, 1)),  # clipped at 1.3: no gradient
+        (1.5, -2.0, 3.0, 3.0, (0, 0)),  # never clipped upward for a negative advantage
+        (0.9, -2.0, 1.8, 1.8, (0, 0)),  # inside 1 - epsilon
+        (0.5, -2.0, 1.6, 0.0, (1, 0)),  # clipped at 0.8: no gradient
+        (0.5, 2.0, -1.0, -1.0, (0, 0)),  # never clipped downward for a positive advantage
+        (3.0, 0.0, 0.0, 0.0, (0, 0)),
+    ],
+)
+def test_one_token(*, level, loss_type, ratio, advantage, loss, gradient, clipped):
+    """Of a completion of one token all clipped losses are the same, and both levels."""
+    got, got_gradient, metrics = loss_of(
+        [ratio], [advantage], loss_type=loss_type, importance_sampling_level=level
+    )
+    assert got == pytest.approx(loss)
+    assert got_gradient == pytest.approx([gradient])
+    assert (metrics["clipped_low"], metrics["clipped_high"]) == clipped
+    assert metrics["tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (3.0, -1.0, 3.0, 3.0),  # under delta
+        (6.0, -1.0, 4.0, 0.0),  # bounded at delta: no gradient
+        (0.5, -1.0, 0.8, 0.0),  # clipped below as without it
+        (6.0, 1.0, -1.3, 0.0),  # where the advantage is positive the clip is lower
+        (1.2, 1.0, -1.2, -1.2),
+    ],
+)
+@pytest.mark.parametrize("loss_type", CLIPPED)
+def test_delta_bounds_the_ratio_where_the_advantage_is_negative(
+    loss_type, ratio, advantage, loss, gradient
+):
+    got, got_gradient, _ = loss_of([ratio], [advantage], loss_type=loss_type, delta=4.0)
+    assert got == pytest.approx(loss) and got_gradient == pytest.approx([gradient])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight", "clipped_high"),
+    [
+        (1.0, 2.0, 1.0, 0),
+        (4.0, 2.0, 4.0, 0),
+        (9.0, 2.0, 5.0, 1),  # the weight is clipped at epsilon_high, and the token still trained
+        (9.0, -2.0, 5.0, 1),
+        (9.0, 0.0, 5.0, 0),
+        (0.1, -2.0, 0.1, 0),  # no lower clip
+    ],
+)
+def test_cispo_clips_the_weight_and_keeps_the_gradient(
+    level, ratio, advantage, weight, clipped_high
+):
+    loss, gradient, metrics = loss_of(
+        [ratio], [advantage], loss_type="cispo", importance_sampling_level=level
+    )
+    assert loss == pytest.approx(-weight * advantage * (-3.0 + math.log(ratio)))
+    assert gradient == pytest.approx([-weight * advantage])
+    assert (metrics["clipped_low"], metrics["clipped_high"]) == (0, clipped_high)
+
+
+# -- what is averaged -----------------------------------------------------------------------------
+
+RAGGED = {"completion_of_token": [0, 0, 0, 1, 2, 2]}
+
+
+def test_grpo_averages_ragged_completions_over_their_own_tokens():
+    # First: (-1.0 - 1.2 - 0.9) / 3; second, of one token: +2; third: (-0.5 - 0.5) / 2.
+    loss, gradient, _ = loss_of(
+        [1.0, 1.2, 0.9, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, -2.0, 0.5, 0.5], layout=RAGGED
+    )
+    assert loss == pytest.approx(-3.1 / 3 + 2.0 - 0.5)
+    assert gradient == pytest.approx([-1 / 3, -1.2 / 3, -0.9 / 3, 2.0, -0.25, -0.25])
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo"])
+def test_the_token_sums_do_not_know_completions(loss_type):
+    loss, gradient, _ = loss_of(
+        [1.0, 1.2, 0.9, 1.0, 1.0, 1.0],
+        [1.0, 1.0, 1.0, -2.0, 0.5, 0.5],
+        layout=RAGGED,
+        loss_type=loss_type,
+    )
+    assert loss == pytest.approx(-3.1 + 2.0 - 1.0)
+    assert gradient == pytest.approx([-1.0, -1.2, -0.9, 2.0, -0.5, -0.5])
+
+
+def test_cispo_sums_over_tokens():
+    # Log-probabilities of the old policy: -3.0, -1.55, -0.1.
+    loss, gradient, _ = loss_of(
+        [1.0, 1.0, 1.0],
+        [1.0, 1.0, -2.0],
+        layout={"completion_of_token": [0, 0, 1]},
+        loss_type="cispo",
+    )
+    assert loss == pytest.approx(3.0 + 1.55 - 0.2)
+    assert gradient == pytest.approx([-1.0, -1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "expected"), [("grpo", 6.0), ("dapo", 20.0), ("cispo", 20.0), ("dr_grpo", 48.0)]
+)
+def test_the_denominator_of_an_update(loss_type, expected):
+    """Six completions with 20 unmasked tokens, of 8 at most each."""
+    chosen = with_settings(loss_type=loss_type)
+    assert loss_denominator(chosen, num_completions=6, num_tokens=20) == expected
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+def test_an_update_whose_tokens_are_all_masked_is_divided_by_one(loss_type):
+    chosen = with_settings(loss_type=loss_type)
+    assert loss_denominator(chosen, num_completions=6, num_tokens=0) == 1.0
+
+
+# -- the sequence's ratio (GSPO) ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "loss", "gradient"),
+    [
+        ("grpo", -1.2 + 2.0, [-0.6, -0.6, 2.0]),
+        ("dapo", -2.4 + 2.0, [-1.2, -1.2, 2.0]),
+        ("dr_grpo", -2.4 + 2.0, [-1.2, -1.2, 2.0]),
+    ],
+)
+def test_the_ratio_of_a_sequence_is_the_geometric_mean(loss_type, loss, gradient):
+    """sqrt(1.44 * 1) = 1.2, whose derivative by either log-probability is 1.2 / 2."""
+    got, got_gradient, metrics = loss_of(
+        [1.44, 1.0, 1.0],
+        [1.0, 1.0, -2.0],
+        layout={"completion_of_token": [0, 0, 1]},
+        loss_type=loss_type,
+        importance_sampling_level="sequence",
+    )
+    assert got == pytest.approx(loss) and got_gradient == pytest.approx(gradient)
+    assert metrics["clipped_high"] == metrics["clipped_low"] == 0
+
+
+def test_a_sequence_is_clipped_as_a_whole():
+    """sqrt(4 * 1) = 2 is over 1.3, though the second token's own ratio is not."""
+    loss, gradient, metrics = loss_of(
+        [4.0, 1.0, 0.25, 1.0],
+        [1.0, 1.0, -1.0, -1.0],
+        layout={"completion_of_token": [0, 0, 1, 1]},
+        importance_sampling_level="sequence",
+    )
+    assert loss == pytest.approx(-1.3 + 0.8)  # the other: 0.5, under 0.8
+    assert gradient == [0.0] * 4
+    assert (metrics["clipped_low"], metrics["clipped_high"]) == (2, 2)
+
+
+def test_a_sequence_ratio_of_cispo_weighs_each_token():
+    loss, gradient, _ = loss_of(
+        [1.44, 1.0],
+        [1.0, 1.0],
+        loss_type="cispo",
+        importance_sampling_level="sequence",
+    )
+    assert loss == pytest.approx(-1.2 * (-3.0 + math.log(1.44) - 0.1))
+    assert gradient == pytest.approx([-1.2, -1.2])
+
+
+def test_masked_tokens_are_not_in_a_sequences_ratio():
+    loss, gradient, _ = loss_of(
+        [1.44, 50.0, 1.0],
+        [1.0, 1.0, 1.0],
+        layout={"mask": [True, False, True]},
+        importance_sampling_level="sequence",
+    )
+    assert loss == pytest.approx(-1.2) and gradient == pytest.approx([-0.6, 0.0, -0.6])
+
+
+# -- KL, entropy, correction ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_kl_term_is_k3(loss_type, level):
+    """At a reference twice as likely: 2 - log 2 - 1, with derivative 1 - 2; at an equal one 0."""
+    loss, gradient, metrics = loss_of(
+        [1.0, 1.0],
+        [0.0, 0.0],
+        layout={"ref_ratios": [2.0, 1.0], "completion_of_token": [0, 1]},
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        beta=0.5,
+    )
+    assert loss == pytest.approx(0.5 * (1 - math.log(2)))
+    assert gradient == pytest.approx([-0.5, 0.0])
+    assert metrics["kl"] == pytest.approx(1 - math.log(2))
+
+
+def test_the_kl_term_is_averaged_like_the_rest():
+    layout = {"ref_ratios": [2.0, 1.0]}
+    loss, gradient, _ = loss_of([1.0, 1.0], [1.0, 1.0], layout=layout, beta=0.5)
+    assert loss == pytest.approx(-1.0 + 0.5 * (1 - math.log(2)) / 2)
+    assert gradient == pytest.approx([-0.75, -0.5])
+
+
+def test_a_small_kl_keeps_its_digits():
+    """d²/2 at a difference of 1e-4: in float32 exp(d) - d - 1 would lose it in rounding."""
+    logprobs = torch.tensor([-1.0])
+    inputs = dataclasses.replace(
+        make_inputs([1.0], [0.0]),
+        **dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs"), torch.tensor([-1e-4])),
+        ref_logprobs=torch.zeros(1),
+        entropy=torch.zeros(1),
+        advantages=torch.zeros_like(logprobs),
+    )
+    kl = policy_loss(inputs, with_settings(beta=1.0)).metrics["kl"]
+    assert kl.item() == pytest.approx(0.5e-8, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "gradient"),
+    [("grpo", [-0.05, -0.05, -0.1]), ("dapo", [-0.1] * 3), ("dr_grpo", [-0.1] * 3)],
+)
+def test_the_entropy_bonus_is_averaged_like_the_rest(loss_type, gradient):
+    inputs = make_inputs([1.0] * 3, [0.0] * 3, completion_of_token=[0, 0, 1])
+    outputs = policy_loss(inputs, with_settings(loss_type=loss_type, entropy_coef=0.1))
+    outputs.loss.backward()
+    assert inputs.entropy.grad.tolist() == pytest.approx(gradient)  # of nats 0.5, 1.25, 2
+    assert outputs.loss.item() == pytest.approx(
+        sum(g * nats for g, nats in zip(gradient, [0.5, 1.25, 2.0], strict=True))
+    )
+    assert outputs.metrics["entropy"].item() == pytest.approx(3.75)
+
+
+def test_without_a_bonus_the_entropy_is_only_counted():
+    inputs = make_inputs([1.0, 1.0], [1.0, 1.0])
+    outputs = policy_loss(inputs, PLAIN)
+    outputs.loss.backward()
+    assert inputs.entropy.grad is None and not outputs.metrics["entropy"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight", "applied", "capped"),
+    [
+        ("none", 2.0, 1.0, None),
+        ("truncate", 2.0, 2.0, 0),
+        ("truncate", 4.0, 3.0, 1),
+        ("truncate", 0.1, 0.1, 0),
+        ("mask", 2.0, 2.0, 0),
+        ("mask", 4.0, 0.0, 1),
+        ("mask", 0.1, 0.1, 0),  # only large weights are masked
+    ],
+)
+@pytest.mark.parametrize("loss_type", CLIPPED)
+def test_the_correction_weighs_the_surrogate_and_not_the_kl(
+    loss_type, kind, weight, applied, capped
+):
+    loss, gradient, metrics = loss_of(
+        [1.2],
+        [-1.0],
+        layout={"weights": [weight], "ref_ratios": [2.0]},
+        loss_type=loss_type,
+        importance_sampling_correction=kind,
+        beta=0.5,
+    )
+    assert loss == pytest.approx(1.2 * applied + 0.5 * (1 - math.log(2)))
+    assert gradient == pytest.approx([1.2 * applied - 0.5])
+    assert metrics.get("importance_sampling_capped") == capped
+    assert metrics.get("importance_sampling_ratio", 1.0) == pytest.approx(applied)
+
+
+def test_the_correction_has_no_gradient():
+    inputs = make_inputs([1.0], [1.0], weights=[2.0])
+    rollout = inputs.rollout_logprobs.requires_grad_()
+    old = inputs.old_logprobs.requires_grad_()
+    policy_loss(
+        inputs, with_settings(loss_type="cispo", importance_sampling_correction="truncate")
+    ).loss.backward()
+    assert rollout.grad is None and old.grad is None
+    assert inputs.logprobs.grad.tolist() == pytest.approx([-2.0])
+
+
+# -- masks ----------------------------------------------------------------------------------------
+
+
+def test_masked_tokens_are_neither_averaged_nor_counted():
+    loss, gradient, metrics = loss_of(
+        [1.0, 9.0, 0.1, 1.2],
+        [1.0, 1.0, -1.0, -1.0],
+        layout={"mask": [True, False, False, True], "completion_of_token": [0, 0, 1, 1]},
+    )
+    assert loss == pytest.approx(-1.0 + 1.2)
+    assert gradient == pytest.approx([-1.0, 0.0, 0.0, 1.2])
+    assert (metrics["clipped_low"], metrics["clipped_high"], metrics["tokens"]) == (0, 0, 2)
+
+
+def test_masked_tokens_are_not_in_the_corrections_metrics():
+    _, _, metrics = loss_of(
+        [1.0, 1.0, 1.0],
+        [1.0, 1.0, 1.0],
+        layout={"mask": [True, False, True], "weights": [2.0, 9.0, 9.0]},
+        importance_sampling_correction="truncate",
+    )
+    assert metrics["importance_sampling_ratio"] == pytest.approx(2.0 + 3.0)
+    assert metrics["importance_sampling_capped"] == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_completion_that_is_all_masked_adds_nothing(loss_type, level):
+    loss, gradient, metrics = loss_of(
+        [1.0, 1.1, 1.1],
+        [1.0, 5.0, 5.0],
+        layout={"mask": [True, False, False], "completion_of_token": [0, 1, 1]},
+        loss_type=loss_type,
+        importance_sampling_level=level,
+    )
+    assert loss == pytest.approx(3.0 if loss_type == "cispo" else -1.0)
+    assert gradient == pytest.approx([-1.0, 0, 0])
+    assert metrics["tokens"] == 1
+
+
+EVERYTHING = {
+    "beta": 0.1,
+    "entropy_coef": 0.1,
+    "importance_sampling_correction": "truncate",
+    "importance_sampling_cap": 1.5,
+}
+TENSORS = (
+    "logprobs",
+    "old_logprobs",
+    "rollout_logprobs",
+    "ref_logprobs",
+    "entropy",
+    "advantages",
+)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1e4, 1e4])
+@pytest.mark.parametrize("name", TENSORS)
+def test_what_stands_at_a_masked_token_does_not_matter(name, bad, loss_type, level):
+    """A tool's token may be one that the policy would never have sampled."""
+    chosen = with_settings(loss_type=loss_type, importance_sampling_level=level, **EVERYTHING)
+    found = []
+    for value in (-0.5, bad):
+        inputs = make_inputs(
+            [1.1, 1.0, 0.9],
+            [1.0, 1.0, 1.0],
+            mask=[True, False, True],
+            ref_ratios=[1.5, 1.0, 1.0],
+            weights=[2.0, 1.0, 0.7],
+        )
+        tensor = getattr(inputs, name).detach().clone()
+        tensor[1] = value
+        tensor.requires_grad_(name in ("logprobs", "entropy"))
+        inputs = dataclasses.replace(inputs, **{name: tensor})
+        outputs = policy_loss(inputs, chosen)
+        outputs.loss.backward()
+        gradients = inputs.logprobs.grad.tolist(), inputs.entropy.grad.tolist()
+        found.append((outputs.loss.item(), gradients, read(outputs)))
+    assert found[0] == found[1]
+    assert math.isfinite(found[0][0])
+    assert found[0][1][0][1] == found[0][1][1][1] == 0.0
+
+
+# -- by definition, and in pieces -----------------------------------------------------------------
+
+
+def by_definition(inputs: LossInputs, chosen: LossSettings) -> torch.Tensor:
+    """Completion by completion, token by token, in the formula's own words."""
+    total = torch.zeros((), dtype=torch.float64)
+    for completion in range(inputs.num_completions):
+        is_mine = (inputs.completion_of_token == completion) & inputs.loss_mask
+        tokens = is_mine.nonzero().flatten().tolist()
+        losses = []
+        for t in tokens:
+            ratio = torch.exp(inputs.logprobs[t] - inputs.old_logprobs[t])
+            if chosen.importance_sampling_level == "sequence":
+                logs = [inputs.logprobs[u] - inputs.old_logprobs[u] for u in tokens]
+                ratio = torch.exp(sum(logs) / len(tokens))
+            advantage = inputs.advantages[t]
+            if chosen.loss_type == "cispo":
+                weight = min(ratio.item(), chosen.epsilon_high)
+                loss = -weight * advantage * inputs.logprobs[t]
+            else:
+                clip = torch.clamp(ratio, 1 - chosen.epsilon, 1 + chosen.epsilon_high)
+                if chosen.delta is not None:
+                    ratio = torch.clamp(ratio, max=chosen.delta)
+                loss = -torch.minimum(ratio * advantage, clip * advantage)
+            weight = math.exp((inputs.old_logprobs[t] - inputs.rollout_logprobs[t]).item())
+            if chosen.importance_sampling_correction == "truncate":
+                loss = loss * min(weight, chosen.importance_sampling_cap)
+            elif chosen.importance_sampling_correction == "mask":
+                loss = loss * (0.0 if weight > chosen.importance_sampling_cap else weight)
+            if chosen.beta > 0:
+                difference = inputs.ref_logprobs[t] - inputs.logprobs[t]
+                loss = loss + chosen.beta * (torch.exp(difference) - difference - 1)
+            losses.append(loss - chosen.entropy_coef * inputs.entropy[t])
+        scale = max(1, len(tokens)) if chosen.loss_type == "grpo" else 1
+        total = total + sum(losses, torch.zeros((), dtype=torch.float64)) / scale
+    return total
+
+
+def random_inputs(lengths: list[int], seed: int) -> LossInputs:
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+
+    def near(values: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+        return values + 0.4 * noise
+
+    old = -3 * torch.rand(num_tokens, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
+    completion_of_token = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return LossInputs(
+        logprobs=near(old).requires_grad_(),
+        old_logprobs=old,
+        rollout_logprobs=near(old),
+        ref_logprobs=near(old),
+        entropy=torch.rand(num_tokens, generator=generator, dtype=torch.float64).requires_grad_(),
+        advantages=advantages[completion_of_token],
+        loss_mask=torch.rand(num_tokens, generator=generator) < 0.8,
+        completion_of_token=completion_of_token,
+        num_completions=len(lengths),
+    )
+
+
+SETTINGS = st.builds(
+    with_settings,
+    loss_type=st.sampled_from(LOSS_TYPES),
+    importance_sampling_level=st.sampled_from(LEVELS),
+    delta=st.sampled_from([None, 1.5]),
+    beta=st.sampled_from([0.0, 0.3]),
+    entropy_coef=st.sampled_from([0.0, 0.2]),
+    importance_sampling_correction=st.sampled_from(["none", "truncate", "mask"]),
+    importance_sampling_cap=st.just(1.2),
+)
+LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
+SEEDS = st.integers(0, 2**31)
+
+
+def gradients(inputs: LossInputs, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found = torch.autograd.grad(loss, (inputs.logprobs, inputs.entropy), materialize_grads=True)
+    return found[0], found[1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, SETTINGS, SEEDS)
+def test_loss_and_gradient_are_those_of_the_definition(lengths, chosen, seed):
+    inputs = random_inputs(lengths, seed)
+    got, expected = policy_loss(inputs, chosen).loss, by_definition(inputs, chosen)
+    torch.testing.assert_close(got, expected)
+    if inputs.loss_mask.any():
+        torch.testing.assert_close(gradients(inputs, got), gradients(inputs, expected))
+
+
+def part_of(inputs: LossInputs, completions: list[int]) -> LossInputs:
+    """These completions alone, renumbered, as another micro-batch would hold them."""
+    tokens = torch.isin(inputs.completion_of_token, torch.tensor(completions))
+    places = torch.zeros(inputs.num_completions, dtype=torch.int64)
+    places[completions] = torch.arange(len(completions))
+    return LossInputs(
+        **{name: getattr(inputs, name)[tokens] for name in (*TENSORS, "loss_mask")},
+        completion_of_token=places[inputs.completion_of_token[tokens]],
+        num_completions=len(completions),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, SETTINGS, SEEDS, st.randoms(), st.integers(1, 4))
+def test_any_split_into_micro_batches_has_the_same_sums(lengths, chosen, seed, random, num_parts):
+    inputs = random_inputs(lengths, seed)
+    whole = policy_loss(inputs, chosen)
+    order = random.sample(range(len(lengths)), len(lengths))
+    parts = [policy_loss(part_of(inputs, order[i::num_parts]), chosen) for i in range(num_parts)]
+    summed = sum(part.loss for part in parts)
+    torch.testing.assert_close(summed, whole.loss)
+    torch.testing.assert_close(gradients(inputs, summed), gradients(inputs, whole.loss))
+    for name, value in whole.metrics.items():
+        torch.testing.assert_close(sum(part.metrics[name] for part in parts), value)
+
+
+def test_the_tokens_of_a_completion_need_not_stand_together():
+    apart = {"completion_of_token": [0, 1, 0]}
+    together = {"completion_of_token": [0, 0, 1]}
+    for level in LEVELS:
+        chosen = {"importance_sampling_level": level}
+        one = loss_of([1.0, 1.1, 0.9], [1.0, 1.0, -1.0], layout=together, **chosen)
+        other = loss_of([1.0, 0.9, 1.1], [1.0, -1.0, 1.0], layout=apart, **chosen)
+        assert one[0] == pytest.approx(other[0])
+
+
+def test_on_policy_the_loss_is_minus_the_sum_of_advantages():
+    layout = {"completion_of_token": [0, 0, 1, 2, 2]}
+    loss, _, metrics = loss_of([1.0] * 5, [0.5, 0.5, -2, 1, 1], layout=layout)
+    assert loss == pytest.approx(-(0.5 - 2 + 1))
+    assert metrics["clipped_low"] == metrics["clipped_high"] == 0
