@@ -30,7 +30,7 @@ from easyrl.bench.peak_memory import peak_bytes
 from easyrl.data.packing import Rollout, pack
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.linear import speed_up_linear_layers
-from easyrl.model.logprobs import token_logprobs
+from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
 
 SMALL = {
@@ -230,13 +230,19 @@ class _Row:
     def __call__(self) -> Result:
         policy = self._policy
         policy.model.zero_grad()
-        logits = policy.forward(
+        hidden = policy.hidden_states(
             self._input_ids,
             self._positions,
             PackedGroups(self._groups, policy.device),
-            logits_at=self._logits_at,
+            at=self._logits_at,
         )
-        logprobs, _ = token_logprobs(logits, self._targets, temperature=1.0)
+        logprobs, _ = chunked_token_logprobs(
+            policy.head,
+            hidden,
+            self._targets,
+            temperature=1.0,
+            vocabulary_size=policy.vocabulary_size,
+        )
         loss = (logprobs * self._group.weights).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: p.grad for name, p in policy.model.named_parameters()}
