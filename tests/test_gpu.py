@@ -1,4 +1,4 @@
-"""What only an NVIDIA GPU can show: compiled FlexAttention, half precision, a shared accelerator."""
+"""What only an NVIDIA GPU can show: compiled FlexAttention, half precision, a shared device."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ def outputs_and_gradients(layout, inputs, settings):
     return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
 
 
-@pytest.mark.parametrize("window", [None, 50, 1])
-@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 50, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_flex_attention_equals_the_blocks_in_float64(window, softcap, dtype):
-    settings = AttentionSettings(0, 0.2, window, softcap)
+def test_flex_attention_equals_the_blocks_in_float64(window, dtype):
+    settings = AttentionSettings(0, 0.2, window, None)
     device = torch.device("cuda")
     inputs = tensors(dtype)
     wide = [x.detach().double().requires_grad_() for x in inputs]

@@ -105,6 +105,7 @@ class PackedGroups:
         takes_flex = (
             query.dtype in (torch.bfloat16, torch.float16)
             and query.shape[-1] >= SMALLEST_FLEX_HEAD_SIZE
+            and settings.softcap is None  # its compiler makes no kernel for all lengths with one
             and devices.trains_flex_attention(self._device)
         )
         layout = self._flex if takes_flex else self._blocks
