@@ -60,9 +60,10 @@ class LossOutputs:
 
     tokens                      unmasked tokens
     entropy                     nats
-    clipped_low, clipped_high   tokens whose ratio is clipped below, above (a completion's, all its
-                                tokens), counted where the clip takes the gradient away; for cispo,
-                                where it makes it smaller
+    clipped_low, clipped_high   tokens whose ratio (their completion's, if so chosen) is clipped at
+                                1 - epsilon, at 1 + epsilon_high, counted where that takes the
+                                gradient away; of cispo high alone, where it makes it smaller. As
+                                in TRL what delta bounds is not counted
     kl                          k3 in nats, before beta; only where beta > 0
     importance_sampling_ratio   weights of the correction as applied; only where there is one
     importance_sampling_capped  tokens whose weight was over the cap; only where there is one
