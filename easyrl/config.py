@@ -108,9 +108,12 @@ class TrainConfig(Section):
     """Iterations and the optimizer (AdamW)."""
 
     iterations: int = Field(default=60, ge=1)
-    """Optimizer steps of the run: weights out, groups in, one step, each time."""
+    """Iterations of the run: weights out, groups in, `train.updates_per_iteration` steps."""
     prompts_per_iteration: int = Field(default=16, ge=1)
     """Prompts, and so groups, per iteration."""
+    updates_per_iteration: int = Field(default=1, ge=1)
+    """Optimizer steps per iteration, each on an equal share of its prompts. Only the first is
+    strictly on-policy: the others train on rollouts of the policy before it."""
     learning_rate: float | None = Field(default=None, ge=0.0)
     """Peak learning rate; null: 3e-4 for the built-in model, 1e-6 for any other."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
@@ -128,6 +131,15 @@ class TrainConfig(Section):
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Tokens of a packed row, a group's prompt counted once: how much is trained at a time. It does
     not change the result. (Attention holds the prompt once per completion.)"""
+    offload: list[Literal["reference", "old"]] = Field(default_factory=list)
+    """Weights that stay on the CPU and are moved to the train device for each micro-batch: a list
+    of `reference` (there with algorithm.beta) and `old` (there with updates_per_iteration over 1).
+    It saves device memory and costs time; where training is on the CPU it changes nothing."""
+
+    @field_validator("offload")
+    @classmethod
+    def _names_each_once(cls, value: list[str]) -> list[str]:
+        return _each_once("train.offload", value)
 
 
 class DevicesConfig(Section):
@@ -180,9 +192,7 @@ class OutputConfig(Section):
     @field_validator("log_to")
     @classmethod
     def _names_each_once(cls, value: list[str]) -> list[str]:
-        if len(set(value)) < len(value):
-            raise ValueError(f"output.log_to: {value} came; accepted: each tracker once")
-        return value
+        return _each_once("output.log_to", value)
 
     @field_validator("project")
     @classmethod
@@ -193,6 +203,12 @@ class OutputConfig(Section):
                 "none of / \\ # ? % :"
             )
         return value
+
+
+def _each_once(key: str, value: list[str]) -> list[str]:
+    if len(set(value)) < len(value):
+        raise ValueError(f"{key}: {value} came; accepted: each name once")
+    return value
 
 
 class Config(Section):
@@ -228,7 +244,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        problems = [*self._ring_problems(), *self._reward_problems(), *self._length_problems()]
+        problems = [
+            *self._ring_problems(),
+            *self._update_problems(),
+            *self._reward_problems(),
+            *self._length_problems(),
+        ]
         if self.devices.infer is not None and self.devices.train is not None:
             infer = parse_device_set(self.devices.infer, "devices.infer")
             train = parse_device_set(self.devices.train, "devices.train")
@@ -248,12 +269,24 @@ class Config(Section):
             why = "runtime.schedule=sync"
         elif self.runtime.deterministic:
             why = "runtime.deterministic=true"
+        elif self.train.updates_per_iteration > 1:
+            why = f"train.updates_per_iteration={self.train.updates_per_iteration}"
         else:
             return []
         return [
             f"rollout.ring_slots: {self.ring_slots} came, but with {why} all groups of an "
             f"iteration wait in the ring, which would deadlock; accepted: at least {needed} "
             "(train.prompts_per_iteration), or null"
+        ]
+
+    def _update_problems(self) -> list[str]:
+        updates, prompts = self.train.updates_per_iteration, self.train.prompts_per_iteration
+        if prompts % updates == 0:
+            return []
+        return [
+            f"train.updates_per_iteration: {updates} came, but each update has the same number of "
+            f"the {prompts} prompts of an iteration (train.prompts_per_iteration); accepted: a "
+            f"divisor of {prompts}"
         ]
 
     def _reward_problems(self) -> list[str]:

@@ -33,7 +33,7 @@ class AlgorithmConfig(Section):
     geometric mean (`sequence`: GSPO, as published with loss_type: grpo)."""
     epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The probability ratio is clipped below at 1 - epsilon (not by `cispo`). With one update per
-    iteration, as now, the ratio is 1 and nothing is clipped."""
+    iteration (`train.updates_per_iteration`) the ratio is 1 and nothing is clipped."""
     epsilon_high: float | None = Field(default=None, gt=0.0)
     """The probability ratio is clipped above at 1 + epsilon_high, under 1; of `cispo` at
     epsilon_high itself, at least 1. Null: epsilon, of `cispo` 5."""

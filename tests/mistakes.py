@@ -136,6 +136,13 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown schedule": (["--schedule", "async"], "'periodic' or 'sync'"),
     "unknown answer to long prompts": (["data.long_prompts=cut"], "'stop' or 'skip'"),
     "unknown answer to errors": (["reward.on_error=skip"], "'stop', 'skip_group' or 'zero'"),
+    "updates that do not divide the prompts": (
+        ["train.updates_per_iteration=3"],
+        "the 16 prompts of an iteration (train.prompts_per_iteration); accepted: a divisor of 16",
+    ),
+    "no update": (["train.updates_per_iteration=0"], "greater than or equal to 1"),
+    "offload of the policy": (["train.offload=[policy]"], "'reference' or 'old'"),
+    "offload twice": (["train.offload=[old, old]"], "accepted: each name once"),
     "flag that is no number": (["--iterations", "many"], "--iterations"),
     "unknown flag": (["--learning-rate", "1"], "No such option"),
     "rollouts larger than a micro-batch": (
@@ -260,6 +267,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "ring too small for deterministic": (
         ["runtime.deterministic=true", "rollout.ring_slots=2"],
         "ring_slots: 2",
+    ),
+    "ring too small for several updates": (
+        ["train.updates_per_iteration=2", "rollout.ring_slots=2"],
+        "with train.updates_per_iteration=2 all groups",
     ),
     "more slots than the ring can have": (["train.prompts_per_iteration=8000"], "ring_slots"),
     "a group larger than a slot can be": (

@@ -53,6 +53,15 @@ def test_what_is_not_known_is_none_and_lost_updates_are_told(
     assert "2 updates dropped, not finite (lower train.learning_rate)" in shown
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_only_the_first_of_several_updates_is_called_strictly_on_policy(
+    capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    print_end_table({**SUMMARY, "updates_per_iteration": count}, Path("run"))
+    text = "4 per iteration: only the first is strictly on-policy"
+    assert (text in capsys.readouterr().out) == (count > 1)
+
+
 def test_a_cause_of_others_making_cannot_take_over_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -21,7 +21,7 @@ from easyrl.model.policy import Policy
 from easyrl.types import RolloutGroup
 from easyrl.workers import group_stream
 from easyrl.workers.group_stream import MIN_SHARE, GroupStream, micro_batches
-from easyrl.workers.train import loss_settings
+from easyrl.workers.learner import loss_settings
 
 torch.set_num_threads(1)
 

@@ -98,6 +98,30 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path: Pa
     assert ends["sync"] == ends["periodic"]
 
 
+def test_so_they_do_with_a_reference_and_an_old_policy(tmp_path: Path) -> None:
+    """Two updates per iteration and a KL term, two rollout workers."""
+    ends = {}
+    for schedule in ("sync", "periodic"):
+        folder = tmp_path / schedule
+        code, out, err = finish(
+            *("--output", str(folder), "--iterations", "4", "--schedule", schedule),
+            *("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo"),
+            *("runtime.deterministic=true", "--infer-devices", "cpu:2", *SMALL[1:]),
+            *("train.prompts_per_iteration=6", "train.max_tokens_per_micro_batch=200"),
+            "rollout.max_completion_length=64",
+            EASYRL_RANDOM_DELAYS="0.01",
+        )
+        assert (code, err) == (0, "")
+        assert "2 per iteration: only the first is strictly on-policy" in out
+        summary = summary_of(folder)
+        assert summary["updates_per_iteration"] == 2 and summary["policy_version"] == 8
+        assert summary["groups_trained"] == 24 and summary["groups_off_policy"] == 0
+        metrics = [plain(line) for line in lines_of(folder / "metrics.jsonl")]
+        assert metrics[-1]["kl"] > 0 and metrics[-1]["num_updates_not_finite"] == 0
+        ends[schedule] = summary["weights_sha256"], metrics
+    assert ends["sync"] == ends["periodic"]
+
+
 def test_the_seed_decides_the_run(tmp_path: Path) -> None:
     hashes = []
     for number, seed in enumerate(("1", "1", "2")):

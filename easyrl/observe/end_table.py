@@ -44,10 +44,18 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{summary['groups_trained']} trained, {summary['groups_off_policy']} off-policy"
             + (f", {summary['groups_skipped']} skipped" if summary.get("groups_skipped") else ""),
         ),
+        *_updates(summary),
         *_losses(summary),
         ("engine and trainer", f"log-probabilities at most {gap} apart"),
         ("weights", f"sha256 {summary['weights_sha256'][:16]}"),
     ]
+
+
+def _updates(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """With one update per iteration every one is strictly on-policy, and nothing is to be told."""
+    count = summary.get("updates_per_iteration", 1)
+    text = f"{count} per iteration: only the first is strictly on-policy"
+    return [("updates", text)] if count > 1 else []
 
 
 def _losses(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

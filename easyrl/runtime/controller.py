@@ -1,6 +1,6 @@
 """The controller: the CLI's own process. It drives iterations and moves only small messages.
 
-One iteration (k from 0, policy_version = k):
+One iteration (policy_version k; it grows by `train.updates_per_iteration`):
 
     controller              train worker                    rollout workers
     ──────────────────────────────────────────────────────────────────────────────────
@@ -10,9 +10,9 @@ One iteration (k from 0, policy_version = k):
                             group ◄══════ ring ◄═══════════ group            (many times)
                             forward, backward
     ◄── GroupScored ──────────────────────────────────────  (small: rewards, lengths)
-                            last group in: optimizer step
+                            an update's last group in: optimizer step
     ◄── IterationTrained ──
-    metrics.jsonl, one line of output; k + 1
+    metrics.jsonl, one line of output
 
 It consumes events, produces prompts and files, and waits only in `Supervisor.wait`.
 """
@@ -89,9 +89,7 @@ class Controller:
             self._run_iteration(iteration)
         after = self._evaluate(1, held_out)
         sha256 = self._save_model()
-        return self.totals.summary(
-            self.config.train.iterations, self.policy_version, before, after, sha256
-        )
+        return self.totals.summary(self.config.train, self.policy_version, before, after, sha256)
 
     # -- workers --------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 On the CPU a run holds, in float32:
 
-    train worker      4 x the weights: they, gradients, AdamW's two moments
+    train worker      4 x the weights: they, gradients, AdamW's two moments; once more each for a
+                      reference (algorithm.beta) and an old policy (train.updates_per_iteration);
+                      of a train worker elsewhere, those that train.offload keeps here
     rollout worker    the weights, and the KV cache of the rows that it can fill
     ring buffer       its slots
 
@@ -40,7 +42,7 @@ def check_memory(
     num_rows = num_rollout * _rows_per_worker(config, placement)
     row_tokens = longest_prompt + config.rollout.max_completion_length
     cache = num_rows * row_tokens * kv_bytes_per_token(model.config)
-    copies = num_rollout + (COPIES_TO_TRAIN if placement.train.kind == "cpu" else 0)
+    copies = num_rollout + _copies_of_trainer(config, is_here=placement.train.kind == "cpu")
     needed, available = copies * weights + cache + ring_bytes, available_memory_bytes()
     if needed <= available:
         return
@@ -81,6 +83,17 @@ def kv_bytes_per_token(model_config: dict[str, Any]) -> int:
         return 0
     size = config.get("head_dim") or config.get("hidden_size", 0) // heads
     return int(2 * layers * (config.get("num_key_value_heads") or heads) * size * FLOAT_BYTES)
+
+
+def _copies_of_trainer(config: Config, *, is_here: bool) -> int:
+    """Weights and what has their size, on the CPU."""
+    others = {
+        "reference": config.algorithm.beta > 0.0,
+        "old": config.train.updates_per_iteration > 1,
+    }
+    if is_here:
+        return COPIES_TO_TRAIN + sum(others.values())
+    return sum(others[name] for name in config.train.offload)
 
 
 def _rows_per_worker(config: Config, placement: Placement) -> int:

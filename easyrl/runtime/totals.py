@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any
 
+from easyrl.config import TrainConfig
 from easyrl.runtime.iteration import IterationRecord
 
 LAST_ITERATIONS = 5
@@ -84,7 +85,7 @@ class Totals:
 
     def summary(
         self,
-        iterations: int,
+        train: TrainConfig,
         policy_version: int,
         accuracy_before: float | None,
         accuracy_after: float | None,
@@ -92,7 +93,8 @@ class Totals:
     ) -> dict[str, Any]:
         first, last = self._rewards[:LAST_ITERATIONS], self._rewards[-LAST_ITERATIONS:]
         return {
-            "iterations": iterations,
+            "iterations": train.iterations,
+            "updates_per_iteration": train.updates_per_iteration,  # the first strictly on-policy
             "policy_version": policy_version,
             "wall_seconds": time.monotonic() - self._started,
             "first_rollout_seconds": self.first_rollout_seconds,

@@ -6,6 +6,10 @@
 mode groups come in prompt order and a micro-batch is filled before it is trained, so that its
 boundaries are a function of the groups alone; otherwise whatever is there is trained at once,
 unless it is very little (MIN_SHARE).
+
+An iteration of several updates hands out one update's groups at a time. Which update a group
+belongs to follows from its place in the iteration, never from arrival: else short completions
+would be trained first. Groups of later updates wait in their slots.
 """
 
 from __future__ import annotations
@@ -55,10 +59,11 @@ class GroupStream:
         in_order: bool,
         wait_for_all: bool,
         wait_for_group: Callable[[], None],
+        num_updates: int = 1,
         mask_truncated: bool = False,
     ) -> None:
-        """`wait_for_group` returns when the ring may hold another group. With `mask_truncated`
-        truncated completions are not trained."""
+        """`wait_for_group` returns when the ring may hold another group. `num_updates` divides
+        `num_groups`. With `mask_truncated` truncated completions are not trained."""
         arrivals = _CheckedPort(port, self._check)
         self._reader: _Reader = (
             InOrderReader(arrivals, first_prompt_index) if in_order else arrivals
@@ -67,41 +72,57 @@ class GroupStream:
         self._wait_for_group = wait_for_group
         self._iteration = iteration
         self._policy_version = policy_version
+        self._first_prompt_index = first_prompt_index
         self._due = set(range(first_prompt_index, first_prompt_index + num_groups))
-        self._num_awaited = num_groups
-        self._arrived: deque[Lease] = deque()
-        self._num_to_hold_back = num_groups if wait_for_all else 0
+        self._num_awaited = num_groups  # not here yet
+        self._waits_for_all = wait_for_all
+        self._groups_per_update = num_groups // num_updates
+        self._update = 0
+        self._num_left = self._groups_per_update  # of this update, not handed out yet
+        self._arrived: list[deque[Lease]] = [deque() for _ in range(num_updates)]
         self.mask_truncated = mask_truncated
         self.num_trained = 0
         self.completion_tokens = 0
-        self.num_loss_tokens = 0  # of all groups, those of rollouts without a gradient included
+        self.num_loss_tokens = 0
+        """Of this update's groups so far, those of rollouts without a gradient included."""
 
     @property
     def is_exhausted(self) -> bool:
-        return not self._num_awaited and not self._arrived
+        """All groups of this update are handed out."""
+        return not self._num_left
+
+    def begin_next_update(self) -> None:
+        assert self.is_exhausted
+        self._update += 1
+        self._num_left = self._groups_per_update
+        self.num_loss_tokens = 0
 
     def next(self, *, wait: bool) -> Lease | None:
-        """The next group's lease; None when there is none (yet: only with `wait=False`)."""
-        while self._num_awaited and (wait or self._num_to_hold_back or not self._arrived):
+        """The lease of this update's next group; None when there is none (yet: only with
+        `wait=False`)."""
+        if self.is_exhausted:
+            return None
+        arrived = self._arrived[self._update]
+        while self._num_awaited and (self._waits_for_all or not arrived):
             lease = self._reader.get(0.0)
             if lease is not None:
                 self._num_awaited -= 1
-                self._arrived.append(lease)
-                if len(self._arrived) >= max(1, self._num_to_hold_back):
-                    self._num_to_hold_back = 0
-                    break
-            elif wait or self._num_to_hold_back:
+                self._arrived[self._update_of(lease.group)].append(lease)
+            elif wait or self._waits_for_all:
                 self._wait_for_group()
             else:
-                break
-        if not self._arrived:
-            return None
-        lease = self._arrived.popleft()
+                return None
+        lease = arrived.popleft()
+        self._num_left -= 1
         self.num_trained += 1
         self.completion_tokens += lease.group.num_completion_tokens
         mask = lease.group.trained_mask(mask_truncated=self.mask_truncated)
         self.num_loss_tokens += int(mask.sum())
         return lease
+
+    def _update_of(self, group: RolloutGroup) -> int:
+        place = group.prompt_index - self._first_prompt_index
+        return place // self._groups_per_update
 
     def _check(self, group: RolloutGroup) -> None:
         if group.policy_version != self._policy_version or group.iteration != self._iteration:

@@ -1,7 +1,7 @@
-"""The train worker: groups out of the ring, one optimizer step per iteration, weights out.
+"""The train worker: groups out of the ring, one optimizer step per update, weights out.
 
              ┌─ ExchangeWeights: broadcast policy_version to the rollout workers
-controller ──┼─ TrainIteration:  ring ─► micro-batches ─► backward … ─► one step
+controller ──┼─ TrainIteration:  ring ─► micro-batches ─► Learner ─► steps
              └─ SaveModel
 
 consumes: groups (ring)          waits for: the next group, the controller's next command
@@ -10,32 +10,23 @@ produces: weights, metrics       unblocks:  rollout workers waiting for weights 
 
 from __future__ import annotations
 
-import math
 import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from easyrl import devices, events
-from easyrl.algorithm.losses import LossInputs, LossSettings, loss_denominator, policy_loss
-from easyrl.algorithm.schedule import learning_rate_factor
+from easyrl import events
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
-from easyrl.data.packing import MicroBatch
 from easyrl.delays import maybe_sleep
-from easyrl.model.attention import PackedGroups
-from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.model.pretrained import load_tokenizer
 from easyrl.workers.group_stream import GroupStream, micro_batches
+from easyrl.workers.learner import Learner
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
-
-# What a micro-batch adds to the iteration's sums.
-SUMS = ("loss", "tokens", "entropy", "clipped_low", "clipped_high", "logp_difference")
 
 
 class TrainWorker:
@@ -45,25 +36,15 @@ class TrainWorker:
         self.port = port
         self.control = control
         self.device = torch.device(settings.device)
-        self.loss_settings = loss_settings(self.config)
         self.timeline = Timeline(control.send)
         control.send(events.Starting("loading the model"))
-        self.policy = Policy.load(
+        policy = Policy.load(
             self.config.model.path,
             self.device,
             trust_remote_code=self.config.model.trust_remote_code,
         )
-        train = self.config.train
-        self.optimizer = torch.optim.AdamW(
-            self.policy.model.parameters(),
-            lr=self.config.learning_rate,
-            betas=(train.adam_beta1, train.adam_beta2),
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
-        self.policy_version = 0
+        self.learner = Learner(policy, self.config)
         self.channel: WeightChannel | None = None
-        self._zero_gradients()
 
     def run(self) -> None:
         """Obey commands until `Stop`."""
@@ -81,9 +62,9 @@ class TrainWorker:
                     return
 
     def _send_weights(self, version: int) -> None:
-        assert self.channel is not None and version == self.policy_version
+        assert self.channel is not None and version == self.learner.policy_version
         with self.timeline.measure("weights"):
-            self.channel.send(version, self.policy.named_weights())
+            self.channel.send(version, self.learner.policy.named_weights())
         self.timeline.report()
         self.control.send(events.WeightsExchanged(version))
 
@@ -92,28 +73,45 @@ class TrainWorker:
         stream = GroupStream(
             self.port,
             iteration=iteration,
-            policy_version=self.policy_version,
+            policy_version=self.learner.policy_version,  # of the broadcast: whatever is stepped on
             first_prompt_index=first_prompt_index,
             num_groups=train.prompts_per_iteration,
+            num_updates=train.updates_per_iteration,
             in_order=runtime.deterministic,
             wait_for_all=runtime.schedule == "sync",
             wait_for_group=self._wait_for_group,
             mask_truncated=self.config.algorithm.mask_truncated_completions,
         )
-        sums: dict[str, Tensor] = {name: torch.zeros((), device=self.device) for name in SUMS}
-        largest_difference = torch.zeros((), device=self.device)
+        self.learner.begin_iteration(iteration)
+        busy_seconds = self._train_update(stream)
+        for _ in range(1, train.updates_per_iteration):
+            stream.begin_next_update()
+            busy_seconds += self._train_update(stream)
+        self.timeline.report()
+        return events.IterationTrained(
+            iteration=iteration,
+            policy_version=self.learner.policy_version,
+            groups_trained=stream.num_trained,
+            groups_off_policy=0,  # GroupStream raises before one is trained
+            completion_tokens=stream.completion_tokens,
+            busy_seconds=busy_seconds,
+            metrics=self.learner.metrics(),
+        )
+
+    def _train_update(self, stream: GroupStream) -> float:
+        """Train the stream's update and step; returns the busy seconds."""
+        train = self.config.train
         busy_seconds = 0.0
-        num_taken = 0
+        num_taken = stream.num_trained
         for micro_batch in micro_batches(
             stream,
             max_tokens=train.max_tokens_per_micro_batch,
-            fill=runtime.deterministic,
+            fill=self.config.runtime.deterministic,
             keep_zero_advantages=self.config.algorithm.trains_zero_advantages,
         ):
             started = time.monotonic()
             maybe_sleep()
-            difference = self._accumulate(micro_batch, sums)
-            largest_difference = torch.maximum(largest_difference, difference)
+            self.learner.accumulate(micro_batch)
             busy_seconds += self.timeline.add(
                 "train",
                 started,
@@ -122,40 +120,13 @@ class TrainWorker:
             )
             num_taken = stream.num_trained
         started = time.monotonic()
-        denominator = loss_denominator(
-            self.loss_settings,
-            num_completions=train.prompts_per_iteration * self.config.rollout.num_generations,
+        num_groups = train.prompts_per_iteration // train.updates_per_iteration
+        self.learner.step(
+            num_completions=num_groups * self.config.rollout.num_generations,
             num_tokens=stream.num_loss_tokens,
         )
-        for parameter in self.policy.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(denominator)
-        sums["loss"] /= denominator
-        step_metrics = self._step(iteration, sums["loss"])
-        busy_seconds += self.timeline.add(
+        return busy_seconds + self.timeline.add(
             "train", started, num_groups=stream.num_trained - num_taken
-        )
-        self.timeline.report()
-        # Groups of equal rewards carry no gradient and are not computed: of them nothing is known.
-        tokens = float(sums["tokens"]) or math.nan
-        return events.IterationTrained(
-            iteration=iteration,
-            policy_version=self.policy_version,
-            groups_trained=stream.num_trained,
-            groups_off_policy=0,  # GroupStream raises before one is trained
-            completion_tokens=stream.completion_tokens,
-            busy_seconds=busy_seconds,
-            metrics={
-                "loss": float(sums["loss"]),
-                "entropy": float(sums["entropy"]) / tokens,
-                "clip_ratio/low_mean": float(sums["clipped_low"]) / tokens,
-                "clip_ratio/high_mean": float(sums["clipped_high"]) / tokens,
-                "sampling/sampling_logp_difference/mean": float(sums["logp_difference"]) / tokens,
-                "sampling/sampling_logp_difference/max": (
-                    float(largest_difference) if tokens > 0 else math.nan
-                ),
-                **step_metrics,
-            },
         )
 
     def _wait_for_group(self) -> None:
@@ -165,110 +136,11 @@ class TrainWorker:
         if self.control in ready:  # only Stop comes while an iteration is under way
             raise SystemExit(0)
 
-    def _accumulate(self, batch: MicroBatch, sums: dict[str, Tensor]) -> Tensor:
-        """Forward and backward of one micro-batch; returns its largest log-probability gap."""
-        targets, mask, reported, advantages, completion_of_token = (
-            torch.from_numpy(array).to(self.device)
-            for array in (
-                batch.targets,
-                batch.loss_mask,
-                batch.rollout_logprobs,
-                batch.advantages,
-                batch.completion_of_token,
-            )
-        )
-        hidden = self.policy.hidden_states(
-            torch.from_numpy(batch.input_ids).to(self.device),
-            torch.from_numpy(batch.position_ids).to(self.device),
-            PackedGroups(batch.groups, self.device),
-            at=torch.from_numpy(batch.logits_at).to(self.device),
-        )
-        logprobs, entropy = chunked_token_logprobs(
-            self.policy.head,
-            hidden,
-            targets,
-            self.config.rollout.temperature,
-            vocabulary_size=self.policy.vocabulary_size,
-            entropy_gradient=self.loss_settings.entropy_coef != 0.0,
-        )
-        # One update per iteration: the old policy is the policy itself.
-        old_logprobs = logprobs.detach()
-        outputs = policy_loss(
-            LossInputs(
-                logprobs=logprobs,
-                old_logprobs=old_logprobs,
-                rollout_logprobs=reported,
-                ref_logprobs=None,
-                entropy=entropy,
-                advantages=advantages,
-                loss_mask=mask,
-                completion_of_token=completion_of_token,
-                num_completions=batch.num_completions,
-            ),
-            self.loss_settings,
-        )
-        outputs.loss.backward()  # type: ignore[no-untyped-call]
-        difference = torch.where(mask, (old_logprobs - reported).abs(), 0.0)
-        for name in ("tokens", "entropy", "clipped_low", "clipped_high"):
-            sums[name] += outputs.metrics[name]
-        sums["loss"] += outputs.loss.detach()
-        sums["logp_difference"] += difference.sum()
-        return difference.max()
-
-    def _step(self, iteration: int, loss: Tensor) -> dict[str, float]:
-        """Apply the accumulated gradient. One that is not finite is dropped and counted."""
-        train = self.config.train
-        parameters = list(self.policy.model.parameters())
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm))
-        is_finite = math.isfinite(norm) and math.isfinite(float(loss))
-        learning_rate = self.config.learning_rate * learning_rate_factor(
-            iteration,
-            num_iterations=train.iterations,
-            warmup_iterations=train.warmup_iterations,
-            kind=train.lr_scheduler_type,
-        )
-        if is_finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            self.optimizer.step()
-        self._zero_gradients()
-        devices.synchronize(self.device)
-        self.policy_version += 1
-        return {
-            "grad_norm": norm,
-            "learning_rate": learning_rate,
-            "num_updates_not_finite": 0.0 if is_finite else 1.0,
-        }
-
-    def _zero_gradients(self) -> None:
-        """Zeros, not None: an iteration without a gradient is a step with a gradient of zero."""
-        for parameter in self.policy.model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
-
     def _save(self, folder: Path) -> events.ModelSaved:
         tokenizer = load_tokenizer(
             self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
         )
         unfinished = folder.with_name(folder.name + ".unfinished")
-        self.policy.save(unfinished, tokenizer)
+        self.learner.policy.save(unfinished, tokenizer)
         unfinished.rename(folder)
-        return events.ModelSaved(self.policy.weights_sha256())
-
-
-def loss_settings(config: Config) -> LossSettings:
-    algorithm = config.algorithm
-    return LossSettings(
-        loss_type=algorithm.loss_type,
-        importance_sampling_level=algorithm.importance_sampling_level,
-        epsilon=algorithm.epsilon,
-        epsilon_high=algorithm.resolved_epsilon_high,
-        delta=algorithm.delta,
-        beta=algorithm.beta,
-        entropy_coef=algorithm.entropy_coef,
-        importance_sampling_correction=config.importance_sampling_correction,
-        importance_sampling_cap=algorithm.importance_sampling_cap,
-        max_completion_length=config.rollout.max_completion_length,
-    )
+        return events.ModelSaved(self.learner.policy.weights_sha256())

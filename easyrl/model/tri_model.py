@@ -1,0 +1,141 @@
+"""Policy, old policy and reference: three sets of weights for one module, one packed input.
+
+A micro-batch is moved and packed once, and the three are run on it back to back:
+
+                     ┌─ reference's weights (no gradient) ─► ref_logprobs
+    PackedInput ─────┼─ old policy's weights (no gradient) ─► old_logprobs
+                     └─ the policy's own ──────────────────► logprobs, entropy
+
+What is not needed is neither kept nor computed. The policy comes last, so that what backward needs
+is not yet there while the others run, and its weights are in place when backward computes again.
+
+Shapes: T tokens of the packed row, K completion tokens in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from easyrl.model.attention import AttentionLayout
+from easyrl.model.logprobs import chunked_token_logprobs
+from easyrl.model.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInput:
+    """A micro-batch on the device, as far as a model looks at it."""
+
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64
+    layout: AttentionLayout
+    logits_at: Tensor  # [K] int64: the places whose logits predict completion tokens
+    targets: Tensor  # [K] int64: those completion tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TriLogprobs:
+    logprobs: Tensor  # [K], of the policy, with gradient
+    entropy: Tensor  # [K] nats, of the policy; with gradient if asked for
+    old_logprobs: Tensor  # [K], no gradient
+    ref_logprobs: Tensor | None  # [K], no gradient; None without a reference
+
+
+class TriModel:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        temperature: float,
+        has_old: bool,
+        has_reference: bool,
+        offload: Sequence[str] = (),
+        entropy_gradient: bool = False,
+    ) -> None:
+        """The reference is `policy` as it is now, and so is the old policy until `keep_old`.
+
+        `offload` names those of `reference` and `old` that stay on the CPU and are moved to the
+        device for each micro-batch.
+        """
+        self.policy = policy
+        self._temperature = temperature
+        self._entropy_gradient = entropy_gradient
+        self._old = OtherWeights(policy, offload="old" in offload) if has_old else None
+        self._reference = (
+            OtherWeights(policy, offload="reference" in offload) if has_reference else None
+        )
+
+    def keep_old(self) -> None:
+        """From here on the old policy is the policy as it is now."""
+        if self._old is not None:
+            self._old.copy_from_policy()
+
+    def logprobs(self, packed: PackedInput, *, policy_is_old: bool) -> TriLogprobs:
+        """At the sampling temperature. `policy_is_old`: the policy has made no step since
+        `keep_old`, so that its own log-probabilities are the old policy's."""
+        assert policy_is_old or self._old is not None
+        ref_logprobs = self._run_other(self._reference, packed)
+        old_logprobs = None if policy_is_old else self._run_other(self._old, packed)
+        logprobs, entropy = self._run(packed)
+        if old_logprobs is None:
+            old_logprobs = logprobs.detach()
+        return TriLogprobs(logprobs, entropy, old_logprobs, ref_logprobs)
+
+    @torch.no_grad()
+    def _run_other(self, weights: OtherWeights | None, packed: PackedInput) -> Tensor | None:
+        if weights is None:
+            return None
+        with weights.in_place():
+            return self._run(packed)[0]
+
+    def _run(self, packed: PackedInput) -> tuple[Tensor, Tensor]:
+        hidden = self.policy.hidden_states(
+            packed.input_ids, packed.position_ids, packed.layout, at=packed.logits_at
+        )
+        return chunked_token_logprobs(
+            self.policy.head,
+            hidden,
+            packed.targets,
+            self._temperature,
+            vocabulary_size=self.policy.vocabulary_size,
+            entropy_gradient=self._entropy_gradient,
+        )
+
+
+class OtherWeights:
+    """A second set of weights for a policy's module, swapped in while it is needed.
+
+    Parameters change what they point to and stay the objects they are: the module, the optimizer's
+    state, tied weights and compiled kernels notice nothing, and nothing is copied.
+    """
+
+    def __init__(self, policy: Policy, *, offload: bool) -> None:
+        self._parameters = list(policy.model.parameters())
+        self._values = [_copy(parameter.data, offload) for parameter in self._parameters]
+
+    @torch.no_grad()
+    def copy_from_policy(self) -> None:
+        for value, parameter in zip(self._values, self._parameters, strict=True):
+            value.copy_(parameter)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Run the module with these weights, without a gradient."""
+        own = [parameter.data for parameter in self._parameters]
+        try:
+            for parameter, value in zip(self._parameters, self._values, strict=True):
+                parameter.data = value.to(parameter.device, non_blocking=True)
+            yield
+        finally:
+            for parameter, data in zip(self._parameters, own, strict=True):
+                parameter.data = data
+
+
+def _copy(weight: Tensor, offload: bool) -> Tensor:
+    if not offload or weight.device.type == "cpu":
+        return weight.clone()
+    return weight.cpu().pin_memory()  # which is moved several times faster

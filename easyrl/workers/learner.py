@@ -1,0 +1,209 @@
+"""The learning of the train worker: micro-batches in, a gradient, optimizer steps.
+
+    begin_iteration ─► accumulate, accumulate, … ─► step ─► accumulate, … ─► step ─► metrics
+
+It knows neither the ring nor the controller nor a clock. So an update's gradient is a function of
+its micro-batches alone, whenever they come.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from easyrl import devices
+from easyrl.algorithm.losses import LossInputs, LossSettings, loss_denominator, policy_loss
+from easyrl.algorithm.schedule import learning_rate_factor
+from easyrl.config import Config
+from easyrl.data.packing import MicroBatch
+from easyrl.model.attention import PackedGroups
+from easyrl.model.policy import Policy
+from easyrl.model.tri_model import PackedInput, TriModel
+
+# Metrics of the iteration, and the sums over its tokens that they are the means of.
+MEANS = {
+    "entropy": "entropy",
+    "clip_ratio/low_mean": "clipped_low",
+    "clip_ratio/high_mean": "clipped_high",
+    "sampling/sampling_logp_difference/mean": "logp_difference",
+}
+KL_MEANS = {"kl": "kl"}
+CORRECTION_MEANS = {
+    "sampling/importance_sampling_ratio/mean": "importance_sampling_ratio",
+    "sampling/importance_sampling_ratio/capped": "importance_sampling_capped",
+}
+
+
+class Learner:
+    """A policy, its optimizer, and the gradient of the update under way."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        """The policy as it is now becomes the reference, where `algorithm.beta` asks for one."""
+        self.policy = policy
+        self.policy_version = 0
+        """Counts optimizer updates, those that were dropped included."""
+        self.config = config
+        self.loss_settings = loss_settings(config)
+        train, algorithm = config.train, config.algorithm
+        self._tri_model = TriModel(
+            policy,
+            temperature=config.rollout.temperature,
+            has_old=train.updates_per_iteration > 1,
+            has_reference=algorithm.beta > 0.0,
+            offload=train.offload,
+            entropy_gradient=algorithm.entropy_coef > 0.0,
+        )
+        self._parameters = list(policy.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=config.learning_rate,
+            betas=(train.adam_beta1, train.adam_beta2),
+            weight_decay=train.weight_decay,
+            fused=True,
+        )
+        self._means = dict(MEANS)
+        if algorithm.beta > 0.0:
+            self._means |= KL_MEANS
+        if self.loss_settings.importance_sampling_correction != "none":
+            self._means |= CORRECTION_MEANS
+        self._zero_gradients()
+        self.begin_iteration(0)
+
+    def begin_iteration(self, iteration: int) -> None:
+        """The policy as it is now is the old policy of this iteration's updates."""
+        self._iteration = iteration
+        self._tri_model.keep_old()
+        self._sums = {name: self._zero() for name in ("tokens", *self._means.values())}
+        self._largest_difference = self._zero()
+        self._updates: list[dict[str, float]] = []
+        self._loss = self._zero()
+
+    def accumulate(self, batch: MicroBatch) -> None:
+        """Forward and backward of one micro-batch of the update."""
+        inputs = self._loss_inputs(batch)
+        outputs = policy_loss(inputs, self.loss_settings)
+        outputs.loss.backward()  # type: ignore[no-untyped-call]
+        self._loss += outputs.loss.detach()
+        difference = torch.where(
+            inputs.loss_mask, (inputs.old_logprobs - inputs.rollout_logprobs).abs(), 0.0
+        )
+        for name, value in (*outputs.metrics.items(), ("logp_difference", difference.sum())):
+            self._sums[name] += value
+        self._largest_difference = torch.maximum(self._largest_difference, difference.max())
+
+    def _loss_inputs(self, batch: MicroBatch) -> LossInputs:
+        """The micro-batch goes to the device once, and through the models that are needed."""
+        device = self.policy.device
+        targets, mask, reported, advantages, completion_of_token, ids, positions, places = (
+            torch.from_numpy(array).to(device)
+            for array in (
+                batch.targets,
+                batch.loss_mask,
+                batch.rollout_logprobs,
+                batch.advantages,
+                batch.completion_of_token,
+                batch.input_ids,
+                batch.position_ids,
+                batch.logits_at,
+            )
+        )
+        layout = PackedGroups(batch.groups, device)
+        models = self._tri_model.logprobs(
+            PackedInput(ids, positions, layout, places, targets), policy_is_old=not self._updates
+        )
+        return LossInputs(
+            logprobs=models.logprobs,
+            old_logprobs=models.old_logprobs,
+            rollout_logprobs=reported,
+            ref_logprobs=models.ref_logprobs,
+            entropy=models.entropy,
+            advantages=advantages,
+            loss_mask=mask,
+            completion_of_token=completion_of_token,
+            num_completions=batch.num_completions,
+        )
+
+    def step(self, *, num_completions: int, num_tokens: int) -> None:
+        """Apply the accumulated gradient, over the update's denominator (`loss_denominator`).
+
+        One that is not finite is dropped and counted.
+        """
+        train = self.config.train
+        denominator = loss_denominator(
+            self.loss_settings, num_completions=num_completions, num_tokens=num_tokens
+        )
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / denominator
+        loss = float(self._loss) / denominator
+        is_finite = math.isfinite(norm) and math.isfinite(loss)
+        learning_rate = self.config.learning_rate * learning_rate_factor(
+            self._iteration,
+            num_iterations=train.iterations,
+            warmup_iterations=train.warmup_iterations,
+            kind=train.lr_scheduler_type,
+        )
+        if is_finite:
+            # Normalised and clipped (as torch's clip_grad_norm_ does it) in one pass.
+            factor = min(1.0, train.max_grad_norm / (norm + 1e-6)) / denominator
+            for gradient in gradients:
+                gradient.mul_(factor)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        self._zero_gradients()
+        devices.synchronize(self.policy.device)
+        self.policy_version += 1
+        self._loss = self._zero()
+        self._updates.append(
+            {
+                "loss": loss,
+                "grad_norm": norm,
+                "learning_rate": learning_rate,
+                "num_updates_not_finite": 0.0 if is_finite else 1.0,
+            }
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Of the iteration, in TRL's names: means over its tokens or over its updates.
+
+        Groups of equal rewards may carry no gradient and are then not computed: of them nothing
+        is known, and where there are no others the means are NaN.
+        """
+        tokens = float(self._sums["tokens"]) or math.nan
+        metrics = {name: float(self._sums[total]) / tokens for name, total in self._means.items()}
+        metrics["sampling/sampling_logp_difference/max"] = (
+            float(self._largest_difference) if tokens > 0 else math.nan
+        )
+        for name in self._updates[0]:
+            values = [update[name] for update in self._updates]
+            metrics[name] = sum(values) / (1 if name.startswith("num_") else len(values))
+        return metrics
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), device=self.policy.device)
+
+    def _zero_gradients(self) -> None:
+        """Zeros, not None: an iteration without a gradient is a step with a gradient of zero."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
+
+
+def loss_settings(config: Config) -> LossSettings:
+    algorithm = config.algorithm
+    return LossSettings(
+        loss_type=algorithm.loss_type,
+        importance_sampling_level=algorithm.importance_sampling_level,
+        epsilon=algorithm.epsilon,
+        epsilon_high=algorithm.resolved_epsilon_high,
+        delta=algorithm.delta,
+        beta=algorithm.beta,
+        entropy_coef=algorithm.entropy_coef,
+        importance_sampling_correction=config.importance_sampling_correction,
+        importance_sampling_cap=algorithm.importance_sampling_cap,
+        max_completion_length=config.rollout.max_completion_length,
+    )

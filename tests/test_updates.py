@@ -1,0 +1,489 @@
+"""The train worker's gradient: the same however an iteration's groups come, and of the right
+weights. Hand-made groups cross a real ring into a real train worker."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
+from easyrl.channels.ring_buffer import RingBuffer
+from easyrl.channels.ring_layout import RingLayout
+from easyrl.config import Config, load_config
+from easyrl.model.attention import PackedGroups
+from easyrl.model.logprobs import token_logprobs
+from easyrl.model.policy import Policy
+from easyrl.model.tri_model import OtherWeights
+from easyrl.types import RolloutGroup
+from easyrl.workers.group_stream import GroupStream
+from easyrl.workers.learner import Learner, loss_settings
+from easyrl.workers.settings import WorkerSettings
+from easyrl.workers.train import TrainWorker
+
+torch.set_num_threads(1)
+
+ITERATION, FIRST_PROMPT = 2, 12
+NUM_GROUPS, NUM_GENERATIONS = 6, 3
+LONGEST_PROMPT, LONGEST_COMPLETION = 7, 12
+TEMPERATURE = 0.8
+VOCABULARY = 31
+MODEL = ""
+BASE = (
+    f"train.prompts_per_iteration={NUM_GROUPS}",
+    f"rollout.num_generations={NUM_GENERATIONS}",
+    f"rollout.max_completion_length={LONGEST_COMPLETION}",
+    f"rollout.temperature={TEMPERATURE}",
+    f"data.max_prompt_length={LONGEST_PROMPT}",
+    "train.max_grad_norm=1e9",
+    "train.learning_rate=0.02",
+    "train.lr_scheduler_type=constant",
+)
+
+
+def make_group(place: int) -> RolloutGroup:
+    """Ragged, some tokens masked, one completion of advantage 0, one group of nothing but."""
+    rng = np.random.default_rng(place)
+    lengths = rng.integers(1, LONGEST_COMPLETION + 1, NUM_GENERATIONS)
+    num_tokens = int(lengths.sum())
+    advantages = rng.standard_normal(NUM_GENERATIONS).astype(np.float32)
+    advantages[: NUM_GENERATIONS if place == 4 else place % 2] = 0.0
+    return RolloutGroup(
+        iteration=ITERATION,
+        policy_version=0,
+        prompt_index=FIRST_PROMPT + place,
+        prompt_ids=rng.integers(3, VOCABULARY, rng.integers(2, LONGEST_PROMPT + 1), dtype=np.int32),
+        completion_lengths=lengths.astype(np.int32),
+        completion_ids=rng.integers(3, VOCABULARY, num_tokens, dtype=np.int32),
+        rollout_logprobs=-4 * rng.random(num_tokens, dtype=np.float32),
+        loss_mask=rng.random(num_tokens) < 0.85,
+        rewards=rng.random(NUM_GENERATIONS, dtype=np.float32),
+        advantages=advantages,
+        truncated=np.array([place == 3, False, False]),
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """`MODEL` is the folder of a tiny random model."""
+    folder = tmp_path_factory.mktemp("model")
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(1)
+    random = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in random.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    random.save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "MODEL", str(folder))
+        yield
+
+
+def place_of(group: RolloutGroup) -> int:
+    return group.prompt_index - FIRST_PROMPT
+
+
+GROUPS = [make_group(place) for place in range(NUM_GROUPS)]
+
+
+@dataclass
+class Trained:
+    """What one iteration did, update by update."""
+
+    config: Config
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    batches: list[list[tuple[Any, LossInputs]]] = field(default_factory=lambda: [[]])
+    weights_before: list[dict[str, Tensor]] = field(default_factory=list)  # and after the last
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def make_ring() -> RingBuffer:
+    return RingBuffer(
+        RingLayout(
+            num_slots=NUM_GROUPS,
+            num_generations=NUM_GENERATIONS,
+            max_prompt_length=LONGEST_PROMPT,
+            max_completion_length=LONGEST_COMPLETION,
+            num_owners=2,
+        )
+    )
+
+
+def state_of(policy: Policy) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in policy.named_weights()}
+
+
+def shake(policy: Policy, scale: float) -> None:
+    """Other weights: a policy that has left its reference."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in policy.model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=scale)
+
+
+def train(*words: str, order: tuple[int, ...] | None = None) -> Trained:
+    """One iteration of a train worker, whose groups arrive in this order, one when it waits."""
+    config = load_config(words=[f"model.path={MODEL}", *BASE, *words])
+    ring = make_ring()
+    producer = ring.attach(1)
+    arrivals = [GROUPS[place] for place in order or range(NUM_GROUPS)]
+
+    def arrive() -> None:
+        assert producer.put(arrivals.pop(0), 0.0), "the ring is full"
+
+    settings = WorkerSettings(
+        name="train-0",
+        owner_id=0,
+        config=config,
+        device="cpu",
+        weights_cross_on_cpu=True,
+        num_threads=1,
+        max_concurrent_groups=1,
+        store_path="",
+        log_file=None,
+    )
+    theirs, ours = multiprocessing.Pipe()
+    try:
+        worker = TrainWorker(settings, ring.attach(0), ours)
+        worker._wait_for_group = arrive  # type: ignore[method-assign]
+        trained = Trained(config)
+        watch(worker, trained)
+        shake(worker.learner.policy, 0.02)
+        trained.weights_before.append(state_of(worker.learner.policy))
+        event = worker._train_iteration(ITERATION, FIRST_PROMPT)
+        trained.metrics = dict(event.metrics)
+        assert event.groups_trained == NUM_GROUPS and not arrivals
+        assert event.policy_version == config.train.updates_per_iteration
+        trained.batches.pop()
+        return trained
+    finally:
+        ring.close()
+        theirs.close()
+        ours.close()
+
+
+def watch(worker: TrainWorker, trained: Trained) -> None:
+    """Note batches and gradients. Steps are plain descent: Adam's first ones are of the same size
+    whatever the gradient's, which makes much of its last bits."""
+    learner = worker.learner
+    loss_inputs = learner._loss_inputs
+    named = dict(learner.policy.model.named_parameters())
+
+    def note_batch(batch: Any) -> LossInputs:
+        inputs = loss_inputs(batch)
+        trained.batches[-1].append((batch, inputs))
+        return inputs
+
+    def descend() -> None:
+        trained.gradients.append({name: cast(Tensor, p.grad).clone() for name, p in named.items()})
+        with torch.no_grad():
+            for weight in named.values():
+                weight.sub_(cast(Tensor, weight.grad), alpha=0.02)
+        trained.weights_before.append(state_of(learner.policy))
+        trained.batches.append([])
+
+    learner._loss_inputs = note_batch  # type: ignore[method-assign]
+    learner.optimizer.step = descend  # type: ignore[method-assign, assignment]
+
+
+def largest_gap(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """DESIGN.md, invariant 4."""
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    return max(
+        float((got[name] - g).norm() / max(g.norm(), 1e-4 * norm)) for name, g in expected.items()
+    )
+
+
+# -- by definition --------------------------------------------------------------------------------
+
+
+def plain_model(weights: dict[str, Tensor] | None = None) -> Any:
+    """transformers' own, with its own attention, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(
+        MODEL, attn_implementation="eager", dtype=torch.float64
+    )
+    if weights is not None:
+        model.load_state_dict(weights, strict=False)  # tied weights have one name
+    return model.double()
+
+
+def sequence_logprobs(
+    model: Any, prompt: list[int], completion: list[int]
+) -> tuple[Tensor, Tensor]:
+    ids = torch.tensor([prompt + completion])
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+    every = torch.log_softmax(logits, dim=-1)
+    chosen = every.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    return chosen, -(every.exp() * every).sum(-1)
+
+
+def gradient_by_definition(trained: Trained, update: int) -> dict[str, Tensor]:
+    """Sequence by sequence, each model one of its own, nothing left out."""
+    config, settings = trained.config, loss_settings(trained.config)
+    policy = plain_model(trained.weights_before[update])
+    old, reference = plain_model(trained.weights_before[0]), plain_model()
+    per_update = NUM_GROUPS // config.train.updates_per_iteration
+    groups = GROUPS[update * per_update : (update + 1) * per_update]
+    total, num_tokens = torch.zeros((), dtype=torch.float64), 0
+    for group in groups:
+        prompt = group.prompt_ids.tolist()
+        for number, where in enumerate(group.completion_slices()):
+            completion = group.completion_ids[where].tolist()
+            is_masked = bool(
+                config.algorithm.mask_truncated_completions and group.truncated[number]
+            )
+            mask = torch.from_numpy(group.loss_mask[where] & (not is_masked))
+            num_tokens += int(mask.sum())
+            logprobs, entropy = sequence_logprobs(policy, prompt, completion)
+            with torch.no_grad():
+                old_logprobs, _ = sequence_logprobs(old, prompt, completion)
+                ref_logprobs, _ = sequence_logprobs(reference, prompt, completion)
+            inputs = LossInputs(
+                logprobs=logprobs,
+                old_logprobs=old_logprobs,
+                rollout_logprobs=torch.tensor(group.rollout_logprobs[where]).double(),
+                ref_logprobs=ref_logprobs,
+                entropy=entropy,
+                advantages=torch.full((len(mask),), float(group.advantages[number])).double(),
+                loss_mask=mask,
+                completion_of_token=torch.zeros(len(mask), dtype=torch.int64),
+                num_completions=1,
+            )
+            total = total + policy_loss(inputs, settings).loss
+    denominator = loss_denominator(
+        settings, num_completions=len(groups) * NUM_GENERATIONS, num_tokens=num_tokens
+    )
+    (total / denominator).backward()
+    return {name: p.grad.float() for name, p in policy.named_parameters()}
+
+
+# -- the gradient ---------------------------------------------------------------------------------
+
+LOSSES = {
+    "grpo": (),
+    "dapo": ("algorithm.loss_type=dapo",),
+    "dr_grpo": ("algorithm.loss_type=dr_grpo",),
+    "cispo": ("algorithm.loss_type=cispo",),
+    "gspo": ("algorithm.importance_sampling_level=sequence",),
+    "kl": ("algorithm.beta=0.3",),
+    "dapo, kl": ("algorithm.loss_type=dapo", "algorithm.beta=0.3"),
+    "entropy bonus": ("algorithm.entropy_coef=0.2",),
+    "correction": ("algorithm.importance_sampling_correction=truncate",),
+    "truncated masked": ("algorithm.mask_truncated_completions=true", "algorithm.loss_type=dapo"),
+}
+SHUFFLED = (3, 5, 0, 4, 2, 1)
+WAYS: list[tuple[tuple[str, ...], tuple[int, ...] | None]] = [
+    (("train.max_tokens_per_micro_batch=19",), None),
+    (("train.max_tokens_per_micro_batch=70",), SHUFFLED),
+    (("runtime.schedule=sync",), SHUFFLED),
+    (("runtime.deterministic=true", "train.max_tokens_per_micro_batch=45"), SHUFFLED),
+    (("train.offload=[reference, old]",), None),
+]
+
+
+@pytest.mark.parametrize("num_updates", [1, 2, 3])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradient_is_the_same_however_the_groups_come(loss: str, num_updates: int) -> None:
+    """Any budget, any order, streamed or whole: and the one that the formula has."""
+    words = (*LOSSES[loss], f"train.updates_per_iteration={num_updates}")
+    expected = train(*words, "runtime.schedule=sync")
+    assert len(expected.gradients) == num_updates
+    for update, gradient in enumerate(expected.gradients):
+        assert largest_gap(gradient, gradient_by_definition(expected, update)) <= 1e-5
+    for more, order in WAYS:
+        got = train(*words, *more, order=order)
+        for gradient, other in zip(got.gradients, expected.gradients, strict=True):
+            assert largest_gap(gradient, other) <= 1e-5, (more, order)
+        for name, value in expected.metrics.items():
+            assert got.metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), name
+
+
+def test_every_setting_shows_in_the_gradient() -> None:
+    """Else the test above could pass without looking."""
+    found = {loss: train(*words, "train.updates_per_iteration=2") for loss, words in LOSSES.items()}
+    for loss, trained in found.items():
+        for other, theirs in found.items():
+            gaps = [
+                largest_gap(a, b) for a, b in zip(trained.gradients, theirs.gradients, strict=True)
+            ]
+            assert loss == other or max(gaps) > 1e-3, (loss, other)
+
+
+# -- which weights --------------------------------------------------------------------------------
+
+
+def logprobs_of(policy: Policy, batch: Any) -> Tensor:
+    logits = policy.forward(
+        torch.from_numpy(batch.input_ids),
+        torch.from_numpy(batch.position_ids),
+        PackedGroups(batch.groups),
+        logits_at=torch.from_numpy(batch.logits_at),
+    )
+    return token_logprobs(logits, torch.from_numpy(batch.targets), TEMPERATURE)[0].detach()
+
+
+def with_weights(weights: dict[str, Tensor]) -> Policy:
+    policy = Policy.load(MODEL)
+    with torch.no_grad():
+        for name, weight in policy.named_weights():
+            weight.copy_(weights[name])
+    return policy
+
+
+@pytest.mark.parametrize("offload", ["[]", "[reference, old]", "[old]"])
+def test_old_and_reference_are_the_weights_of_their_time(offload: str) -> None:
+    trained = train(
+        *("algorithm.beta=0.1", "train.updates_per_iteration=3"), f"train.offload={offload}"
+    )
+    old, reference = with_weights(trained.weights_before[0]), Policy.load(MODEL)
+    for update, batches in enumerate(trained.batches):
+        policy = with_weights(trained.weights_before[update])
+        for batch, inputs in batches:
+            close = {"rtol": 0.0, "atol": 1e-5}
+            torch.testing.assert_close(
+                inputs.logprobs.detach(), logprobs_of(policy, batch), **close
+            )
+            torch.testing.assert_close(inputs.old_logprobs, logprobs_of(old, batch), **close)
+            torch.testing.assert_close(inputs.ref_logprobs, logprobs_of(reference, batch), **close)
+            moved = (inputs.logprobs.detach() - inputs.old_logprobs).abs().max()
+            assert moved == 0.0 if update == 0 else moved > 1e-4
+            assert (inputs.logprobs.detach() - inputs.ref_logprobs).abs().max() > 1e-2
+            assert not inputs.old_logprobs.requires_grad and not inputs.ref_logprobs.requires_grad
+
+
+def test_what_is_not_needed_is_not_kept() -> None:
+    assert tri_model_of()._old is None and tri_model_of()._reference is None
+    assert tri_model_of("algorithm.beta=0.1")._reference is not None
+    assert tri_model_of("algorithm.beta=0.1")._old is None
+    assert tri_model_of("train.updates_per_iteration=2")._old is not None
+    assert tri_model_of("train.updates_per_iteration=2")._reference is None
+
+
+def tri_model_of(*words: str) -> Any:
+    return Learner(Policy.load(MODEL), load_config(words=words))._tri_model
+
+
+def test_other_weights_leave_the_module_as_it_was() -> None:
+    policy = Policy.load(MODEL)
+    other = OtherWeights(policy, offload=False)
+    before = policy.weights_sha256()
+    shake(policy, 0.1)
+    after, parameters = policy.weights_sha256(), dict(policy.model.named_parameters())
+    addresses = {name: weight.data_ptr() for name, weight in parameters.items()}
+    with other.in_place():
+        assert policy.weights_sha256() == before
+    with pytest.raises(KeyError), other.in_place():
+        raise KeyError
+    assert policy.weights_sha256() == after
+    for name, weight in policy.model.named_parameters():
+        assert weight is parameters[name] and weight.data_ptr() == addresses[name]
+    other.copy_from_policy()
+    shake(policy, 0.1)
+    with other.in_place():
+        assert policy.weights_sha256() == after
+
+
+# -- updates --------------------------------------------------------------------------------------
+
+
+def prompts_of(batches: list[tuple[Any, LossInputs]]) -> set[tuple[int, ...]]:
+    found = set()
+    for batch, _ in batches:
+        start = 0
+        for prompt_length, completion_lengths in batch.groups:
+            found.add(tuple(batch.input_ids[start : start + prompt_length].tolist()))
+            start += prompt_length + sum(completion_lengths)
+    return found
+
+
+@pytest.mark.parametrize("order", [(5, 4, 3, 2, 1, 0), SHUFFLED])
+@pytest.mark.parametrize("schedule", ["periodic", "sync"])
+def test_an_update_trains_the_groups_of_its_places_whoever_comes_first(
+    schedule: str, order: tuple[int, ...]
+) -> None:
+    words = ("train.updates_per_iteration=3", "algorithm.beta=0.1", f"runtime.schedule={schedule}")
+    trained = train(*words, order=order)
+    expected = [{tuple(g.prompt_ids.tolist()) for g in GROUPS[i : i + 2]} for i in (0, 2, 4)]
+    assert [prompts_of(batches) for batches in trained.batches] == expected
+
+
+def test_the_first_update_does_not_wait_for_groups_of_the_second() -> None:
+    """Streaming goes on: half of the groups are enough for the first step."""
+    ring = make_ring()
+    producer = ring.attach(1)
+    waits: list[None] = []
+    stream = GroupStream(
+        ring.attach(0),
+        iteration=ITERATION,
+        policy_version=0,
+        first_prompt_index=FIRST_PROMPT,
+        num_groups=NUM_GROUPS,
+        num_updates=2,
+        in_order=False,
+        wait_for_all=False,
+        wait_for_group=lambda: waits.append(None),
+    )
+    for place in (4, 0, 2, 1):
+        producer.put(GROUPS[place], 0.0)
+    places = []
+    while not stream.is_exhausted:
+        lease = stream.next(wait=True)
+        assert lease is not None
+        places.append(place_of(lease.group))
+        lease.release()
+    assert places == [0, 2, 1] and not waits
+    assert stream.next(wait=True) is None
+    stream.begin_next_update()
+    lease = stream.next(wait=False)
+    assert lease is not None and place_of(lease.group) == 4
+    lease.release()
+    assert stream.next(wait=False) is None and not stream.is_exhausted
+    ring.close()
+
+
+def test_metrics_are_means_over_the_updates() -> None:
+    words = ("algorithm.beta=0.3", "train.updates_per_iteration=2")
+    trained = train(*words)
+    norms = [
+        float(torch.stack([g.norm() for g in gradient.values()]).norm())
+        for gradient in trained.gradients
+    ]
+    assert trained.metrics["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
+    assert trained.metrics["kl"] > 0 and trained.metrics["num_updates_not_finite"] == 0
+    assert 0 <= trained.metrics["clip_ratio/low_mean"] <= 1
+    assert "kl" not in train().metrics
+
+
+def test_an_update_that_is_not_finite_is_dropped_and_the_next_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    poisoned = copy.deepcopy(GROUPS)
+    poisoned[1].rollout_logprobs[:] = -np.inf  # the correction's weight: infinite
+    monkeypatch.setattr("test_updates.GROUPS", poisoned)
+    trained = train(
+        "algorithm.importance_sampling_correction=truncate",
+        "algorithm.importance_sampling_cap=1e38",
+        "train.updates_per_iteration=2",
+    )
+    assert len(trained.gradients) == 1  # of the second update alone
+    assert trained.metrics["num_updates_not_finite"] == 1
+    assert all(bool(g.isfinite().all()) for g in trained.gradients[0].values())
