@@ -96,7 +96,7 @@ class RewardConfig(Section):
     """Processes that score in parallel."""
     on_error: Literal["stop", "skip_group", "zero"] = "stop"
     """A reward call that raises, returns what is no reward, takes too long or loses its process:
-    the run ends and names the prompt (`stop`), its group is not trained (`skip_group`), or its
+    the run ends and names the prompt (`stop`), its group is replaced (`skip_group`), or its
     completions score 0 in that function (`zero`). Unless it is `stop`, every such call is counted
     and written to reward_errors.jsonl."""
 
@@ -127,6 +127,12 @@ class AlgorithmConfig(Section):
     """The probability ratio is clipped above at 1 + epsilon_high; null: epsilon."""
     scale_rewards: Literal["group", "none"] = "group"
     """Divide a group's advantages by the standard deviation of its rewards (`group`), or not."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal, which have no gradient, by fresh prompts at the
+    same weights (DAPO)."""
+    dynamic_sampling_max_rounds: int = Field(default=3, ge=1)
+    """Rounds of fresh prompts per iteration at most, for groups of equal rewards and for those that
+    `reward.on_error=skip_group` skips. What is left then counts with an advantage of 0."""
 
 
 class TrainConfig(Section):
@@ -267,11 +273,13 @@ class Config(Section):
             why = "runtime.schedule=sync"
         elif self.runtime.deterministic:
             why = "runtime.deterministic=true"
+        elif self.algorithm.dynamic_sampling:
+            why = "algorithm.dynamic_sampling=true"
         else:
             return []
         return [
             f"rollout.ring_slots: {self.ring_slots} came, but with {why} all groups of an "
-            f"iteration wait in the ring, which would deadlock; accepted: at least {needed} "
+            f"iteration may wait in the ring; accepted: at least {needed} "
             "(train.prompts_per_iteration), or null"
         ]
 

@@ -126,6 +126,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "wrong type": (["train.iterations=many"], "train.iterations: 'many' came"),
     "fraction for a count": (["train.iterations=1.5"], "accepted: a whole number"),
     "out of range": (["train.iterations=0"], "greater than or equal to 1"),
+    "no round to replace in": (
+        ["algorithm.dynamic_sampling_max_rounds=0"],
+        "algorithm.dynamic_sampling_max_rounds: 0 came",
+    ),
     "not a number": (["train.learning_rate=nan"], "accepted: a number"),
     "infinite": (["runtime.timeout_seconds=1e999"], "accepted: a finite number"),
     "negative": (["train.learning_rate=-1e-6"], "greater than or equal to 0"),
@@ -233,6 +237,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "ring too small for deterministic": (
         ["runtime.deterministic=true", "rollout.ring_slots=2"],
         "ring_slots: 2",
+    ),
+    "ring too small for dynamic sampling": (
+        ["algorithm.dynamic_sampling=true", "rollout.ring_slots=2"],
+        "ring_slots: 2 came, but with algorithm.dynamic_sampling=true",
     ),
     "more slots than the ring can have": (["train.prompts_per_iteration=8000"], "ring_slots"),
     "a group larger than a slot can be": (

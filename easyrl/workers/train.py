@@ -72,8 +72,8 @@ class TrainWorker:
                     self.channel = self.settings.join_weights(membership, rank, size)
                 case events.ExchangeWeights(version):
                     self._send_weights(version)
-                case events.TrainIteration(iteration, first_prompt_index):
-                    self.control.send(self._train_iteration(iteration, first_prompt_index))
+                case events.TrainIteration(iteration):
+                    self.control.send(self._train_iteration(iteration))
                 case events.SaveModel(folder):
                     self.control.send(self._save(Path(folder)))
                 case events.Stop():
@@ -86,13 +86,12 @@ class TrainWorker:
         self.timeline.report()
         self.control.send(events.WeightsExchanged(version))
 
-    def _train_iteration(self, iteration: int, first_prompt_index: int) -> events.IterationTrained:
+    def _train_iteration(self, iteration: int) -> events.IterationTrained:
         runtime, train = self.config.runtime, self.config.train
         stream = GroupStream(
             self.port,
             iteration=iteration,
             policy_version=self.policy_version,
-            first_prompt_index=first_prompt_index,
             num_groups=train.prompts_per_iteration,
             in_order=runtime.deterministic,
             wait_for_all=runtime.schedule == "sync",
