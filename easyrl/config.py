@@ -110,6 +110,12 @@ class RolloutConfig(Section):
     """Longest completion in tokens; one that reaches it is cut off."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature, of generation and of the trained distribution alike."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from so many likeliest tokens only; 0: all. Anything else makes sampling differ from
+    the distribution that is trained."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the fewest (the likeliest) tokens that together have this probability; 1: all.
+    Anything else makes sampling differ from the trained distribution."""
     max_concurrent_groups: int | None = Field(default=None, ge=1)
     """Groups in flight per engine: more is efficient, fewer an even stream; null: chosen from
     `train.prompts_per_iteration`."""

@@ -46,7 +46,7 @@ class Completion:
     """The tokens that one sequence sampled."""
 
     token_ids: Int32  # [R], the end-of-sequence token included
-    logprobs: Float32  # [R], under the sampling distribution (at the temperature)
+    logprobs: Float32  # [R], under softmax(logits / temperature), whatever top_k and top_p
     finish_reason: Literal["stop", "length"]
 
 

@@ -126,6 +126,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "wrong type": (["train.iterations=many"], "train.iterations: 'many' came"),
     "fraction for a count": (["train.iterations=1.5"], "accepted: a whole number"),
     "out of range": (["train.iterations=0"], "greater than or equal to 1"),
+    "top_p of nothing": (["rollout.top_p=0"], "rollout.top_p: 0 came"),
+    "top_p over one": (["rollout.top_p=1.5"], "rollout.top_p: 1.5 came"),
+    "negative top_k": (["rollout.top_k=-1"], "rollout.top_k: -1 came"),
     "no round to replace in": (
         ["algorithm.dynamic_sampling_max_rounds=0"],
         "algorithm.dynamic_sampling_max_rounds: 0 came",

@@ -83,6 +83,8 @@ class RolloutWorker:
             max_prompt_length=self.config.data.max_prompt_length,
             max_completion_length=rollout.max_completion_length,
             temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
             seed=self.config.runtime.seed,
         )
         return tokenizer, engine
