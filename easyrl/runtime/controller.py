@@ -205,9 +205,9 @@ class Controller:
             self.tell(
                 records.Note(
                     f"iteration {record.iteration + 1}: {record.num_not_replaced} of "
-                    f"{trained.groups_trained} groups have equal rewards or none after "
-                    f"{record.num_replacement_rounds} rounds of fresh prompts "
-                    "(algorithm.dynamic_sampling_max_rounds); they count with an advantage of 0"
+                    f"{trained.groups_trained} groups have no gradient, and no round of fresh "
+                    "prompts is left (algorithm.dynamic_sampling_max_rounds="
+                    f"{record.num_replacement_rounds}); they count with an advantage of 0"
                 )
             )
 
