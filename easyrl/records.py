@@ -102,13 +102,23 @@ class IterationStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundStarted:
+    """So many of the iteration's groups are replaced by fresh prompts."""
+
+    time: float
+    iteration: int
+    round: int  # from 1: the iteration's start is no record of this kind
+    num_prompts: int
+
+
+@dataclass(frozen=True, slots=True)
 class GroupArrived:
     """A finished group is in the ring."""
 
     time: float
     iteration: int
     prompt_index: int
-    mean_reward: float  # NaN where the group was skipped (`reward.on_error`)
+    mean_reward: float  # NaN where the group was skipped and nothing could take its place
     num_tokens: int  # of its completions
 
 
@@ -182,6 +192,7 @@ Record = (
     | Evaluated
     | FirstRollout
     | IterationStarted
+    | RoundStarted
     | GroupArrived
     | RewardFailed
     | Sampled

@@ -62,6 +62,17 @@ def test_only_the_first_of_several_updates_is_called_strictly_on_policy(
     assert (text in capsys.readouterr().out) == (count > 1)
 
 
+def test_what_was_generated_and_not_trained_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    replaced = {"generated_tokens": 2345678, "groups_replaced": 900, "groups_not_replaced": 7}
+    print_end_table({**SUMMARY, **replaced}, Path("run"))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1,234,567 tokens" in shown and "2,345,678 generated" in shown
+    assert "960 trained, 0 off-policy, 900 replaced" in shown
+    assert "7 groups without a gradient, no round left" in shown
+    print_end_table({**SUMMARY, "generated_tokens": 1234567}, Path("run"))
+    assert "generated and trained" in capsys.readouterr().out
+
+
 def test_a_cause_of_others_making_cannot_take_over_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

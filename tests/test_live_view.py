@@ -211,6 +211,19 @@ def test_the_ring_holds_what_arrived_and_was_not_taken() -> None:
     assert any(line.startswith("ring") and "2 of 16" in line for line in shown(state, 60.0))
 
 
+def test_fresh_prompts_are_told_while_and_after_they_take_the_place_of_groups() -> None:
+    started = (records.IterationStarted(1.0, 0), records.GroupArrived(2.0, 0, 0, 0.5, 100))
+    state = run_state(*started, records.RoundStarted(3.0, 0, 2, 15))
+    assert "groups 1/16, round 2" in shown(state, 4.0)[1]
+    left = {**metrics(0), "groups_not_replaced": 3}
+    state = run_state(
+        *started, records.IterationFinished(5.0, left), records.IterationStarted(5, 1)
+    )
+    lines = shown(state, 6.0)
+    assert "round" not in lines[1]
+    assert any("3 groups without a gradient, no round left" in line for line in lines)
+
+
 def test_start_up_says_what_each_worker_does_and_for_how_long() -> None:
     state = run_state(
         records.WorkerStarting(1.0, "rollout-0", "importing torch"),

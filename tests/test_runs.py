@@ -147,6 +147,20 @@ def test_two_rollout_workers_share_the_prompts_of_an_iteration(tmp_path: Path) -
     )
 
 
+def test_sampling_from_the_likeliest_tokens_is_told_of_and_logprobs_stay_whole(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    words = (*SMALL, "rollout.top_p=0.9", "rollout.top_k=3", "rollout.temperature=1.5")
+    more = "rollout.max_completion_length=100"
+    code, out, err = finish("--output", str(folder), "--iterations", "2", *words, more)
+    assert (code, err) == (0, "")
+    assert "warning: with rollout.top_k=3, rollout.top_p=0.9 completions are not sampled" in out
+    for line in lines_of(folder / "metrics.jsonl"):
+        # The trainer's are of all tokens; those of 3 tokens alone would be far from them.
+        assert 0 < line["sampling/sampling_logp_difference/max"] <= 1e-4
+
+
 def test_a_ring_of_one_slot_holds_back_the_engine_and_loses_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, _, err = finish(

@@ -78,6 +78,8 @@ def told(folder: Path, config: Config) -> list[Record]:
         records.GroupArrived(t + 8, 0, 0, 0.5, 300),
         records.GroupArrived(t + 8.1, 0, 1, 0.5, 300),
         records.Sampled({**sample, "reward": 1.0, "advantage": 0.1}),
+        records.RoundStarted(t + 8.2, 0, 1, 1),
+        records.GroupArrived(t + 8.3, 0, 3, 0.5, 300),
         records.WorkerActive("train-0", Activity((Span("train", t + 8, t + 9),), 200, 1)),
         records.IterationFinished(t + 9, METRICS),
         records.SavingModel(t + 10, folder / "model"),
@@ -107,6 +109,7 @@ def test_files_tell_the_same_state_as_the_records(written: tuple[RunFolder, list
         began = live.run.started if live.run else 0.0
         assert read.num_in_ring == live.num_in_ring
         assert (read.iteration, read.num_groups) == (live.iteration, live.num_groups)
+        assert (read.round, read.num_not_replaced) == (live.round, live.num_not_replaced)
         assert (read.evaluation, read.accuracies) == (live.evaluation, live.accuracies)
         assert (read.samples, read.summary) == (live.samples, live.summary)
         assert read.ended == live.ended

@@ -33,16 +33,15 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         *rows,
         ("reward", f"{first} -> {last}"),
-        (
-            "generated and trained",
-            f"{summary['completion_tokens']:,} tokens in {summary['wall_seconds']:.1f} s, "
-            f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device",
-        ),
+        _tokens(summary),
         ("overlap", f"{summary['overlap']:.0%} of the shorter of generating and training"),
         (
             "groups",
             f"{summary['groups_trained']} trained, {summary['groups_off_policy']} off-policy"
-            + (f", {summary['groups_skipped']} skipped" if summary.get("groups_skipped") else ""),
+            + (f", {summary['groups_skipped']} skipped" if summary.get("groups_skipped") else "")
+            + (
+                f", {summary['groups_replaced']} replaced" if summary.get("groups_replaced") else ""
+            ),
         ),
         *_updates(summary),
         *_losses(summary),
@@ -58,11 +57,26 @@ def _updates(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("updates", text)] if count > 1 else []
 
 
+def _tokens(summary: Mapping[str, Any]) -> tuple[str, str]:
+    trained = summary["completion_tokens"]
+    generated = summary.get("generated_tokens", trained)
+    speed = (
+        f"{trained:,} tokens in {summary['wall_seconds']:.1f} s, "
+        f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device"
+    )
+    if generated == trained:
+        return "generated and trained", speed
+    return "trained", f"{speed}; {generated:,} generated"
+
+
 def _losses(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What went wrong and did not end the run."""
     counts = {
         "reward calls failed": summary.get("reward_errors", 0),
         "updates dropped, not finite (lower train.learning_rate)": summary["updates_not_finite"],
+        "groups without a gradient, no round left (algorithm.dynamic_sampling_max_rounds)": (
+            summary.get("groups_not_replaced", 0)
+        ),
     }
     return [("attention", f"{count} {what}") for what, count in counts.items() if count]
 

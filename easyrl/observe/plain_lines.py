@@ -49,6 +49,7 @@ class PlainLines:
     def _print_iteration(self, record: records.IterationFinished) -> None:
         metrics = record.metrics
         number = metrics["iteration"] + 1
+        replaced = metrics.get("groups_replaced")
         say(
             f"iteration {number}/{self._num_iterations}  "
             f"reward {shown(metrics['reward'], '.3f')}  "
@@ -57,6 +58,7 @@ class PlainLines:
             f"grad_norm {shown(metrics['grad_norm'], '.3f')}  "
             f"{metrics['perf/iteration_seconds']:.2f} s  "
             f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
+            + (f"  replaced {replaced}" if replaced else "")
         )
         if metrics.get("reward_errors"):
             say(

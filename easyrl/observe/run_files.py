@@ -116,6 +116,8 @@ class RunFiles:
             case {"cat": trace.ITERATION, "ph": "B", "args": {"iteration": iteration}}:
                 self._iteration = iteration
                 yield records.IterationStarted(now, iteration)
+            case {"cat": trace.ROUND, "args": details}:
+                yield records.RoundStarted(now, **details)
             case {"cat": trace.ITERATION, "ph": "E"}:
                 self._lines |= {line["iteration"]: line for line in self._metrics.read()}
                 if (line := self._lines.pop(self._iteration, None)) is not None:

@@ -96,7 +96,9 @@ class RunState:
     """The one under way, from 0; None before the first and after the last."""
     iteration_started: float = 0.0
     num_groups: int = 0
-    """Groups of this iteration that are finished."""
+    """Groups of this iteration that are finished and will be trained."""
+    round: int = 0
+    """Of fresh prompts in the place of groups that were rejected; 0: none was."""
     num_in_ring: int = 0
     rewards: list[float] = field(default_factory=list)  # of each iteration
     accuracies: list[tuple[int, float]] = field(default_factory=list)
@@ -109,6 +111,8 @@ class RunState:
     """Of the newest iteration: completion tokens, over its whole time."""
     num_skipped: int = 0
     """Groups, so far (`reward.on_error`)."""
+    num_not_replaced: int = 0
+    """Groups, so far, that are trained without a gradient: there was no round left."""
     num_reward_errors: int = 0
     num_not_finite: int = 0
     """Updates that were dropped."""
@@ -164,7 +168,10 @@ class RunState:
                 known = math.nan if accuracy is None else accuracy  # null in the files
                 self.accuracies.append((len(self.rewards), known))
             case records.IterationStarted(now, iteration):
-                self.iteration, self.iteration_started, self.num_groups = iteration, now, 0
+                self.iteration, self.iteration_started = iteration, now
+                self.num_groups = self.round = 0
+            case records.RoundStarted(round=round_):
+                self.round = round_
             case records.IterationFinished(metrics=metrics):
                 self._finish_iteration(metrics)
             case records.SavingModel(now):
@@ -186,8 +193,9 @@ class RunState:
             weights_seconds=metrics["perf/weights_seconds"],
             wall_seconds=seconds,
         )
-        self.num_groups = 0
+        self.num_groups = self.round = 0
         self.num_skipped += int(metrics.get("groups_skipped", 0))
+        self.num_not_replaced += int(metrics.get("groups_not_replaced", 0))
         self.num_reward_errors += int(metrics.get("reward_errors", 0))
         self.num_not_finite += int(metrics.get("num_updates_not_finite", 0))
         assert self.run is not None

@@ -27,7 +27,7 @@ CONTROLLER = 0
 WORK, REWARDS = 0, 1
 # Categories of events
 ACTIVITY, START_UP, GROUP = "activity", "start-up", "group"
-ITERATION, EVALUATION, SAVING = "iteration", "evaluation", "saving"
+ITERATION, ROUND, EVALUATION, SAVING = "iteration", "round", "evaluation", "saving"
 Event = dict[str, Any]
 
 
@@ -76,6 +76,9 @@ class TraceWriter:
             case records.IterationStarted(now, iteration):
                 details = {"iteration": iteration}
                 yield self._begin(f"iteration {iteration}", ITERATION, now, details)
+            case records.RoundStarted(now, iteration, round_, num_prompts):
+                details = {"iteration": iteration, "round": round_, "num_prompts": num_prompts}
+                yield self._event("i", f"round {round_}", now, cat=ROUND, s="p", args=details)
             case records.IterationFinished(now, metrics):
                 yield self._end(ITERATION, now)
                 yield self._event("C", "reward", now, args=finite({"reward": metrics["reward"]}))

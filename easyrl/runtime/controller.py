@@ -10,6 +10,7 @@ One iteration (policy_version k; it grows by `train.updates_per_iteration`):
                             group ◄══════ ring ◄═══════════ group            (many times)
                             forward, backward
     ◄── GroupScored ──────────────────────────────────────  (small: rewards, lengths)
+    Generate fresh prompts ───────────────────────────────► in the place of rejected groups
                             an update's last group in: optimizer step
     ◄── IterationTrained ──
     metrics.jsonl, one line of output
@@ -37,6 +38,7 @@ from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.iteration import IterationRecord
 from easyrl.runtime.launch import rollout_main, train_main
 from easyrl.runtime.placement import Placement
+from easyrl.runtime.rounds import Rounds
 from easyrl.runtime.run_folder import RunFolder
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.runtime.totals import Totals
@@ -71,6 +73,7 @@ class Controller:
         self.reward_names = reward_names(config)
         self.totals = Totals(placement.num_devices, started)
         self.policy_version = 0
+        self._next_prompt_index = 0
         self._events: deque[tuple[Worker, events.Event]] = deque()  # come, not looked at yet
         self._store_fd = os.memfd_create("easyrl-store")  # no name: nothing to leave behind
 
@@ -150,24 +153,38 @@ class Controller:
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
-        train = self.config.train
         started = time.monotonic()
         self.tell(records.IterationStarted(started, iteration))
         record = IterationRecord(iteration, weights_seconds=self._exchange_weights())
-        first = iteration * train.prompts_per_iteration
-        prompts = [self.prompts.prompt(first + i) for i in range(train.prompts_per_iteration)]
-        self.train_worker.send(events.TrainIteration(iteration, first))
-        self.dispatcher.start(iteration, prompts)
-        while record.trained is None or len(record.groups) < len(prompts):
+        rounds = Rounds(
+            self.prompts,
+            self._next_prompt_index,
+            num_places=self.config.train.prompts_per_iteration,
+            max_replacements=self.config.algorithm.dynamic_sampling_max_rounds,
+        )
+        self.train_worker.send(events.TrainIteration(iteration))
+        while record.trained is None or not rounds.is_filled:
+            if rounds.is_over and not rounds.is_filled:
+                self._start_round(record, rounds)
             worker, event = self._next_event()
             match event:
                 case events.GroupScored():
                     self._add_group(worker, event, record, time.monotonic() - started)
+                    rounds.add(event)
                 case events.IterationTrained():
                     record.trained = event
                 case _:
                     raise AssertionError(f"{worker.name} sent {event}")
+        self._next_prompt_index = rounds.next_index
         self._finish_iteration(record, time.monotonic() - started)
+
+    def _start_round(self, record: IterationRecord, rounds: Rounds) -> None:
+        prompts = rounds.start()
+        record.num_replacement_rounds = rounds.number
+        if rounds.number > 0:
+            now = time.monotonic()
+            self.tell(records.RoundStarted(now, record.iteration, rounds.number, len(prompts)))
+        self.dispatcher.start(record.iteration, prompts, is_last_round=rounds.is_last)
 
     def _finish_iteration(self, record: IterationRecord, seconds: float) -> None:
         trained = record.trained
@@ -182,6 +199,15 @@ class Controller:
         metrics |= self.totals.add_iteration(record, metrics["reward"], seconds)
         line = {"iteration": record.iteration, "policy_version": self.policy_version, **metrics}
         self.tell(records.IterationFinished(time.monotonic(), line))
+        if record.num_not_replaced:
+            self.tell(
+                records.Note(
+                    f"iteration {record.iteration + 1}: {record.num_not_replaced} of "
+                    f"{trained.groups_trained} groups have no gradient, and no round of fresh "
+                    "prompts is left (algorithm.dynamic_sampling_max_rounds="
+                    f"{record.num_replacement_rounds}); they count with an advantage of 0"
+                )
+            )
 
     def _add_group(
         self, worker: Worker, group: events.GroupScored, record: IterationRecord, seconds: float
@@ -191,6 +217,8 @@ class Controller:
         record.add_group(worker.name, group, seconds)
         self.dispatcher.on_group(worker)
         self._tell_errors(group.iteration, group.prompt_index, group.errors)
+        if group.is_rejected:
+            return
         self.tell(
             records.GroupArrived(
                 time.monotonic(),

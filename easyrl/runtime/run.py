@@ -79,13 +79,20 @@ def _run(
 
 
 def _notes(config: Config, preflight: Preflight) -> list[str]:
-    """What the checks have decided, for the user to know."""
-    if not preflight.num_prompts_skipped:
-        return []
-    return [
-        f"prompts skipped: {preflight.num_prompts_skipped} (longer than data.max_prompt_length="
-        f"{config.data.max_prompt_length}), left: {preflight.prompts.epoch_length}"
-    ]
+    """What the user should know before the run."""
+    notes = []
+    if preflight.num_prompts_skipped:
+        notes.append(
+            f"prompts skipped: {preflight.num_prompts_skipped} (longer than data.max_prompt_length="
+            f"{config.data.max_prompt_length}), left: {preflight.prompts.epoch_length}"
+        )
+    top_k, top_p = config.rollout.top_k, config.rollout.top_p
+    if top_k > 0 or top_p < 1.0:
+        notes.append(
+            f"warning: with rollout.top_k={top_k}, rollout.top_p={top_p:g} completions are not "
+            "sampled from the distribution that is trained"
+        )
+    return notes
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -54,8 +54,8 @@ class TrainWorker:
                     self.channel = self.settings.join_weights(membership, rank, size)
                 case events.ExchangeWeights(version):
                     self._send_weights(version)
-                case events.TrainIteration(iteration, first_prompt_index):
-                    self.control.send(self._train_iteration(iteration, first_prompt_index))
+                case events.TrainIteration(iteration):
+                    self.control.send(self._train_iteration(iteration))
                 case events.SaveModel(folder):
                     self.control.send(self._save(Path(folder)))
                 case events.Stop():
@@ -68,13 +68,12 @@ class TrainWorker:
         self.timeline.report()
         self.control.send(events.WeightsExchanged(version))
 
-    def _train_iteration(self, iteration: int, first_prompt_index: int) -> events.IterationTrained:
+    def _train_iteration(self, iteration: int) -> events.IterationTrained:
         runtime, train = self.config.runtime, self.config.train
         stream = GroupStream(
             self.port,
             iteration=iteration,
             policy_version=self.learner.policy_version,  # of the broadcast: whatever is stepped on
-            first_prompt_index=first_prompt_index,
             num_groups=train.prompts_per_iteration,
             num_updates=train.updates_per_iteration,
             in_order=runtime.deterministic,
