@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 
 import pytest
 
+from easyrl import events
 from easyrl.observe.plain_lines import print_end, print_end_table
+from easyrl.runtime.iteration import IterationRecord
+from easyrl.runtime.run_folder import finite
+from easyrl.runtime.totals import Totals
 
 SUMMARY = {
     "accuracy_before": 0.5,
@@ -51,6 +56,21 @@ def test_what_is_not_known_is_none_and_lost_updates_are_told(
     shown = capsys.readouterr().out
     assert "0.500 -> none" in shown and "1,234,567 tokens" in shown
     assert "2 updates dropped, not finite (lower train.learning_rate)" in shown
+
+
+def test_a_gap_that_nothing_was_compared_for_is_told_as_such(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    totals = Totals(2, 0.0)
+    for gap, largest in ((math.nan, None), (1e-6, 1e-6), (math.nan, 1e-6), (3e-6, 3e-6)):
+        record = IterationRecord(0)
+        metrics = {"num_updates_not_finite": 0.0, "sampling/sampling_logp_difference/max": gap}
+        record.trained = events.IterationTrained(0, 1, 4, 0, 10, 1.0, metrics)
+        totals.add_iteration(record, 0.5, 2.0)
+        summary = finite(totals.summary(1, 1, None, None, "a" * 64))
+        assert summary["sampling_logp_difference_max"] == largest
+    print_end_table({**SUMMARY, "sampling_logp_difference_max": None}, Path("run"))
+    assert "not compared: no group had a gradient" in capsys.readouterr().out
 
 
 def test_a_cause_of_others_making_cannot_take_over_the_terminal(

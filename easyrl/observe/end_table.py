@@ -26,7 +26,6 @@ def end_table(summary: Mapping[str, Any], folder: Path) -> RenderableType:
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     first, last = (shown(summary[f"reward_{end}"], ".3f") for end in ("first", "last"))
-    gap = shown(summary["sampling_logp_difference_max"], ".1e")
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     if before is not None and after is not None:
         rows.append(("held-out accuracy", f"{shown(before, '.3f')} -> {shown(after, '.3f')}"))
@@ -45,9 +44,15 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             + (f", {summary['groups_skipped']} skipped" if summary.get("groups_skipped") else ""),
         ),
         *_losses(summary),
-        ("engine and trainer", f"log-probabilities at most {gap} apart"),
+        ("engine and trainer", _gap(summary["sampling_logp_difference_max"])),
         ("weights", f"sha256 {summary['weights_sha256'][:16]}"),
     ]
+
+
+def _gap(largest: float | None) -> str:
+    if largest is None or math.isnan(largest):
+        return "not compared: no group had a gradient"
+    return f"log-probabilities at most {largest:.1e} apart"
 
 
 def _losses(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
