@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from easyrl import records
+from easyrl.device_sets import count_devices
 from easyrl.events import WORKING, Activity, Span
 from easyrl.records import Record
 from easyrl.runtime.totals import overlap
@@ -200,9 +201,7 @@ class RunState:
 
     @property
     def num_devices(self) -> int:
-        """Of both groups; the CPU counts once per worker, a shared device once."""
-        devices = [worker.device for worker in self.workers.values()]
-        return devices.count("cpu") + len({device for device in devices if device != "cpu"})
+        return count_devices(worker.device for worker in self.workers.values())
 
     @property
     def mean_iteration_seconds(self) -> float | None:

@@ -31,12 +31,13 @@ from easyrl import events, records
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
 from easyrl.data.datasets import PromptStream
+from easyrl.device_sets import count_devices
 from easyrl.records import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.iteration import IterationRecord
 from easyrl.runtime.launch import rollout_main, train_main
-from easyrl.runtime.placement import Placement
+from easyrl.runtime.placement import Placement, device_names
 from easyrl.runtime.run_folder import RunFolder
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.runtime.totals import Totals
@@ -69,7 +70,7 @@ class Controller:
         self._ring = ring
         self._make_dispatcher = make_dispatcher
         self.reward_names = reward_names(config)
-        self.totals = Totals(placement.num_devices, started)
+        self.totals = Totals(count_devices(device_names(placement).values()), started)
         self.policy_version = 0
         self._events: deque[tuple[Worker, events.Event]] = deque()  # come, not looked at yet
         self._store_fd = os.memfd_create("easyrl-store")  # no name: nothing to leave behind
