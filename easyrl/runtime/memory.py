@@ -3,11 +3,10 @@
 On the CPU a run holds, in float32:
 
     train worker      4 x the weights: they, gradients, AdamW's two moments
-    rollout worker    the weights, and the KV cache of the rows that it can fill
+    rollout worker    the weights, and a KV cache of all its rows at their full length
     ring buffer       its slots
 
-Only what is surely asked for is counted (no activations, no libraries), and a KV cache only as
-far as it can be filled: its memory is the system's until it is written. So nothing is refused
+Only what is surely asked for is counted (no activations, no libraries), so that nothing is refused
 that could run. Accelerators tell of their own memory when it is asked for.
 """
 
@@ -31,14 +30,13 @@ def check_memory(
     placement: Placement,
     model: ModelFiles,
     *,
-    longest_prompt: int,
     ring_bytes: int,
 ) -> None:
     """Raise ConfigError where this machine or its cgroup surely has too little."""
     weights = FLOAT_BYTES * (model.num_weights or 0)
     num_rollout = placement.infer.count if placement.infer.kind == "cpu" else 0
-    num_rows = num_rollout * _rows_per_worker(config, placement)
-    row_tokens = longest_prompt + config.rollout.max_completion_length
+    num_rows = num_rollout * placement.max_concurrent_groups * config.rollout.num_generations
+    row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     cache = num_rows * row_tokens * kv_bytes_per_token(model.config)
     copies = num_rollout + (COPIES_TO_TRAIN if placement.train.kind == "cpu" else 0)
     needed, available = copies * weights + cache + ring_bytes, available_memory_bytes()
@@ -81,17 +79,6 @@ def kv_bytes_per_token(model_config: dict[str, Any]) -> int:
         return 0
     size = config.get("head_dim") or config.get("hidden_size", 0) // heads
     return int(2 * layers * (config.get("num_key_value_heads") or heads) * size * FLOAT_BYTES)
-
-
-def _rows_per_worker(config: Config, placement: Placement) -> int:
-    """Sequences that an engine can have in flight at once."""
-    groups = placement.max_concurrent_groups
-    num_workers = placement.infer.count
-    if config.runtime.deterministic or num_workers == 1:  # each has its fixed share
-        groups = min(groups, -(-config.train.prompts_per_iteration // num_workers))
-    else:
-        groups = min(groups, config.train.prompts_per_iteration)
-    return groups * config.rollout.num_generations
 
 
 def _size(num_bytes: int) -> str:
