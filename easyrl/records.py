@@ -44,7 +44,8 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStarting:
-    """A worker does this on its way to being ready ("importing torch", "loading the model")."""
+    """A worker does this on its way to being ready ("importing torch", "loading the model", at
+    last "exchanging the first weights")."""
 
     time: float
     worker: str
@@ -167,8 +168,6 @@ class RunEnded:
     exit_code: int
     message: str
     """Why it ended, for the user; empty when it finished."""
-    traceback: str = ""
-    """Of what was not foreseen; for the log."""
 
 
 Record = (

@@ -23,14 +23,20 @@ class PlainLines:
     def __init__(self) -> None:
         self._num_iterations = 0
         self._folder = Path()
+        self._started = 0.0
+        self._phases: set[str] = set()
+        """What the workers have done on their way, each told when the first of them begins it."""
         self._has_errors = False
 
     def __call__(self, record: Record) -> None:
         match record:
             case records.RunStarted():
                 self._num_iterations = record.config.train.iterations
-                self._folder = record.folder
+                self._folder, self._started = record.folder, record.started
                 say(f"run folder {record.folder}\n{record.description}")
+            case records.WorkerStarting(now, _, what) if what not in self._phases:
+                self._phases.add(what)
+                say(f"{what} (after {now - self._started:.1f} s)")
             case records.FirstRollout(seconds):
                 say(f"first rollout after {seconds:.1f} s")
             case records.Evaluated(accuracy=accuracy, num_prompts=count):

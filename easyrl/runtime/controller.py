@@ -104,19 +104,24 @@ class Controller:
         self.train_worker = self._spawn("train", 0, owner_id=num_rollout)
         self._ring.close()  # the workers have their own descriptors
         not_ready = {worker.name for worker in self._workers}
+        self._without_weights = set(not_ready)
         while not_ready:
             worker, event = self._next_event()
             match event:
                 case events.Starting(what):
-                    self.tell(records.WorkerStarting(time.monotonic(), worker.name, what))
+                    self._tell_starting(worker, what)
                 case events.Ready():
-                    self.tell(records.WorkerReady(time.monotonic(), worker.name))
                     not_ready.remove(worker.name)
+                    if not_ready:
+                        self._tell_starting(worker, "waiting for the other workers")
                 case _:
                     raise AssertionError(f"{worker.name} sent {event}")
         self.dispatcher = self._make_dispatcher(self.rollout_workers, self.config, self.placement)
         for rank, worker in enumerate(self._workers):
             worker.send(events.JoinWeights(membership=0, rank=rank, size=len(self._workers)))
+
+    def _tell_starting(self, worker: Worker, what: str) -> None:
+        self.tell(records.WorkerStarting(time.monotonic(), worker.name, what))
 
     @property
     def _workers(self) -> list[Worker]:
@@ -143,13 +148,21 @@ class Controller:
     # -- phases of a run ------------------------------------------------------------------------
 
     def _exchange_weights(self) -> float:
-        """Bring the trainer's weights to all rollout workers; returns the seconds it took."""
+        """Bring the trainer's weights to all rollout workers; returns the seconds it took.
+
+        A worker has started up once it has had its first.
+        """
         started = time.monotonic()
         for worker in self._workers:
+            if worker.name in self._without_weights:
+                self._tell_starting(worker, "exchanging the first weights")
             worker.send(events.ExchangeWeights(self.policy_version))
         for _ in self._workers:
-            _, event = self._next_event()
+            worker, event = self._next_event()
             assert isinstance(event, events.WeightsExchanged)
+            if worker.name in self._without_weights:
+                self._without_weights.remove(worker.name)
+                self.tell(records.WorkerReady(time.monotonic(), worker.name))
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:

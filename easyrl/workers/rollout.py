@@ -76,6 +76,7 @@ class RolloutWorker:
             model.path, self.settings.device, trust_remote_code=model.trust_remote_code
         )
         policy.stop_at(tokenizer.eos_token_id)
+        self.control.send(events.Starting("preparing the engine"))
         engine = EmbeddedEngine(
             policy,
             num_rows=self.settings.max_concurrent_groups * rollout.num_generations,
