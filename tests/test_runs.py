@@ -39,6 +39,9 @@ def test_a_run_leaves_a_whole_run_folder(tmp_path: Path) -> None:
     code, out, err = finish("--output", str(folder), "--iterations", "3", *words)
     assert (code, err) == (0, "")
     assert "iteration 3/3" in out
+    phases = ("importing", "loading", "preparing the engine", "exchanging the first weights")
+    places = [out.index(f"\n{phase}") for phase in phases]
+    assert places == sorted(places) and places[-1] < out.index("\nfirst rollout")
     summary = summary_of(folder)
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["groups_trained"] == 12 and summary["groups_off_policy"] == 0

@@ -28,6 +28,7 @@ WORK, REWARDS = 0, 1
 # Categories of events
 ACTIVITY, START_UP, GROUP = "activity", "start-up", "group"
 ITERATION, EVALUATION, SAVING = "iteration", "evaluation", "saving"
+NOTE = "note"
 Event = dict[str, Any]
 
 
@@ -66,6 +67,10 @@ class TraceWriter:
                 details |= finite({"mean_reward": mean_reward, "num_tokens": num_tokens})
                 yield self._event("i", "group", now, cat=GROUP, s="t", args=details)
                 yield self._count_ring(now, +1)
+            case records.Note(text):
+                yield self._event(
+                    "i", "note", time.monotonic(), cat=NOTE, s="g", args={"text": text}
+                )
             case _:
                 yield from self._phases(record)
 
