@@ -65,6 +65,15 @@ class WorkerActive:
 
 
 @dataclass(frozen=True, slots=True)
+class Quiet:
+    """Another second has gone by in which no worker has told of anything."""
+
+    time: float
+    note: str
+    """Where it has become long, what each worker is at; else empty."""
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationStarted:
     """Held-out problems are being answered (`round` 0: before training, 1: after)."""
 
@@ -176,6 +185,7 @@ Record = (
     | WorkerStarting
     | WorkerReady
     | WorkerActive
+    | Quiet
     | EvaluationStarted
     | PromptsEvaluated
     | Evaluated
@@ -193,6 +203,15 @@ Record = (
 
 Observer = Callable[[Record], Note | None]
 """Only at `RunStarted` may it raise: a ValueError, where it cannot do what the config asks for."""
+
+
+def time_of(record: Record) -> float:
+    """The latest time that a record tells of; 0 where it tells of none."""
+    if isinstance(record, WorkerActive):
+        begun = record.activity.under_way
+        ends = [span.ended for span in record.activity.spans]
+        return max([*ends, begun.started if begun else 0.0])
+    return float(getattr(record, "time", 0.0))
 
 
 def tell_all(observers: Sequence[Observer]) -> Observer:

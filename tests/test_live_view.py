@@ -14,7 +14,7 @@ from rich.console import Console
 
 from easyrl import records
 from easyrl.config import load_config
-from easyrl.events import Activity, Span, SpanKind
+from easyrl.events import Activity, Span, SpanKind, UnderWay
 from easyrl.observe.curve import curve
 from easyrl.observe.guard import Guard
 from easyrl.observe.live_view import LiveView, render
@@ -173,6 +173,29 @@ def test_what_no_worker_has_told_is_blank_and_not_idle() -> None:
     state = run_state(active("rollout-0", Span("generate", 58, 59)))
     line = lane_of(shown(state, 60.0), "rollout-0 cpu")[14:70]
     assert "·" not in line and line.count("█") == 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "character"), [("train", "▓"), ("wait", "·"), ("score", "▪"), ("weights", "W")]
+)
+def test_what_is_under_way_is_drawn_until_now(kind: SpanKind, character: str) -> None:
+    begun = records.WorkerActive(
+        "rollout-0", Activity((Span("generate", 50, 51),), 0, 0, UnderWay(kind, 51.0))
+    )
+    state = run_state(begun)
+    line = lane_of(shown(state, 60.4), "rollout-0 cpu")[14:70]
+    assert set(line) == {character}
+    assert (character in lane_of(shown(state, 60.4), "  rewards")) == (kind == "score")
+    shown(state, 51.1)  # before the lag is over
+    state.apply(active("rollout-0", Span("generate", 60, 61)))  # it has ended: its span was lost
+    assert "█" in lane_of(shown(state, 61.4), "rollout-0 cpu")
+
+
+def test_a_long_silence_is_told_until_somebody_speaks() -> None:
+    state = run_state(records.Quiet(60.0, "no worker has told"), records.Quiet(61.0, ""))
+    assert any("no worker has told" in line for line in shown(state, 62.0))
+    state.apply(active("train-0", Span("train", 61, 62)))
+    assert not any("no worker has told" in line for line in shown(state, 62.5))
 
 
 def test_time_left_is_that_of_the_iterations_left() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from easyrl import records
 from easyrl.config import Config, load_config, to_commented_yaml
-from easyrl.events import Activity, Span
+from easyrl.events import Activity, Span, UnderWay
 from easyrl.observe import watch as watching
 from easyrl.observe.picture import render
 from easyrl.observe.plain_lines import PlainLines
@@ -82,9 +82,14 @@ def told(folder: Path, config: Config) -> list[Record]:
         records.RewardFailed(t + 8.2, 0, 1, "reward 'score' failed, for the prompt '2+3='"),
         records.Note("wandb tracks this run no longer"),
         records.WorkerActive("train-0", Activity((Span("train", t + 8, t + 9),), 200, 1)),
-        records.IterationFinished(t + 9, METRICS),
-        records.SavingModel(t + 10, folder / "model"),
-        records.RunFinished(t + 11, {"iterations": 1}),
+        records.WorkerActive("rollout-0", Activity((), 0, 0, UnderWay("wait", t + 9.1))),
+        records.WorkerActive("train-0", Activity((), 0, 0, UnderWay("train", t + 9.3))),
+        records.Quiet(t + 10.4, ""),
+        records.Quiet(t + 70.4, "no worker has told of anything for 60 s"),
+        records.WorkerActive("train-0", Activity((Span("train", t + 9.3, t + 71),), 20, 0)),
+        records.IterationFinished(t + 71, METRICS),
+        records.SavingModel(t + 72, folder / "model"),
+        records.RunFinished(t + 73, {"iterations": 1}),
         records.RunEnded(0, ""),
     ]
 
@@ -113,13 +118,16 @@ def test_files_tell_the_same_state_as_the_records(written: tuple[RunFolder, list
         assert (read.evaluation, read.accuracies) == (live.evaluation, live.accuracies)
         assert (read.samples, read.summary) == (live.samples, live.summary)
         assert read.ended == live.ended
-        assert read.note == live.note
+        assert (read.note, read.silence) == (live.note, live.silence)
         assert (read.rewards, read.overlap) == (live.rewards, live.overlap)
         assert (read.saving_since is None) == (live.saving_since is None)
         for name, worker in live.workers.items():
             other = read.workers[name]
             assert (other.phase, other.num_tokens) == (worker.phase, worker.num_tokens)
             assert len(other.past_phases) == len(worker.past_phases)
+            if isinstance(record, records.Quiet):  # told once it has lasted
+                assert other.under_way is not None and worker.under_way is not None
+                assert other.under_way.kind == worker.under_way.kind
             for mine, theirs in zip(worker.work, other.work, strict=True):
                 assert theirs.kind == mine.kind
                 assert theirs.started == pytest.approx(mine.started - began, abs=1e-5)

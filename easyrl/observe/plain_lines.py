@@ -45,7 +45,7 @@ class PlainLines:
                 self._print_first_error(message)
             case records.IterationFinished():
                 self._print_iteration(record)
-            case records.Note(text):
+            case records.Note(text) | records.Quiet(note=text) if text:
                 say(safe(text))
             case records.RunFinished(summary=summary):
                 print_end_table(summary, self._folder)

@@ -23,7 +23,7 @@ from typing import Any
 
 from easyrl import records
 from easyrl.config import Config, load_config
-from easyrl.events import Activity, Span
+from easyrl.events import Activity, Span, UnderWay
 from easyrl.observe import trace
 from easyrl.observe.process_identity import is_alive
 from easyrl.records import Record
@@ -141,6 +141,11 @@ class RunFiles:
         match event:
             case {"cat": trace.ACTIVITY}:
                 yield self._activity(event, now)
+            case {"cat": trace.UNDER_WAY, "pid": process, "args": {"kind": kind}}:
+                begun = UnderWay(kind, now)
+                yield records.WorkerActive(self._workers[process], Activity((), 0, 0, begun))
+            case {"cat": trace.QUIET, "args": {"text": text}}:
+                yield records.Quiet(now, text)
             case {"cat": trace.GROUP, "args": group}:
                 yield records.GroupArrived(now, **group)
             case {"cat": trace.START_UP, "ph": "B", "pid": process, "name": what}:

@@ -39,6 +39,7 @@ from easyrl.runtime.iteration import IterationRecord
 from easyrl.runtime.launch import rollout_main, train_main
 from easyrl.runtime.placement import Placement, device_names
 from easyrl.runtime.run_folder import RunFolder
+from easyrl.runtime.silence import TICK_SECONDS, Silence
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.runtime.totals import Totals
 from easyrl.types import Prompt
@@ -73,6 +74,7 @@ class Controller:
         self.totals = Totals(count_devices(device_names(placement).values()), started)
         self.policy_version = 0
         self._events: deque[tuple[Worker, events.Event]] = deque()  # come, not looked at yet
+        self._silence = Silence()
         self._store_fd = os.memfd_create("easyrl-store")  # no name: nothing to leave behind
 
     def run(self) -> dict[str, Any]:
@@ -274,7 +276,11 @@ class Controller:
         while True:
             while self._events:
                 worker, event = self._events.popleft()
+                self._silence.hear(worker.name, event)
                 if not isinstance(event, events.Activity):
                     return worker, event
                 self.tell(records.WorkerActive(worker.name, event))
-            self._events.extend(self.supervisor.wait())
+            self._events.extend(self.supervisor.wait(TICK_SECONDS))
+            if not self._events:
+                note = self._silence.note(self._workers)
+                self.tell(records.Quiet(time.monotonic(), note))

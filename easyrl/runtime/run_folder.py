@@ -80,7 +80,7 @@ class RunFolder:
                 self._append("metrics.jsonl", metrics)
             case records.Sampled(sample):
                 self._append("samples.jsonl", sample)
-            case records.Note(text):
+            case records.Note(text) | records.Quiet(note=text) if text:
                 self._log(text)
             case records.RewardFailed(_, iteration, prompt_index, message):
                 line = {"iteration": iteration, "prompt_index": prompt_index, "error": message}

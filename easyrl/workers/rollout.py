@@ -105,11 +105,10 @@ class RolloutWorker:
     def _wait_for_something_to_do(self) -> None:
         if self.engine.has_work and not self._outbox:
             return
-        self.timeline.report()
         wakers: list[Connection | int] = [self.control, self.scorer.fileno()]
         if self._outbox:
             wakers.append(self.port.writable_fd)
-        with self.timeline.measure("wait"):
+        with self.timeline.measure("wait", shown_as="score" if self._being_scored else "wait"):
             wait(wakers)
 
     def _obey(self, command: events.Command) -> bool:
@@ -159,7 +158,7 @@ class RolloutWorker:
         )
 
     def _generate(self) -> None:
-        started = time.monotonic()
+        started = self.timeline.begin("generate")
         maybe_sleep()
         num_prompt, num_completion = (
             self.engine.num_prompt_tokens,

@@ -105,7 +105,7 @@ class TrainWorker:
         for micro_batch in micro_batches(
             stream, max_tokens=train.max_tokens_per_micro_batch, fill=runtime.deterministic
         ):
-            started = time.monotonic()
+            started = self.timeline.begin("train")
             maybe_sleep()
             difference = self._accumulate(micro_batch, sums)
             largest_difference = torch.maximum(largest_difference, difference)
@@ -145,7 +145,6 @@ class TrainWorker:
         )
 
     def _wait_for_group(self) -> None:
-        self.timeline.report()
         with self.timeline.measure("wait"):
             ready = wait([self.port.readable_fd, self.control])
         if self.control in ready:  # only Stop comes while an iteration is under way
