@@ -111,8 +111,8 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature, of generation and of the trained distribution alike."""
     max_concurrent_groups: int | None = Field(default=None, ge=1)
-    """Groups in flight per engine: more is efficient, fewer an even stream; null: chosen from
-    `train.prompts_per_iteration`."""
+    """Groups in flight per engine, at most its share of the prompts: more is efficient, fewer an
+    even stream; null: chosen from `train.prompts_per_iteration`."""
     ring_slots: int | None = Field(default=None, ge=1)
     """Finished groups the ring buffer holds; null: `train.prompts_per_iteration`."""
 
