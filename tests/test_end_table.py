@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from easyrl import events
+from easyrl.config import load_config
 from easyrl.observe.plain_lines import print_end, print_end_table
 from easyrl.runtime.iteration import IterationRecord
 from easyrl.runtime.run_folder import finite
@@ -36,7 +37,7 @@ SUMMARY = {
 def test_commands_can_be_pasted_whatever_the_folder_is_called(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_end_table(SUMMARY, Path(name))
+    print_end_table(SUMMARY, Path(name), load_config())
     lines = capsys.readouterr().out.splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith("  easyrl")]
     assert commands == [
@@ -45,6 +46,7 @@ def test_commands_can_be_pasted_whatever_the_folder_is_called(
         [
             *("easyrl", "grpo", "--config", f"{name}/config.yaml"),
             *("--model", f"{name}/model", "--output", f"{name}-2"),
+            "train.learning_rate=0.0003",  # the built-in model's, which its folder's would not be
         ],
     ]
 
@@ -52,7 +54,7 @@ def test_commands_can_be_pasted_whatever_the_folder_is_called(
 def test_what_is_not_known_is_none_and_lost_updates_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    print_end_table(SUMMARY, Path("run"))
+    print_end_table(SUMMARY, Path("run"), load_config())
     shown = capsys.readouterr().out
     assert "0.500 -> none" in shown and "1,234,567 tokens" in shown
     assert "2 updates dropped, not finite (lower train.learning_rate)" in shown
@@ -69,7 +71,7 @@ def test_a_gap_that_nothing_was_compared_for_is_told_as_such(
         totals.add_iteration(record, 0.5, 2.0)
         summary = finite(totals.summary(1, 1, None, None, "a" * 64))
         assert summary["sampling_logp_difference_max"] == largest
-    print_end_table({**SUMMARY, "sampling_logp_difference_max": None}, Path("run"))
+    print_end_table({**SUMMARY, "sampling_logp_difference_max": None}, Path("run"), load_config())
     assert "not compared: no group had a gradient" in capsys.readouterr().out
 
 

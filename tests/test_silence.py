@@ -32,7 +32,7 @@ def test_a_long_silence_is_told_ever_more_rarely_and_ends_with_a_word() -> None:
     silence.hear("train-0", events.Activity((), 0, 0, events.UnderWay("train", now - 5)))
     told = notes(silence, 500)
     assert list(told) == [60, 120, 240, 480]
-    assert told[60].endswith("for 60 s: train-0 train for 5 s, rollout-0 idle for 9 s")
+    assert told[60].endswith("for 60 s: train-0 train 5 s, rollout-0 idle 9 s")
     silence.hear("train-0", events.Activity((), 20, 0))
     assert list(notes(silence, 60)) == [60]
 
@@ -42,7 +42,7 @@ def test_a_stopped_worker_is_told_soon_and_once() -> None:
     silence.hear("train-0", events.Starting("loading the model"))
     told = notes(silence, 100, "rollout-0")
     assert list(told) == [3, 60]
-    assert "rollout-0 is stopped by a signal" in told[3] and "train-0 loading the model" in told[3]
+    assert "rollout-0 is stopped (SIGCONT" in told[3] and "train-0 loading the model" in told[3]
 
 
 def test_a_worker_that_is_stopped_in_mid_run_is_named_and_may_go_on(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_worker_that_is_stopped_in_mid_run_is_named_and_may_go_on(tmp_path: Pa
         workers = psutil.Process(process.pid).children()
         (trainer,) = [w for w in workers if "train-0" in _log_of(w)]
         trainer.suspend()
-        wait_for_line(process, "no worker has told of anything for 3 s: train-0 is stopped")
+        wait_for_line(process, "no word from any worker for 3 s: train-0 is stopped")
         trainer.resume()
         wait_for_line(process, "iteration ")
     finally:

@@ -12,15 +12,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from easyrl.config import Config
 
-def end_table(summary: Mapping[str, Any], folder: Path) -> RenderableType:
+
+def end_table(summary: Mapping[str, Any], folder: Path, config: Config) -> RenderableType:
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in _rows(summary):
         table.add_row(name, value)
     table.add_row("run folder", Text(str(folder)))  # a name is no markup
-    return Group(Text("finished", style="bold green"), table, _next_commands(folder))
+    return Group(Text("finished", style="bold green"), table, _next_commands(folder, config))
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -69,13 +71,16 @@ def shown(value: float | None, spec: str) -> str:
     return "none" if value is None or math.isnan(value) else format(value, spec)
 
 
-def _next_commands(folder: Path) -> RenderableType:
-    run, model, config = (quote(str(folder / name)) for name in ("", "model", "config.yaml"))
+def _next_commands(folder: Path, config: Config) -> RenderableType:
+    run, model, config_file = (quote(str(folder / name)) for name in ("", "model", "config.yaml"))
     further = quote(f"{folder}-2")
+    onward = f"easyrl grpo --config {config_file} --model {model} --output {further}"
+    if config.train.learning_rate is None:  # null means something else for another model
+        onward += f" train.learning_rate={config.learning_rate:g}"
     commands = {
         f"easyrl watch {run}": "see the run again",
         f"easyrl config --diff {run}": "what was not default",
-        f"easyrl grpo --config {config} --model {model} --output {further}": "train on from here",
+        onward: "train on from here",
     }
     lines = [
         Text(f"  {command}", style="bold", no_wrap=True, overflow="ignore").append(

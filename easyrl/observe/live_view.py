@@ -146,6 +146,6 @@ def print_last_picture(state: RunState) -> None:
             console.print(picture)  # and a line between
     finally:
         if run is not None and state.summary is not None and ended.exit_code == 0:
-            print_end_table(state.summary, run.folder)
+            print_end_table(state.summary, run.folder, run.config)
         else:
             print_end(ended.exit_code, ended.message)

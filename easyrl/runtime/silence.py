@@ -49,12 +49,12 @@ class Silence:
             return ""
         self._told_at = self._seconds
         told = ", ".join(self._told(worker.name, worker.name in stopped) for worker in workers)
-        return f"no worker has told of anything for {self._seconds:.0f} s: {told}"
+        return f"no word from any worker for {self._seconds:.0f} s: {told}"
 
     def _told(self, worker: str, is_stopped: bool) -> str:
         if is_stopped:
-            return f"{worker} is stopped by a signal (SIGCONT lets it go on)"
+            return f"{worker} is stopped (SIGCONT lets it go on)"
         if worker not in self._doing:
-            return f"{worker} did not say what it does"
+            return f"{worker} told of nothing under way"
         what, since = self._doing[worker]
-        return f"{worker} {what} for {time.monotonic() - since:.0f} s"
+        return f"{worker} {what} {time.monotonic() - since:.0f} s"
