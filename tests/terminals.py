@@ -75,4 +75,4 @@ os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])
 
 def shell(**environment: str) -> Terminal:
     """A shell with job control: its terminal controls the session."""
-    return Terminal(sys.executable, "-c", SHELL, PS1="$ ", **environment)
+    return Terminal(sys.executable, "-c", SHELL, PS1="$ ", HISTFILE="", **environment)
