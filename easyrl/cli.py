@@ -183,7 +183,12 @@ def bench_pipeline(json: JsonFile = None) -> None:
 def main() -> None:
     """The console script."""
     _open_standard_streams()
-    app(prog_name="easyrl")
+    try:
+        app(prog_name="easyrl")
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # `| head` has read what it wanted
+            raise SystemExit(0) from None
+        raise
 
 
 def _open_standard_streams() -> None:
@@ -239,7 +244,7 @@ def _user_errors() -> Iterator[None]:
         _complain(str(error))
         raise typer.Exit(USER_ERROR) from None
     except BrokenPipeError:
-        raise  # Typer's: whoever read the output has gone
+        raise  # whoever read the output has gone: see `main`
     except Exception as error:
         with tempfile.NamedTemporaryFile(
             "w", prefix="easyrl-", suffix=".log", delete=False

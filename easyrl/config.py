@@ -104,8 +104,8 @@ class RolloutConfig(Section):
     """Sample from the fewest (the likeliest) tokens that together have this probability; 1: all.
     Anything else makes sampling differ from the trained distribution."""
     max_concurrent_groups: int | None = Field(default=None, ge=1)
-    """Groups in flight per engine: more is efficient, fewer an even stream; null: chosen from
-    `train.prompts_per_iteration`."""
+    """Groups in flight per engine, at most its share of the prompts: more is efficient, fewer an
+    even stream; null: chosen from `train.prompts_per_iteration`."""
     ring_slots: int | None = Field(default=None, ge=1)
     """Finished groups the ring buffer holds; null: `train.prompts_per_iteration`."""
 

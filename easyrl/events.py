@@ -96,6 +96,14 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Begun and not ended; `score`: the worker waits for rewards."""
+
+    kind: SpanKind
+    started: float
+
+
+@dataclass(frozen=True, slots=True)
 class Activity:
     """What a worker has done since it last said so."""
 
@@ -104,6 +112,8 @@ class Activity:
     """Completion tokens generated (rollout worker) or trained (train worker)."""
     num_groups: int
     """Groups that the train worker took off the ring."""
+    under_way: UnderWay | None = None
+    """What it does from now on, where that may last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ def no_list(completions, **_): return np.array(1.0)
 def none(completions, **_): return [None, None]
 def sometimes_none(completions, **_): return [None, 1.0]
 def exits(completions, **_): os._exit(3)
+def exits_well(completions, **_): os._exit(0)
 def crashes(completions, **_): os.kill(os.getpid(), signal.SIGSEGV)
 def hangs(completions, **_): time.sleep(1000)
 
@@ -87,6 +88,7 @@ FAILURES = {
     "no_list": "returned array(1.); accepted: a list of 2 numbers",
     "none": "every reward function returned None for completion 0",
     "exits": "ended its process (exit code 3)",
+    "exits_well": "ended its process (exit code 0)",
     "crashes": "ended its process (exit code -11)",
     "hangs": "took longer than 2 s (runtime.timeout_seconds)",
 }

@@ -131,7 +131,9 @@ def _attention(state: RunState) -> list[Line]:
         "updates dropped, not finite (lower train.learning_rate)": state.num_not_finite,
     }
     counts = ", ".join(f"{count} {what}" for what, count in losses.items() if count)
-    return [[Segment(printable(text), NOTE)] for text in (counts, state.note) if text]
+    return [
+        [Segment(printable(text), NOTE)] for text in (counts, state.note, state.silence) if text
+    ]
 
 
 def _rates(state: RunState, now: float) -> list[Line]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from easyrl import records
-from easyrl.events import WORKING, Activity, Span
+from easyrl.device_sets import count_devices
+from easyrl.events import WORKING, Activity, Span, UnderWay
 from easyrl.records import Record
 from easyrl.runtime.totals import overlap
 
@@ -43,6 +44,8 @@ class WorkerState:
     tokens: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
     """(started, ended, number)"""
     num_tokens: int = 0
+    under_way: UnderWay | None = None
+    """What it has begun and not told the end of."""
 
     @property
     def is_rollout(self) -> bool:
@@ -53,6 +56,7 @@ class WorkerState:
         self.phase, self.phase_started = phase, now
 
     def add(self, activity: Activity) -> None:
+        self.under_way = activity.under_way
         for span in activity.spans:
             spans = self.rewards if span.kind == "score" else self.work
             previous = spans[-1] if spans else None
@@ -118,6 +122,8 @@ class RunState:
     """Updates that were dropped."""
     note: str = ""
     """What the user should know, the newest."""
+    silence: str = ""
+    """What the workers are at, while none of them has told of anything for long."""
     samples: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     """Lines of `samples.jsonl`, the newest last."""
     evaluation: Evaluation | None = None
@@ -128,7 +134,8 @@ class RunState:
     """The latest time that a record told of."""
 
     def apply(self, record: Record) -> None:
-        self.newest = max(self.newest, _time_of(record))
+        self.newest = max(self.newest, records.time_of(record))
+        self.silence = record.note or self.silence if isinstance(record, records.Quiet) else ""
         match record:
             case records.RunStarted(started=started, devices=devices):
                 self.run, self.newest = record, started
@@ -208,9 +215,7 @@ class RunState:
 
     @property
     def num_devices(self) -> int:
-        """Of both groups; the CPU counts once per worker, a shared device once."""
-        devices = [worker.device for worker in self.workers.values()]
-        return devices.count("cpu") + len({device for device in devices if device != "cpu"})
+        return count_devices(worker.device for worker in self.workers.values())
 
     @property
     def mean_iteration_seconds(self) -> float | None:
@@ -239,9 +244,3 @@ class RunState:
             for worker in self.workers.values()
             if worker.is_rollout == rollout
         )
-
-
-def _time_of(record: Record) -> float:
-    if isinstance(record, records.WorkerActive):
-        return max((span.ended for span in record.activity.spans), default=0.0)
-    return getattr(record, "time", 0.0)

@@ -32,14 +32,16 @@ from easyrl import events, records
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
 from easyrl.data.datasets import PromptStream
+from easyrl.device_sets import count_devices
 from easyrl.records import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.iteration import IterationRecord
 from easyrl.runtime.launch import rollout_main, train_main
-from easyrl.runtime.placement import Placement
+from easyrl.runtime.placement import Placement, device_names
 from easyrl.runtime.rounds import Rounds
 from easyrl.runtime.run_folder import RunFolder
+from easyrl.runtime.silence import TICK_SECONDS, Silence
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.runtime.totals import Totals
 from easyrl.types import Prompt
@@ -71,10 +73,11 @@ class Controller:
         self._ring = ring
         self._make_dispatcher = make_dispatcher
         self.reward_names = reward_names(config)
-        self.totals = Totals(placement.num_devices, started)
+        self.totals = Totals(count_devices(device_names(placement).values()), started)
         self.policy_version = 0
         self._next_prompt_index = 0
         self._events: deque[tuple[Worker, events.Event]] = deque()  # come, not looked at yet
+        self._silence = Silence()
         self._store_fd = os.memfd_create("easyrl-store")  # no name: nothing to leave behind
 
     def run(self) -> dict[str, Any]:
@@ -104,19 +107,24 @@ class Controller:
         self.train_worker = self._spawn("train", 0, owner_id=num_rollout)
         self._ring.close()  # the workers have their own descriptors
         not_ready = {worker.name for worker in self._workers}
+        self._without_weights = set(not_ready)
         while not_ready:
             worker, event = self._next_event()
             match event:
                 case events.Starting(what):
-                    self.tell(records.WorkerStarting(time.monotonic(), worker.name, what))
+                    self._tell_starting(worker, what)
                 case events.Ready():
-                    self.tell(records.WorkerReady(time.monotonic(), worker.name))
                     not_ready.remove(worker.name)
+                    if not_ready:
+                        self._tell_starting(worker, "waiting for the other workers")
                 case _:
                     raise AssertionError(f"{worker.name} sent {event}")
         self.dispatcher = self._make_dispatcher(self.rollout_workers, self.config, self.placement)
         for rank, worker in enumerate(self._workers):
             worker.send(events.JoinWeights(membership=0, rank=rank, size=len(self._workers)))
+
+    def _tell_starting(self, worker: Worker, what: str) -> None:
+        self.tell(records.WorkerStarting(time.monotonic(), worker.name, what))
 
     @property
     def _workers(self) -> list[Worker]:
@@ -143,13 +151,21 @@ class Controller:
     # -- phases of a run ------------------------------------------------------------------------
 
     def _exchange_weights(self) -> float:
-        """Bring the trainer's weights to all rollout workers; returns the seconds it took."""
+        """Bring the trainer's weights to all rollout workers; returns the seconds it took.
+
+        A worker has started up once it has had its first.
+        """
         started = time.monotonic()
         for worker in self._workers:
+            if worker.name in self._without_weights:
+                self._tell_starting(worker, "exchanging the first weights")
             worker.send(events.ExchangeWeights(self.policy_version))
         for _ in self._workers:
-            _, event = self._next_event()
+            worker, event = self._next_event()
             assert isinstance(event, events.WeightsExchanged)
+            if worker.name in self._without_weights:
+                self._without_weights.remove(worker.name)
+                self.tell(records.WorkerReady(time.monotonic(), worker.name))
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
@@ -286,7 +302,11 @@ class Controller:
         while True:
             while self._events:
                 worker, event = self._events.popleft()
+                self._silence.hear(worker.name, event)
                 if not isinstance(event, events.Activity):
                     return worker, event
                 self.tell(records.WorkerActive(worker.name, event))
-            self._events.extend(self.supervisor.wait())
+            self._events.extend(self.supervisor.wait(TICK_SECONDS))
+            if not self._events:
+                note = self._silence.note(self._workers)
+                self.tell(records.Quiet(time.monotonic(), note))

@@ -6,6 +6,8 @@ import math
 import time
 from typing import Any
 
+import numpy as np
+
 from easyrl.config import TrainConfig
 from easyrl.runtime.iteration import IterationRecord
 
@@ -28,7 +30,7 @@ class Totals:
         self.train_seconds = 0.0
         self.groups_trained = 0
         self.groups_off_policy = 0
-        self.largest_logp_difference = 0.0
+        self.largest_logp_difference = math.nan  # not known while no group had a gradient
         self.updates_not_finite = 0
         self.groups_skipped = 0
         self.groups_replaced = 0
@@ -63,9 +65,11 @@ class Totals:
         self.groups_trained += trained.groups_trained
         self.groups_off_policy += trained.groups_off_policy
         self.updates_not_finite += int(trained.metrics["num_updates_not_finite"])
-        self.largest_logp_difference = max(
-            self.largest_logp_difference,
-            trained.metrics["sampling/sampling_logp_difference/max"],
+        self.largest_logp_difference = float(
+            np.fmax(
+                self.largest_logp_difference,
+                trained.metrics["sampling/sampling_logp_difference/max"],
+            )
         )
         return {
             "num_tokens": self.completion_tokens,

@@ -77,6 +77,7 @@ class RolloutWorker:
             model.path, self.settings.device, trust_remote_code=model.trust_remote_code
         )
         policy.stop_at(tokenizer.eos_token_id)
+        self.control.send(events.Starting("preparing the engine"))
         engine = EmbeddedEngine(
             policy,
             num_rows=self.settings.max_concurrent_groups * rollout.num_generations,
@@ -107,11 +108,10 @@ class RolloutWorker:
     def _wait_for_something_to_do(self) -> None:
         if self.engine.has_work and not self._outbox:
             return
-        self.timeline.report()
         wakers: list[Connection | int] = [self.control, self.scorer.fileno()]
         if self._outbox:
             wakers.append(self.port.writable_fd)
-        with self.timeline.measure("wait"):
+        with self.timeline.measure("wait", shown_as="score" if self._being_scored else "wait"):
             wait(wakers)
 
     def _obey(self, command: events.Command) -> bool:
@@ -160,7 +160,7 @@ class RolloutWorker:
         )
 
     def _generate(self) -> None:
-        started = time.monotonic()
+        started = self.timeline.begin("generate")
         maybe_sleep()
         num_prompt, num_completion = (
             self.engine.num_prompt_tokens,

@@ -108,7 +108,7 @@ class TrainWorker:
             fill=self.config.runtime.deterministic,
             keep_zero_advantages=self.config.algorithm.trains_zero_advantages,
         ):
-            started = time.monotonic()
+            started = self.timeline.begin("train")
             maybe_sleep()
             self.learner.accumulate(micro_batch)
             busy_seconds += self.timeline.add(
@@ -129,7 +129,6 @@ class TrainWorker:
         )
 
     def _wait_for_group(self) -> None:
-        self.timeline.report()
         with self.timeline.measure("wait"):
             ready = wait([self.port.readable_fd, self.control])
         if self.control in ready:  # only Stop comes while an iteration is under way
