@@ -11,11 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-BLOCK = 512
-"""Tokens of the vocabulary whose probabilities are summed at a time."""
 
 
 def uniform_stream(seed: int, key: tuple[int, ...], length: int) -> npt.NDArray[np.float64]:
@@ -43,42 +39,11 @@ def sample(
         probabilities = logprobs.double().exp_()  # [N, V]
         if top_k > 0 or top_p < 1.0:
             probabilities = _truncate(probabilities, top_k, top_p)
-        tokens = _invert(probabilities, uniforms)
+        cumulative = probabilities.cumsum_(dim=-1)
+        threshold = (uniforms * cumulative[:, -1]).unsqueeze(1)
+        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+        tokens.clamp_(max=logits.shape[1] - 1)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-
-
-def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Where the running sum of probabilities [N, V] passes `uniforms` [N] of its total: [N].
-
-    First the block of tokens, then the token in it, with running sums as products by a triangle:
-    accelerators have no running sum that gives the same bits every time.
-    """
-    num_rows, num_words = probabilities.shape
-    padding = -num_words % BLOCK if num_words > BLOCK else 0
-    blocks = F.pad(probabilities, (0, padding)).view(num_rows, -1, min(num_words, BLOCK))
-    sums = blocks.sum(dim=-1)  # [N, blocks]
-    ends = _running_sum(sums)
-    threshold = (uniforms * ends[:, -1]).unsqueeze(1)  # [N, 1]
-    block = _first_above(ends, sums, threshold)  # [N, 1]
-    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks[torch.arange(num_rows, device=block.device), block.squeeze(1)]  # [N, BLOCK]
-    token = _first_above(before + _running_sum(inside), inside, threshold)
-    return (block * blocks.shape[-1] + token).squeeze(1)
-
-
-def _running_sum(values: Tensor) -> Tensor:
-    size = values.shape[-1]
-    return values @ torch.ones(size, size, dtype=values.dtype, device=values.device).triu_()
-
-
-def _first_above(sums: Tensor, values: Tensor, threshold: Tensor) -> Tensor:
-    """Of each row [N, n] the first place that has a value and whose sum is over the threshold
-    [N, 1], or else (sums are rounded) the last that has a value: [N, 1]."""
-    has_value = values > 0
-    places = torch.arange(values.shape[-1], device=values.device)
-    last = torch.where(has_value, places, 0).amax(dim=-1, keepdim=True)
-    is_above = has_value & ((sums > threshold) | (places == last))
-    return is_above.to(torch.uint8).argmax(dim=-1, keepdim=True)
 
 
 def _truncate(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
