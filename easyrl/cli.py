@@ -168,6 +168,12 @@ def bench_engine(json: JsonFile = None) -> None:
     _bench("engine", json)
 
 
+@bench.command("attention")
+def bench_attention(json: JsonFile = None) -> None:
+    """Groups with their prompt once against groups with it in every rollout."""
+    _bench("attention", json)
+
+
 @bench.command("pipeline")
 def bench_pipeline(json: JsonFile = None) -> None:
     """Whole iterations: waves, sync, colocated and periodic, each tuned on its own."""
@@ -177,7 +183,12 @@ def bench_pipeline(json: JsonFile = None) -> None:
 def main() -> None:
     """The console script."""
     _open_standard_streams()
-    app(prog_name="easyrl")
+    try:
+        app(prog_name="easyrl")
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # `| head` has read what it wanted
+            raise SystemExit(0) from None
+        raise
 
 
 def _open_standard_streams() -> None:
@@ -233,7 +244,7 @@ def _user_errors() -> Iterator[None]:
         _complain(str(error))
         raise typer.Exit(USER_ERROR) from None
     except BrokenPipeError:
-        raise  # Typer's: whoever read the output has gone
+        raise  # whoever read the output has gone: see `main`
     except Exception as error:
         with tempfile.NamedTemporaryFile(
             "w", prefix="easyrl-", suffix=".log", delete=False

@@ -90,7 +90,7 @@ class RewardConfig(Section):
     """Processes that score in parallel."""
     on_error: Literal["stop", "skip_group", "zero"] = "stop"
     """A reward call that raises, returns what is no reward, takes too long or loses its process:
-    the run ends and names the prompt (`stop`), its group is not trained (`skip_group`), or its
+    the run ends and names the prompt (`stop`), its group is replaced (`skip_group`), or its
     completions score 0 in that function (`zero`). Unless it is `stop`, every such call is counted
     and written to reward_errors.jsonl."""
 
@@ -104,9 +104,15 @@ class RolloutConfig(Section):
     """Longest completion in tokens; one that reaches it is cut off."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature, of generation and of the trained distribution alike."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from so many likeliest tokens only; 0: all. Anything else makes sampling differ from
+    the distribution that is trained."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the fewest (the likeliest) tokens that together have this probability; 1: all.
+    Anything else makes sampling differ from the trained distribution."""
     max_concurrent_groups: int | None = Field(default=None, ge=1)
-    """Groups in flight per engine: more is efficient, fewer an even stream; null: chosen from
-    `train.prompts_per_iteration`."""
+    """Groups in flight per engine, at most its share of the prompts: more is efficient, fewer an
+    even stream; null: chosen from `train.prompts_per_iteration`."""
     ring_slots: int | None = Field(default=None, ge=1)
     """Finished groups the ring buffer holds; null: `train.prompts_per_iteration`."""
 
@@ -278,11 +284,13 @@ class Config(Section):
             why = "runtime.deterministic=true"
         elif self.train.updates_per_iteration > 1:
             why = f"train.updates_per_iteration={self.train.updates_per_iteration}"
+        elif self.algorithm.dynamic_sampling:
+            why = "algorithm.dynamic_sampling=true"
         else:
             return []
         return [
             f"rollout.ring_slots: {self.ring_slots} came, but with {why} all groups of an "
-            f"iteration wait in the ring, which would deadlock; accepted: at least {needed} "
+            f"iteration may wait in the ring; accepted: at least {needed} "
             "(train.prompts_per_iteration), or null"
         ]
 

@@ -6,6 +6,7 @@ Floor 0, and only words: what the machine has is found out by `devices.py`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,6 +58,12 @@ def parse_device_set(text: str, key: str = "devices.infer") -> DeviceSet:
     if len(set(indices)) < len(indices):
         raise refuse("a device is named twice")
     return DeviceSet("accelerator", tuple(sorted(indices)))
+
+
+def count_devices(names: Iterable[str]) -> int:
+    """Devices of a run, by each worker's: the CPU counts once per worker, a shared device once."""
+    every = list(names)
+    return every.count("cpu") + len(set(every) - {"cpu"})
 
 
 def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from easyrl.types import Prompt
+from easyrl.types import PlacedPrompt, Prompt
 
 # -- commands ---------------------------------------------------------------------------------
 
@@ -33,10 +33,12 @@ class ExchangeWeights:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Roll out these prompts and put the groups into the ring."""
+    """Roll out these prompts and put the groups into the ring, those that are rejected excepted."""
 
     iteration: int
-    prompts: Sequence[Prompt]
+    prompts: Sequence[PlacedPrompt]
+    is_last_round: bool
+    """No group is rejected any more: nothing would take its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,6 @@ class TrainIteration:
     """Take this iteration's groups out of the ring, accumulate, and step once."""
 
     iteration: int
-    first_prompt_index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,14 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Begun and not ended; `score`: the worker waits for rewards."""
+
+    kind: SpanKind
+    started: float
+
+
+@dataclass(frozen=True, slots=True)
 class Activity:
     """What a worker has done since it last said so."""
 
@@ -110,6 +119,8 @@ class Activity:
     """Completion tokens generated (rollout worker) or trained (train worker)."""
     num_groups: int
     """Groups that the train worker took off the ring."""
+    under_way: UnderWay | None = None
+    """What it does from now on, where that may last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +139,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class GroupScored:
-    """A group is in the ring."""
+    """A group has its rewards, and is in the ring unless it is rejected."""
 
     iteration: int
+    place: int
     prompt_index: int
     rewards: Sequence[float]  # [G], NaN where the group was skipped
     rewards_by_function: Sequence[Sequence[float | None]]  # [functions][G]
@@ -141,7 +153,11 @@ class GroupScored:
     errors: Sequence[str] = ()
     """Reward calls that failed, where the run goes on all the same (`reward.on_error`)."""
     is_skipped: bool = False
-    """Such a call has cost the group its gradient."""
+    """Such a call has cost the group its rewards."""
+    is_unwanted: bool = False
+    """It is skipped or, with `algorithm.dynamic_sampling`, its rewards are all equal."""
+    is_rejected: bool = False
+    """It is unwanted, not in the ring and not trained: another prompt is to take its place."""
     prompt: str | None = None
     samples: Sequence[Sample] = ()
 

@@ -44,7 +44,8 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStarting:
-    """A worker does this on its way to being ready ("importing torch", "loading the model")."""
+    """A worker does this on its way to being ready ("importing torch", "loading the model", at
+    last "exchanging the first weights")."""
 
     time: float
     worker: str
@@ -61,6 +62,15 @@ class WorkerReady:
 class WorkerActive:
     worker: str
     activity: Activity
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """Another second has gone by in which no worker has told of anything."""
+
+    time: float
+    note: str
+    """Where it has become long, what each worker is at; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +112,23 @@ class IterationStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundStarted:
+    """So many of the iteration's groups are replaced by fresh prompts."""
+
+    time: float
+    iteration: int
+    round: int  # from 1: the iteration's start is no record of this kind
+    num_prompts: int
+
+
+@dataclass(frozen=True, slots=True)
 class GroupArrived:
     """A finished group is in the ring."""
 
     time: float
     iteration: int
     prompt_index: int
-    mean_reward: float  # NaN where the group was skipped (`reward.on_error`)
+    mean_reward: float  # NaN where the group was skipped and nothing could take its place
     num_tokens: int  # of its completions
 
 
@@ -167,8 +187,6 @@ class RunEnded:
     exit_code: int
     message: str
     """Why it ended, for the user; empty when it finished."""
-    traceback: str = ""
-    """Of what was not foreseen; for the log."""
 
 
 Record = (
@@ -177,11 +195,13 @@ Record = (
     | WorkerStarting
     | WorkerReady
     | WorkerActive
+    | Quiet
     | EvaluationStarted
     | PromptsEvaluated
     | Evaluated
     | FirstRollout
     | IterationStarted
+    | RoundStarted
     | GroupArrived
     | RewardFailed
     | Sampled
@@ -194,6 +214,15 @@ Record = (
 
 Observer = Callable[[Record], Note | None]
 """Only at `RunStarted` may it raise: a ValueError, where it cannot do what the config asks for."""
+
+
+def time_of(record: Record) -> float:
+    """The latest time that a record tells of; 0 where it tells of none."""
+    if isinstance(record, WorkerActive):
+        begun = record.activity.under_way
+        ends = [span.ended for span in record.activity.spans]
+        return max([*ends, begun.started if begun else 0.0])
+    return float(getattr(record, "time", 0.0))
 
 
 def tell_all(observers: Sequence[Observer]) -> Observer:

@@ -31,10 +31,14 @@ class Prompt:
     """One row of the data set at its place in the run's stream of prompts."""
 
     index: int
-    """Position in the stream, counted over the whole run: it orders groups and seeds sampling."""
+    """Position in the stream, counted over the whole run: it seeds sampling."""
     content: str | Messages
     columns: Mapping[str, Any]
     """Every other column of the row, handed to the reward functions."""
+
+
+PlacedPrompt = tuple[int, Prompt]
+"""A prompt with its group's place in the iteration, 0 … prompts_per_iteration - 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Completion:
     """The tokens that one sequence sampled."""
 
     token_ids: Int32  # [R], the end-of-sequence token included
-    logprobs: Float32  # [R], under the sampling distribution (at the temperature)
+    logprobs: Float32  # [R], under softmax(logits / temperature), whatever top_k and top_p
     finish_reason: Literal["stop", "length"]
 
 
@@ -52,6 +56,8 @@ class RolloutGroup:
 
     iteration: int
     policy_version: int
+    place: int
+    """In its iteration, from 0: it orders groups. A group that is replaced leaves it to another."""
     prompt_index: int
     prompt_ids: Int32  # [P]
     completion_lengths: Int32  # [G]

@@ -127,6 +127,13 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "wrong type": (["train.iterations=many"], "train.iterations: 'many' came"),
     "fraction for a count": (["train.iterations=1.5"], "accepted: a whole number"),
     "out of range": (["train.iterations=0"], "greater than or equal to 1"),
+    "top_p of nothing": (["rollout.top_p=0"], "rollout.top_p: 0 came"),
+    "top_p over one": (["rollout.top_p=1.5"], "rollout.top_p: 1.5 came"),
+    "negative top_k": (["rollout.top_k=-1"], "rollout.top_k: -1 came"),
+    "no round to replace in": (
+        ["algorithm.dynamic_sampling_max_rounds=0"],
+        "algorithm.dynamic_sampling_max_rounds: 0 came",
+    ),
     "not a number": (["train.learning_rate=nan"], "accepted: a number"),
     "infinite": (["runtime.timeout_seconds=1e999"], "accepted: a finite number"),
     "negative": (["train.learning_rate=-1e-6"], "greater than or equal to 0"),
@@ -284,6 +291,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "ring too small for several updates": (
         ["train.updates_per_iteration=2", "rollout.ring_slots=2"],
         "with train.updates_per_iteration=2 all groups",
+    ),
+    "ring too small for dynamic sampling": (
+        ["algorithm.dynamic_sampling=true", "rollout.ring_slots=2"],
+        "ring_slots: 2 came, but with algorithm.dynamic_sampling=true",
     ),
     "more slots than the ring can have": (["train.prompts_per_iteration=8000"], "ring_slots"),
     "a group larger than a slot can be": (

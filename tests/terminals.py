@@ -7,6 +7,7 @@ import pty
 import select
 import struct
 import subprocess
+import sys
 import termios
 import time
 from fcntl import ioctl
@@ -30,6 +31,9 @@ class Terminal:
             env={**os.environ, "TERM": "xterm-256color", **environment},
         )
         os.close(secondary)
+
+    def type(self, keys: str) -> None:
+        os.write(self._primary, keys.encode())
 
     def read_until(self, text: str | None, timeout: float = 120) -> str:
         """What came until `text` did, or (None) until the program ended."""
@@ -60,3 +64,15 @@ def after_the_view(output: str) -> str:
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
     assert output.rindex("\x1b[?7h") > output.rindex("\x1b[?7l")
     return after
+
+
+SHELL = """
+import fcntl, os, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])
+"""
+
+
+def shell(**environment: str) -> Terminal:
+    """A shell with job control: its terminal controls the session."""
+    return Terminal(sys.executable, "-c", SHELL, PS1="$ ", HISTFILE="", **environment)

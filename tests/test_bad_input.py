@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -18,6 +19,9 @@ from typer.testing import CliRunner, Result
 from easyrl.cli import app
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.data import prompt_check
+from easyrl.engines.base import GroupRequest
+from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.hub import resolve_model
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory, run
 from easyrl.runtime.preflight import Preflight, check_run
@@ -167,15 +171,45 @@ def test_a_reference_and_an_old_policy_count_as_models(monkeypatch: pytest.Monke
         on_accelerators(config)
 
 
-def test_only_what_can_be_filled_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that no group ever uses, and room for prompts that do not come, cost nothing."""
-    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 80 * 2**20)
-    words = "rollout.max_completion_length=40", "train.prompts_per_iteration=16"
-    checked(*words, "rollout.max_concurrent_groups=100000", "data.max_prompt_length=2000")
-    message = error_of(*words, "rollout.num_generations=200")
-    assert "KV cache (3200 sequences of 64 tokens)" in message
+def test_a_model_that_generates_group_by_group_needs_no_more_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 90 * 2**20)
+    words = "rollout.max_completion_length=40", "data.max_prompt_length=2000"
+    assert "KV cache (128 sequences of 2040 tokens)" in error_of(*words)
+    message = error_of(*words, f"model.path={folder / 'linear'}", "rollout.num_generations=200")
+    assert "KV cache (200 sequences of 2040 tokens)" in message
+
+
+def test_rows_that_no_prompt_can_fill_are_not_made_and_cost_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 90 * 2**20)
+    words = "rollout.max_completion_length=40", "data.max_prompt_length=24"
+    preflight = checked(*words, "rollout.max_concurrent_groups=100000")
+    assert preflight.placement.max_concurrent_groups == 16  # train.prompts_per_iteration
+    assert "KV cache (128 sequences of 2040 tokens)" in error_of(
+        words[0], "data.max_prompt_length=2000"
+    )
+    assert "KV cache (3200 sequences of 64 tokens)" in error_of(
+        *words, "rollout.num_generations=200"
+    )
     config = load_config(None, {}, ["devices.infer=0", "devices.train=1", *words])
     on_accelerators(config)
+
+
+def test_the_memory_that_is_checked_is_what_the_engine_takes() -> None:
+    """A cache is written all over when it is made, whatever is put into it later."""
+    policy = Policy.load(resolve_model("tiny"))
+    sizes = {"max_prompt_length": 50, "max_completion_length": 30}
+    engine = EmbeddedEngine(policy, num_rows=12, temperature=1.0, seed=0, **sizes)
+    engine.submit(GroupRequest((0,), [5, 6, 7], 2))
+    while engine.has_work:
+        engine.step()
+    cache = engine._cache
+    taken = sum(tensor.nbytes for tensor in cache.keys + cache.values)
+    config = json.loads((Path(resolve_model("tiny")) / "config.json").read_text())
+    assert taken == 12 * (50 + 30) * memory.kv_bytes_per_token(config)
 
 
 def on_accelerators(config: Config) -> None:
@@ -187,7 +221,7 @@ def on_accelerators(config: Config) -> None:
     infer, train = parse_device_set("0"), parse_device_set("1")
     huge = ModelFiles("huge", {"num_hidden_layers": 99, "num_attention_heads": 99}, 10**12)
     placement = Placement(infer, train, "x", 1, 1, max_concurrent_groups=16)
-    memory.check_memory(config, placement, huge, longest_prompt=10, ring_bytes=0)
+    memory.check_memory(config, placement, huge, ring_bytes=0)
 
 
 # The terminal.

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from easyrl.bench import engine, pipeline, report, ring
+from easyrl.bench import attention, engine, pipeline, report, ring
+from easyrl.bench.peak_memory import peak_bytes
 from easyrl.cli import app
 from easyrl.runtime.supervisor import Interrupted, WorkerFailure
 
@@ -30,6 +32,32 @@ def test_bench_engine_generates_the_lengths_it_was_given() -> None:
     row = engine._compare("ragged", prompts, [3, 9, 1], baseline, repetitions=1)
     assert row["completion_tokens"] == 13 and row["speedup"] > 0
     assert engine._check_greedy(prompts, baseline)["greedy_mismatches"] == 0
+
+
+def test_bench_attention_compares_the_same_work() -> None:
+    size = attention.SMALL | {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 50}
+    shape = attention.Shape(prompt_len=40, shortest=3, longest=12, num_generations=4)
+    row = attention._compare(shape, size, torch.float32, "cpu", repetitions=1)
+    num_completion = sum(shape.completion_lengths)
+    assert row["token_ratio"] == (4 * 40 + num_completion) / (40 + num_completion)
+    assert row["memory_ratio"] > 1.5 and row["speedup"] > 0
+    for error in ("max_logprob_error", "max_grad_error"):
+        assert 0 < row[error] < 1e-5 and 0 < row[f"{error}_repeated"] < 1e-5
+
+
+def test_peak_memory_counts_what_lives_at_the_same_time() -> None:
+    def one_after_another() -> None:
+        for _ in range(3):
+            torch.zeros(1000)
+
+    def together() -> torch.Tensor:
+        first = torch.zeros(1000)
+        first.add_(1.0)
+        return first + first[:500].repeat(2)  # a copy and a sum beside it
+
+    cpu = torch.device("cpu")
+    assert peak_bytes(one_after_another, cpu) == 4000
+    assert peak_bytes(together, cpu) == 12000
 
 
 def test_bench_pipeline_does_the_same_work_in_every_mode() -> None:
@@ -59,7 +87,7 @@ def test_the_tuner_takes_the_setting_with_the_lowest_mean(monkeypatch: pytest.Mo
     assert sorted(measured) == [2, 2, 4, 8, 16, 16]  # the better half twice
 
 
-@pytest.mark.parametrize("suite", [engine, pipeline, ring])
+@pytest.mark.parametrize("suite", [attention, engine, pipeline, ring])
 def test_the_table_fits_a_terminal_of_80_columns(
     suite: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from easyrl import devices
+from easyrl.device_sets import count_devices
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,8 @@ def test_a_containers_quota_counts(
     monkeypatch.setattr(devices, "CPU_QUOTAS", quotas)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert devices.num_cores() == expected
+
+
+def test_the_cpu_counts_once_per_worker_and_a_shared_device_once() -> None:
+    assert count_devices(["cpu", "cpu", "cpu"]) == 3
+    assert count_devices(["cuda:0", "cuda:1", "cuda:0", "cpu"]) == 3

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 
 import pytest
 
+from easyrl import events
+from easyrl.config import load_config
 from easyrl.observe.plain_lines import print_end, print_end_table
+from easyrl.runtime.iteration import IterationRecord
+from easyrl.runtime.run_folder import finite
+from easyrl.runtime.totals import Totals
 
 SUMMARY = {
     "accuracy_before": 0.5,
@@ -31,7 +37,7 @@ SUMMARY = {
 def test_commands_can_be_pasted_whatever_the_folder_is_called(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_end_table(SUMMARY, Path(name))
+    print_end_table(SUMMARY, Path(name), load_config())
     lines = capsys.readouterr().out.splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith("  easyrl")]
     assert commands == [
@@ -40,6 +46,7 @@ def test_commands_can_be_pasted_whatever_the_folder_is_called(
         [
             *("easyrl", "grpo", "--config", f"{name}/config.yaml"),
             *("--model", f"{name}/model", "--output", f"{name}-2"),
+            "train.learning_rate=0.0003",  # the built-in model's, which its folder's would not be
         ],
     ]
 
@@ -47,7 +54,7 @@ def test_commands_can_be_pasted_whatever_the_folder_is_called(
 def test_what_is_not_known_is_none_and_lost_updates_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    print_end_table(SUMMARY, Path("run"))
+    print_end_table(SUMMARY, Path("run"), load_config())
     shown = capsys.readouterr().out
     assert "0.500 -> none" in shown and "1,234,567 tokens" in shown
     assert "2 updates dropped, not finite (lower train.learning_rate)" in shown
@@ -57,9 +64,35 @@ def test_what_is_not_known_is_none_and_lost_updates_are_told(
 def test_only_the_first_of_several_updates_is_called_strictly_on_policy(
     capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
-    print_end_table({**SUMMARY, "updates_per_iteration": count}, Path("run"))
+    print_end_table({**SUMMARY, "updates_per_iteration": count}, Path("run"), load_config())
     text = "4 per iteration: only the first is strictly on-policy"
     assert (text in capsys.readouterr().out) == (count > 1)
+
+
+def test_what_was_generated_and_not_trained_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    replaced = {"generated_tokens": 2345678, "groups_replaced": 900, "groups_not_replaced": 7}
+    print_end_table({**SUMMARY, **replaced}, Path("run"), load_config())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1,234,567 tokens" in shown and "2,345,678 generated" in shown
+    assert "960 trained, 0 off-policy, 900 replaced" in shown
+    assert "7 groups without a gradient, no round left" in shown
+    print_end_table({**SUMMARY, "generated_tokens": 1234567}, Path("run"), load_config())
+    assert "generated and trained" in capsys.readouterr().out
+
+
+def test_a_gap_that_nothing_was_compared_for_is_told_as_such(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    totals = Totals(2, 0.0)
+    for gap, largest in ((math.nan, None), (1e-6, 1e-6), (math.nan, 1e-6), (3e-6, 3e-6)):
+        record = IterationRecord(0)
+        metrics = {"num_updates_not_finite": 0.0, "sampling/sampling_logp_difference/max": gap}
+        record.trained = events.IterationTrained(0, 1, 4, 0, 10, 1.0, metrics)
+        totals.add_iteration(record, 0.5, 2.0)
+        summary = finite(totals.summary(load_config().train, 1, None, None, "a" * 64))
+        assert summary["sampling_logp_difference_max"] == largest
+    print_end_table({**SUMMARY, "sampling_logp_difference_max": None}, Path("run"), load_config())
+    assert "not compared: no group had a gradient" in capsys.readouterr().out
 
 
 def test_a_cause_of_others_making_cannot_take_over_the_terminal(

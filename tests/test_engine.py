@@ -10,7 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from easyrl.engines import embedded
 from easyrl.engines.base import GroupRequest
@@ -559,6 +564,45 @@ def test_temperature_sharpens_and_reported_logprobs_follow():
     assert float(at_half) == pytest.approx(-np.log1p(np.exp(-2.0)), abs=1e-6)
     _, greedy = sample(logits, torch.tensor([0.0], dtype=torch.float64), 0.0)
     assert float(greedy) == pytest.approx(-np.log1p(np.exp(-1.0)), abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 12), st.sampled_from([1.0, 0.95, 0.5, 0.05]))
+def test_top_k_and_top_p_draw_what_transformers_draws_and_report_the_whole_distribution(
+    seed, top_k, top_p
+):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(1, 9, generator=generator)
+    kept = logits / 0.7
+    if top_k:
+        kept = TopKLogitsWarper(top_k)(None, kept)
+    if top_p < 1.0:
+        kept = TopPLogitsWarper(top_p)(None, kept)
+    probabilities = kept[0].double().softmax(-1)
+    ends = probabilities.cumsum(0)
+    # The middle of every token's share, and a number beside each end.
+    wanted = probabilities.nonzero().flatten()
+    middles = (ends - probabilities / 2)[wanted]
+    uniforms = torch.cat([middles, middles.new_tensor([0.0, 1 - 2**-53])])
+    tokens, logprobs = sample(
+        logits.expand(len(uniforms), -1), uniforms, 0.7, top_k=top_k, top_p=top_p
+    )
+    assert tokens.tolist() == [*wanted.tolist(), int(wanted[0]), int(wanted[-1])]
+    torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1)[0, tokens])
+
+
+def test_of_equally_likely_tokens_top_k_takes_the_first():
+    uniforms = torch.tensor([0.0, 0.49, 0.51, 0.99], dtype=torch.float64)
+    tokens, _ = sample(torch.zeros(4, 5), uniforms, 1.0, top_k=2)
+    assert tokens.tolist() == [0, 0, 1, 1]
+
+
+def test_an_engine_samples_from_the_likeliest_tokens_only():
+    engine = make_engine(top_k=1, temperature=1.0)
+    greedy = make_engine(temperature=0.0)
+    prompts = draw_prompts(5)
+    drawn = tokens_of(run(engine, requests(prompts, num_generations=2)))
+    assert drawn == tokens_of(run(greedy, requests(prompts, num_generations=2)))
 
 
 def test_an_engine_that_ramps_up_starts_with_few_rows_and_ends_with_all():

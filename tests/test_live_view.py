@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from easyrl import records
 from easyrl.config import load_config
-from easyrl.events import Activity, Span, SpanKind
+from easyrl.events import Activity, Span, SpanKind, UnderWay
 from easyrl.observe.curve import curve
 from easyrl.observe.guard import Guard
 from easyrl.observe.live_view import LiveView, render
@@ -23,7 +24,7 @@ from easyrl.observe.plain_lines import PlainLines
 from easyrl.observe.run_state import RunState
 from easyrl.records import Record
 from runs import SMALL, command
-from terminals import Terminal, after_the_view
+from terminals import Terminal, after_the_view, shell
 
 SIZES = [(40, 15), (80, 24), (120, 40), (200, 60), (20, 5), (1, 1)]
 
@@ -175,6 +176,29 @@ def test_what_no_worker_has_told_is_blank_and_not_idle() -> None:
     assert "·" not in line and line.count("█") == 20
 
 
+@pytest.mark.parametrize(
+    ("kind", "character"), [("train", "▓"), ("wait", "·"), ("score", "▪"), ("weights", "W")]
+)
+def test_what_is_under_way_is_drawn_until_now(kind: SpanKind, character: str) -> None:
+    begun = records.WorkerActive(
+        "rollout-0", Activity((Span("generate", 50, 51),), 0, 0, UnderWay(kind, 51.0))
+    )
+    state = run_state(begun)
+    line = lane_of(shown(state, 60.4), "rollout-0 cpu")[14:70]
+    assert set(line) == {character}
+    assert (character in lane_of(shown(state, 60.4), "  rewards")) == (kind == "score")
+    shown(state, 51.1)  # before the lag is over
+    state.apply(active("rollout-0", Span("generate", 60, 61)))  # it has ended: its span was lost
+    assert "█" in lane_of(shown(state, 61.4), "rollout-0 cpu")
+
+
+def test_a_long_silence_is_told_until_somebody_speaks() -> None:
+    state = run_state(records.Quiet(60.0, "no worker has told"), records.Quiet(61.0, ""))
+    assert any("no worker has told" in line for line in shown(state, 62.0))
+    state.apply(active("train-0", Span("train", 61, 62)))
+    assert not any("no worker has told" in line for line in shown(state, 62.5))
+
+
 def test_time_left_is_that_of_the_iterations_left() -> None:
     state = run_state(
         records.IterationStarted(10.0, 0),
@@ -209,6 +233,19 @@ def test_the_ring_holds_what_arrived_and_was_not_taken() -> None:
     state = run_state(*arrived, active("train-0", Span("train", 50, 51), groups=3))
     assert state.num_in_ring == 2
     assert any(line.startswith("ring") and "2 of 16" in line for line in shown(state, 60.0))
+
+
+def test_fresh_prompts_are_told_while_and_after_they_take_the_place_of_groups() -> None:
+    started = (records.IterationStarted(1.0, 0), records.GroupArrived(2.0, 0, 0, 0.5, 100))
+    state = run_state(*started, records.RoundStarted(3.0, 0, 2, 15))
+    assert "groups 1/16, round 2" in shown(state, 4.0)[1]
+    left = {**metrics(0), "groups_not_replaced": 3}
+    state = run_state(
+        *started, records.IterationFinished(5.0, left), records.IterationStarted(5, 1)
+    )
+    lines = shown(state, 6.0)
+    assert "round" not in lines[1]
+    assert any("3 groups without a gradient, no round left" in line for line in lines)
 
 
 def test_start_up_says_what_each_worker_does_and_for_how_long() -> None:
@@ -310,6 +347,42 @@ def test_a_signal_while_torch_is_imported_leaves_a_sane_terminal(
     assert terminal.end() == 128 + signum
     after = after_the_view(terminal.output)
     assert f"stopped by {signum.name}" in after and "Traceback" not in after
+
+
+def test_ctrl_z_gives_the_terminal_back_and_fg_takes_it_again(tmp_path: Path) -> None:
+    terminal = shell()
+    terminal.type(f"{shlex.join(grpo(tmp_path / 'run', '--iterations', '100000'))}\n")
+    for _ in range(2):
+        terminal.read_until("ETA")
+        terminal.type("\x1a")
+        terminal.read_until("Stopped")
+        after_the_view(terminal.output)
+        terminal.output = ""
+        terminal.type("echo b''ack\n")
+        assert "\x1b[?1049h" not in terminal.read_until("back\r\n")
+        terminal.type("fg\n")
+    terminal.read_until("ETA")
+    terminal.type("\x03")
+    terminal.read_until("stopped by SIGINT")
+    after_the_view(terminal.output)
+    terminal.type("exit $?\n")
+    assert terminal.end() == 130
+
+
+def test_in_the_background_nothing_is_drawn(tmp_path: Path) -> None:
+    terminal = shell()
+    terminal.type(f"{shlex.join(grpo(tmp_path / 'run', '--iterations', '3'))} & wait; exit\n")
+    terminal.end()
+    assert "iteration 3/3" in terminal.output and "\x1b[?1049h" not in terminal.output
+    terminal = shell()
+    terminal.type(f"{shlex.join(grpo(tmp_path / 'again', '--iterations', '100000'))}\n")
+    terminal.read_until("ETA")
+    terminal.type("\x1a")
+    terminal.read_until("Stopped")
+    terminal.output = ""
+    terminal.type("bg; sleep 2; echo d''one; kill -INT %1; wait %1; exit $?\n")
+    assert "\x1b[?1049h" not in terminal.read_until("done\r\n")
+    assert terminal.end() == 130
 
 
 def test_a_failed_run_says_why_on_a_sane_terminal(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def make_group(index, **changes):
     group = RolloutGroup(
         iteration=ITERATION,
         policy_version=VERSION,
+        place=index - FIRST,
         prompt_index=index,
         prompt_ids=rng.integers(3, VOCABULARY, rng.integers(1, LONGEST_PROMPT + 1), dtype=np.int32),
         completion_lengths=lengths.astype(np.int32),
@@ -85,7 +86,6 @@ class Feed:
             self.consumer,
             iteration=ITERATION,
             policy_version=VERSION,
-            first_prompt_index=FIRST,
             num_groups=num_groups,
             in_order=in_order,
             wait_for_all=wait_for_all,
@@ -191,7 +191,9 @@ GROUPS = st.lists(
     max_size=7,
 ).map(
     lambda drawn: [
-        dataclasses.replace(zeroed(make_group(seed), sorted(zeros)), prompt_index=FIRST + place)
+        dataclasses.replace(
+            zeroed(make_group(seed), sorted(zeros)), place=place, prompt_index=FIRST + place
+        )
         for place, (seed, zeros) in enumerate(drawn)
     ]
 )
@@ -535,13 +537,21 @@ def test_an_off_policy_group_stops_the_run(feed, stale, in_order, wait_for_all):
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_group_that_comes_twice_stops_the_run(feed, in_order):
     source = feed([make_group(FIRST), make_group(FIRST), make_group(FIRST + 1)])
-    with pytest.raises(RuntimeError, match="prompt 40 came twice"):
+    with pytest.raises(RuntimeError, match="place 0 of iteration 4 has its group already"):
+        drain(source.stream(2, in_order=in_order))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_group_and_its_replacement_are_not_both_trained(feed, in_order):
+    fresh = make_group(FIRST + 2, place=0)
+    source = feed([make_group(FIRST), fresh, make_group(FIRST + 1)])
+    with pytest.raises(RuntimeError, match=r"place 0 .* already.*: the group of prompt 42"):
         drain(source.stream(2, in_order=in_order))
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("index", [FIRST - 1, FIRST + 2])
-def test_a_group_of_another_iterations_prompt_stops_the_run(feed, in_order, index):
+def test_a_group_of_another_iterations_place_stops_the_run(feed, in_order, index):
     """At once, also where delivery in order would have it wait for its turn for ever."""
     source = feed([make_group(index), make_group(FIRST), make_group(FIRST + 1)])
     with pytest.raises(RuntimeError, match=f"prompt {index}"):
@@ -554,10 +564,12 @@ def test_groups_come_in_order_of_arrival_by_default(feed):
 
 
 @pytest.mark.parametrize("wait_for_all", [False, True])
-def test_groups_come_in_order_of_their_prompts_if_asked(feed, wait_for_all):
-    source = feed([make_group(FIRST + place) for place in (3, 2, 0, 1)])
+def test_groups_come_in_order_of_their_places_if_asked(feed, wait_for_all):
+    """A fresh prompt comes at the place of the one whose group it replaces."""
+    fresh = make_group(FIRST + 4, place=1)
+    source = feed([make_group(FIRST + 3), make_group(FIRST + 2), make_group(FIRST), fresh])
     stream = source.stream(4, in_order=True, wait_for_all=wait_for_all)
-    assert drain(stream) == [FIRST, FIRST + 1, FIRST + 2, FIRST + 3]
+    assert drain(stream) == [FIRST, FIRST + 4, FIRST + 2, FIRST + 3]
 
 
 @pytest.mark.parametrize("in_order", [False, True])

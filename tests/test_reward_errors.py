@@ -32,6 +32,7 @@ def no_list(completions, **_): return np.array(1.0)
 def none(completions, **_): return [None, None]
 def sometimes_none(completions, **_): return [None, 1.0]
 def exits(completions, **_): os._exit(3)
+def exits_well(completions, **_): os._exit(0)
 def crashes(completions, **_): os.kill(os.getpid(), signal.SIGSEGV)
 def hangs(completions, **_): time.sleep(1000)
 
@@ -87,6 +88,7 @@ FAILURES = {
     "no_list": "returned array(1.); accepted: a list of 2 numbers",
     "none": "every reward function returned None for completion 0",
     "exits": "ended its process (exit code 3)",
+    "exits_well": "ended its process (exit code 0)",
     "crashes": "ended its process (exit code -11)",
     "hangs": "took longer than 2 s (runtime.timeout_seconds)",
 }
@@ -141,13 +143,14 @@ def test_a_process_killed_between_two_calls_costs_nothing(open_scorer: Open) -> 
 
 
 def test_skipped_groups_are_counted_and_have_no_reward() -> None:
-    record = IterationRecord(0)
+    record = IterationRecord(0, num_replacement_rounds=1)
     nan = float("nan")
     for index, (rewards, skipped) in enumerate([([0.0, 1.0], False), ([nan, nan], True)]):
         record.add_group(
             "rollout-0",
             events.GroupScored(
                 iteration=0,
+                place=index,
                 prompt_index=index,
                 rewards=rewards,
                 rewards_by_function=[] if skipped else [rewards],
@@ -156,12 +159,14 @@ def test_skipped_groups_are_counted_and_have_no_reward() -> None:
                 busy_seconds=0.0,
                 errors=["why"] * skipped,
                 is_skipped=skipped,
+                is_unwanted=skipped,
             ),
             1.0,
         )
     record.trained = events.IterationTrained(0, 1, 2, 0, 16, 0.0, {})
     metrics = record.metrics(["score"])
     assert (metrics["groups_skipped"], metrics["reward_errors"]) == (1, 1)
+    assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (0, 1)
     assert metrics["reward"] == metrics["rewards/score/mean"] == 0.5
     assert metrics["completions/mean_length"] == 4.0
     record.groups.pop(0)
@@ -182,8 +187,8 @@ def score(prompts, completions, **_):
 
 
 def test_skipped_groups_keep_both_schedules_in_step_to_the_last_bit(tmp_path: Path) -> None:
-    """Processes that die and calls that raise, under random delays: the same groups are skipped,
-    and the same weights come out."""
+    """Processes that die and calls that raise, under random delays: the same groups are skipped and
+    replaced, and the same weights come out."""
     (tmp_path / "r.py").write_text(SOMETIMES)
     ends = {}
     for schedule in ("sync", "periodic"):
@@ -200,6 +205,10 @@ def test_skipped_groups_keep_both_schedules_in_step_to_the_last_bit(tmp_path: Pa
         metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
         assert summary["groups_trained"] == 12
         assert 0 < summary["groups_skipped"] == sum(line["groups_skipped"] for line in metrics) < 12
+        assert (summary["groups_replaced"], summary["groups_not_replaced"]) == (
+            summary["groups_skipped"],
+            0,
+        )
         errors = lines_of(folder / "reward_errors.jsonl")
         of_training = [line for line in errors if line["iteration"] is not None]
         assert len(of_training) == summary["reward_errors"] == summary["groups_skipped"]

@@ -142,13 +142,14 @@ def ended(pid: int, seconds: float = 5.0) -> bool:
 
 def test_exact_match_compares_the_whole_completion() -> None:
     completions = ["42", " 42\n", "4", "it is 42"]
-    scores = exact_match(["q"] * 4, completions, [[1]] * 4, answer=[42, "42", "42", "42"])
+    scores = exact_match("answer", ["q"] * 4, completions, [[1]] * 4, answer=[42, "42", "42", "42"])
     assert scores == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_exact_match_reads_chat_completions_and_skips_rows_without_answer() -> None:
     completions = [[{"role": "assistant", "content": "2"}]] * 2
-    assert exact_match([CHAT] * 2, completions, [[1]] * 2, answer=["2", None]) == [1.0, None]
+    scores = exact_match("answer", [CHAT] * 2, completions, [[1]] * 2, answer=["2", None])
+    assert scores == [1.0, None]
 
 
 def test_exact_match_uses_the_answer_column() -> None:
@@ -156,6 +157,8 @@ def test_exact_match_uses_the_answer_column() -> None:
     assert function(["q"], ["a"], [[1]], solution=["a"]) == [1.0]
     with pytest.raises(ValueError, match=r"'solution' \(reward.answer_column\).*has: answer"):
         function(["q"], ["a"], [[1]], answer=["a"])
+    # No name of a column is in the way.
+    assert function(["q"], ["a"], [[1]], solution=["a"], answer_column=["b"]) == [1.0]
 
 
 # Loading.

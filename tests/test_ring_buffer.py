@@ -51,6 +51,7 @@ def make_group(index, lengths=None, prompt_length=None):
     return RolloutGroup(
         iteration=index // 10,
         policy_version=index // 20,
+        place=index % 20,
         prompt_index=index,
         prompt_ids=rng.integers(0, 2**31 - 1, prompt_length, dtype=np.int32),
         completion_lengths=np.asarray(lengths, np.int32),
@@ -125,7 +126,7 @@ def test_ragged_groups_come_out_as_they_went_in(groups):
 
 def test_layout_covers_every_field_of_a_group():
     assert {f.name for f in fields(RolloutGroup)} == {name for name, _, _ in ARRAYS} | (
-        {"iteration", "policy_version", "prompt_index"} & set(HEADER)
+        {"iteration", "policy_version", "place", "prompt_index"} & set(HEADER)
     )
 
 
@@ -272,9 +273,9 @@ def test_arrival_order(new_ring):
     assert take_all(port) == [4, 2, 9, 0]
 
 
-def test_in_order_reader_follows_prompts_whatever_the_arrival(new_ring):
+def test_in_order_reader_follows_places_whatever_the_arrival(new_ring):
     ring = new_ring(num_slots=8)
-    port, reader = ring.attach(0), InOrderReader(ring.attach(1), first_prompt_index=20)
+    port, reader = ring.attach(0), InOrderReader(ring.attach(1))
     arrivals = [23, 21, 20, 22, 27, 24, 25, 26]
     delivered = []
     for index in arrivals:
@@ -288,12 +289,12 @@ def test_in_order_reader_follows_prompts_whatever_the_arrival(new_ring):
     assert_whole(ring, port)
 
 
-def test_in_order_reader_refuses_a_prompt_that_comes_twice(new_ring):
+def test_in_order_reader_refuses_a_place_that_comes_twice(new_ring):
     ring = new_ring()
-    port, reader = ring.attach(0), InOrderReader(ring.attach(1), 0)
+    port, reader = ring.attach(0), InOrderReader(ring.attach(1))
     port.put(make_group(1), 0)
     port.put(make_group(1), 0)
-    with pytest.raises(RuntimeError, match="prompt 1 came twice"):
+    with pytest.raises(RuntimeError, match="place 1 came twice"):
         reader.get(0)
 
 

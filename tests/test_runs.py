@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from runs import SMALL, descendants, finish, lines_of, start, summary_of, wait_for_line
 from runs import without_timing as plain
@@ -39,6 +39,9 @@ def test_a_run_leaves_a_whole_run_folder(tmp_path: Path) -> None:
     code, out, err = finish("--output", str(folder), "--iterations", "3", *words)
     assert (code, err) == (0, "")
     assert "iteration 3/3" in out
+    phases = ("importing", "loading", "preparing the engine", "exchanging the first weights")
+    places = [out.index(f"\n{phase}") for phase in phases]
+    assert places == sorted(places) and places[-1] < out.index("\nfirst rollout")
     summary = summary_of(folder)
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["groups_trained"] == 12 and summary["groups_off_policy"] == 0
@@ -147,6 +150,20 @@ def test_two_rollout_workers_share_the_prompts_of_an_iteration(tmp_path: Path) -
     )
 
 
+def test_sampling_from_the_likeliest_tokens_is_told_of_and_logprobs_stay_whole(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    words = (*SMALL, "rollout.top_p=0.9", "rollout.top_k=3", "rollout.temperature=1.5")
+    more = "rollout.max_completion_length=100"
+    code, out, err = finish("--output", str(folder), "--iterations", "2", *words, more)
+    assert (code, err) == (0, "")
+    assert "warning: with rollout.top_k=3, rollout.top_p=0.9 completions are not sampled" in out
+    for line in lines_of(folder / "metrics.jsonl"):
+        # The trainer's are of all tokens; those of 3 tokens alone would be far from them.
+        assert 0 < line["sampling/sampling_logp_difference/max"] <= 1e-4
+
+
 def test_a_ring_of_one_slot_holds_back_the_engine_and_loses_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, _, err = finish(
@@ -219,6 +236,32 @@ def test_a_model_data_and_rewards_of_ones_own(tmp_path: Path, kind: str) -> None
     assert line["reward"] == pytest.approx(line["rewards/score/mean"] + 0.25, abs=1e-5)
     assert line["sampling/sampling_logp_difference/max"] <= 1e-4
     assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path: Path) -> None:
+    """A model whose output is an ordinary one, but whose gradient is larger than float32 holds."""
+    make_llama(tmp_path / "llama")
+    weights = load_file(tmp_path / "llama" / "model.safetensors")
+    weights["model.norm.weight"] *= 1e-25
+    weights["lm_head.weight"] *= 1e25
+    save_file(weights, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    folder = tmp_path / "run"
+    code, out, err = finish(
+        *("--model", str(tmp_path / "llama"), "--reward", f"{tmp_path / 'my_rewards.py'}:score"),
+        *("--output", str(folder), "--iterations", "3", "train.learning_rate=1e-3", *SMALL),
+    )
+    assert (code, err) == (0, "")
+    lines = lines_of(folder / "metrics.jsonl")
+    assert [line["num_updates_not_finite"] for line in lines] == [1, 1, 1]
+    assert [line["grad_norm"] for line in lines] == [None] * 3  # not finite
+    assert [line["policy_version"] for line in lines] == [1, 2, 3]  # all stays in step
+    assert all(line["reward_std"] > 0 for line in lines)  # there was something to learn
+    assert summary_of(folder)["updates_not_finite"] == 3
+    assert "iteration 2: loss or gradient was not finite; the update was dropped" in out
+    assert "3 updates dropped, not finite" in out.partition("\nfinished\n")[2]
+    after = load_file(folder / "model" / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in after.items())
 
 
 def test_workers_listen_on_loopback_only(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from easyrl.events import Activity
+from easyrl.events import Activity, UnderWay
 from easyrl.workers import timeline
 from easyrl.workers.timeline import Timeline
 
@@ -82,3 +82,29 @@ def test_spans_of_one_kind_never_overlap(clock: Clock) -> None:
     for before, after in pairwise(spans):
         assert before.started < before.ended <= after.started < after.ended
     assert (spans[0].started, spans[-1].ended) == (100.0, 102.4)
+
+
+def test_what_may_last_is_told_when_it_begins_and_what_is_quick_is_not(clock: Clock) -> None:
+    told: list[Activity] = []
+    line = Timeline(told.append)
+
+    def work(seconds: float) -> UnderWay | None:
+        told.clear()
+        started = line.begin("train")
+        begun = told[-1].under_way if told else None
+        clock.now += seconds
+        line.add("train", started)
+        return begun
+
+    assert work(0.01) == UnderWay("train", 100.0)  # the first
+    assert work(0.01) is None
+    assert work(5.0) is None  # nobody knew
+    assert work(5.0) == UnderWay("train", clock.now - 5.0)
+    assert work(0.01) is not None
+    assert work(0.01) is None
+    with line.measure("wait", shown_as="score"):
+        assert told[-1].under_way == UnderWay("score", clock.now)
+        assert [span.kind for span in told[-1].spans] == ["train"]
+        clock.now += 1.0
+    (ended,) = told[-1].spans
+    assert (ended.kind, told[-1].under_way) == ("wait", None)

@@ -15,7 +15,7 @@ import pytest
 from easyrl import records
 from easyrl.config import Config, load_config
 from easyrl.observe import trackers
-from easyrl.observe.trackers import ACCURACY, start_trackers
+from easyrl.observe.trackers import ACCURACY, Trackers
 from easyrl.records import Note, Observer, Record, tell_all
 from easyrl.runtime.run_folder import read_lines
 from runs import SMALL, descendants, finish, start, wait_for_line, wait_until_gone
@@ -83,7 +83,7 @@ def track(folder: Path, kind: str) -> tuple[Observer, list[Record]]:
     """A tracked run that has just begun: who is to be told of it, and what the others are told."""
     config = load_config(None, {}, [f"output.log_to=[{kind}]", "output.project=sums"])
     told: list[Record] = []
-    tell = tell_all([*start_trackers(config), told.append])  # type: ignore[list-item]
+    tell = tell_all([Trackers(config), told.append])  # type: ignore[list-item]
     tell(started(config, folder))
     return tell, told
 
@@ -194,11 +194,39 @@ def test_one_that_cannot_start_stops_the_run_before_it_begins(
 
 
 @pytest.mark.usefixtures("fakes")
-def test_one_that_hangs_at_its_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_at_its_start_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trackers, "START_SECONDS", 2.0)
     monkeypatch.setenv("TROUBLE", "login hangs")
     with pytest.raises(ValueError, match="no answer within 2 seconds"):
-        start_trackers(load_config(None, {}, ["output.log_to=[wandb]"]))
+        track(tmp_path / "run", "wandb")
+
+
+@pytest.mark.usefixtures("fakes")
+def test_those_that_have_begun_are_told_the_end_where_another_one_cannot(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = load_config(None, {}, ["output.log_to=[wandb, tensorboard]"])
+    run = started(config, folder)
+    (folder / "logs" / "tensorboard.log").mkdir()  # where a file is wanted
+    with pytest.raises(ValueError, match="'tensorboard' cannot start"):
+        Trackers(config)(run)
+    assert [name for name, _ in calls(tmp_path)] == ["login", "init", "finish"]
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_mistake_is_answered_without_waiting_for_trackers(tmp_path: Path) -> None:
+    words = ("output.log_to=[wandb]", "data.dataset=none.jsonl", "--output", str(tmp_path / "run"))
+    began = time.monotonic()
+    code, _, err = finish(*words, TROUBLE="login hangs")
+    assert (code, "there is no file 'none.jsonl'" in err) == (2, True)
+    assert time.monotonic() - began < trackers.START_SECONDS / 2
+
+
+def test_one_that_is_not_installed_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"'trackio' cannot start: .* 'easyrl\[trackio\]'"):
+        Trackers(load_config(None, {}, ["output.log_to=[trackio]"]))
 
 
 # One that fails later.

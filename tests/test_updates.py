@@ -61,6 +61,7 @@ def make_group(place: int) -> RolloutGroup:
         iteration=ITERATION,
         policy_version=0,
         prompt_index=FIRST_PROMPT + place,
+        place=place,
         prompt_ids=rng.integers(3, VOCABULARY, rng.integers(2, LONGEST_PROMPT + 1), dtype=np.int32),
         completion_lengths=lengths.astype(np.int32),
         completion_ids=rng.integers(3, VOCABULARY, num_tokens, dtype=np.int32),
@@ -96,10 +97,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[__name__], "MODEL", str(folder))
         yield
-
-
-def place_of(group: RolloutGroup) -> int:
-    return group.prompt_index - FIRST_PROMPT
 
 
 GROUPS = [make_group(place) for place in range(NUM_GROUPS)]
@@ -169,7 +166,7 @@ def train(*words: str, order: tuple[int, ...] | None = None) -> Trained:
         watch(worker, trained)
         shake(worker.learner.policy, 0.02)
         trained.weights_before.append(state_of(worker.learner.policy))
-        event = worker._train_iteration(ITERATION, FIRST_PROMPT)
+        event = worker._train_iteration(ITERATION)
         trained.metrics = dict(event.metrics)
         assert event.groups_trained == NUM_GROUPS and not arrivals
         assert event.policy_version == config.train.updates_per_iteration
@@ -435,7 +432,6 @@ def test_the_first_update_does_not_wait_for_groups_of_the_second() -> None:
         ring.attach(0),
         iteration=ITERATION,
         policy_version=0,
-        first_prompt_index=FIRST_PROMPT,
         num_groups=NUM_GROUPS,
         num_updates=2,
         in_order=False,
@@ -448,13 +444,13 @@ def test_the_first_update_does_not_wait_for_groups_of_the_second() -> None:
     while not stream.is_exhausted:
         lease = stream.next(wait=True)
         assert lease is not None
-        places.append(place_of(lease.group))
+        places.append(lease.group.place)
         lease.release()
     assert places == [0, 2, 1] and not waits
     assert stream.next(wait=True) is None
     stream.begin_next_update()
     lease = stream.next(wait=False)
-    assert lease is not None and place_of(lease.group) == 4
+    assert lease is not None and lease.group.place == 4
     lease.release()
     assert stream.next(wait=False) is None and not stream.is_exhausted
     ring.close()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 from easyrl import records
 from easyrl.config import Config, load_config, to_commented_yaml
-from easyrl.events import Activity, Span
+from easyrl.events import Activity, Span, UnderWay
 from easyrl.observe import watch as watching
 from easyrl.observe.picture import render
 from easyrl.observe.plain_lines import PlainLines
@@ -78,10 +79,19 @@ def told(folder: Path, config: Config) -> list[Record]:
         records.GroupArrived(t + 8, 0, 0, 0.5, 300),
         records.GroupArrived(t + 8.1, 0, 1, 0.5, 300),
         records.Sampled({**sample, "reward": 1.0, "advantage": 0.1}),
+        records.RoundStarted(t + 8.2, 0, 1, 1),
+        records.GroupArrived(t + 8.3, 0, 3, 0.5, 300),
+        records.RewardFailed(t + 8.2, 0, 1, "reward 'score' failed, for the prompt '2+3='"),
+        records.Note("wandb tracks this run no longer"),
         records.WorkerActive("train-0", Activity((Span("train", t + 8, t + 9),), 200, 1)),
-        records.IterationFinished(t + 9, METRICS),
-        records.SavingModel(t + 10, folder / "model"),
-        records.RunFinished(t + 11, {"iterations": 1}),
+        records.WorkerActive("rollout-0", Activity((), 0, 0, UnderWay("wait", t + 9.1))),
+        records.WorkerActive("train-0", Activity((), 0, 0, UnderWay("train", t + 9.3))),
+        records.Quiet(t + 10.4, ""),
+        records.Quiet(t + 70.4, "no worker has told of anything for 60 s"),
+        records.WorkerActive("train-0", Activity((Span("train", t + 9.3, t + 71),), 20, 0)),
+        records.IterationFinished(t + 71, METRICS),
+        records.SavingModel(t + 72, folder / "model"),
+        records.RunFinished(t + 73, {"iterations": 1}),
         records.RunEnded(0, ""),
     ]
 
@@ -107,20 +117,72 @@ def test_files_tell_the_same_state_as_the_records(written: tuple[RunFolder, list
         began = live.run.started if live.run else 0.0
         assert read.num_in_ring == live.num_in_ring
         assert (read.iteration, read.num_groups) == (live.iteration, live.num_groups)
+        assert (read.round, read.num_not_replaced) == (live.round, live.num_not_replaced)
         assert (read.evaluation, read.accuracies) == (live.evaluation, live.accuracies)
         assert (read.samples, read.summary) == (live.samples, live.summary)
         assert read.ended == live.ended
+        assert (read.note, read.silence) == (live.note, live.silence)
         assert (read.rewards, read.overlap) == (live.rewards, live.overlap)
         assert (read.saving_since is None) == (live.saving_since is None)
         for name, worker in live.workers.items():
             other = read.workers[name]
             assert (other.phase, other.num_tokens) == (worker.phase, worker.num_tokens)
             assert len(other.past_phases) == len(worker.past_phases)
+            if isinstance(record, records.Quiet):  # told once it has lasted
+                assert other.under_way is not None and worker.under_way is not None
+                assert other.under_way.kind == worker.under_way.kind
             for mine, theirs in zip(worker.work, other.work, strict=True):
                 assert theirs.kind == mine.kind
                 assert theirs.started == pytest.approx(mine.started - began, abs=1e-5)
                 assert theirs.ended == pytest.approx(mine.ended - began, abs=1e-5)
     assert live.ended is not None
+
+
+def test_a_finished_run_is_told_in_the_order_it_went_and_nothing_of_it_is_held(
+    written: tuple[RunFolder, list[Record]],
+) -> None:
+    """All at once, as one who comes late reads it."""
+    folder, run = written
+    tell = records.tell_all([folder.observe, TraceWriter()])
+    for record in run:
+        tell(record)
+    files = RunFiles(folder.path)
+    assert files.has_ended and not files.is_begun
+    found = files.read()
+    assert isinstance(next(found), records.RunStarted) and files.is_begun
+    kinds = [type(record) for record in found]
+    order = (
+        records.IterationStarted,
+        records.RewardFailed,
+        records.Sampled,
+        records.IterationFinished,
+        records.RunEnded,
+    )
+    assert [kind for kind in kinds if kind in order] == list(order)
+    many = GrowingFile(folder.path / "many.jsonl")
+    many.path.write_text('{"iteration": 1}\n' * 200_000)
+    tracemalloc.start()
+    assert sum(1 for _ in many.read()) == 200_000
+    assert tracemalloc.get_traced_memory()[1] < 2**21  # of 3 MB
+    tracemalloc.stop()
+
+
+def test_lines_that_are_not_due_are_read_the_next_time(tmp_path: Path) -> None:
+    file = GrowingFile(tmp_path / "lines.jsonl")
+    file.path.write_text("1\n2\nbroken\n3\n4\n")
+    assert list(file.read(lambda line: line < 3)) == [1, 2]
+    assert list(file.read(lambda line: line < 3)) == []
+    assert list(file.read()) == [3, 4]
+
+
+def test_what_is_waited_for_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(to_commented_yaml(load_config()))
+    (tmp_path / "trace.json").write_text("")
+    monkeypatch.setattr(watching, "SILENCE_SECONDS", 1.0)
+    assert watch(tmp_path, live=True) == 1
+    assert capsys.readouterr().out.startswith(f"waiting for the run to begin: {tmp_path} tells")
 
 
 def test_a_trace_opens_as_json_when_it_is_whole(written: tuple[RunFolder, list[Record]]) -> None:

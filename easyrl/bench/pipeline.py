@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from easyrl import devices, events
+from easyrl import devices
 from easyrl.config import Config, load_config
 from easyrl.data.datasets import open_prompts
 from easyrl.runtime.controller import Controller
@@ -39,7 +39,7 @@ from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.ring import make_ring
 from easyrl.runtime.run_folder import RunFolder, read_lines
 from easyrl.runtime.supervisor import Supervisor, Worker
-from easyrl.types import Prompt
+from easyrl.types import PlacedPrompt
 
 SIZES = (16, 64)  # prompts per iteration
 NUM_GENERATIONS = 8
@@ -233,8 +233,10 @@ def _config(setting: Setting, size: int, iterations: int, folder: Path) -> Confi
 class _Waves(Dispatcher):
     """The next batch is handed out when the last group of the one before it is done."""
 
-    def start(self, iteration: int, prompts: Sequence[Prompt]) -> None:
-        self._iteration = iteration
+    def start(
+        self, iteration: int, prompts: Sequence[PlacedPrompt], *, is_last_round: bool
+    ) -> None:
+        self._iteration, self._is_last_round = iteration, is_last_round
         self._left = deque(prompts)
         self._next_wave()
 
@@ -247,4 +249,4 @@ class _Waves(Dispatcher):
         size = min(len(self._left), self._in_flight)
         wave = [self._left.popleft() for _ in range(size)]
         self._running = size
-        self._workers[0].send(events.Generate(self._iteration, wave))
+        self._send(self._workers[0], wave)

@@ -100,6 +100,7 @@ def make_group(group_bytes: int) -> RolloutGroup:
     return RolloutGroup(
         iteration=0,
         policy_version=0,
+        place=0,
         prompt_index=0,
         prompt_ids=rng.integers(0, 2**15, PROMPT_LENGTH, dtype=np.int32),
         completion_lengths=np.full(NUM_GENERATIONS, length, np.int32),

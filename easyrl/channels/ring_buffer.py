@@ -17,7 +17,7 @@ owner's move counter is odd for just that moment. So: take all numbers off the p
 living owner is in such a moment, a slot that is neither on a pipe nor held by the living was the
 dead one's. The living meanwhile see empty pipes, and wait.
 
-Delivery is in order of arrival; `InOrderReader` makes it the order of prompts.
+Delivery is in order of arrival; `InOrderReader` makes it the order of places.
 
 This room knows RolloutGroup and nothing of models, losses, engines or configs.
 """
@@ -232,6 +232,7 @@ class RingPort:
             slots["iteration"][slot] = group.iteration
             slots["prompt_index"][slot] = group.prompt_index  # from here on reclaim can tell it
             slots["policy_version"][slot] = group.policy_version
+            slots["place"][slot] = group.place
             for dimension, length in lengths.items():
                 slots[dimension][slot] = length
             for name, _, dimension in ARRAYS:
@@ -294,6 +295,7 @@ class Lease:
         self.group = RolloutGroup(
             iteration=int(slots["iteration"][slot]),
             policy_version=int(slots["policy_version"][slot]),
+            place=int(slots["place"][slot]),
             prompt_index=int(slots["prompt_index"][slot]),
             **{name: slots[name][slot, : lengths[dimension]] for name, _, dimension in ARRAYS},
         )
@@ -327,33 +329,33 @@ class Lease:
 
 
 class InOrderReader:
-    """Delivery in order of `prompt_index`, without gaps, to the ring's only consumer.
+    """Delivery in order of `place`, from 0 and without gaps, to the ring's only consumer.
 
     A group that arrives early stays in its slot until its turn. The ring therefore needs a slot
     for every group of an iteration: if the first one is the last to be finished, all others wait
     in their slots for it, and it needs one too.
     """
 
-    def __init__(self, port: RingPort, first_prompt_index: int) -> None:
+    def __init__(self, port: RingPort) -> None:
         self._port = port
-        self._next = first_prompt_index
+        self._next = 0
         self._early: dict[int, Lease] = {}
 
     def get(self, timeout_seconds: float) -> Lease | None:
         """The group whose turn it is, or None where it did not come in time.
 
         After `readable_fd` woke a loop, call until None: one arrival can end the wait of several.
-        Raises RuntimeError where a prompt's group comes a second time.
+        Raises RuntimeError where a place's group comes a second time.
         """
         deadline = time.monotonic() + timeout_seconds
         while self._next not in self._early:
             lease = self._port.get(max(0.0, deadline - time.monotonic()))
             if lease is None:
                 return None
-            index = lease.group.prompt_index
-            if index < self._next or index in self._early:
+            place = lease.group.place
+            if place < self._next or place in self._early:
                 lease.release()
-                raise RuntimeError(f"the group of prompt {index} came twice")
-            self._early[index] = lease
+                raise RuntimeError(f"the group of place {place} came twice")
+            self._early[place] = lease
         self._next += 1
         return self._early.pop(self._next - 1)

@@ -24,6 +24,7 @@ HEADER = (
     "status",  # state and owner in one word, so that both change in one store
     "iteration",
     "policy_version",
+    "place",
     "prompt_index",  # NO_PROMPT while the slot holds no group
     *DIMENSIONS,  # how long this group's arrays are
 )

@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 MAX_CHECKED = 50_000
 AT_A_TIME = 500
-NUM_LONGEST = 64
-"""Texts that are tokenised however short they are, to know the longest prompt."""
 NUM_SPECIAL = 8
 """Tokens that a tokenizer may put around a text, and more."""
 
@@ -40,8 +38,6 @@ class CheckedPrompts:
     stream: PromptStream
     """Without the rows that are skipped."""
     num_skipped: int
-    longest: int
-    """Tokens of its longest prompt, as far as it was looked at."""
 
 
 def check_prompts(stream: PromptStream, tokenizer: Any, config: Config) -> CheckedPrompts:
@@ -65,26 +61,20 @@ def check_prompts(stream: PromptStream, tokenizer: Any, config: Config) -> Check
             f"{min(lengths.values())}"
         )
     return CheckedPrompts(
-        stream.without(too_long) if too_long else stream,
-        num_skipped=len(too_long),
-        longest=max((length for length in lengths.values() if length <= limit), default=1),
+        stream.without(too_long) if too_long else stream, num_skipped=len(too_long)
     )
 
 
 def _lengths(
     stream: PromptStream, contents: Sequence[str | Messages], tokenizer: Any, limit: int
 ) -> Iterator[tuple[int, int]]:
-    """(place, tokens) of every prompt that may be too long, and of some of the others."""
+    """(place, tokens) of every prompt that may be too long."""
     places: Sequence[int] = range(len(contents))
     if len(contents) > MAX_CHECKED:
         places = sorted(heapq.nlargest(MAX_CHECKED, places, lambda place: _size(contents[place])))
     texts = dict(_each(stream, contents, places, lambda some: prompt_texts(some, tokenizer)))
-    longest = heapq.nlargest(NUM_LONGEST, places, lambda place: len(texts[place]))
-    unsure = [place for place in places if not _surely_fits(texts[place], limit)]
-    to_tokenise = sorted({*longest, *unsure})
-    for place, ids in _each(
-        stream, contents, to_tokenise, lambda some: render_prompts(some, tokenizer)
-    ):
+    unsure = sorted(place for place in places if not _surely_fits(texts[place], limit))
+    for place, ids in _each(stream, contents, unsure, lambda some: render_prompts(some, tokenizer)):
         yield place, len(ids)
 
 

@@ -63,12 +63,15 @@ class EmbeddedEngine:
         max_completion_length: int,
         temperature: float,
         seed: int,
+        top_k: int = 0,
+        top_p: float = 1.0,
         ignore_eos: bool = False,
     ) -> None:
         self.policy = policy
         self.max_prompt_length = max_prompt_length
         self.max_completion_length = max_completion_length
         self.temperature = temperature
+        self.top_k, self.top_p = top_k, top_p
         self.seed = seed
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
@@ -170,7 +173,11 @@ class EmbeddedEngine:
             repeats = torch.tensor([1] * n + [g.request.num_generations for g in prefill])
             logits = logits.repeat_interleave(repeats.to(logits.device), dim=0)
         tokens, logprobs = sample(
-            logits, torch.from_numpy(uniforms).to(logits.device), self.temperature
+            logits,
+            torch.from_numpy(uniforms).to(logits.device),
+            self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
         )
         new_tokens, new_logprobs = tokens.cpu().numpy(), logprobs.cpu().numpy()
         for sequence, token, logprob in zip(

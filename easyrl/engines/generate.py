@@ -20,7 +20,8 @@ vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,11 +52,14 @@ class GenerateEngine:
         max_completion_length: int,
         temperature: float,
         seed: int,
+        top_k: int = 0,
+        top_p: float = 1.0,
     ) -> None:
         self.policy = policy
         self.max_prompt_length = max_prompt_length
         self.max_completion_length = max_completion_length
         self.temperature = temperature
+        self.top_k, self.top_p = top_k, top_p
         self.seed = seed
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
@@ -95,7 +99,10 @@ class GenerateEngine:
         uniforms = [
             uniform_stream(self.seed, (*request.key, i), limit) for i, limit in enumerate(limits)
         ]
-        draw = _Draw(uniforms, self.temperature)
+        draw = _Draw(
+            uniforms,
+            partial(sample, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p),
+        )
         end = _End(len(request.prompt_ids), limits, self.policy.eos_token_ids)
         rows = self._generate(request, draw, end, max(limits), use_cache=use_cache)
         logprobs = torch.stack(draw.logprobs, dim=1).cpu().numpy()  # [G, R]
@@ -155,17 +162,20 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
     """Leaves of every row's scores the token that is drawn with the number of its position."""
 
     def __init__(
-        self, uniforms: Sequence[np.ndarray[Any, np.dtype[np.float64]]], temperature: float
+        self,
+        uniforms: Sequence[np.ndarray[Any, np.dtype[np.float64]]],
+        draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     ) -> None:
+        """`uniforms` of each row; `draw`: `sample` of scores and uniforms."""
         longest = max(map(len, uniforms))
         padded = [np.pad(of_row, (0, longest - len(of_row))) for of_row in uniforms]
         self._uniforms = torch.from_numpy(np.stack(padded))  # [G, R]
-        self._temperature = temperature
+        self._draw = draw
         self.logprobs: list[Tensor] = []  # of each position [G]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         uniforms = self._uniforms[:, len(self.logprobs)].to(scores.device)
-        tokens, logprobs = sample(scores, uniforms, self._temperature)
+        tokens, logprobs = self._draw(scores, uniforms)
         self.logprobs.append(logprobs)
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens.unsqueeze(1), 0.0)
 

@@ -20,20 +20,39 @@ def uniform_stream(seed: int, key: tuple[int, ...], length: int) -> npt.NDArray[
     return generator.random(length)
 
 
-def sample(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, uniforms: Tensor, temperature: float, *, top_k: int = 0, top_p: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Draw one token per row; returns tokens [N] and their log-probabilities [N] float32.
 
-    `logits` is [N, V], `uniforms` float64 [N]. The log-probability is that of the sampling
-    distribution softmax(logits / temperature). At temperature 0 the likeliest token is taken,
-    and its log-probability is that at temperature 1.
+    `logits` is [N, V], `uniforms` float64 [N]. With `top_k` and `top_p` only the likeliest tokens
+    are drawn (see `_truncate`). The log-probability is that of the whole distribution
+    softmax(logits / temperature) all the same, for that is what is trained: the trainer computes
+    it too, and the gap between the two stays a matter of numerics. At temperature 0 the likeliest
+    token is taken, and its log-probability is that at temperature 1.
     """
     if temperature == 0.0:
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         tokens = logprobs.argmax(dim=-1)
     else:
         logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-        cumulative = logprobs.double().exp_().cumsum_(dim=-1)  # [N, V]
+        probabilities = logprobs.double().exp_()  # [N, V]
+        if top_k > 0 or top_p < 1.0:
+            probabilities = _truncate(probabilities, top_k, top_p)
+        cumulative = probabilities.cumsum_(dim=-1)
         threshold = (uniforms * cumulative[:, -1]).unsqueeze(1)
         tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
         tokens.clamp_(max=logits.shape[1] - 1)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def _truncate(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Zeros [N, V] but for the `top_k` likeliest tokens (0: all) and, of these, the fewest whose
+    share is at least `top_p` (nucleus sampling, arXiv 1904.09751, section 3.1). Of tokens that are
+    equally likely the first come first."""
+    likeliest, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
+    if top_k > 0:
+        likeliest[:, top_k:] = 0.0
+    before = likeliest.cumsum(dim=-1) - likeliest  # [N, V]: what is likelier
+    likeliest[before >= top_p * likeliest.sum(dim=-1, keepdim=True)] = 0.0
+    return torch.zeros_like(probabilities).scatter_(1, tokens, likeliest)

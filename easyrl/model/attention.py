@@ -15,6 +15,7 @@ Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -85,18 +86,12 @@ def _attention(
 class PackedGroups:
     """Groups one after another in a row, `[P | R1 | R2 | ...]` each: the prompt stands there once.
 
-    Every completion is causal behind its prompt and sees no other. FlexAttention where it can be
-    trained, else block by block (`shared_prompt`).
+    Every completion is causal behind its prompt and sees no other. In half precision by
+    FlexAttention where that can be trained, else block by block (`shared_prompt`).
     """
 
     def __init__(self, groups: Groups, device: torch.device | str = "cpu") -> None:
-        device = torch.device(device)
-        self._blocks = SharedPrompt(groups, device)
-        self._flex: AttentionLayout | None = None
-        if devices.trains_flex_attention(device):
-            from easyrl.model.flex_shared_prompt import FlexSharedPrompt  # slow to import
-
-            self._flex = FlexSharedPrompt(groups, device)
+        self._groups, self._device = groups, torch.device(device)
 
     @classmethod
     def of_sequences(
@@ -108,6 +103,21 @@ class PackedGroups:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        if self._flex is not None and query.shape[-1] >= SMALLEST_FLEX_HEAD_SIZE:
-            return self._flex.attend(query, key, value, settings)
-        return self._blocks.attend(query, key, value, settings)
+        takes_flex = (
+            query.dtype in (torch.bfloat16, torch.float16)
+            and query.shape[-1] >= SMALLEST_FLEX_HEAD_SIZE
+            and settings.softcap is None  # its compiler makes no kernel for all lengths with one
+            and devices.trains_flex_attention(self._device)
+        )
+        layout = self._flex if takes_flex else self._blocks
+        return layout.attend(query, key, value, settings)
+
+    @cached_property
+    def _blocks(self) -> SharedPrompt:
+        return SharedPrompt(self._groups, self._device)
+
+    @cached_property
+    def _flex(self) -> AttentionLayout:
+        from easyrl.model.flex_shared_prompt import FlexSharedPrompt  # slow to import
+
+        return FlexSharedPrompt(self._groups, self._device)

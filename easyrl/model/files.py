@@ -18,6 +18,8 @@ from easyrl.hub import FORMS, KEY, is_hub_id, model_config_from_hub, resolve_mod
 
 SAFETENSORS = "model.safetensors"
 OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+PACKED_LAYERS = ("full_attention", "sliding_attention")
+"""Kinds of layers (`layer_types`) that EasyRL's own attention can serve."""
 TOKENIZERS = ("token*", "vocab*", "*.tiktoken", "*.model", "tekken.json")
 
 

@@ -1,8 +1,12 @@
 """Shared-prompt attention by FlexAttention: one compiled kernel over the whole packed row.
 
 The row is `[P | R1 | R2 | ...][P | R1 | ...]`; its mask is a function of where tokens stand, and
-blocks of 128 x 128 that it hides are never computed. For accelerators that FlexAttention can train
-on (`devices.trains_flex_attention`); elsewhere `shared_prompt` does the same.
+blocks of 128 x 128 that it hides are never computed. It is for half precision on accelerators that
+FlexAttention can train on (`devices.trains_flex_attention`); `shared_prompt` does the same for all
+others, and in float32 there too: FlexAttention's float32 kernels are many times slower.
+
+One kernel serves rows of every length. One for each length would be up to 1.5 times as fast, but
+takes some ten seconds to compile every time that a row has a new one.
 
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """
@@ -22,6 +26,7 @@ from easyrl.model.attention_kernels import AttentionSettings
 from easyrl.model.shared_prompt import Groups
 
 PROMPT = -1
+"""Instead of a completion's number in its group."""
 
 
 class FlexSharedPrompt:
@@ -36,13 +41,13 @@ class FlexSharedPrompt:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]"""
+        """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]. Knows no soft-capping."""
+        assert settings.softcap is None
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         output = _compiled(flex_attention)(
             q,
             k,
             v,
-            score_mod=None if settings.softcap is None else _softcap(settings.softcap),
             block_mask=self._mask(settings.sliding_window),
             scale=settings.scaling,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -89,13 +94,5 @@ def _places(groups: Groups) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once per process, when it is first needed; shapes may change."""
+    """Compiled once per process, when it is first needed."""
     return torch.compile(function, dynamic=True)
-
-
-@cache
-def _softcap(softcap: float) -> Callable[..., Any]:
-    def cap(score: Any, _batch: Any, _head: Any, _q: Any, _k: Any) -> Any:
-        return softcap * torch.tanh(score / softcap)
-
-    return cap

@@ -12,6 +12,7 @@ from typing import Any
 
 from easyrl.config import ConfigError
 from easyrl.hub import KEY, resolve_model
+from easyrl.model.files import PACKED_LAYERS
 
 OTHER_MODEL = "choose another model"
 
@@ -92,7 +93,7 @@ def layer_obstacle(config: Any) -> str | None:
     """The first layer, by `config.json`, that is neither full nor sliding-window attention."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     for layer, kind in enumerate(kinds):
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in PACKED_LAYERS:
             return f"layer {layer} is of type {kind}"
     return None
 

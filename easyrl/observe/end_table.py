@@ -12,41 +12,41 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from easyrl.config import Config
 
-def end_table(summary: Mapping[str, Any], folder: Path) -> RenderableType:
+
+def end_table(summary: Mapping[str, Any], folder: Path, config: Config) -> RenderableType:
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in _rows(summary):
         table.add_row(name, value)
     table.add_row("run folder", Text(str(folder)))  # a name is no markup
-    return Group(Text("finished", style="bold green"), table, _next_commands(folder))
+    return Group(Text("finished", style="bold green"), table, _next_commands(folder, config))
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     first, last = (shown(summary[f"reward_{end}"], ".3f") for end in ("first", "last"))
-    gap = shown(summary["sampling_logp_difference_max"], ".1e")
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     if before is not None and after is not None:
         rows.append(("held-out accuracy", f"{shown(before, '.3f')} -> {shown(after, '.3f')}"))
     return [
         *rows,
         ("reward", f"{first} -> {last}"),
-        (
-            "generated and trained",
-            f"{summary['completion_tokens']:,} tokens in {summary['wall_seconds']:.1f} s, "
-            f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device",
-        ),
+        _tokens(summary),
         ("overlap", f"{summary['overlap']:.0%} of the shorter of generating and training"),
         (
             "groups",
             f"{summary['groups_trained']} trained, {summary['groups_off_policy']} off-policy"
-            + (f", {summary['groups_skipped']} skipped" if summary.get("groups_skipped") else ""),
+            + (f", {summary['groups_skipped']} skipped" if summary.get("groups_skipped") else "")
+            + (
+                f", {summary['groups_replaced']} replaced" if summary.get("groups_replaced") else ""
+            ),
         ),
         *_updates(summary),
         *_losses(summary),
-        ("engine and trainer", f"log-probabilities at most {gap} apart"),
+        ("engine and trainer", _gap(summary["sampling_logp_difference_max"])),
         ("weights", f"sha256 {summary['weights_sha256'][:16]}"),
     ]
 
@@ -58,11 +58,32 @@ def _updates(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("updates", text)] if count > 1 else []
 
 
+def _tokens(summary: Mapping[str, Any]) -> tuple[str, str]:
+    trained = summary["completion_tokens"]
+    generated = summary.get("generated_tokens", trained)
+    speed = (
+        f"{trained:,} tokens in {summary['wall_seconds']:.1f} s, "
+        f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device"
+    )
+    if generated == trained:
+        return "generated and trained", speed
+    return "trained", f"{speed}; {generated:,} generated"
+
+
+def _gap(largest: float | None) -> str:
+    if largest is None or math.isnan(largest):
+        return "not compared: no group had a gradient"
+    return f"log-probabilities at most {largest:.1e} apart"
+
+
 def _losses(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What went wrong and did not end the run."""
     counts = {
         "reward calls failed": summary.get("reward_errors", 0),
         "updates dropped, not finite (lower train.learning_rate)": summary["updates_not_finite"],
+        "groups without a gradient, no round left (algorithm.dynamic_sampling_max_rounds)": (
+            summary.get("groups_not_replaced", 0)
+        ),
     }
     return [("attention", f"{count} {what}") for what, count in counts.items() if count]
 
@@ -72,13 +93,16 @@ def shown(value: float | None, spec: str) -> str:
     return "none" if value is None or math.isnan(value) else format(value, spec)
 
 
-def _next_commands(folder: Path) -> RenderableType:
-    run, model, config = (quote(str(folder / name)) for name in ("", "model", "config.yaml"))
+def _next_commands(folder: Path, config: Config) -> RenderableType:
+    run, model, config_file = (quote(str(folder / name)) for name in ("", "model", "config.yaml"))
     further = quote(f"{folder}-2")
+    onward = f"easyrl grpo --config {config_file} --model {model} --output {further}"
+    if config.train.learning_rate is None:  # null means something else for another model
+        onward += f" train.learning_rate={config.learning_rate:g}"
     commands = {
         f"easyrl watch {run}": "see the run again",
         f"easyrl config --diff {run}": "what was not default",
-        f"easyrl grpo --config {config} --model {model} --output {further}": "train on from here",
+        onward: "train on from here",
     }
     lines = [
         Text(f"  {command}", style="bold", no_wrap=True, overflow="ignore").append(

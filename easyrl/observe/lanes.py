@@ -41,9 +41,13 @@ def lane(
 ) -> list[Segment]:
     """The worker's own work; where it waits for rewards, that they are being scored. `is_over`:
     it has nothing to do any more."""
-    work = _kinds(worker.work, until, num_slices, seconds)
-    scoring = _kinds(worker.rewards, until, num_slices, seconds)
-    known = (worker.work[0].started, worker.work[-1].ended) if worker.work else (0.0, 0.0)
+    spans = list(worker.work)
+    if worker.under_way is not None and not is_over:
+        kind = "wait" if worker.under_way.kind == "score" else worker.under_way.kind
+        spans.append(Span(kind, worker.under_way.started, until))
+    work = _kinds(spans, until, num_slices, seconds)
+    scoring = _kinds(_scoring(worker, until), until, num_slices, seconds)
+    known = (spans[0].started, spans[-1].ended) if spans else (0.0, 0.0)
     if is_over:
         known = known[0], until
     since = (int(until // seconds) - num_slices) * seconds
@@ -59,8 +63,16 @@ def rewards_lane(
     worker: WorkerState, until: float, num_slices: int, seconds: float
 ) -> list[Segment]:
     """When rewards were being scored for this worker."""
-    scoring = _kinds(worker.rewards, until, num_slices, seconds)
+    scoring = _kinds(_scoring(worker, until), until, num_slices, seconds)
     return _segments("score" if there else None for there in scoring)
+
+
+def _scoring(worker: WorkerState, until: float) -> list[Span]:
+    """When rewards were being scored, and are."""
+    under_way = worker.under_way
+    if under_way is None or under_way.kind != "score":
+        return list(worker.rewards)
+    return [*worker.rewards, Span("score", under_way.started, until)]
 
 
 def legend(kinds: Iterable[SpanKind]) -> list[list[Segment]]:
@@ -80,6 +92,8 @@ def _kinds(spans: Iterable[Span], until: float, num_slices: int, seconds: float)
     for span in reversed(list(spans)):
         if span.ended <= since:
             break
+        if span.started >= until:
+            continue  # begun in the lag of what is shown
         first = max(0, int((span.started - since) // seconds))
         last = min(num_slices - 1, int((span.ended - since) // seconds))
         if span.kind == "weights" and span.ended - span.started < seconds:

@@ -9,10 +9,15 @@ or the reason why, stays below what stood in the terminal before.
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
@@ -31,6 +36,10 @@ MAX_SHARE = 0.008
 LAST_PICTURE_LINES = 22
 
 
+class _Request(Enum):
+    STOP, SUSPEND = range(2)
+
+
 class LiveView:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, log_file: Path | None = None
@@ -43,7 +52,8 @@ class LiveView:
         self._lock = threading.Lock()
         self._screen: Screen | None = None
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._requests: SimpleQueue[_Request] = SimpleQueue()  # a signal handler may put
+        self._old_handlers: dict[int, Any] = {}
         self._failure: Exception | None = None  # of the refreshing thread
 
     def __call__(self, record: Record) -> None:
@@ -63,9 +73,12 @@ class LiveView:
 
     def close(self) -> None:
         """The terminal as it was."""
-        self._stop.set()
+        self._requests.put(_Request.STOP)
         if self._thread is not None:
             self._thread.join()
+        for signum, handler in self._old_handlers.items():
+            signal.signal(signum, handler)
+        self._old_handlers.clear()
         if self._screen is not None:
             self._screen.close()
 
@@ -73,13 +86,26 @@ class LiveView:
         self._screen = Screen(log_file)
         self._thread = threading.Thread(target=self._refresh, args=(self._screen,), daemon=True)
         self._thread.start()
+        if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+            for signum, handler in ((signal.SIGTSTP, self._suspend), (signal.SIGCONT, self._go_on)):
+                self._old_handlers[signum] = signal.signal(signum, handler)
+
+    def _suspend(self, signum: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: first the terminal is given back, then the signal does what it always does."""
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        self._requests.put(_Request.SUSPEND)
+
+    def _go_on(self, signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTSTP, self._suspend)
 
     def _refresh(self, screen: Screen) -> None:
         pause = 0.0
-        while not self._stop.wait(pause):
+        while (request := self._next_request(pause)) is not _Request.STOP:
             began = time.thread_time()
-            size = screen.size
             try:
+                if request is _Request.SUSPEND:
+                    screen.suspend()
+                size = screen.size
                 with self._lock:
                     picture = render(self._state, self._clock(), *size)
                 screen.draw(picture, size)
@@ -89,6 +115,12 @@ class LiveView:
                 self._failure = error  # told with the next record
                 return
             pause = max(REFRESH_SECONDS, (time.thread_time() - began) / MAX_SHARE)
+
+    def _next_request(self, timeout_seconds: float) -> _Request | None:
+        try:
+            return self._requests.get(timeout=timeout_seconds)
+        except Empty:
+            return None
 
 
 class LastPicture:
@@ -114,6 +146,6 @@ def print_last_picture(state: RunState) -> None:
             console.print(picture)  # and a line between
     finally:
         if run is not None and state.summary is not None and ended.exit_code == 0:
-            print_end_table(state.summary, run.folder)
+            print_end_table(state.summary, run.folder, run.config)
         else:
             print_end(ended.exit_code, ended.message)

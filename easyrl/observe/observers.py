@@ -8,7 +8,7 @@ from easyrl.observe.live_view import LiveView
 from easyrl.observe.plain_lines import PlainLines
 from easyrl.observe.screen import is_fit_for_pictures
 from easyrl.observe.trace import TraceWriter
-from easyrl.observe.trackers import start_trackers
+from easyrl.observe.trackers import Trackers
 from easyrl.records import Observer
 
 
@@ -17,7 +17,7 @@ def make_observers(config: Config, *, live: bool = True) -> list[Observer]:
 
     Raises ValueError where an observer that the config asks for cannot be had.
     """
-    trackers = start_trackers(config)  # first: one that cannot start is told before all else
+    trackers: list[Observer] = [Trackers(config)] if config.output.log_to else []
     # What is shown comes last: where another one cannot begin, the terminal is still untouched.
     is_live = live and is_fit_for_pictures()
     shown = Guard(LiveView(), instead=PlainLines()) if is_live else Guard(PlainLines())

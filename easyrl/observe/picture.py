@@ -114,6 +114,8 @@ def _progress(state: RunState, now: float, width: int) -> Line:
         right = f"ETA {clock(left)}" if left is not None else "ETA -:--"
         if width >= IS_WIDE:
             text += f"  groups {state.num_groups}/{num_prompts}"
+            if state.round:
+                text += f", round {state.round}"
     else:
         text = f"iteration {min(done + 1, total)}/{total}"
     room = width - cell_len(text) - len(right) - 3
@@ -124,11 +126,14 @@ def _attention(state: RunState) -> list[Line]:
     """What went wrong and did not end the run, so far."""
     losses = {
         "groups skipped": state.num_skipped,
+        "groups without a gradient, no round left": state.num_not_replaced,
         "reward calls failed": state.num_reward_errors,
         "updates dropped, not finite (lower train.learning_rate)": state.num_not_finite,
     }
     counts = ", ".join(f"{count} {what}" for what, count in losses.items() if count)
-    return [[Segment(printable(text), NOTE)] for text in (counts, state.note) if text]
+    return [
+        [Segment(printable(text), NOTE)] for text in (counts, state.note, state.silence) if text
+    ]
 
 
 def _rates(state: RunState, now: float) -> list[Line]:

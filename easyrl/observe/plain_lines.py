@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from easyrl import records
+from easyrl.config import Config
 from easyrl.observe.end_table import end_table, shown
 from easyrl.observe.lines import printable
 from easyrl.records import Record
@@ -21,16 +22,21 @@ class PlainLines:
     """Prints to standard output; why a run failed goes to standard error."""
 
     def __init__(self) -> None:
-        self._num_iterations = 0
-        self._folder = Path()
+        self._folder, self._config = Path(), Config()
+        self._started = 0.0
+        self._phases: set[str] = set()
+        """What the workers have done on their way, each told when the first of them begins it."""
         self._has_errors = False
 
     def __call__(self, record: Record) -> None:
         match record:
             case records.RunStarted():
-                self._num_iterations = record.config.train.iterations
-                self._folder = record.folder
+                self._config = record.config
+                self._folder, self._started = record.folder, record.started
                 say(f"run folder {record.folder}\n{record.description}")
+            case records.WorkerStarting(now, _, what) if what not in self._phases:
+                self._phases.add(what)
+                say(f"{what} (after {now - self._started:.1f} s)")
             case records.FirstRollout(seconds):
                 say(f"first rollout after {seconds:.1f} s")
             case records.Evaluated(accuracy=accuracy, num_prompts=count):
@@ -39,24 +45,26 @@ class PlainLines:
                 self._print_first_error(message)
             case records.IterationFinished():
                 self._print_iteration(record)
-            case records.Note(text):
+            case records.Note(text) | records.Quiet(note=text) if text:
                 say(safe(text))
             case records.RunFinished(summary=summary):
-                print_end_table(summary, self._folder)
+                print_end_table(summary, self._folder, self._config)
             case records.RunEnded(exit_code, message) if message:
                 print_end(exit_code, message)
 
     def _print_iteration(self, record: records.IterationFinished) -> None:
         metrics = record.metrics
         number = metrics["iteration"] + 1
+        replaced = metrics.get("groups_replaced")
         say(
-            f"iteration {number}/{self._num_iterations}  "
+            f"iteration {number}/{self._config.train.iterations}  "
             f"reward {shown(metrics['reward'], '.3f')}  "
             f"length {metrics['completions/mean_length']:.1f}  "
             f"loss {shown(metrics['loss'], '+.4f')}  "
             f"grad_norm {shown(metrics['grad_norm'], '.3f')}  "
             f"{metrics['perf/iteration_seconds']:.2f} s  "
             f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
+            + (f"  replaced {replaced}" if replaced else "")
         )
         if metrics.get("reward_errors"):
             say(
@@ -86,13 +94,13 @@ def print_end(exit_code: int, message: str) -> None:
         say(f"easyrl: {safe(message)}", sys.stderr)
 
 
-def print_end_table(summary: Mapping[str, Any], folder: Path) -> None:
+def print_end_table(summary: Mapping[str, Any], folder: Path, config: Config) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
     with console.capture() as capture:  # left to itself, rich ends the process on a broken pipe
-        console.print(end_table(summary, folder), crop=False)
-    say(capture.get().removesuffix("\n"))
+        console.print(end_table(summary, folder, config), crop=False)
+    say("\n".join(line.rstrip() for line in capture.get().removesuffix("\n").split("\n")))
 
 
 def safe(text: str) -> str:

@@ -1,52 +1,69 @@
 """A run's records from its folder alone, also while they are being written.
 
-    config.yaml ─────┐
-    trace.json ──────┼──► RunStarted, WorkerActive, GroupArrived, …, RunEnded
-    metrics.jsonl ───┤
-    samples.jsonl ───┤        times are seconds since the run began
-    summary.json ────┘
+    config.yaml ────────────┐
+    trace.json ─────────────┼──► RunStarted, WorkerActive, GroupArrived, …, RunEnded
+    metrics.jsonl ──────────┤
+    samples.jsonl ──────────┤        times are seconds since the run began
+    reward_errors.jsonl ────┤
+    summary.json ───────────┘
 
-Only whole lines are read; what is cut off, or is no JSON, is passed over.
+The trace leads; of the other files as much is read as belongs before it. Whatever the length of a
+run, no more than a line of each is held. Only whole lines are read; what is cut off, or is no JSON,
+is passed over.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from easyrl import records
 from easyrl.config import Config, load_config
-from easyrl.events import Activity, Span
+from easyrl.events import Activity, Span, UnderWay
 from easyrl.observe import trace
 from easyrl.observe.process_identity import is_alive
-from easyrl.observe.run_state import MAX_SAMPLES
 from easyrl.records import Record
+
+TAIL_BYTES = 65536
 
 
 class GrowingFile:
-    """The lines of JSON that have come since last asked."""
+    """The lines of JSON that have come since last asked, one at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
-    def read(self) -> Iterator[Any]:
+    def read(self, is_due: Callable[[Any], bool] = lambda line: True) -> Iterator[Any]:
+        """Up to the first line that is not due yet, which comes first the next time."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
+            file = self.path.open("rb")
         except FileNotFoundError:
             return
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            try:
-                yield json.loads(line.rstrip(b","))
-            except ValueError:  # the brackets around a trace, a line that was cut off
-                continue
+        with file:
+            file.seek(self._offset)
+            for text in file:
+                if not text.endswith(b"\n"):
+                    return
+                try:
+                    line = json.loads(text.strip().rstrip(b","))
+                except ValueError:  # the brackets around a trace, a line that was cut off
+                    self._offset += len(text)
+                    continue
+                if not is_due(line):
+                    return
+                self._offset += len(text)
+                yield line
+
+    def last_lines(self) -> list[bytes]:
+        """The last few, whole or not."""
+        with self.path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return file.read().splitlines()
 
 
 class RunFiles:
@@ -66,10 +83,11 @@ class RunFiles:
         self._trace = GrowingFile(folder / trace.FILE_NAME)
         self._metrics = GrowingFile(folder / "metrics.jsonl")
         self._samples = GrowingFile(folder / "samples.jsonl")
-        self._lines: dict[int, Any] = {}  # of metrics.jsonl, by iteration, not told yet
+        self._errors = GrowingFile(folder / "reward_errors.jsonl")
         self._controller: Mapping[str, Any] = {}
         self._workers: dict[int, str] = {}  # by their process number in the trace
         self._iteration = self._round = 0
+        self._now = 0.0  # of the newest event
 
     def now(self) -> float:
         """Seconds since the run began, on the machine's wall clock."""
@@ -86,7 +104,28 @@ class RunFiles:
         self.seconds_of_silence = time.time() - written
         for event in self._trace.read():
             yield from self._records(event)
-        for line in list(self._samples.read())[-MAX_SAMPLES:]:
+        yield from self._texts()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the run's first record has been read."""
+        return bool(self._controller)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the trace has its end, without reading it."""
+        return any(b'"exit_code"' in line for line in self._trace.last_lines()[-3:])
+
+    def _texts(self) -> Iterator[Record]:
+        """Completions and reward errors of the iterations begun so far."""
+
+        def is_due(line: Any) -> bool:
+            return line["iteration"] is None or int(line["iteration"]) <= self._iteration
+
+        for line in self._errors.read(is_due):
+            now, index = self._now, line["prompt_index"]
+            yield records.RewardFailed(now, line["iteration"], index, line["error"])
+        for line in self._samples.read(is_due):
             yield records.Sampled(line)
 
     def _records(self, event: trace.Event) -> Iterator[Record]:
@@ -98,10 +137,15 @@ class RunFiles:
                 f"'{self.folder}': its {trace.FILE_NAME} does not begin with the run; expected: "
                 "one that was written by this version of EasyRL, as a whole"
             )
-        now = event["ts"] / 1e6
+        self._now = now = event["ts"] / 1e6
         match event:
             case {"cat": trace.ACTIVITY}:
                 yield self._activity(event, now)
+            case {"cat": trace.UNDER_WAY, "pid": process, "args": {"kind": kind}}:
+                begun = UnderWay(kind, now)
+                yield records.WorkerActive(self._workers[process], Activity((), 0, 0, begun))
+            case {"cat": trace.QUIET, "args": {"text": text}}:
+                yield records.Quiet(now, text)
             case {"cat": trace.GROUP, "args": group}:
                 yield records.GroupArrived(now, **group)
             case {"cat": trace.START_UP, "ph": "B", "pid": process, "name": what}:
@@ -116,10 +160,14 @@ class RunFiles:
             case {"cat": trace.ITERATION, "ph": "B", "args": {"iteration": iteration}}:
                 self._iteration = iteration
                 yield records.IterationStarted(now, iteration)
+            case {"cat": trace.ROUND, "args": details}:
+                yield records.RoundStarted(now, **details)
             case {"cat": trace.ITERATION, "ph": "E"}:
-                self._lines |= {line["iteration"]: line for line in self._metrics.read()}
-                if (line := self._lines.pop(self._iteration, None)) is not None:
+                yield from self._texts()
+                for line in self._metrics.read(lambda line: line["iteration"] <= self._iteration):
                     yield records.IterationFinished(now, line)
+            case {"cat": trace.NOTE, "args": {"text": text}}:
+                yield records.Note(text)
             case {"cat": trace.EVALUATION, "ph": "B", "args": details}:
                 self._round = details["round"]
                 yield records.EvaluationStarted(now, **details)
@@ -143,6 +191,7 @@ class RunFiles:
                 slots = self.config.ring_slots
                 yield records.RunStarted(0.0, self.folder, self.config, devices, slots, description)
             case {"exit_code": exit_code, "message": message}:
+                yield from self._texts()
                 yield records.RunEnded(exit_code, message)
 
     def _activity(self, event: trace.Event, now: float) -> Record:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from easyrl import records
-from easyrl.events import WORKING, Activity, Span
+from easyrl.device_sets import count_devices
+from easyrl.events import WORKING, Activity, Span, UnderWay
 from easyrl.records import Record
 from easyrl.runtime.totals import overlap
 
@@ -43,6 +44,8 @@ class WorkerState:
     tokens: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
     """(started, ended, number)"""
     num_tokens: int = 0
+    under_way: UnderWay | None = None
+    """What it has begun and not told the end of."""
 
     @property
     def is_rollout(self) -> bool:
@@ -53,6 +56,7 @@ class WorkerState:
         self.phase, self.phase_started = phase, now
 
     def add(self, activity: Activity) -> None:
+        self.under_way = activity.under_way
         for span in activity.spans:
             spans = self.rewards if span.kind == "score" else self.work
             previous = spans[-1] if spans else None
@@ -96,7 +100,9 @@ class RunState:
     """The one under way, from 0; None before the first and after the last."""
     iteration_started: float = 0.0
     num_groups: int = 0
-    """Groups of this iteration that are finished."""
+    """Groups of this iteration that are finished and will be trained."""
+    round: int = 0
+    """Of fresh prompts in the place of groups that were rejected; 0: none was."""
     num_in_ring: int = 0
     rewards: list[float] = field(default_factory=list)  # of each iteration
     accuracies: list[tuple[int, float]] = field(default_factory=list)
@@ -109,11 +115,15 @@ class RunState:
     """Of the newest iteration: completion tokens, over its whole time."""
     num_skipped: int = 0
     """Groups, so far (`reward.on_error`)."""
+    num_not_replaced: int = 0
+    """Groups, so far, that are trained without a gradient: there was no round left."""
     num_reward_errors: int = 0
     num_not_finite: int = 0
     """Updates that were dropped."""
     note: str = ""
     """What the user should know, the newest."""
+    silence: str = ""
+    """What the workers are at, while none of them has told of anything for long."""
     samples: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     """Lines of `samples.jsonl`, the newest last."""
     evaluation: Evaluation | None = None
@@ -124,7 +134,8 @@ class RunState:
     """The latest time that a record told of."""
 
     def apply(self, record: Record) -> None:
-        self.newest = max(self.newest, _time_of(record))
+        self.newest = max(self.newest, records.time_of(record))
+        self.silence = record.note or self.silence if isinstance(record, records.Quiet) else ""
         match record:
             case records.RunStarted(started=started, devices=devices):
                 self.run, self.newest = record, started
@@ -164,7 +175,10 @@ class RunState:
                 known = math.nan if accuracy is None else accuracy  # null in the files
                 self.accuracies.append((len(self.rewards), known))
             case records.IterationStarted(now, iteration):
-                self.iteration, self.iteration_started, self.num_groups = iteration, now, 0
+                self.iteration, self.iteration_started = iteration, now
+                self.num_groups = self.round = 0
+            case records.RoundStarted(round=round_):
+                self.round = round_
             case records.IterationFinished(metrics=metrics):
                 self._finish_iteration(metrics)
             case records.SavingModel(now):
@@ -186,8 +200,9 @@ class RunState:
             weights_seconds=metrics["perf/weights_seconds"],
             wall_seconds=seconds,
         )
-        self.num_groups = 0
+        self.num_groups = self.round = 0
         self.num_skipped += int(metrics.get("groups_skipped", 0))
+        self.num_not_replaced += int(metrics.get("groups_not_replaced", 0))
         self.num_reward_errors += int(metrics.get("reward_errors", 0))
         self.num_not_finite += int(metrics.get("num_updates_not_finite", 0))
         assert self.run is not None
@@ -200,9 +215,7 @@ class RunState:
 
     @property
     def num_devices(self) -> int:
-        """Of both groups; the CPU counts once per worker, a shared device once."""
-        devices = [worker.device for worker in self.workers.values()]
-        return devices.count("cpu") + len({device for device in devices if device != "cpu"})
+        return count_devices(worker.device for worker in self.workers.values())
 
     @property
     def mean_iteration_seconds(self) -> float | None:
@@ -231,9 +244,3 @@ class RunState:
             for worker in self.workers.values()
             if worker.is_rollout == rollout
         )
-
-
-def _time_of(record: Record) -> float:
-    if isinstance(record, records.WorkerActive):
-        return max((span.ended for span in record.activity.spans), default=0.0)
-    return getattr(record, "time", 0.0)

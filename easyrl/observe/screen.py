@@ -6,7 +6,8 @@
 The alternate screen is drawn over line by line and never erased, so that nothing flickers, and is
 right again after a resize with the next frame; in synchronized updates, where the terminal knows
 them, so that nothing tears. Whatever else this process or its libraries print, in C as well, goes
-to the log.
+to the log. Ctrl-Z gives the terminal back for as long as the process is stopped or runs in the
+background.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -33,6 +36,7 @@ def is_fit_for_pictures() -> bool:
             and os.isatty(sys.stdout.fileno())
             and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
             and (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+            and _is_in_foreground(sys.stdout.fileno())
         )
     return False
 
@@ -41,13 +45,11 @@ class Screen:
     """Up from its making to `close`, which may be called again and comes about at exit at last."""
 
     def __init__(self, log_file: Path) -> None:
-        self._is_up = True
+        self._is_closed = self._is_up = False
         self._terminal = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         self._saved = _redirect_to(log_file)
         self._console = Console(file=self._terminal, force_terminal=True, highlight=False)
-        self._console.set_alt_screen(True)
-        self._console.show_cursor(False)
-        self._write(NO_WRAP)
+        self._go_up()
         atexit.register(self.close)
 
     @property
@@ -60,7 +62,11 @@ class Screen:
         return 80, 24
 
     def draw(self, picture: RenderableType, size: tuple[int, int]) -> None:
-        """Raises OSError where the terminal is gone."""
+        """To nobody while in the background. Raises OSError where the terminal is gone."""
+        if not _is_in_foreground(self._terminal.fileno()):
+            self._go_down()
+            return
+        self._go_up()
         width, height = size
         console = self._console
         options = console.options.update(width=width, height=height)
@@ -70,24 +76,49 @@ class Screen:
         # The cursor waits at the top, where a key that is pressed does not scroll the screen.
         self._write(SYNCHRONIZED_BEGIN + frame.get() + "\x1b[H" + SYNCHRONIZED_END)
 
+    def suspend(self) -> None:
+        """Give the terminal back and stop, as SIGTSTP does that is not handled, until SIGCONT."""
+        self._go_down()
+        signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)  # at once, not in another thread
+
     def close(self) -> None:
-        if not self._is_up:
+        if self._is_closed:
             return
-        self._is_up = False
+        self._is_closed = True
         atexit.unregister(self.close)
         try:
             with contextlib.suppress(OSError):  # the terminal may be gone
-                self._write(WRAP)
-                self._console.show_cursor(True)
-                self._console.set_alt_screen(False)
+                self._go_down()
         finally:
             _restore(self._saved)
             with contextlib.suppress(OSError):
                 self._terminal.close()
 
+    def _go_up(self) -> None:
+        if not self._is_up:
+            self._is_up = True
+            self._console.set_alt_screen(True)
+            self._console.show_cursor(False)
+            self._write(NO_WRAP)
+
+    def _go_down(self) -> None:
+        if self._is_up:
+            self._is_up = False
+            self._write(WRAP)
+            self._console.show_cursor(True)
+            self._console.set_alt_screen(False)
+
     def _write(self, text: str) -> None:
         self._terminal.write(text)
         self._terminal.flush()
+
+
+def _is_in_foreground(terminal: int) -> bool:
+    """Whether the terminal is ours to draw on. One that controls no session has no background."""
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return True
 
 
 def _redirect_to(log_file: Path) -> dict[int, int]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from easyrl import records
-from easyrl.events import WORKING, Activity
+from easyrl.events import WORKING, Activity, UnderWay
 from easyrl.observe.process_identity import identity_of_this_process
 from easyrl.records import Record
 from easyrl.runtime.run_folder import finite
@@ -27,7 +27,10 @@ CONTROLLER = 0
 WORK, REWARDS = 0, 1
 # Categories of events
 ACTIVITY, START_UP, GROUP = "activity", "start-up", "group"
-ITERATION, EVALUATION, SAVING = "iteration", "evaluation", "saving"
+ITERATION, ROUND, EVALUATION, SAVING = "iteration", "round", "evaluation", "saving"
+NOTE, UNDER_WAY, QUIET = "note", "under way", "quiet"
+LONG_SECONDS = 0.3
+"""What takes longer is told when it has taken so long already; anything else at its end."""
 Event = dict[str, Any]
 
 
@@ -37,10 +40,11 @@ class TraceWriter:
         self._started = 0.0
         self._processes: dict[str, int] = {}
         self._starting: set[str] = set()
+        self._under_way: dict[str, UnderWay] = {}  # of each worker, where it is not written yet
         self._num_in_ring = 0
 
     def __call__(self, record: Record) -> None:
-        events = list(self._events(record))
+        events = [*self._events(record), *self._long_under_way(records.time_of(record))]
         if self._file is not None and events:
             self._file.write("".join(json.dumps(event) + ",\n" for event in events))
             self._file.flush()
@@ -61,11 +65,20 @@ class TraceWriter:
                 yield self._end(START_UP, now, {"ready": True}, process=self._processes[worker])
             case records.WorkerActive(worker, activity):
                 yield from self._activity(self._processes[worker], activity)
+                self._under_way.pop(worker, None)
+                if activity.under_way is not None:
+                    self._under_way[worker] = activity.under_way
+            case records.Quiet(now, text) if text:
+                yield self._event("i", QUIET, now, cat=QUIET, s="g", args={"text": text})
             case records.GroupArrived(now, iteration, prompt_index, mean_reward, num_tokens):
                 details: Event = {"iteration": iteration, "prompt_index": prompt_index}
                 details |= finite({"mean_reward": mean_reward, "num_tokens": num_tokens})
                 yield self._event("i", "group", now, cat=GROUP, s="t", args=details)
                 yield self._count_ring(now, +1)
+            case records.Note(text):
+                yield self._event(
+                    "i", "note", time.monotonic(), cat=NOTE, s="g", args={"text": text}
+                )
             case _:
                 yield from self._phases(record)
 
@@ -76,6 +89,9 @@ class TraceWriter:
             case records.IterationStarted(now, iteration):
                 details = {"iteration": iteration}
                 yield self._begin(f"iteration {iteration}", ITERATION, now, details)
+            case records.RoundStarted(now, iteration, round_, num_prompts):
+                details = {"iteration": iteration, "round": round_, "num_prompts": num_prompts}
+                yield self._event("i", f"round {round_}", now, cat=ROUND, s="p", args=details)
             case records.IterationFinished(now, metrics):
                 yield self._end(ITERATION, now)
                 yield self._event("C", "reward", now, args=finite({"reward": metrics["reward"]}))
@@ -125,6 +141,16 @@ class TraceWriter:
             yield event
         if activity.num_groups:
             yield self._count_ring(activity.spans[-1].ended, -activity.num_groups)
+
+    def _long_under_way(self, now: float) -> Iterator[Event]:
+        for worker, begun in list(self._under_way.items()):
+            if now - begun.started >= LONG_SECONDS:
+                del self._under_way[worker]
+                name, process = f"{begun.kind} begins", self._processes[worker]
+                details = {"kind": begun.kind}
+                yield self._event(
+                    "i", name, begun.started, cat=UNDER_WAY, pid=process, s="t", args=details
+                )
 
     def _count_ring(self, now: float, change: int) -> Event:
         self._num_in_ring += change

@@ -183,7 +183,7 @@ def tracker_main(kind: str, project: str, control: Connection) -> None:
     except EOFError:
         pass  # the controller is gone
     except ImportError as error:
-        _give_up(control, f"{error}; pip install 'easyrl[{kind}]' brings what it needs")
+        _give_up(control, f"{error}; {install(kind)}")
     except BaseException as error:  # a library may well call sys.exit
         _give_up(control, f"{_in_short(error)}; {REMEDIES[kind]}")
 
@@ -210,6 +210,10 @@ def _print_to(file: Path) -> None:
         os.dup2(log, stream)
     os.close(log)
     sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def install(kind: str) -> str:
+    return f"pip install 'easyrl[{kind}]' brings what it needs"
 
 
 def _give_up(control: Connection, why: str) -> None:

@@ -1,6 +1,7 @@
 """TensorBoard, Weights & Biases, trackio: the metrics of a run, sent on.
 
-    controller ──Record──► Tracker ──queue──► thread ──pipe──► process with the library in it
+    controller ──Record──► Trackers ──► Tracker ──queue──► thread ──pipe──► process with the library
+                                    └─► Tracker ──► …
 
 The library has a process of its own, so that nothing it imports weighs on the controller, nothing
 it prints stands in the run's output (it goes to RUN/logs), and one that hangs can be killed. One
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import queue
@@ -23,7 +25,7 @@ from typing import Any
 
 from easyrl import records
 from easyrl.config import Config
-from easyrl.observe.tracker_process import End, Log, Open, tracker_main
+from easyrl.observe.tracker_process import End, Log, Open, install, tracker_main
 from easyrl.records import Note, Record
 
 START_SECONDS = 30.0
@@ -33,19 +35,41 @@ END_SECONDS = 5.0
 MAX_WAITING = 1000
 """Messages that a tracker may be behind before it counts as hung."""
 ACCURACY = "held_out/accuracy"
+NOT_BEGUN = 2
+"""The exit code of a run that a tracker has kept from beginning."""
 
 
-def start_trackers(config: Config) -> list[Tracker]:
-    """One for each entry of `output.log_to`; raises ValueError where one cannot start."""
-    trackers = [Tracker(kind, config.output.project) for kind in config.output.log_to]
-    try:
-        for tracker in trackers:
-            tracker.wait_until_started()
-    except BaseException:
-        for tracker in trackers:
-            tracker.kill()
-        raise
-    return trackers
+class Trackers:
+    """One for each entry of `output.log_to`: a run is tracked by all of them or does not begin.
+
+    Their processes start while the run is being checked, and are waited for when it has passed.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Raises ValueError where one is not installed."""
+        for kind in config.output.log_to:
+            if importlib.util.find_spec(kind) is None:
+                raise _cannot_start(kind, f"no module '{kind}' is installed; {install(kind)}")
+        self._trackers = [Tracker(kind, config.output.project) for kind in config.output.log_to]
+
+    def __call__(self, record: Record) -> Note | None:
+        """Raises ValueError at the run's start where one cannot track it; never later."""
+        if isinstance(record, records.RunStarted):
+            self._begin(record)
+            return None
+        notes = [note for tracker in self._trackers if (note := tracker(record)) is not None]
+        return Note("\n".join(note.text for note in notes)) if notes else None
+
+    def _begin(self, run: records.RunStarted) -> None:
+        try:
+            for tracker in self._trackers:
+                tracker.wait_until_started()
+            for tracker in self._trackers:
+                tracker(run)
+        except ValueError:
+            for tracker in self._trackers:  # those that have begun are told that it is over
+                tracker(records.RunEnded(NOT_BEGUN, ""))
+            raise
 
 
 class Tracker:
@@ -94,10 +118,7 @@ class Tracker:
             why = f"no answer within {START_SECONDS:.0f} seconds"
         if why is not None:
             self.kill()
-            raise ValueError(
-                f"output.log_to: '{self.kind}' cannot start: {why}; or leave it out of "
-                "output.log_to"
-            )
+            raise _cannot_start(self.kind, why)
 
     def kill(self) -> None:
         self._is_tracking = False
@@ -139,6 +160,7 @@ class Tracker:
 
     def _end(self, exit_code: int) -> Note | None:
         if not self._is_tracking:
+            self.kill()
             return None
         deadline = time.monotonic() + END_SECONDS
         try:
@@ -156,3 +178,9 @@ class Tracker:
     def _drop(self, why: str) -> Note:
         self.kill()
         return Note(f"{self.kind} tracks this run no longer: {why}. All is in metrics.jsonl.")
+
+
+def _cannot_start(kind: str, why: str) -> ValueError:
+    return ValueError(
+        f"output.log_to: '{kind}' cannot start: {why}; or leave it out of output.log_to"
+    )

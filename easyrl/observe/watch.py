@@ -6,13 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from types import FrameType
 
 from easyrl import records
 from easyrl.observe.live_view import LastPicture, LiveView
-from easyrl.observe.plain_lines import PlainLines, print_end
+from easyrl.observe.plain_lines import PlainLines, print_end, say
 from easyrl.observe.run_files import RunFiles
 from easyrl.observe.screen import is_fit_for_pictures
 from easyrl.records import Observer, Record
@@ -37,24 +36,20 @@ def watch(folder: Path, *, live: bool) -> int:
 
 
 def _watch(files: RunFiles, *, live: bool) -> int:
-    folder = files.folder
-    found, last = [], None
-    for record in _follow(files, wait=False):
-        found.append(record)
-        last = record
-    has_ended = isinstance(last, records.RunEnded)
+    last: Record | None = None
     view = LiveView(files.now, log_file=Path(os.devnull))
     observe: Observer = PlainLines()
-    if live and is_fit_for_pictures():
-        observe = LastPicture() if has_ended else view
     before = {signum: signal.signal(signum, _stop) for signum in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        for record in chain(found, () if has_ended else _follow(files, wait=True)):
+        for record in _follow(files):
+            if last is None and live and is_fit_for_pictures():
+                is_over = files.has_ended or files.is_alive is False
+                observe = LastPicture() if is_over else view
             observe(record)
             last = record
     except KeyboardInterrupt:
         view.close()
-        print_end(INTERRUPTED, f"the run goes on; to see it again: easyrl watch {folder}")
+        print_end(INTERRUPTED, f"the run goes on; to see it again: easyrl watch {files.folder}")
         return INTERRUPTED
     finally:
         view.close()
@@ -68,9 +63,10 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)  # through `finally`: the terminal is left as it was
 
 
-def _follow(files: RunFiles, *, wait: bool) -> Iterator[Record]:
-    """What the files tell, until the run has ended, or (without `wait`) until there is no more."""
+def _follow(files: RunFiles) -> Iterator[Record]:
+    """What the files tell, as it comes, until the run has ended."""
     is_alive: bool | None = True
+    is_waiting = False
     while True:
         for record in files.read():
             yield record
@@ -91,8 +87,9 @@ def _follow(files: RunFiles, *, wait: bool) -> Iterator[Record]:
                 "process cannot be seen from here; if it lives, watch it again once it writes"
             )
             return
-        if not wait:
-            return
+        if not (files.is_begun or is_waiting):
+            say(f"waiting for the run to begin: {files.folder} tells of nothing yet")
+            is_waiting = True
         time.sleep(POLL_SECONDS)
 
 

@@ -7,6 +7,7 @@ the scores, in which the function that failed gave every completion 0.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from easyrl.types import Messages
 
 LARGEST = 1e30
 """Scores are summed with weights in float32, whose largest number is about 3e38."""
+EXIT_ZERO = 254
+"""The exit code that stands for 0: by the pool a process that ends with 0 is not missed, and its
+call not answered before its time is up."""
 Scores = list[list[float | None]]  # [functions][G]
 
 
@@ -48,6 +52,8 @@ def start_worker(config: Config) -> None:
     # At once, without pebble's clean-up: there is nothing to clean up, and close() waits for it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()
+    end = os._exit
+    os._exit = lambda status: end(status or EXIT_ZERO)
     _config = config
 
 

@@ -21,16 +21,17 @@ class RewardError(RuntimeError):
 
 
 def exact_match(
+    answer_column: str,
+    /,  # so that a column may have this name too
     prompts: Sequence[str | Messages],
     completions: Sequence[str | Messages],
     completion_ids: Sequence[Sequence[int]],
-    *,
-    answer_column: str = "answer",
     **columns: Sequence[Any],
 ) -> list[float | None]:
     """1.0 where the whole completion is the answer, white space around both aside; else 0.0.
 
-    None, which means "does not apply", where the row has no answer.
+    None, which means "does not apply", where the row has no answer. (`load_reward` binds
+    `answer_column`; the rest is the signature of every reward.)
     """
     if answer_column not in columns:
         raise ValueError(

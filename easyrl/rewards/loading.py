@@ -67,7 +67,7 @@ def check_rewards(config: Config, example: Prompt) -> None:
 def load_reward(spec: str, config: Config) -> RewardFunction:
     """The function that one entry of `reward.functions` names."""
     if spec == "exact_match":
-        return partial(exact_match, answer_column=config.reward.answer_column)
+        return partial(exact_match, config.reward.answer_column)
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name.isidentifier():
         hint = (

@@ -31,7 +31,7 @@ import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
 from easyrl.config import Config
-from easyrl.rewards.calls import Group, Scores, score_group, start_worker
+from easyrl.rewards.calls import EXIT_ZERO, Group, Scores, score_group, start_worker
 from easyrl.rewards.functions import RewardError
 from easyrl.rewards.loading import reward_names, reward_specs
 from easyrl.types import Float32, Messages
@@ -167,7 +167,8 @@ class Scorer:
             limit = f"{self._timeout_seconds:g} s (runtime.timeout_seconds)"
             errors = [f"reward ({self._names}) took longer than {limit}, {call.group}"]
         except ProcessExpired as error:
-            how = f"ended its process (exit code {error.exitcode})"
+            code = 0 if error.exitcode == EXIT_ZERO else error.exitcode
+            how = f"ended its process (exit code {code})"
             errors = [f"reward ({self._names}) {how}, {call.group}"]
         except BrokenProcessPool as error:
             errors = [f"reward ({self._names}) lost its processes ({error}), {call.group}"]

@@ -10,6 +10,7 @@ One iteration (policy_version k; it grows by `train.updates_per_iteration`):
                             group ◄══════ ring ◄═══════════ group            (many times)
                             forward, backward
     ◄── GroupScored ──────────────────────────────────────  (small: rewards, lengths)
+    Generate fresh prompts ───────────────────────────────► in the place of rejected groups
                             an update's last group in: optimizer step
     ◄── IterationTrained ──
     metrics.jsonl, one line of output
@@ -31,13 +32,16 @@ from easyrl import events, records
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
 from easyrl.data.datasets import PromptStream
+from easyrl.device_sets import count_devices
 from easyrl.records import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.iteration import IterationRecord
 from easyrl.runtime.launch import rollout_main, train_main
-from easyrl.runtime.placement import Placement
+from easyrl.runtime.placement import Placement, device_names
+from easyrl.runtime.rounds import Rounds
 from easyrl.runtime.run_folder import RunFolder
+from easyrl.runtime.silence import TICK_SECONDS, Silence
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.runtime.totals import Totals
 from easyrl.types import Prompt
@@ -69,9 +73,11 @@ class Controller:
         self._ring = ring
         self._make_dispatcher = make_dispatcher
         self.reward_names = reward_names(config)
-        self.totals = Totals(placement.num_devices, started)
+        self.totals = Totals(count_devices(device_names(placement).values()), started)
         self.policy_version = 0
+        self._next_prompt_index = 0
         self._events: deque[tuple[Worker, events.Event]] = deque()  # come, not looked at yet
+        self._silence = Silence()
         self._store_fd = os.memfd_create("easyrl-store")  # no name: nothing to leave behind
 
     def run(self) -> dict[str, Any]:
@@ -101,19 +107,24 @@ class Controller:
         self.train_worker = self._spawn("train", 0, owner_id=num_rollout)
         self._ring.close()  # the workers have their own descriptors
         not_ready = {worker.name for worker in self._workers}
+        self._without_weights = set(not_ready)
         while not_ready:
             worker, event = self._next_event()
             match event:
                 case events.Starting(what):
-                    self.tell(records.WorkerStarting(time.monotonic(), worker.name, what))
+                    self._tell_starting(worker, what)
                 case events.Ready():
-                    self.tell(records.WorkerReady(time.monotonic(), worker.name))
                     not_ready.remove(worker.name)
+                    if not_ready:
+                        self._tell_starting(worker, "waiting for the other workers")
                 case _:
                     raise AssertionError(f"{worker.name} sent {event}")
         self.dispatcher = self._make_dispatcher(self.rollout_workers, self.config, self.placement)
         for rank, worker in enumerate(self._workers):
             worker.send(events.JoinWeights(membership=0, rank=rank, size=len(self._workers)))
+
+    def _tell_starting(self, worker: Worker, what: str) -> None:
+        self.tell(records.WorkerStarting(time.monotonic(), worker.name, what))
 
     @property
     def _workers(self) -> list[Worker]:
@@ -140,34 +151,56 @@ class Controller:
     # -- phases of a run ------------------------------------------------------------------------
 
     def _exchange_weights(self) -> float:
-        """Bring the trainer's weights to all rollout workers; returns the seconds it took."""
+        """Bring the trainer's weights to all rollout workers; returns the seconds it took.
+
+        A worker has started up once it has had its first.
+        """
         started = time.monotonic()
         for worker in self._workers:
+            if worker.name in self._without_weights:
+                self._tell_starting(worker, "exchanging the first weights")
             worker.send(events.ExchangeWeights(self.policy_version))
         for _ in self._workers:
-            _, event = self._next_event()
+            worker, event = self._next_event()
             assert isinstance(event, events.WeightsExchanged)
+            if worker.name in self._without_weights:
+                self._without_weights.remove(worker.name)
+                self.tell(records.WorkerReady(time.monotonic(), worker.name))
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
-        train = self.config.train
         started = time.monotonic()
         self.tell(records.IterationStarted(started, iteration))
         record = IterationRecord(iteration, weights_seconds=self._exchange_weights())
-        first = iteration * train.prompts_per_iteration
-        prompts = [self.prompts.prompt(first + i) for i in range(train.prompts_per_iteration)]
-        self.train_worker.send(events.TrainIteration(iteration, first))
-        self.dispatcher.start(iteration, prompts)
-        while record.trained is None or len(record.groups) < len(prompts):
+        rounds = Rounds(
+            self.prompts,
+            self._next_prompt_index,
+            num_places=self.config.train.prompts_per_iteration,
+            max_replacements=self.config.algorithm.dynamic_sampling_max_rounds,
+        )
+        self.train_worker.send(events.TrainIteration(iteration))
+        while record.trained is None or not rounds.is_filled:
+            if rounds.is_over and not rounds.is_filled:
+                self._start_round(record, rounds)
             worker, event = self._next_event()
             match event:
                 case events.GroupScored():
                     self._add_group(worker, event, record, time.monotonic() - started)
+                    rounds.add(event)
                 case events.IterationTrained():
                     record.trained = event
                 case _:
                     raise AssertionError(f"{worker.name} sent {event}")
+        self._next_prompt_index = rounds.next_index
         self._finish_iteration(record, time.monotonic() - started)
+
+    def _start_round(self, record: IterationRecord, rounds: Rounds) -> None:
+        prompts = rounds.start()
+        record.num_replacement_rounds = rounds.number
+        if rounds.number > 0:
+            now = time.monotonic()
+            self.tell(records.RoundStarted(now, record.iteration, rounds.number, len(prompts)))
+        self.dispatcher.start(record.iteration, prompts, is_last_round=rounds.is_last)
 
     def _finish_iteration(self, record: IterationRecord, seconds: float) -> None:
         trained = record.trained
@@ -182,6 +215,15 @@ class Controller:
         metrics |= self.totals.add_iteration(record, metrics["reward"], seconds)
         line = {"iteration": record.iteration, "policy_version": self.policy_version, **metrics}
         self.tell(records.IterationFinished(time.monotonic(), line))
+        if record.num_not_replaced:
+            self.tell(
+                records.Note(
+                    f"iteration {record.iteration + 1}: {record.num_not_replaced} of "
+                    f"{trained.groups_trained} groups have no gradient, and no round of fresh "
+                    "prompts is left (algorithm.dynamic_sampling_max_rounds="
+                    f"{record.num_replacement_rounds}); they count with an advantage of 0"
+                )
+            )
 
     def _add_group(
         self, worker: Worker, group: events.GroupScored, record: IterationRecord, seconds: float
@@ -191,6 +233,8 @@ class Controller:
         record.add_group(worker.name, group, seconds)
         self.dispatcher.on_group(worker)
         self._tell_errors(group.iteration, group.prompt_index, group.errors)
+        if group.is_rejected:
+            return
         self.tell(
             records.GroupArrived(
                 time.monotonic(),
@@ -259,6 +303,7 @@ class Controller:
         while True:
             while self._events:
                 worker, event = self._events.popleft()
+                self._silence.hear(worker.name, event)
                 match event:
                     case events.Activity():
                         self.tell(records.WorkerActive(worker.name, event))
@@ -266,4 +311,7 @@ class Controller:
                         self.tell(records.Note(text))
                     case _:
                         return worker, event
-            self._events.extend(self.supervisor.wait())
+            self._events.extend(self.supervisor.wait(TICK_SECONDS))
+            if not self._events:
+                note = self._silence.note(self._workers)
+                self.tell(records.Quiet(time.monotonic(), note))

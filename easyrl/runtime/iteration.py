@@ -20,15 +20,33 @@ class IterationRecord:
     trained: events.IterationTrained | None = None
     weights_seconds: float = 0.0
     first_group_seconds: float = 0.0
-    """From the iteration's start to its first finished group."""
+    """From the iteration's start to the first group in the ring."""
+    num_replacement_rounds: int = 0
     _engine_seconds: dict[str, float] = field(default_factory=dict)
 
     def add_group(self, worker: str, group: events.GroupScored, seconds: float) -> None:
         """A group came from `worker`, so many seconds after the iteration's start."""
-        if not self.groups:
+        if not group.is_rejected and not self.first_group_seconds:
             self.first_group_seconds = seconds
         self.groups.append(group)
-        self._engine_seconds[worker] = group.busy_seconds
+        # A rejected group's report overtakes those that wait for a slot of the ring.
+        self._engine_seconds[worker] = max(
+            group.busy_seconds, self._engine_seconds.get(worker, 0.0)
+        )
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Completion tokens, those of rejected groups too."""
+        return sum(sum(group.completion_lengths) for group in self.groups)
+
+    @property
+    def num_replaced(self) -> int:
+        return sum(group.is_rejected for group in self.groups)
+
+    @property
+    def num_not_replaced(self) -> int:
+        """Groups that should have been: there was no round left."""
+        return sum(group.is_unwanted and not group.is_rejected for group in self.groups)
 
     @property
     def infer_seconds(self) -> float:
@@ -36,7 +54,11 @@ class IterationRecord:
         return sum(self._engine_seconds.values()) / max(1, len(self._engine_seconds))
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
-        """TRL's names where it has one (DESIGN.md, section 6)."""
+        """TRL's names where it has one (DESIGN.md, section 6).
+
+        Rewards and lengths are of all groups generated, the rejected ones too, as TRL takes them
+        over its generation batch: they tell of the policy, not of what was chosen to be trained.
+        """
         assert self.trained is not None
         # Events come in order of arrival: sort, so that sums do not depend on it.
         groups = sorted(self.groups, key=lambda group: group.prompt_index)
@@ -44,6 +66,9 @@ class IterationRecord:
         return {
             **_reward_metrics([group for group in groups if not group.is_skipped], reward_names),
             "groups_skipped": sum(group.is_skipped for group in groups),
+            "groups_replaced": self.num_replaced,
+            "groups_not_replaced": self.num_not_replaced,
+            "replacement_rounds": self.num_replacement_rounds,
             "reward_errors": sum(len(group.errors) for group in groups),
             "completions/mean_length": float(lengths.mean()),
             "completions/min_length": float(lengths.min()),

@@ -5,11 +5,10 @@ On the CPU a run holds, in float32:
     train worker      4 x the weights: they, gradients, AdamW's two moments; once more each for a
                       reference (algorithm.beta) and an old policy (train.updates_per_iteration);
                       of a train worker elsewhere, those that train.offload keeps here
-    rollout worker    the weights, and the KV cache of the rows that it can fill
+    rollout worker    the weights, and a KV cache of all its rows at their full length
     ring buffer       its slots
 
-Only what is surely asked for is counted (no activations, no libraries), and a KV cache only as
-far as it can be filled: its memory is the system's until it is written. So nothing is refused
+Only what is surely asked for is counted (no activations, no libraries), so that nothing is refused
 that could run. Accelerators tell of their own memory when it is asked for.
 """
 
@@ -21,7 +20,7 @@ from typing import Any
 
 from easyrl.channels.ring_resources import available_memory_bytes
 from easyrl.config import Config, ConfigError
-from easyrl.model.files import ModelFiles
+from easyrl.model.files import PACKED_LAYERS, ModelFiles
 from easyrl.runtime.placement import Placement
 
 FLOAT_BYTES = 4
@@ -33,14 +32,14 @@ def check_memory(
     placement: Placement,
     model: ModelFiles,
     *,
-    longest_prompt: int,
     ring_bytes: int,
 ) -> None:
     """Raise ConfigError where this machine or its cgroup surely has too little."""
     weights = FLOAT_BYTES * (model.num_weights or 0)
     num_rollout = placement.infer.count if placement.infer.kind == "cpu" else 0
-    num_rows = num_rollout * _rows_per_worker(config, placement)
-    row_tokens = longest_prompt + config.rollout.max_completion_length
+    num_groups = placement.max_concurrent_groups if _fills_rows(model.config) else 1
+    num_rows = num_rollout * num_groups * config.rollout.num_generations
+    row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     cache = num_rows * row_tokens * kv_bytes_per_token(model.config)
     copies = num_rollout + _copies_of_trainer(config, is_here=placement.train.kind == "cpu")
     needed, available = copies * weights + cache + ring_bytes, available_memory_bytes()
@@ -85,6 +84,13 @@ def kv_bytes_per_token(model_config: dict[str, Any]) -> int:
     return int(2 * layers * (config.get("num_key_value_heads") or heads) * size * FLOAT_BYTES)
 
 
+def _fills_rows(model_config: dict[str, Any]) -> bool:
+    """Whether an engine may have several groups in flight: with layers of other kinds it has one
+    (`engines.generate`)."""
+    config = model_config.get("text_config") or model_config
+    return set(config.get("layer_types") or ()) <= set(PACKED_LAYERS)
+
+
 def _copies_of_trainer(config: Config, *, is_here: bool) -> int:
     """Weights and what has their size, on the CPU."""
     others = {
@@ -94,17 +100,6 @@ def _copies_of_trainer(config: Config, *, is_here: bool) -> int:
     if is_here:
         return COPIES_TO_TRAIN + sum(others.values())
     return sum(others[name] for name in config.train.offload)
-
-
-def _rows_per_worker(config: Config, placement: Placement) -> int:
-    """Sequences that an engine can have in flight at once."""
-    groups = placement.max_concurrent_groups
-    num_workers = placement.infer.count
-    if config.runtime.deterministic or num_workers == 1:  # each has its fixed share
-        groups = min(groups, -(-config.train.prompts_per_iteration // num_workers))
-    else:
-        groups = min(groups, config.train.prompts_per_iteration)
-    return groups * config.rollout.num_generations
 
 
 def _size(num_bytes: int) -> str:

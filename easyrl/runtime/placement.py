@@ -20,11 +20,6 @@ class Placement:
     """Per rollout worker."""
 
     @property
-    def num_devices(self) -> int:
-        """Devices of both groups; the CPU counts once per worker, a shared device once."""
-        return self.infer.count + self.train.count - int(self.shares_device)
-
-    @property
     def shares_device(self) -> bool:
         return self.infer.kind == "accelerator" and self.infer == self.train
 
@@ -94,10 +89,11 @@ def describe(placement: Placement) -> str:
 
 
 def _max_concurrent_groups(config: Config, num_workers: int) -> int:
-    """Enough rows to keep the engine efficient, few enough that groups end one after another."""
-    if config.rollout.max_concurrent_groups is not None:
-        return config.rollout.max_concurrent_groups
+    """Enough rows to keep the engine efficient, few enough that groups end one after another, and
+    never more than an engine's share of the prompts can fill."""
     per_worker = -(-config.train.prompts_per_iteration // num_workers)
+    if config.rollout.max_concurrent_groups is not None:
+        return min(config.rollout.max_concurrent_groups, per_worker)
     if config.runtime.schedule == "sync" and not config.runtime.deterministic:
         return per_worker  # nobody waits for the first group
     return max(min(per_worker, 16), per_worker // 4)

@@ -51,7 +51,7 @@ def check_run(config: Config) -> Preflight:
     placement = resolve_placement(config)  # to look for accelerators takes torch
     ring_bytes = ring_layout(config, placement).total_bytes
     checked = _check_prompts(config, prompts)
-    check_memory(config, placement, files, longest_prompt=checked.longest, ring_bytes=ring_bytes)
+    check_memory(config, placement, files, ring_bytes=ring_bytes)
     check_disk(folder, files)
     return Preflight(checked.stream, checked.num_skipped, placement)
 
@@ -59,11 +59,12 @@ def check_run(config: Config) -> Preflight:
 def _check_prompts(config: Config, prompts: PromptStream) -> CheckedPrompts:
     """The prompts as tokens of the model, whose class is looked at on the way."""
     model = config.model
-    if model.path in BUILT_IN_MODELS and config.data.dataset in TASKS:
-        # Its tokenizer makes one token of a character: the demo starts without transformers.
-        longest = max(map(len, prompts.examples()))
-        if longest <= config.data.max_prompt_length:
-            return CheckedPrompts(prompts, num_skipped=0, longest=longest)
+    if (  # its tokenizer makes one token of a character: the demo starts without transformers
+        model.path in BUILT_IN_MODELS
+        and config.data.dataset in TASKS
+        and max(map(len, prompts.examples())) <= config.data.max_prompt_length
+    ):
+        return CheckedPrompts(prompts, num_skipped=0)
     _quieten_transformers()
     model_config = load_model_config(model.path, trust_remote_code=model.trust_remote_code)
     if model.attention == "shared_prompt":

@@ -15,7 +15,7 @@ from easyrl.records import Observer, tell_all
 from easyrl.runtime.placement import describe, device_names
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.ring import make_ring
-from easyrl.runtime.run_folder import RunFolder
+from easyrl.runtime.run_folder import RunFolder, RunFolderLost
 
 FINISHED, FAILED, USER_ERROR = 0, 1, 2
 SIGNALLED = 128
@@ -79,13 +79,20 @@ def _run(
 
 
 def _notes(config: Config, preflight: Preflight) -> list[str]:
-    """What the checks have decided, for the user to know."""
-    if not preflight.num_prompts_skipped:
-        return []
-    return [
-        f"prompts skipped: {preflight.num_prompts_skipped} (longer than data.max_prompt_length="
-        f"{config.data.max_prompt_length}), left: {preflight.prompts.epoch_length}"
-    ]
+    """What the user should know before the run."""
+    notes = []
+    if preflight.num_prompts_skipped:
+        notes.append(
+            f"prompts skipped: {preflight.num_prompts_skipped} (longer than data.max_prompt_length="
+            f"{config.data.max_prompt_length}), left: {preflight.prompts.epoch_length}"
+        )
+    top_k, top_p = config.rollout.top_k, config.rollout.top_p
+    if top_k > 0 or top_p < 1.0:
+        notes.append(
+            f"warning: with rollout.top_k={top_k}, rollout.top_p={top_p:g} completions are not "
+            "sampled from the distribution that is trained"
+        )
+    return notes
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
@@ -127,6 +134,8 @@ def _train(
         return records.RunEnded(SIGNALLED + interrupted.signum, message)
     except WorkerFailure as failure:
         return records.RunEnded(USER_ERROR if failure.is_user_error else FAILED, str(failure))
+    except RunFolderLost as lost:
+        return records.RunEnded(FAILED, str(lost))
     except Exception as error:
         return _failed(error, folder)
     return records.RunEnded(FINISHED, "")
@@ -134,5 +143,6 @@ def _train(
 
 def _failed(error: Exception, folder: RunFolder) -> records.RunEnded:
     cause = traceback.format_exception_only(error)[-1].strip()
-    message = f"{cause}\n(the full traceback is in {folder.log})"
-    return records.RunEnded(FAILED, message, traceback.format_exc())
+    log = folder.keep_traceback(traceback.format_exc())
+    where = f"\n(the full traceback is in {log})" if log else ""
+    return records.RunEnded(FAILED, cause + where)

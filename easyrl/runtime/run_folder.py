@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,10 @@ from typing import Any
 from easyrl import __version__, records
 from easyrl.config import Config, ConfigError, to_commented_yaml
 from easyrl.records import Record
+
+
+class RunFolderLost(OSError):
+    """The folder is gone or cannot be written any more; the message says which and why."""
 
 
 class RunFolder:
@@ -75,29 +80,58 @@ class RunFolder:
                 self._append("metrics.jsonl", metrics)
             case records.Sampled(sample):
                 self._append("samples.jsonl", sample)
-            case records.Note(text):
+            case records.Note(text) | records.Quiet(note=text) if text:
                 self._log(text)
             case records.RewardFailed(_, iteration, prompt_index, message):
                 line = {"iteration": iteration, "prompt_index": prompt_index, "error": message}
                 self._append("reward_errors.jsonl", line)
             case records.RunFinished(summary=summary):
                 text = json.dumps(finite(summary), indent=2, allow_nan=False)
-                (self.path / "summary.json").write_text(text + "\n")
-            case records.RunEnded(exit_code, message, traceback):
-                parts = (f"ended with exit code {exit_code}", message, traceback)
-                self._log("\n".join(filter(None, parts)))
+                self._write("summary.json", text + "\n", mode="w")
+            case records.RunEnded(exit_code, message):
+                self._log(f"ended with exit code {exit_code}\n{message}")
 
-    def _log(self, text: str) -> None:
+    def keep_traceback(self, text: str) -> Path | None:
+        """Write it to the log, or, where that cannot be written, to a file of its own; returns
+        which, None where neither can be."""
+        if self._log(text):
+            return self.log
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", prefix="easyrl-", suffix=".log", delete=False, errors="backslashreplace"
+            ) as file:
+                file.write(text)
+        except OSError:
+            return None
+        return Path(file.name)
+
+    def _log(self, text: str) -> bool:
+        """Returns whether it was written; that it was not is never a run's end."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text.rstrip()}\n"
-        with (
-            contextlib.suppress(OSError),
-            self.log.open("a", errors="backslashreplace") as file,
-        ):  # never a run's end
-            file.write(line)
+        try:
+            with self.log.open("a", errors="backslashreplace") as file:
+                file.write(line)
+        except OSError:
+            return False
+        return True
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        with (self.path / name).open("a") as file:  # whole lines, also when the run is cut off
-            file.write(json.dumps(finite(line), allow_nan=False) + "\n")
+        # whole lines, also when the run is cut off
+        self._write(name, json.dumps(finite(line), allow_nan=False) + "\n", mode="a")
+
+    def _write(self, name: str, text: str, *, mode: str) -> None:
+        try:
+            with (self.path / name).open(mode) as file:
+                file.write(text)
+        except OSError as error:
+            where = f"the run folder '{self.path}' "
+            if not self.path.is_dir():
+                raise RunFolderLost(where + "was removed while the run was under way") from error
+            why = f"cannot be written any more: {error.strerror} ({name})"
+            raise RunFolderLost(
+                f"{where}{why}; what was written before lies there; to start again: "
+                "output.dir (--output) on a disk with room"
+            ) from error
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -71,6 +72,15 @@ class Worker:
         with contextlib.suppress(OSError):
             while (command := self._commands.get()) is not None:
                 self.control.send(command)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal (or a debugger) holds the process; False where that cannot be seen."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in "Tt"
 
     def close(self) -> None:
         """Once the process has ended: nobody reads any more, so the thread ends as well."""

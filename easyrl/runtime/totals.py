@@ -6,6 +6,8 @@ import math
 import time
 from typing import Any
 
+import numpy as np
+
 from easyrl.config import TrainConfig
 from easyrl.runtime.iteration import IterationRecord
 
@@ -23,13 +25,16 @@ class Totals:
         self._iteration_seconds = 0.0
         self.weights_seconds = 0.0
         self.completion_tokens = 0
+        self.generated_tokens = 0
         self.infer_seconds = 0.0
         self.train_seconds = 0.0
         self.groups_trained = 0
         self.groups_off_policy = 0
-        self.largest_logp_difference = 0.0
+        self.largest_logp_difference = math.nan  # not known while no group had a gradient
         self.updates_not_finite = 0
         self.groups_skipped = 0
+        self.groups_replaced = 0
+        self.groups_not_replaced = 0
         self.reward_errors = 0
 
     def note_rollout(self) -> bool:
@@ -48,21 +53,27 @@ class Totals:
         if not math.isnan(reward):  # else every group was skipped
             self._rewards.append(reward)
         self.groups_skipped += sum(group.is_skipped for group in record.groups)
+        self.groups_replaced += record.num_replaced
+        self.groups_not_replaced += record.num_not_replaced
         self.reward_errors += sum(len(group.errors) for group in record.groups)
         self._iteration_seconds += seconds
         self.completion_tokens += trained.completion_tokens
+        self.generated_tokens += record.num_generated_tokens
         self.infer_seconds += record.infer_seconds
         self.train_seconds += trained.busy_seconds
         self.weights_seconds += record.weights_seconds
         self.groups_trained += trained.groups_trained
         self.groups_off_policy += trained.groups_off_policy
         self.updates_not_finite += int(trained.metrics["num_updates_not_finite"])
-        self.largest_logp_difference = max(
-            self.largest_logp_difference,
-            trained.metrics["sampling/sampling_logp_difference/max"],
+        self.largest_logp_difference = float(
+            np.fmax(
+                self.largest_logp_difference,
+                trained.metrics["sampling/sampling_logp_difference/max"],
+            )
         )
         return {
             "num_tokens": self.completion_tokens,
+            "num_generated_tokens": self.generated_tokens,
             "perf/iteration_seconds": seconds,
             "perf/infer_seconds": record.infer_seconds,
             "perf/train_seconds": trained.busy_seconds,
@@ -101,6 +112,7 @@ class Totals:
             "reward_first": sum(first) / len(first) if first else math.nan,
             "reward_last": sum(last) / len(last) if last else math.nan,
             "completion_tokens": self.completion_tokens,
+            "generated_tokens": self.generated_tokens,
             "tokens_per_second_per_device": (
                 self.completion_tokens / self._iteration_seconds / self._num_devices
             ),
@@ -112,7 +124,9 @@ class Totals:
             "overlap": self._overlap,
             "groups_trained": self.groups_trained,
             "groups_off_policy": self.groups_off_policy,
-            "groups_skipped": self.groups_skipped,  # of those trained: without a gradient
+            "groups_skipped": self.groups_skipped,
+            "groups_replaced": self.groups_replaced,
+            "groups_not_replaced": self.groups_not_replaced,  # trained, without a gradient
             "reward_errors": self.reward_errors,
             "sampling_logp_difference_max": self.largest_logp_difference,
             "updates_not_finite": self.updates_not_finite,

@@ -3,7 +3,7 @@
     ring ──► GroupStream.next ──► micro_batches ──► MicroBatch, MicroBatch, …
 
 `sync` is `periodic` with one wait: until all groups are in, none is handed on. In deterministic
-mode groups come in prompt order and a micro-batch is filled before it is trained, so that its
+mode groups come in order of places and a micro-batch is filled before it is trained, so that its
 boundaries are a function of the groups alone; otherwise whatever is there is trained at once,
 unless it is very little (MIN_SHARE).
 
@@ -54,7 +54,6 @@ class GroupStream:
         *,
         iteration: int,
         policy_version: int,
-        first_prompt_index: int,
         num_groups: int,
         in_order: bool,
         wait_for_all: bool,
@@ -65,15 +64,12 @@ class GroupStream:
         """`wait_for_group` returns when the ring may hold another group. `num_updates` divides
         `num_groups`. With `mask_truncated` truncated completions are not trained."""
         arrivals = _CheckedPort(port, self._check)
-        self._reader: _Reader = (
-            InOrderReader(arrivals, first_prompt_index) if in_order else arrivals
-        )
+        self._reader: _Reader = InOrderReader(arrivals) if in_order else arrivals
         self.num_slots = len(port.ring.slots["prompt_index"])
         self._wait_for_group = wait_for_group
         self._iteration = iteration
         self._policy_version = policy_version
-        self._first_prompt_index = first_prompt_index
-        self._due = set(range(first_prompt_index, first_prompt_index + num_groups))
+        self._due = set(range(num_groups))  # places
         self._num_awaited = num_groups  # not here yet
         self._waits_for_all = wait_for_all
         self._groups_per_update = num_groups // num_updates
@@ -107,7 +103,7 @@ class GroupStream:
             lease = self._reader.get(0.0)
             if lease is not None:
                 self._num_awaited -= 1
-                self._arrived[self._update_of(lease.group)].append(lease)
+                self._arrived[lease.group.place // self._groups_per_update].append(lease)
             elif wait or self._waits_for_all:
                 self._wait_for_group()
             else:
@@ -120,10 +116,6 @@ class GroupStream:
         self.num_loss_tokens += int(mask.sum())
         return lease
 
-    def _update_of(self, group: RolloutGroup) -> int:
-        place = group.prompt_index - self._first_prompt_index
-        return place // self._groups_per_update
-
     def _check(self, group: RolloutGroup) -> None:
         if group.policy_version != self._policy_version or group.iteration != self._iteration:
             raise RuntimeError(
@@ -131,12 +123,12 @@ class GroupStream:
                 f"{group.iteration} by policy {group.policy_version}, but iteration "
                 f"{self._iteration} trains policy {self._policy_version}"
             )
-        if group.prompt_index not in self._due:
+        if group.place not in self._due:
             raise RuntimeError(
-                f"the group of prompt {group.prompt_index} came twice, or is not of iteration "
-                f"{self._iteration}"
+                f"place {group.place} of iteration {self._iteration} has its group already, or is "
+                f"none of its places: the group of prompt {group.prompt_index}"
             )
-        self._due.remove(group.prompt_index)
+        self._due.remove(group.place)
 
 
 def micro_batches(

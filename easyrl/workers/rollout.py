@@ -35,7 +35,7 @@ from easyrl.model.policy import Policy
 from easyrl.model.pretrained import load_tokenizer
 from easyrl.rewards.loading import reward_weights
 from easyrl.rewards.scorer import Scored, Scorer, combine
-from easyrl.types import Float32, Prompt, RolloutGroup
+from easyrl.types import Float32, PlacedPrompt, RolloutGroup
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
@@ -66,7 +66,8 @@ class RolloutWorker:
         self.channel: WeightChannel | None = None
         self._iteration = -1
         self._busy_seconds = 0.0  # of the engine, in this iteration
-        self._prompts: dict[Key, Prompt] = {}
+        self._is_last_round = False
+        self._prompts: dict[Key, PlacedPrompt] = {}
         self._being_scored: dict[Key, tuple[FinishedGroup, float]] = {}  # with when it was sent
         self._outbox: deque[tuple[RolloutGroup, events.GroupScored]] = deque()
 
@@ -77,10 +78,13 @@ class RolloutWorker:
             model.path, self.settings.device, trust_remote_code=model.trust_remote_code
         )
         policy.stop_at(tokenizer.eos_token_id)
+        self.control.send(events.Starting("preparing the engine"))
         limits: dict[str, Any] = {
             "max_prompt_length": self.config.data.max_prompt_length,
             "max_completion_length": rollout.max_completion_length,
             "temperature": rollout.temperature,
+            "top_k": rollout.top_k,
+            "top_p": rollout.top_p,
             "seed": self.config.runtime.seed,
         }
         if policy.obstacle is not None:  # which the train worker tells the user
@@ -106,11 +110,10 @@ class RolloutWorker:
     def _wait_for_something_to_do(self) -> None:
         if self.engine.has_work and not self._outbox:
             return
-        self.timeline.report()
         wakers: list[Connection | int] = [self.control, self.scorer.fileno()]
         if self._outbox:
             wakers.append(self.port.writable_fd)
-        with self.timeline.measure("wait"):
+        with self.timeline.measure("wait", shown_as="score" if self._being_scored else "wait"):
             wait(wakers)
 
     def _obey(self, command: events.Command) -> bool:
@@ -119,18 +122,15 @@ class RolloutWorker:
                 self.channel = self.settings.join_weights(membership, rank, size)
             case events.ExchangeWeights(version):
                 self._receive_weights(version)
-            case events.Generate(iteration, prompts):
+            case events.Generate(iteration, prompts, is_last_round):
                 if iteration != self._iteration:
                     self._begin_iteration(iteration)
-                for prompt in prompts:
-                    self._submit(
-                        (TRAIN, iteration, prompt.index),
-                        prompt,
-                        self.config.rollout.num_generations,
-                    )
+                self._is_last_round = is_last_round  # rounds follow each other, none overlaps
+                for placed in prompts:
+                    self._submit(TRAIN, iteration, placed, self.config.rollout.num_generations)
             case events.Evaluate(round_, prompts):
-                for prompt in prompts:
-                    self._submit((EVALUATE, round_, prompt.index), prompt, 1)
+                for placed in enumerate(prompts):
+                    self._submit(EVALUATE, round_, placed, 1)
             case events.Stop():
                 return False
         return True
@@ -153,14 +153,16 @@ class RolloutWorker:
         self.policy_version = version
         self.control.send(events.WeightsExchanged(version))
 
-    def _submit(self, key: Key, prompt: Prompt, num_generations: int) -> None:
-        self._prompts[key] = prompt
+    def _submit(self, kind: int, number: int, placed: PlacedPrompt, num_generations: int) -> None:
+        _, prompt = placed
+        key = kind, number, prompt.index
+        self._prompts[key] = placed
         self.engine.submit(
             GroupRequest(key, render_prompt(prompt.content, self.tokenizer), num_generations)
         )
 
     def _generate(self) -> None:
-        started = time.monotonic()
+        started = self.timeline.begin("generate")
         maybe_sleep()
         num_prompt, num_completion = (
             self.engine.num_prompt_tokens,
@@ -177,7 +179,7 @@ class RolloutWorker:
         for group in finished:
             key = cast(Key, group.request.key)
             self._being_scored[key] = group, time.monotonic()
-            prompt = self._prompts[key]
+            _, prompt = self._prompts[key]
             self.scorer.submit(
                 key,
                 prompt.content,
@@ -195,15 +197,14 @@ class RolloutWorker:
     def _finish_group(self, scored: Scored) -> None:
         """A group has its scores: into the outbox, or into the evaluation.
 
-        A skipped group (`reward.on_error`) goes the same way with advantages of exactly 0, which
-        carry no gradient. So every iteration has its groups, in either schedule and in the same
-        order, and the loss is still divided by all of the iteration's completions: as for a group
-        of equal rewards. (To roll out another prompt instead takes rounds, as dynamic sampling
-        does, and would never end where every call fails.)
+        One that is skipped (`reward.on_error`) or, under dynamic sampling, has equal rewards is
+        rejected: the controller has another prompt for its place. In the last round it goes the way
+        of all others with advantages of exactly 0, which carry no gradient: the loss is divided by
+        all of the iteration's completions.
         """
         key = cast(Key, scored.key)
         kind, iteration, index = key
-        (finished, sent), prompt = self._being_scored.pop(key), self._prompts.pop(key)
+        (finished, sent), placed = self._being_scored.pop(key), self._prompts.pop(key)
         self.timeline.add("score", sent)
         rewards = (
             np.full(len(finished.completions), np.nan, dtype=np.float32)
@@ -216,19 +217,25 @@ class RolloutWorker:
             )
             return
         group = self._make_group(
-            iteration, index, finished, np.where(np.isnan(rewards), np.float32(0), rewards)
+            iteration, placed, finished, np.where(np.isnan(rewards), np.float32(0), rewards)
         )
-        self._outbox.append((group, self._report(group, prompt, finished, scored, rewards)))
+        report = self._report(group, placed, finished, scored, rewards)
+        if report.is_rejected:
+            self.control.send(report)
+        else:
+            self._outbox.append((group, report))
 
     def _make_group(
-        self, iteration: int, prompt_index: int, finished: FinishedGroup, rewards: Float32
+        self, iteration: int, placed: PlacedPrompt, finished: FinishedGroup, rewards: Float32
     ) -> RolloutGroup:
+        place, prompt = placed
         algorithm, completions = self.config.algorithm, finished.completions
         tokens = np.concatenate([completion.token_ids for completion in completions])
         return RolloutGroup(
             iteration=iteration,
             policy_version=self.policy_version,
-            prompt_index=prompt_index,
+            place=place,
+            prompt_index=prompt.index,
             prompt_ids=np.array(finished.request.prompt_ids, dtype=np.int32),
             completion_lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int32),
             completion_ids=tokens,
@@ -244,15 +251,20 @@ class RolloutWorker:
     def _report(
         self,
         group: RolloutGroup,
-        prompt: Prompt,
+        placed: PlacedPrompt,
         finished: FinishedGroup,
         scored: Scored,
         rewards: Float32,
     ) -> events.GroupScored:
-        place = group.prompt_index % self.config.train.prompts_per_iteration
-        is_sample = place < self.config.output.sample_groups
+        place, prompt = placed
+        is_skipped = scored.scores is None
+        has_equal_rewards = bool((group.rewards == group.rewards[0]).all())
+        is_unwanted = is_skipped or (self.config.algorithm.dynamic_sampling and has_equal_rewards)
+        is_rejected = is_unwanted and not self._is_last_round
+        is_sample = place < self.config.output.sample_groups and not is_rejected
         return events.GroupScored(
             iteration=group.iteration,
+            place=place,
             prompt_index=group.prompt_index,
             rewards=rewards.tolist(),
             rewards_by_function=scored.scores or [],
@@ -260,7 +272,9 @@ class RolloutWorker:
             num_truncated=int(group.truncated.sum()),
             busy_seconds=self._busy_seconds,
             errors=scored.errors,
-            is_skipped=scored.scores is None,
+            is_skipped=is_skipped,
+            is_unwanted=is_unwanted,
+            is_rejected=is_rejected,
             prompt=_as_text(prompt.content) if is_sample else None,
             samples=[
                 events.Sample(text, float(reward), float(advantage))

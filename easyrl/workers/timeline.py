@@ -1,8 +1,10 @@
 """What a worker did when, told to the controller a few times a second.
 
 Spans of one kind that follow each other become one, so that thousands of engine steps are a few
-messages. What is told goes to the live view's lanes and to `trace.json`; nothing that is trained
-depends on it.
+messages. A span is told at its end; that it has begun is told as well where it may last, so that
+nobody has to guess what a silent worker does: of every wait and exchange of weights, and of work
+whose last piece was long. What is told goes to the live view's lanes and to `trace.json`; nothing
+that is trained depends on it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from easyrl.events import Activity, Span, SpanKind
+from easyrl.events import Activity, Span, SpanKind, UnderWay
 
 REPORT_SECONDS = 0.25
 MERGE_SECONDS = 0.002
@@ -23,10 +25,18 @@ class Timeline:
         self._send = send
         self._spans: list[Span] = []
         self._newest: dict[SpanKind, int] = {}  # of each kind, its place in _spans
+        self._seconds: dict[SpanKind, float] = {}  # of each kind, how long the last piece took
         self._past: dict[SpanKind, float] = {}  # of each kind, where the span before that ended
         self._num_tokens = 0
         self._num_groups = 0
         self._reported = time.monotonic()
+
+    def begin(self, kind: SpanKind) -> float:
+        """A piece of work begins; returns when, for `add`. The first of its kind may be long."""
+        started = time.monotonic()
+        if self._seconds.get(kind, REPORT_SECONDS) >= REPORT_SECONDS:
+            self.report(UnderWay(kind, started))
+        return started
 
     def add(
         self,
@@ -43,6 +53,7 @@ class Timeline:
         """
         ended = time.monotonic()
         self._note(kind, started, ended)
+        self._seconds[kind] = ended - started
         self._num_tokens += num_tokens
         self._num_groups += num_groups
         if ended - self._reported >= REPORT_SECONDS:
@@ -63,18 +74,20 @@ class Timeline:
         self._spans.append(Span(kind, started, ended))
 
     @contextmanager
-    def measure(self, kind: SpanKind) -> Iterator[None]:
+    def measure(self, kind: SpanKind, *, shown_as: SpanKind | None = None) -> Iterator[None]:
+        """What is done inside is a span, and under way (as `shown_as`) until it ends."""
         started = time.monotonic()
+        self.report(UnderWay(shown_as or kind, started))
         try:
             yield
         finally:
             self.add(kind, started)
 
-    def report(self) -> None:
-        """Tell what is not told yet."""
-        if self._spans or self._num_groups:
+    def report(self, under_way: UnderWay | None = None) -> None:
+        """Tell what is not told yet, and what begins now."""
+        if self._spans or self._num_groups or under_way is not None:
             for kind, place in self._newest.items():
                 self._past[kind] = self._spans[place].ended
-            self._send(Activity(tuple(self._spans), self._num_tokens, self._num_groups))
+            self._send(Activity(tuple(self._spans), self._num_tokens, self._num_groups, under_way))
         self._spans, self._newest, self._num_tokens, self._num_groups = [], {}, 0, 0
         self._reported = time.monotonic()

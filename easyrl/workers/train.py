@@ -63,8 +63,8 @@ class TrainWorker:
                     self.channel = self.settings.join_weights(membership, rank, size)
                 case events.ExchangeWeights(version):
                     self._send_weights(version)
-                case events.TrainIteration(iteration, first_prompt_index):
-                    self.control.send(self._train_iteration(iteration, first_prompt_index))
+                case events.TrainIteration(iteration):
+                    self.control.send(self._train_iteration(iteration))
                 case events.SaveModel(folder):
                     self.control.send(self._save(Path(folder)))
                 case events.Stop():
@@ -77,13 +77,12 @@ class TrainWorker:
         self.timeline.report()
         self.control.send(events.WeightsExchanged(version))
 
-    def _train_iteration(self, iteration: int, first_prompt_index: int) -> events.IterationTrained:
+    def _train_iteration(self, iteration: int) -> events.IterationTrained:
         runtime, train = self.config.runtime, self.config.train
         stream = GroupStream(
             self.port,
             iteration=iteration,
             policy_version=self.learner.policy_version,  # of the broadcast: whatever is stepped on
-            first_prompt_index=first_prompt_index,
             num_groups=train.prompts_per_iteration,
             num_updates=train.updates_per_iteration,
             in_order=runtime.deterministic,
@@ -119,7 +118,7 @@ class TrainWorker:
             keep_zero_advantages=self.config.algorithm.trains_zero_advantages,
             shares_prompts=self.learner.policy.shares_prompts,
         ):
-            started = time.monotonic()
+            started = self.timeline.begin("train")
             maybe_sleep()
             self.learner.accumulate(micro_batch)
             busy_seconds += self.timeline.add(
@@ -140,7 +139,6 @@ class TrainWorker:
         )
 
     def _wait_for_group(self) -> None:
-        self.timeline.report()
         with self.timeline.measure("wait"):
             ready = wait([self.port.readable_fd, self.control])
         if self.control in ready:  # only Stop comes while an iteration is under way

@@ -1,0 +1,259 @@
+"""Groups that are not worth training leave their places to fresh prompts, round by round."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from easyrl import events
+from easyrl.config import load_config
+from easyrl.runtime.dispatch import Dispatcher
+from easyrl.runtime.iteration import IterationRecord
+from easyrl.runtime.rounds import Rounds
+from easyrl.types import PlacedPrompt, Prompt
+from runs import finish, lines_of, summary_of, without_timing
+
+FIRST = 100
+"""Of the stream's prompts the first that an iteration takes."""
+
+
+class Numbers:
+    """A stream whose prompts are nothing but their index."""
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(index, str(index), {})
+
+
+def open_rounds(num_places: int, max_replacements: int) -> Rounds:
+    stream = cast(Any, Numbers())
+    return Rounds(stream, FIRST, num_places=num_places, max_replacements=max_replacements)
+
+
+def scored(placed: PlacedPrompt, *, rejected: bool = False, **changes: Any) -> events.GroupScored:
+    place, prompt = placed
+    fields: dict[str, Any] = {
+        "rewards": [1.0, 1.0] if rejected else [0.0, 1.0],
+        "completion_lengths": [3, 5],
+        "num_truncated": 0,
+        "busy_seconds": 0.0,
+    }
+    fields |= {"rewards_by_function": [fields["rewards"]], "is_unwanted": rejected} | changes
+    return events.GroupScored(0, place, prompt.index, is_rejected=rejected, **fields)
+
+
+def play(rounds: Rounds, is_equal: Callable[[int], bool], order: random.Random) -> dict[int, int]:
+    """Go through the rounds, groups coming in a random order; of each place its prompt."""
+    kept: dict[int, int] = {}
+    while not rounds.is_filled:
+        waiting = rounds.start()
+        order.shuffle(waiting)
+        for place, prompt in waiting:
+            assert not rounds.is_over
+            rejected = is_equal(prompt.index) and not rounds.is_last
+            rounds.add(scored((place, prompt), rejected=rejected))
+            if not rejected:
+                assert place not in kept
+                kept[place] = prompt.index
+        assert rounds.is_over
+    return kept
+
+
+# -- rounds ---------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.sets(st.integers(FIRST, FIRST + 40)), st.integers())
+def test_what_is_rolled_out_does_not_depend_on_who_is_faster(
+    num_places: int, max_replacements: int, equal: set[int], seed: int
+) -> None:
+    ends = []
+    for order in (random.Random(seed), random.Random(seed + 1)):
+        rounds = open_rounds(num_places, max_replacements)
+        kept = play(rounds, equal.__contains__, order)
+        assert kept.keys() == set(range(num_places))
+        assert rounds.number <= max_replacements
+        if rounds.number < max_replacements:
+            # Every prompt of the stream up to here, without a gap, but for those of equal rewards.
+            assert sorted(kept.values()) == sorted({*range(FIRST, rounds.next_index)} - equal)
+        ends.append((kept, rounds.next_index, rounds.number))
+    assert ends[0] == ends[1]
+
+
+def test_rejected_places_get_the_next_prompts_in_ascending_order() -> None:
+    rounds = open_rounds(4, 3)
+    first = rounds.start()
+    assert first == [(place, Prompt(FIRST + place, str(FIRST + place), {})) for place in range(4)]
+    for place in (3, 0, 2):
+        rounds.add(scored(first[place], rejected=place != 0))
+        assert not rounds.is_over, "place 1 has not come yet"
+    rounds.add(scored(first[1]))
+    assert rounds.is_over and not rounds.is_filled
+    assert [(place, prompt.index) for place, prompt in rounds.start()] == [(2, 104), (3, 105)]
+
+
+def test_where_every_group_is_rejected_there_is_an_end() -> None:
+    rounds = open_rounds(3, 2)
+    kept = play(rounds, lambda index: True, random.Random(0))
+    assert kept == {0: FIRST + 6, 1: FIRST + 7, 2: FIRST + 8}
+    assert (rounds.number, rounds.next_index) == (2, FIRST + 9)
+
+
+# -- dispatch -------------------------------------------------------------------------------------
+
+
+class Mailbox:
+    """In the place of a worker: keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.commands: list[events.Generate] = []
+
+    def send(self, command: events.Generate) -> None:
+        self.commands.append(command)
+
+
+def open_dispatcher(num_workers: int, *words: str) -> tuple[Dispatcher, list[Any]]:
+    workers: list[Any] = [Mailbox() for _ in range(num_workers)]
+    placement = cast(Any, type("", (), {"max_concurrent_groups": 2}))
+    return Dispatcher(workers, load_config(words=words), placement), workers
+
+
+def prompts_of(commands: Sequence[events.Generate]) -> list[int]:
+    return [place for command in commands for place, _ in command.prompts]
+
+
+def placed(num_prompts: int) -> list[PlacedPrompt]:
+    return [(place, Prompt(place, "", {})) for place in range(num_prompts)]
+
+
+def test_in_deterministic_mode_each_worker_has_its_whole_list_at_once() -> None:
+    dispatcher, workers = open_dispatcher(2, "runtime.deterministic=true")
+    for round_, num_prompts in enumerate((9, 3, 1)):
+        dispatcher.start(0, placed(num_prompts), is_last_round=round_ == 2)
+        for place in range(num_prompts):
+            dispatcher.on_group(workers[place % 2])  # whoever it was: nothing is handed out
+        received = [prompts_of(worker.commands) for worker in workers]
+        assert received == [list(range(0, num_prompts, 2)), list(range(1, num_prompts, 2))]
+        for worker in workers:
+            assert len(worker.commands) <= 1
+            assert all(command.is_last_round == (round_ == 2) for command in worker.commands)
+            worker.commands.clear()
+
+
+def test_otherwise_the_faster_worker_gets_more_and_every_prompt_is_handed_out_once() -> None:
+    dispatcher, workers = open_dispatcher(2)
+    dispatcher.start(0, placed(20), is_last_round=False)
+    assert [len(prompts_of(worker.commands)) for worker in workers] == [3, 3]
+    for _ in range(14):
+        dispatcher.on_group(workers[1])
+    assert [len(prompts_of(worker.commands)) for worker in workers] == [3, 17]
+    handed_out = prompts_of([command for worker in workers for command in worker.commands])
+    assert sorted(handed_out) == list(range(20))
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+
+def test_metrics_tell_of_all_that_was_generated() -> None:
+    record = IterationRecord(0, num_replacement_rounds=2)
+    arrivals = [
+        scored((1, Prompt(1, "", {})), rejected=True, busy_seconds=3.0),
+        scored((0, Prompt(0, "", {})), busy_seconds=2.0),  # it had to wait for a slot
+        scored((1, Prompt(2, "", {})), rewards=[1.0, 1.0], is_unwanted=True, busy_seconds=4.0),
+    ]
+    for seconds, group in enumerate(arrivals, start=1):
+        record.add_group("rollout-0", group, float(seconds))
+    record.trained = events.IterationTrained(0, 1, 2, 0, 16, 0.0, {})
+    metrics = record.metrics(["score"])
+    assert metrics["reward"] == pytest.approx(2.5 / 3)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
+    assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (1, 1)
+    assert metrics["replacement_rounds"] == 2
+    assert record.num_generated_tokens == 24
+    assert record.first_group_seconds == 2.0  # of the first that is trained
+    assert record.infer_seconds == 4.0
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+NUM_PLACES = 10
+REWARD = """
+import os, zlib
+
+def score(prompts, completions, row, **_):
+    with open(os.environ["ROWS"], "a") as file:
+        file.write(f"{row[0]}\\n")
+    if row[0] % 3 == 0:
+        return [1.0] * len(completions)
+    return [float(zlib.crc32(f"{row[0]} {text}".encode()) % 2) for text in completions]
+"""
+
+
+def run(folder: Path, *words: str, iterations: int, seed: int = 0) -> dict[str, Any]:
+    """A run over numbered rows, of which every third has equal rewards, and others by chance."""
+    folder.mkdir()
+    rows = [{"prompt": f"{10 + n % 80}+{20 + n % 70}=", "row": n} for n in range(500)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "r.py").write_text(REWARD)
+    code, out, err = finish(
+        *("--output", str(folder / "run"), "--dataset", str(folder / "data.jsonl")),
+        *("--reward", f"{folder}/r.py:score", "--iterations", str(iterations)),
+        *("--seed", str(seed), "--infer-devices", "cpu:2", "algorithm.dynamic_sampling=true"),
+        *("data.shuffle=false", "data.max_prompt_length=32", "rollout.max_concurrent_groups=2"),
+        *(f"train.prompts_per_iteration={NUM_PLACES}", "rollout.num_generations=4"),
+        *("rollout.max_completion_length=32", "train.max_tokens_per_micro_batch=200", *words),
+        EASYRL_RANDOM_DELAYS="0.01",
+        ROWS=str(folder / "rows"),
+    )
+    assert (code, err) == (0, "")
+    return {
+        "out": out,
+        "rows": sorted(map(int, (folder / "rows").read_text().split())),
+        "metrics": [without_timing(line) for line in lines_of(folder / "run" / "metrics.jsonl")],
+        "summary": summary_of(folder / "run"),
+    }
+
+
+def assert_consistent(ended: dict[str, Any]) -> None:
+    metrics, summary = ended["metrics"], ended["summary"]
+    num_groups = NUM_PLACES * len(metrics)
+    assert summary["groups_trained"] == num_groups
+    num_generated = num_groups + summary["groups_replaced"]
+    # The next prompts of the stream, each once: iterations follow each other without a gap.
+    assert ended["rows"] == list(range(num_generated))
+    for line in metrics:
+        unwanted = line["groups_replaced"] + line["groups_not_replaced"]
+        share = unwanted / (NUM_PLACES + line["groups_replaced"])
+        assert line["frac_reward_zero_std"] == pytest.approx(share)
+        assert line["groups_not_replaced"] == 0 or line["replacement_rounds"] == 2
+    assert 0 < summary["completion_tokens"] < summary["generated_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("iterations", "seed"),
+    [(4, 0), *(pytest.param(12, seed, marks=pytest.mark.long) for seed in (1, 2))],
+)
+def test_two_workers_and_replaced_groups_end_in_the_same_bits_under_both_schedules(
+    tmp_path: Path, iterations: int, seed: int
+) -> None:
+    """Random delays in engine, rewards, ring and trainer."""
+    ends = {}
+    for schedule in ("sync", "periodic"):
+        ended = run(
+            tmp_path / schedule,
+            f"runtime.schedule={schedule}",
+            "runtime.deterministic=true",
+            "algorithm.dynamic_sampling_max_rounds=2",
+            iterations=iterations,
+            seed=seed,
+        )
+        assert_consistent(ended)
+        assert f"replaced {ended['metrics'][0]['groups_replaced']}\n" in ended["out"]
+        assert f"of {NUM_PLACES} groups have no gradient, and no round" in ended["out"]
+        ends[schedule] = ended["summary"]["weights_sha256"], ended["metrics"]
+    assert ends["sync"] == ends["periodic"]
