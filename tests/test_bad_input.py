@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from easyrl.cli import app
-from easyrl.config import Config, load_config
+from easyrl.config import Config, ConfigError, load_config
 from easyrl.data import prompt_check
 from easyrl.engines.base import GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
@@ -167,6 +167,23 @@ def test_rows_that_no_prompt_can_fill_are_not_made_and_cost_nothing(
     assert "KV cache (3200 sequences of 64 tokens)" in error_of(
         *words, "rollout.num_generations=200"
     )
+
+
+def test_a_reference_and_an_old_policy_count_as_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 8 * 2**20)
+    words = ("data.max_prompt_length=30", "rollout.max_completion_length=10")
+    words = (*words, "train.prompts_per_iteration=2", "devices.infer=cpu")
+    assert "5 x the model" in error_of(*words)
+    assert "6 x the model" in error_of(*words, "algorithm.beta=0.1")
+    assert "7 x the model" in error_of(
+        *words, "algorithm.beta=0.1", "train.updates_per_iteration=2"
+    )
+    devices = "devices.infer=0", "devices.train=1"
+    config = load_config(None, {}, [*devices, "algorithm.beta=0.1"])
+    on_accelerators(config)
+    config = load_config(None, {}, [*devices, "algorithm.beta=0.1", "train.offload=[reference]"])
+    with pytest.raises(ConfigError, match="1 x the model"):
+        on_accelerators(config)
     config = load_config(None, {}, ["devices.infer=0", "devices.train=1", *words])
     on_accelerators(config)
 

@@ -121,17 +121,18 @@ class Policy:
         """Log-probabilities are computed in chunks: layers and head apart must be the model."""
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
         expected = self.forward(tokens, tokens, _Probe(), logits_at=tokens)
+        cause: Exception | None = None
         try:
             got = self.head(self.hidden_states(tokens, tokens, _Probe(), at=tokens))
             is_same = torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
-        except (AttributeError, KeyError, TypeError, RuntimeError):
-            is_same = False
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            is_same, cause = False, error
         if not is_same:
             raise ValueError(
                 f"model.path: the logits of {type(self.model).__name__} ({path}) do not follow "
                 "from its last hidden states alone, which EasyRL relies on to compute them a part "
                 "at a time; choose another model"
-            )
+            ) from cause
 
     @torch.no_grad()
     def _check_layers(self, path: str) -> None:
