@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl import devices
-from easyrl.model import attention
 from easyrl.model.attention import SMALLEST_FLEX_HEAD_SIZE, PackedGroups
 from easyrl.model.attention_kernels import AttentionSettings
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
@@ -99,27 +98,31 @@ class Chosen(Exception):
 
 
 @pytest.mark.parametrize(
-    ("trains_flex", "head_size", "is_chosen"),
+    ("how", "dtype", "is_chosen"),
     [
-        (True, SMALLEST_FLEX_HEAD_SIZE, True),
-        (True, SMALLEST_FLEX_HEAD_SIZE - 1, False),
-        (False, SMALLEST_FLEX_HEAD_SIZE, False),
+        ((True, SMALLEST_FLEX_HEAD_SIZE, None), torch.bfloat16, True),
+        ((True, SMALLEST_FLEX_HEAD_SIZE, None), torch.float16, True),
+        ((True, SMALLEST_FLEX_HEAD_SIZE - 1, None), torch.bfloat16, False),
+        ((True, SMALLEST_FLEX_HEAD_SIZE, None), torch.float32, False),
+        ((True, SMALLEST_FLEX_HEAD_SIZE, 30.0), torch.bfloat16, False),
+        ((False, SMALLEST_FLEX_HEAD_SIZE, None), torch.bfloat16, False),
     ],
 )
-def test_it_is_chosen_where_it_can_train(monkeypatch, trains_flex, head_size, is_chosen):
+def test_it_is_chosen_where_it_can_train(monkeypatch, how, dtype, is_chosen):
     def attend(*_):
         raise Chosen
 
+    trains_flex, head_size, softcap = how
     monkeypatch.setattr(devices, "trains_flex_attention", lambda device: trains_flex)
     monkeypatch.setattr(FlexSharedPrompt, "attend", attend)
-    row = torch.zeros(5, 2, head_size)
+    row = torch.zeros(5, 2, head_size, dtype=dtype)
     layout = PackedGroups([(2, [2, 1])])
-    how = AttentionSettings(0, 1.0, None, None)
+    asked = AttentionSettings(0, 1.0, None, softcap)
     if is_chosen:
         with pytest.raises(Chosen):
-            layout.attend(row, row, row, how)
+            layout.attend(row, row, row, asked)
     else:
-        assert layout.attend(row, row, row, how).shape == row.shape
+        assert layout.attend(row, row, row, asked).shape == row.shape
 
 
 def test_only_cuda_trains_it():
@@ -148,7 +151,3 @@ def test_its_mask_is_made_once_for_all_layers_of_a_window(monkeypatch):
             16,
         )
     assert len(made) == 2
-
-
-def test_a_row_on_the_cpu_takes_the_blocks():
-    assert attention.PackedGroups([(2, [1])])._flex is None

@@ -166,11 +166,20 @@ class Policy:
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
         layout = PackedGroups.of_sequences([len(tokens)], self.device)
         expected = self.forward(tokens, tokens, layout, logits_at=tokens)
+        cause: Exception | None = None
         for layers in _layers_of(self.model):
             self._layers = layers
             try:
                 got = self.head(self.hidden_states(tokens, tokens, layout, at=tokens))
-            except (AttributeError, KeyError, TypeError, RuntimeError, UnservableLayer):
+            except (
+                AttributeError,
+                KeyError,
+                RuntimeError,
+                TypeError,
+                UnservableLayer,
+                ValueError,
+            ) as error:
+                cause = error
                 continue
             if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
                 return
@@ -178,7 +187,7 @@ class Policy:
             f"model.path: the logits of {type(self.model).__name__} ({path}) do not follow from "
             "its last hidden states alone, which EasyRL relies on to compute them a part at a "
             "time; choose another model"
-        )
+        ) from cause
 
     def stop_at(self, token_id: int | None) -> None:
         """Also end completions at this token: a chat model's config may not name the one that its
