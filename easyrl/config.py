@@ -143,7 +143,7 @@ class TrainConfig(Section):
     """The gradient's norm is clipped to this."""
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Tokens of a packed row, a group's prompt counted once: how much is trained at a time. It does
-    not change the result. (Attention holds the prompt once per completion.)"""
+    not change the result."""
     offload: list[Literal["reference", "old"]] = Field(default_factory=list)
     """Weights that stay on the CPU and are moved to the train device for each micro-batch: a list
     of `reference` (there with algorithm.beta) and `old` (there with updates_per_iteration over 1).

@@ -51,7 +51,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class TrainIteration:
-    """Take this iteration's groups out of the ring, accumulate, and step once."""
+    """Take this iteration's groups out of the ring, accumulate, and step once per update."""
 
     iteration: int
 

@@ -151,7 +151,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class IterationFinished:
-    """An optimizer step is done."""
+    """All of an iteration's updates are done."""
 
     time: float
     metrics: Mapping[str, Any]

@@ -5,7 +5,7 @@ One iteration (policy_version k; it grows by `train.updates_per_iteration`):
     controller              train worker                    rollout workers
     ──────────────────────────────────────────────────────────────────────────────────
     ExchangeWeights k ────► broadcast weights ════════════► receive; no sequence in flight
-    TrainIteration k ─────► wait for the first group
+    TrainIteration ───────► wait for the first group
     Generate prompts ─────────────────────────────────────► engine, rewards, advantages
                             group ◄══════ ring ◄═══════════ group            (many times)
                             forward, backward
