@@ -54,7 +54,7 @@ class AlgorithmConfig(Section):
     importance_sampling_cap: float = Field(default=3.0, gt=1.0)
     """Largest weight of importance_sampling_correction."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal, which have no gradient, by fresh prompts at the
+    """Replace groups whose rewards are all equal, which have no advantage, by fresh prompts at the
     same weights (DAPO)."""
     dynamic_sampling_max_rounds: int = Field(default=3, ge=1)
     """Rounds of fresh prompts per iteration at most, for groups of equal rewards and for those that

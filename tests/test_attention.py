@@ -136,6 +136,7 @@ def assert_shared_same_as_alone(reference, policy, shapes, seed=2, floor=1e-4):
     assert gap <= 1e-5
 
 
+FEW_TOKENS = 12
 SHARED_SHAPES = [(9, [4, 13, 1]), (3, [6]), (12, [2, 2, 17, 5])]
 
 
@@ -145,7 +146,7 @@ def test_completions_that_share_a_prompt_equal_each_sequence_alone(family):
     assert_shared_same_as_alone(reference, policy, SHARED_SHAPES)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=4)),
@@ -153,10 +154,14 @@ def test_completions_that_share_a_prompt_equal_each_sequence_alone(family):
         max_size=3,
     ),
     st.integers(0, 2**31),
+    st.sampled_from(("mistral", "qwen3", "olmo2", "gpt_neox")),
 )
-def test_any_shared_row_equals_its_sequences_alone(shapes, seed):
-    reference, policy = reference_and_policy("mistral")
-    assert_shared_same_as_alone(reference, policy, shapes, seed, floor=1e-2)
+def test_any_shared_row_equals_its_sequences_alone(shapes, seed, family):
+    reference, policy = reference_and_policy(family)
+    # With a few tokens a gradient can cancel down to float32's rounding.
+    num_tokens = sum(sum(completions) for _, completions in shapes)
+    floor = 1e-4 if num_tokens >= FEW_TOKENS else 1e-2
+    assert_shared_same_as_alone(reference, policy, shapes, seed, floor)
 
 
 def test_a_neighbour_changes_nothing_of_a_sequence():

@@ -254,6 +254,6 @@ def test_two_workers_and_replaced_groups_end_in_the_same_bits_under_both_schedul
         )
         assert_consistent(ended)
         assert f"replaced {ended['metrics'][0]['groups_replaced']}\n" in ended["out"]
-        assert f"of {NUM_PLACES} groups have no gradient, and no round" in ended["out"]
+        assert f"of {NUM_PLACES} groups have no advantage, and no round" in ended["out"]
         ends[schedule] = ended["summary"]["weights_sha256"], ended["metrics"]
     assert ends["sync"] == ends["periodic"]

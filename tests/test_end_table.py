@@ -75,7 +75,7 @@ def test_what_was_generated_and_not_trained_is_told(capsys: pytest.CaptureFixtur
     shown = " ".join(capsys.readouterr().out.split())
     assert "1,234,567 tokens" in shown and "2,345,678 generated" in shown
     assert "960 trained, 0 off-policy, 900 replaced" in shown
-    assert "7 groups without a gradient, no round left" in shown
+    assert "7 groups without an advantage, no round left" in shown
     print_end_table({**SUMMARY, "generated_tokens": 1234567}, Path("run"), load_config())
     assert "generated and trained" in capsys.readouterr().out
 

@@ -63,7 +63,7 @@ def test_a_shared_row_equals_each_sequence_alone_in_float32(family):
     shape = bench.Shape(prompt_len=20, shortest=2, longest=30, num_generations=5)
     group = bench._Group(shape, 61, policy.device)
     expected = group.each_alone(Policy(reference, policy.device))
-    got = bench._Row(group, policy, shares_prompt=True)()
+    got = bench._Row(group, policy, shares_prompts=True)()
     assert float((got.logprobs.double() - expected.logprobs).abs().max()) <= 1e-5
     gap = largest_gradient_gap(
         {name: g.double() for name, g in got.gradients.items()}, expected.gradients, floor=1e-4

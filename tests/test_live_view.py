@@ -245,7 +245,7 @@ def test_fresh_prompts_are_told_while_and_after_they_take_the_place_of_groups() 
     )
     lines = shown(state, 6.0)
     assert "round" not in lines[1]
-    assert any("3 groups without a gradient, no round left" in line for line in lines)
+    assert any("3 groups without an advantage, no round left" in line for line in lines)
 
 
 def test_start_up_says_what_each_worker_does_and_for_how_long() -> None:

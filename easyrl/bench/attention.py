@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,8 +130,8 @@ def _compare(
     group = _Group(shape, size["vocab_size"], device)
     lengths = shape.completion_lengths
     rows = {
-        "shared": _Row(group, policy, shares_prompt=True),
-        "repeated": _Row(group, policy, shares_prompt=False),
+        "shared": _Row(group, policy, shares_prompts=True),
+        "repeated": _Row(group, policy, shares_prompts=False),
     }
     token_ratio = rows["repeated"].num_tokens / rows["shared"].num_tokens
     results = {name: row() for name, row in rows.items()}  # and warm up
@@ -177,18 +177,17 @@ class _Group:
         num_tokens = sum(shape.completion_lengths)
         self.weights = torch.randn(num_tokens, generator=generator).to(device)
 
-    def rollouts(self, *, shares_prompt: bool) -> list[Rollout]:
-        """Those of one prompt index are packed behind one prompt."""
+    def rollouts(self) -> list[Rollout]:
         return [
             Rollout(
-                prompt_index=0 if shares_prompt else number,
+                prompt_index=0,
                 prompt_ids=self.prompt.cpu().numpy().astype(np.int32),
                 completion_ids=completion.cpu().numpy().astype(np.int32),
                 rollout_logprobs=np.zeros(len(completion), dtype=np.float32),
                 loss_mask=np.ones(len(completion), dtype=np.bool_),
                 advantage=1.0,
             )
-            for number, completion in enumerate(self.completions)
+            for completion in self.completions
         ]
 
     def each_alone(self, policy: Policy) -> Result:
@@ -215,13 +214,10 @@ class _Group:
 class _Row:
     """One forward and backward of the group as a packed row."""
 
-    def __init__(self, group: _Group, policy: Policy, *, shares_prompt: bool) -> None:
-        batch = pack(group.rollouts(shares_prompt=shares_prompt))
-        groups: Sequence[tuple[int, Sequence[int]]] = batch.groups
-        if not shares_prompt:
-            groups = [(prompt + sum(completion), ()) for prompt, completion in groups]
+    def __init__(self, group: _Group, policy: Policy, *, shares_prompts: bool) -> None:
+        batch = pack(group.rollouts(), shares_prompts=shares_prompts)
         self.num_tokens = len(batch.input_ids)
-        self._group, self._policy, self._groups = group, policy, groups
+        self._group, self._policy, self._groups = group, policy, batch.groups
         self._input_ids, self._positions, self._logits_at, self._targets = (
             torch.from_numpy(array).to(policy.device)
             for array in (batch.input_ids, batch.position_ids, batch.logits_at, batch.targets)

@@ -81,7 +81,7 @@ def _losses(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     counts = {
         "reward calls failed": summary.get("reward_errors", 0),
         "updates dropped, not finite (lower train.learning_rate)": summary["updates_not_finite"],
-        "groups without a gradient, no round left (algorithm.dynamic_sampling_max_rounds)": (
+        "groups without an advantage, no round left (algorithm.dynamic_sampling_max_rounds)": (
             summary.get("groups_not_replaced", 0)
         ),
     }

@@ -126,7 +126,7 @@ def _attention(state: RunState) -> list[Line]:
     """What went wrong and did not end the run, so far."""
     losses = {
         "groups skipped": state.num_skipped,
-        "groups without a gradient, no round left": state.num_not_replaced,
+        "groups without an advantage, no round left": state.num_not_replaced,
         "reward calls failed": state.num_reward_errors,
         "updates dropped, not finite (lower train.learning_rate)": state.num_not_finite,
     }

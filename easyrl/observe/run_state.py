@@ -116,7 +116,7 @@ class RunState:
     num_skipped: int = 0
     """Groups, so far (`reward.on_error`)."""
     num_not_replaced: int = 0
-    """Groups, so far, that are trained without a gradient: there was no round left."""
+    """Groups, so far, that have advantages of 0: there was no round left."""
     num_reward_errors: int = 0
     num_not_finite: int = 0
     """Updates that were dropped."""

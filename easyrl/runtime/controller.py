@@ -219,7 +219,7 @@ class Controller:
             self.tell(
                 records.Note(
                     f"iteration {record.iteration + 1}: {record.num_not_replaced} of "
-                    f"{trained.groups_trained} groups have no gradient, and no round of fresh "
+                    f"{trained.groups_trained} groups have no advantage, and no round of fresh "
                     "prompts is left (algorithm.dynamic_sampling_max_rounds="
                     f"{record.num_replacement_rounds}); they count with an advantage of 0"
                 )

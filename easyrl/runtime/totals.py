@@ -126,7 +126,7 @@ class Totals:
             "groups_off_policy": self.groups_off_policy,
             "groups_skipped": self.groups_skipped,
             "groups_replaced": self.groups_replaced,
-            "groups_not_replaced": self.groups_not_replaced,  # trained, without a gradient
+            "groups_not_replaced": self.groups_not_replaced,  # trained, with advantages of 0
             "reward_errors": self.reward_errors,
             "sampling_logp_difference_max": self.largest_logp_difference,
             "updates_not_finite": self.updates_not_finite,
