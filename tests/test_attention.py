@@ -54,6 +54,23 @@ FAMILIES = {
     "gemma3_text": {**GROUPED, "sliding_window": WINDOW, "sliding_window_pattern": 2},
     "gpt_neox": {"rotary_pct": 0.5},
     "phi3": {"num_key_value_heads": 2, "sliding_window": WINDOW},
+    "olmo2": {"num_key_value_heads": 2},
+    "qwen3_moe": {
+        **GROUPED,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+    # Multi-head latent attention: values are smaller than queries and keys.
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 3,
+    },
 }
 
 
@@ -289,6 +306,27 @@ def test_attention_gradients_agree_with_finite_differences():
     )
 
 
+def test_heads_whose_elements_are_not_adjacent_are_attended_the_same():
+    layout = PackedGroups([(3, [2, 4]), (1, [1])])
+    attention = AttentionSettings(layer=0, scaling=0.5, sliding_window=None, softcap=None)
+    generator = torch.Generator().manual_seed(0)
+    adjacent = [torch.randn(11, 2, 8, generator=generator) for _ in range(3)]
+    scattered = [x.permute(2, 1, 0).contiguous().permute(2, 1, 0) for x in adjacent]
+    assert torch.equal(layout.attend(*adjacent, attention), layout.attend(*scattered, attention))
+
+
+def test_gradients_of_a_ragged_row_in_bfloat16_with_soft_capping():
+    layout = PackedGroups([(3, [2, 7]), (11, [1])])
+    attention = AttentionSettings(layer=0, scaling=0.5, sliding_window=None, softcap=2.0)
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(24, 2, 8, generator=generator).bfloat16().float() for _ in range(3)]
+    rough = [x.bfloat16() for x in exact]
+    for inputs in (exact, rough):
+        layout.attend(*(x.requires_grad_() for x in inputs), attention).square().sum().backward()
+    for x, y in zip(exact, rough, strict=True):
+        assert (y.grad.float() - x.grad).norm() <= 0.02 * x.grad.norm()
+
+
 def test_logits_come_back_for_the_places_asked_for_only():
     _, policy = reference_and_policy("gemma2")
     sequences = draw_sequences(LENGTHS)
@@ -412,6 +450,15 @@ def test_a_model_with_a_mask_of_its_own_is_refused(tmp_path):
     """Doge learns which keys to look at; its mask would be lost without a word."""
     message = refusal(tmp_path, "doge", num_key_value_heads=2, keep_window_size=4)
     assert "mask of its own" in message
+
+
+def test_an_encoder_is_refused(tmp_path):
+    """Its tokens look ahead; causally it would be another model than the one that was given."""
+    assert "look ahead" in refusal(tmp_path, "bert")
+
+
+def test_a_model_that_keeps_the_layout_from_its_layers_is_refused(tmp_path):
+    assert "which tokens belong together" in refusal(tmp_path, "nemotron", **GROUPED)
 
 
 @pytest.mark.parametrize(

@@ -53,13 +53,24 @@ def _attention(
     value: Tensor,  # [1, Hkv, T, D]
     attention_mask: Tensor | None,
     *,
-    attention_layout: AttentionLayout,
+    attention_layout: AttentionLayout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    if attention_layout is None:
+        raise ValueError(
+            f"model.path: {type(module).__name__} is not told which tokens belong together (its "
+            "model does not pass keyword arguments on), so EasyRL cannot serve it exactly; choose "
+            "another model"
+        )
+    if not getattr(module, "is_causal", True):
+        raise ValueError(
+            f"model.path: {type(module).__name__} lets tokens look ahead, so its model completes "
+            "no prompts (an encoder may need is_decoder in its config.json); choose another model"
+        )
     if s_aux is not None:
         raise ValueError(
             f"model.path: {type(module).__name__} has attention sinks, which EasyRL's attention "
