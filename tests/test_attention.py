@@ -203,6 +203,27 @@ def test_attention_gradients_agree_with_finite_differences():
     )
 
 
+def test_heads_whose_elements_are_not_adjacent_are_attended_the_same():
+    layout = PackedGroups([(3, [2, 4]), (1, [1])])
+    attention = AttentionSettings(layer=0, scaling=0.5, sliding_window=None, softcap=None)
+    generator = torch.Generator().manual_seed(0)
+    adjacent = [torch.randn(11, 2, 8, generator=generator) for _ in range(3)]
+    scattered = [x.permute(2, 1, 0).contiguous().permute(2, 1, 0) for x in adjacent]
+    assert torch.equal(layout.attend(*adjacent, attention), layout.attend(*scattered, attention))
+
+
+def test_gradients_of_a_ragged_row_in_bfloat16_with_soft_capping():
+    layout = PackedGroups([(9, [8, 10]), (3, [1])])
+    attention = AttentionSettings(layer=0, scaling=0.5, sliding_window=None, softcap=2.0)
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(31, 2, 8, generator=generator).bfloat16().float() for _ in range(3)]
+    rough = [x.bfloat16() for x in exact]
+    for inputs in (exact, rough):
+        layout.attend(*(x.requires_grad_() for x in inputs), attention).square().sum().backward()
+    for x, y in zip(exact, rough, strict=True):
+        assert (y.grad.float() - x.grad).norm() <= 0.02 * x.grad.norm()
+
+
 def test_logits_come_back_for_the_places_asked_for_only():
     _, policy = reference_and_policy("gemma2")
     sequences = draw_sequences(LENGTHS)

@@ -151,10 +151,11 @@ def test_logits_in_bfloat16_are_reduced_in_float32(temperature):
     assert torch.equal(logits.detach(), before)  # the model's own tensor is left as it is
 
 
-def test_an_entropy_bonus_raises_the_entropy_where_a_token_is_impossible():
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_an_entropy_bonus_raises_the_entropy_where_a_token_is_impossible(weight):
     logits = torch.tensor([[2.0, 0.0, -torch.inf]], requires_grad=True)
     _, entropy = token_logprobs(logits, torch.tensor([0]), 1.0, entropy_gradient=True)
-    entropy.sum().backward()
+    (weight * entropy).sum().backward()
     assert bool(logits.grad.isfinite().all())
     assert logits.grad[0, 0] < 0 < logits.grad[0, 1] and logits.grad[0, 2] == 0
 

@@ -51,6 +51,16 @@ FAMILIES = {
         "moe_intermediate_size": 16,
     },
     "phi3": {"num_key_value_heads": 2, "sliding_window": WINDOW},
+    # Multi-head latent attention: values are smaller than queries and keys.
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 3,
+    },
 }
 
 

@@ -6,10 +6,12 @@ output and the log-sum-exp of its scores (`merge`). Backward goes block by block
 (FlashAttention-2, arXiv 2307.08691, algorithm 2). So no block's scores are ever kept.
 
 Two kernels with the same signatures: PyTorch's fused one for CPUs, and one of plain operations for
-whatever that does not offer: soft-capping, and devices that are not CPUs.
+whatever that does not offer: soft-capping, values of another size than keys (multi-head latent
+attention), and devices that are not CPUs.
 
-Shapes: B sequences, H query heads, L queries, S keys, D head size. Keys and values have H heads or
-are expanded to them (stride 0); their gradients come back with H heads.
+Shapes: B sequences, H query heads, L queries, S keys, D head size, of values and output as well
+where it is the same. Keys and values have H heads or are expanded to them (stride 0); their
+gradients come back with H heads.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ class Kernel:
     log-sum-exp."""
 
 
-def choose_kernel(device: torch.device, settings: AttentionSettings) -> Kernel:
-    return FUSED if device.type == "cpu" and settings.softcap is None else PLAIN
+def choose_kernel(query: Tensor, value: Tensor, settings: AttentionSettings) -> Kernel:
+    is_offered = settings.softcap is None and query.shape[-1] == value.shape[-1]
+    return FUSED if query.device.type == "cpu" and is_offered else PLAIN
 
 
 def merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:

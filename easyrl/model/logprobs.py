@@ -23,6 +23,9 @@ CHUNK_BYTES = 64 * 2**20
 """Float32 logits of a chunk at the most. Three such tensors are there at once (logits and what
 becomes of them), a few more where the head is more than a matrix product."""
 
+LEAST_LOGPROB = -1e30
+"""Stands for that of a token of probability 0: finite, and so is what it is multiplied by."""
+
 
 def chunked_token_logprobs(
     head: Callable[[Tensor], Tensor],
@@ -87,7 +90,7 @@ class _TokenLogprobs(torch.autograd.Function):
         all_logprobs = torch.log_softmax(scaled, dim=-1)  # [K, V]
         del scaled
         logprobs = all_logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)
-        all_logprobs.clamp_(min=torch.finfo(torch.float32).min)  # 0 · log 0 is 0
+        all_logprobs.clamp_(min=LEAST_LOGPROB)  # 0 · log 0 is 0
         entropies = all_logprobs.exp().mul_(all_logprobs).sum(dim=-1).neg_()
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropies)

@@ -66,8 +66,10 @@ class SharedPrompt:
     ) -> Tensor:
         """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]"""
         num_heads = key.shape[1]
+        # The fused kernel takes the elements of a head as adjacent, and does not check it.
+        rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-            *(x.reshape(len(x), num_heads, -1, x.shape[-1]) for x in (query, key, value)),
+            *(x.reshape(len(x), num_heads, -1, x.shape[-1]) for x in rows),
             (self, settings),
         )
         return output.flatten(1, 2)
@@ -135,8 +137,8 @@ class _Attention(torch.autograd.Function):
         how: tuple[SharedPrompt, AttentionSettings],
     ) -> Tensor:
         layout, settings = how
-        kernel = choose_kernel(query.device, settings)
-        output = query.new_empty(query.shape)
+        kernel = choose_kernel(query, value, settings)
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         logsumexp = torch.empty(0)  # [T, Hkv, G, 1]
         for bucket, block in layout.own_blocks(query, key, value, settings):
             part, part_logsumexp = kernel.forward(block, settings)
@@ -156,7 +158,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, output, logsumexp = ctx.saved_tensors
         layout, settings = ctx.how
         gradient = gradients[0]
-        kernel = choose_kernel(query.device, settings)
+        kernel = choose_kernel(query, value, settings)
         of_query, of_key, of_value = (x.new_empty(x.shape) for x in (query, key, value))
         for bucket, block in layout.own_blocks(query, key, value, settings):
             parts = kernel.backward(
@@ -235,7 +237,8 @@ class _Bucket:
         if self.whole is not None:
             tokens[self.whole].view(cells.shape).copy_(cells)
         else:
-            tokens[self.tokens_of_real] = cells.reshape(-1, *tokens.shape[1:])[self.real]
+            real = cells.reshape(-1, *tokens.shape[1:])[self.real]
+            tokens[self.tokens_of_real] = real.to(tokens.dtype)  # a kernel's may be wider
 
 
 def _make_buckets(segments: _Ints, device: torch.device) -> list[_Bucket]:
