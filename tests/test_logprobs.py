@@ -38,6 +38,15 @@ HEADS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 0.5},  # bites
     "cohere": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 3.0},
+    "gemma4_text": {  # looks at the shape of the tokens
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 37,
+        "final_logit_softcapping": 0.5,
+    },
     "gpt_neox": {},
     "qwen3_moe": {
         "num_experts": 4,

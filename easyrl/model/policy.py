@@ -107,7 +107,9 @@ class Policy:
         layers = modules[name]
         modules[name] = _Given(self._base_output(last_hidden_state=hidden.unsqueeze(0)))
         try:
-            logits: Tensor = self.model(use_cache=False).logits[0]
+            # Some look at the shape of the tokens that their hidden states are of.
+            tokens = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
+            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
         finally:
             modules[name] = layers
         return logits
