@@ -211,7 +211,7 @@ def test_diff_shows_what_differs_and_the_default_as_a_config_file(tmp_path: Path
         }
         assert "  # Default: 60\n  iterations: 7\n" in result.stdout
         assert "  # Default: null\n  learning_rate: 1.0e-06\n" in result.stdout
-        assert "  # Optimizer steps of the run" in result.stdout
+        assert "  # Iterations of the run: " in result.stdout
         (tmp_path / "again.yaml").write_text(result.stdout)
         assert load_config(tmp_path / "again.yaml") == config
 

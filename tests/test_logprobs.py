@@ -39,6 +39,15 @@ HEADS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 0.5},  # bites
     "cohere": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 3.0},
+    "gemma4_text": {  # looks at the shape of the tokens
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 37,
+        "final_logit_softcapping": 0.5,
+    },
     "gpt_neox": {},
     "qwen3_moe": {
         "num_experts": 4,
@@ -292,5 +301,6 @@ def test_8192_tokens_of_a_vocabulary_of_151936_train_within_half_a_gibibyte():
     assert peak_bytes(8192, "default") <= 2**29
 
 
+@pytest.mark.long
 def test_without_chunks_an_eighth_of_them_does_not():
     assert peak_bytes(1024, str(2**40)) > 2**29

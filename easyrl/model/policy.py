@@ -150,8 +150,9 @@ class Policy:
         given = self._base_output(last_hidden_state=hidden.unsqueeze(0))
         self._layers.forward = lambda *_, **__: given  # before the class's own, for this object
         try:
-            no_ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-            logits: Tensor = self.model(input_ids=no_ids, use_cache=False).logits[0]
+            # Some look at the shape of the tokens that their hidden states are of.
+            tokens = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
+            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
         finally:
             del self._layers.forward
         return logits
