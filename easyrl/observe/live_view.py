@@ -34,6 +34,8 @@ REFRESH_SECONDS = 0.3
 MAX_SHARE = 0.008
 """Of a core: where a frame costs more (a huge terminal, a slow machine) there are fewer."""
 LAST_PICTURE_LINES = 22
+CONTINUE_SECONDS = 2.0
+"""Longest wait, after `fg`, for the controller's thread to hear of it."""
 
 
 class _Request(Enum):
@@ -53,6 +55,7 @@ class LiveView:
         self._screen: Screen | None = None
         self._thread: threading.Thread | None = None
         self._requests: SimpleQueue[_Request] = SimpleQueue()  # a signal handler may put
+        self._continued: SimpleQueue[None] = SimpleQueue()
         self._old_handlers: dict[int, Any] = {}
         self._failure: Exception | None = None  # of the refreshing thread
 
@@ -97,6 +100,15 @@ class LiveView:
 
     def _go_on(self, signum: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTSTP, self._suspend)
+        self._continued.put(None)
+
+    def _stop_until_continued(self, screen: Screen) -> None:
+        """Back when the next Ctrl-Z is heard again: before, it would stop a run that draws."""
+        while not self._continued.empty():
+            self._continued.get()
+        screen.suspend()
+        with contextlib.suppress(Empty):
+            self._continued.get(timeout=CONTINUE_SECONDS)
 
     def _refresh(self, screen: Screen) -> None:
         pause = 0.0
@@ -104,7 +116,7 @@ class LiveView:
             began = time.thread_time()
             try:
                 if request is _Request.SUSPEND:
-                    screen.suspend()
+                    self._stop_until_continued(screen)
                 size = screen.size
                 with self._lock:
                     picture = render(self._state, self._clock(), *size)
