@@ -26,6 +26,7 @@ from easyrl.model.exactness import attend_packed, check_causal
 from easyrl.model.linear import speed_up_linear_layers
 from easyrl.model.padded import PaddedRows
 from easyrl.model.pretrained import cannot_share, load_model_config, longest_exact
+from easyrl.model.rms_norm import speed_up_rms_norms
 from easyrl.types import WeightPiece
 
 
@@ -80,6 +81,7 @@ class Policy:
         _check_complete(path, found["missing_keys"], found["mismatched_keys"])
         if torch.device(device).type == "cpu":
             speed_up_linear_layers(model)
+            speed_up_rms_norms(model)
         model = model.to(device)
         obstacle = attend_packed(model)
         if obstacle is not None:

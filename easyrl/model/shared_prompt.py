@@ -31,9 +31,7 @@ from easyrl.model.attention_kernels import (
     choose_kernel,
     merge,
 )
-
-BUCKET_RATIO = 1.25
-"""Longest to shortest segment that are padded together: less padding, but more kernels."""
+from easyrl.model.segments import Bucket, make_buckets, padded_length
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -58,7 +56,7 @@ class SharedPrompt:
             if completion_lengths:
                 completions = slice(prompt.stop, place)
                 self._prompts.append(_Prompt(prompt, completions, tuple(completion_lengths)))
-        self._buckets = _make_buckets(np.array(segments, dtype=np.int64), device)
+        self._buckets = make_buckets(np.array(segments, dtype=np.int64), device)
         self._biases: dict[tuple[Any, ...], Tensor] = {}
 
     def attend(
@@ -76,7 +74,7 @@ class SharedPrompt:
 
     def own_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> list[tuple[_Bucket, Block]]:
+    ) -> list[tuple[Bucket, Block]]:
         window = settings.sliding_window
         blocks = []
         for bucket in self._buckets:
@@ -106,6 +104,8 @@ class SharedPrompt:
                 positions = num_prompt + np.concatenate([np.arange(n) for n in prompt.lengths])
                 if positions.max() - first >= window:
                     bias = self._bias(positions, np.arange(first, num_prompt), window, query)
+            else:
+                keys, bias = self._pad(keys, query)
             q, k, v = (
                 _to_block(x[where].unsqueeze(0))
                 for x, where in ((query, prompt.completions), (key, keys), (value, keys))
@@ -113,6 +113,20 @@ class SharedPrompt:
             k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
             blocks.append((prompt.completions, keys, Block(q, k, v, is_causal=False, bias=bias)))
         return blocks
+
+    def _pad(self, keys: slice, query: Tensor) -> tuple[slice, Tensor | None]:
+        """A prompt's keys with what stands behind them in the row, up to their padded number; the
+        bias [1, S] hides that again."""
+        length = keys.stop - keys.start
+        width = padded_length(length)
+        if width == length or keys.start + width > len(query):
+            return keys, None
+        name = (length, width)
+        if name not in self._biases:
+            bias = torch.zeros(1, width, dtype=query.dtype)
+            bias[:, length:] = HIDDEN
+            self._biases[name] = bias.to(query.device)
+        return slice(keys.start, keys.start + width), self._biases[name]
 
     def _bias(self, queries: _Ints, keys: _Ints, window: int, like: Tensor) -> Tensor:
         """[L, S] from positions: 0 where a query may look, HIDDEN where not. Layers share it."""
@@ -185,18 +199,9 @@ def _to_block(cells: Tensor) -> Tensor:
     return cells.permute(0, 2, 3, 1, 4).flatten(0, 1)
 
 
-def _to_cells(block: Tensor, num_segments: int) -> Tensor:
-    """[B*Hkv, G, L, D] -> [B, L, Hkv, G, D]"""
-    by_segment = block.view(num_segments, -1, *block.shape[1:])
-    return by_segment.permute(0, 3, 1, 2, 4)
-
-
 def _to_tokens(block: Tensor) -> Tensor:
     """[Hkv, G, L, D] -> [L, Hkv, G, D]"""
     return block.permute(2, 0, 1, 3)
-
-
-# -- where things stand ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,71 +211,3 @@ class _Prompt:
     tokens: slice
     completions: slice
     lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Segments of similar length, padded to the longest: B of them, L the longest."""
-
-    num_segments: int
-    longest: int
-    whole: slice | None
-    """Where they stand, if they are of one length and follow each other: they need no copy."""
-    tokens: Tensor  # [B*L] int64: of each cell its token in the row; 0 where it is padding
-    is_padding: Tensor  # [B*L] bool
-    real: Tensor  # int64: the cells that are not padding
-    tokens_of_real: Tensor  # int64
-
-    def take(self, tokens: Tensor, padding: float | None = None) -> Tensor:
-        """[T, ...] -> cells [B, L, ...]; what stands in padding is anything, or `padding`."""
-        shape = (self.num_segments, self.longest, *tokens.shape[1:])
-        if self.whole is not None:
-            return tokens[self.whole].view(shape)
-        cells = tokens.index_select(0, self.tokens)
-        if padding is not None:
-            cells[self.is_padding] = padding
-        return cells.view(shape)
-
-    def put(self, tokens: Tensor, block: Tensor) -> None:
-        """Write a block's real cells to their places in [T, ...]."""
-        cells = _to_cells(block, self.num_segments)
-        if self.whole is not None:
-            tokens[self.whole].view(cells.shape).copy_(cells)
-        else:
-            real = cells.reshape(-1, *tokens.shape[1:])[self.real]
-            tokens[self.tokens_of_real] = real.to(tokens.dtype)  # a kernel's may be wider
-
-
-def _make_buckets(segments: _Ints, device: torch.device) -> list[_Bucket]:
-    """Segments [n, 2] (start, length) by length, so that none is padded to more than BUCKET_RATIO
-    times its own."""
-    longest_first = segments[np.argsort(-segments[:, 1], kind="stable")]
-    buckets = []
-    while len(longest_first):
-        count = int((longest_first[:, 1] * BUCKET_RATIO >= longest_first[0, 1]).sum())
-        buckets.append(_make_bucket(longest_first[:count], device))
-        longest_first = longest_first[count:]
-    return buckets
-
-
-def _make_bucket(segments: _Ints, device: torch.device) -> _Bucket:
-    starts, lengths = segments[:, :1], segments[:, 1:]  # 2 x [B, 1]
-    longest = int(lengths[0, 0])
-    places = np.arange(longest)[None, :]  # [1, L]
-    is_real = (places < lengths).reshape(-1)
-    tokens = np.where(is_real, (starts + places).reshape(-1), 0)
-    real = np.flatnonzero(is_real)
-    follow = is_real.all() and bool((np.diff(tokens) == 1).all())
-
-    def on_device(array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    return _Bucket(
-        num_segments=len(segments),
-        longest=longest,
-        whole=slice(int(tokens[0]), int(tokens[-1]) + 1) if follow else None,
-        tokens=on_device(tokens),
-        is_padding=on_device(~is_real),
-        real=on_device(real),
-        tokens_of_real=on_device(tokens[real]),
-    )

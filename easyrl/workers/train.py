@@ -21,6 +21,7 @@ from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
 from easyrl.delays import maybe_sleep
+from easyrl.heap import keep_freed_memory
 from easyrl.model.policy import Policy
 from easyrl.model.pretrained import load_tokenizer
 from easyrl.workers.group_stream import GroupStream, micro_batches
@@ -42,6 +43,8 @@ class TrainWorker:
         self.port = port
         self.control = control
         self.device = torch.device(settings.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.timeline = Timeline(control.send)
         control.send(events.Starting("loading the model"))
         policy = Policy.load(
