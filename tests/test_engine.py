@@ -3,7 +3,6 @@ no wasted work."""
 
 from collections import Counter
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -603,35 +602,3 @@ def test_an_engine_samples_from_the_likeliest_tokens_only():
     prompts = draw_prompts(5)
     drawn = tokens_of(run(engine, requests(prompts, num_generations=2)))
     assert drawn == tokens_of(run(greedy, requests(prompts, num_generations=2)))
-
-
-def test_an_engine_that_ramps_up_starts_with_few_rows_and_ends_with_all():
-    policy = Policy.load("tiny")
-    engine = EmbeddedEngine(
-        policy,
-        num_rows=16,
-        max_prompt_length=8,
-        max_completion_length=12,
-        temperature=1.0,
-        seed=0,
-        ignore_eos=True,
-    )
-
-    def roll_out(first_rows):
-        if first_rows is not None:
-            engine.ramp_up(first_rows)
-        for number in range(12):
-            engine.submit(GroupRequest((number,), [5, 6, 7], 4))
-        rows, finished = [], {}
-        while engine.has_work:
-            for group in engine.step():
-                finished[group.request.key] = [c.token_ids.tolist() for c in group.completions]
-            rows.append(engine.num_active)
-        return rows, finished
-
-    ramped, with_ramp = roll_out(4)
-    assert ramped[0] == 4 and max(ramped) == 16
-    assert all(later - earlier <= 8 for earlier, later in pairwise(ramped[:20]))
-    at_once, without = roll_out(16)
-    assert at_once[0] == 16
-    assert with_ramp == without  # what is sampled does not depend on it

@@ -78,11 +78,6 @@ class Engine(Protocol):
         in flight by one token); returns the groups that ended."""
         ...
 
-    def ramp_up(self, first_rows: int) -> None:
-        """Whoever waits for groups would have the first ones soon: begin with so many sequences in
-        flight."""
-        ...
-
     @property
     def has_work(self) -> bool: ...
 

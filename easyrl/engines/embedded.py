@@ -29,9 +29,6 @@ from easyrl.types import Completion, WeightPiece
 MAX_PREFILL_TOKENS = 2048
 """Prompt tokens of one step, unless a single prompt is longer: bounds the delay of a step."""
 
-RAMP = 1
-"""Groups that may be in flight beside the others when one has ended, while the engine ramps up."""
-
 
 @dataclass(slots=True)
 class _Group:
@@ -82,7 +79,6 @@ class EmbeddedEngine:
         self._finished: list[FinishedGroup] = []
         # Row state; the first _num_active rows are in flight.
         self._num_active = 0
-        self._row_limit = num_rows  # rows that may be in flight for now
         self._sequences: list[_Sequence | None] = [None] * num_rows
         self._positions = np.zeros(num_rows, dtype=np.int64)  # of the newest token
         self._counts = np.zeros(num_rows, dtype=np.int64)  # completion tokens so far
@@ -113,15 +109,6 @@ class EmbeddedEngine:
         check_request(request, self.max_prompt_length, self.max_completion_length)
         self._waiting.append(request)
 
-    def ramp_up(self, first_rows: int) -> None:
-        """Use `first_rows` rows for now; every group that ends makes room for RAMP more groups,
-        until all rows are in use.
-
-        A step with few rows is quick, so the first groups end soon and whoever waits for them can
-        begin; later all rows are in use and the engine is at its most efficient.
-        """
-        self._row_limit = min(first_rows, self._cache.num_rows)
-
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         if self.has_work:
             raise RuntimeError("weights arrived while sequences of the old policy are in flight")
@@ -140,7 +127,7 @@ class EmbeddedEngine:
 
     def _choose_prefill(self) -> list[_Group]:
         """The next groups to prefill: none while enough sequences are ready to take over rows."""
-        rows = self._row_limit
+        rows = self._cache.num_rows
         free = rows - self._num_active
         if len(self._ready) >= free + max(1, rows // 16) or not self._waiting:
             return []
@@ -280,9 +267,9 @@ class EmbeddedEngine:
 
     def _start_ready_rows(self) -> None:
         """Fill free rows, the copies of one prompt in one go."""
-        while self._num_active < self._row_limit:
+        while self._num_active < self._cache.num_rows:
             batch: list[_Sequence] = []
-            while len(batch) < self._row_limit - self._num_active:
+            while len(batch) < self._cache.num_rows - self._num_active:
                 sequence = self._next_ready()
                 if sequence is None:
                     break
@@ -322,5 +309,3 @@ class EmbeddedEngine:
         if len(group.completions) == group.request.num_generations:
             ordered = [group.completions[i] for i in range(group.request.num_generations)]
             self._finished.append(FinishedGroup(group.request, ordered))
-            more = RAMP * group.request.num_generations
-            self._row_limit = min(self._row_limit + more, self._cache.num_rows)

@@ -73,9 +73,6 @@ class GenerateEngine:
         check_request(request, self.max_prompt_length, self.max_completion_length)
         self._waiting.append(request)
 
-    def ramp_up(self, first_rows: int) -> None:
-        """Groups end one after another as it is."""
-
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         if self.has_work:
             raise RuntimeError("weights arrived while sequences of the old policy are in flight")

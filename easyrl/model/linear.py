@@ -55,7 +55,7 @@ class _Product(torch.autograd.Function):
         if needs_input:
             of_input = _multiply(gradient, weight.t())
         if needs_weight:
-            of_weight = _multiply(rows.t(), input.reshape(-1, weight.shape[1]).t())
+            of_weight = _multiply_rows(rows, input.reshape(-1, weight.shape[1]))
         return of_input, of_weight, rows.sum(0) if needs_bias else None
 
 
@@ -63,3 +63,11 @@ def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """oneDNN's product; the operation that PyTorch's compiler uses for float32."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return product
+
+
+def _multiply_rows(a: Tensor, b: Tensor) -> Tensor:
+    """a [rows, N], b [rows, K] -> aᵀ b [N, K]. oneDNN copies the first factor that stands across
+    memory: let it be the narrower one."""
+    if a.shape[1] <= b.shape[1]:
+        return _multiply(a.t(), b.t())
+    return _multiply(b.t(), a.t()).t()

@@ -22,7 +22,7 @@ from easyrl.channels.ring_buffer import InOrderReader, Lease, RingPort
 from easyrl.data.packing import MicroBatch, Rollout, pack, split_group
 from easyrl.types import RolloutGroup
 
-MIN_SHARE = 0.25
+MIN_SHARE = 0.1
 """How full a micro-batch is at least while more groups are to come: small ones cost more a token
 (27 % more at 600 tokens than at 4096, tiny on one core)."""
 

@@ -40,8 +40,6 @@ from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
 TRAIN, EVALUATE = 0, 1
-FIRST_SHARE = 0.5
-"""Share of the groups in flight that an iteration starts with, so that first ones end soon."""
 Key = tuple[int, int, int]
 """(TRAIN, iteration, prompt index) or (EVALUATE, round, prompt index): names a group, and seeds
 the randomness of its sequences."""
@@ -124,7 +122,7 @@ class RolloutWorker:
                 self._receive_weights(version)
             case events.Generate(iteration, prompts, is_last_round):
                 if iteration != self._iteration:
-                    self._begin_iteration(iteration)
+                    self._iteration, self._busy_seconds = iteration, 0.0
                 self._is_last_round = is_last_round  # rounds follow each other, none overlaps
                 for placed in prompts:
                     self._submit(TRAIN, iteration, placed, self.config.rollout.num_generations)
@@ -134,13 +132,6 @@ class RolloutWorker:
             case events.Stop():
                 return False
         return True
-
-    def _begin_iteration(self, iteration: int) -> None:
-        self._iteration, self._busy_seconds = iteration, 0.0
-        runtime = self.config.runtime
-        if runtime.schedule == "periodic" or runtime.deterministic:  # someone waits for a group
-            first_groups = max(1, int(FIRST_SHARE * self.settings.max_concurrent_groups))
-            self.engine.ramp_up(first_groups * self.config.rollout.num_generations)
 
     def _receive_weights(self, version: int) -> None:
         assert self.channel is not None
