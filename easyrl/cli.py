@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from easyrl import __version__
+from easyrl.devices import NO_AUTOLOAD
 
 if TYPE_CHECKING:
     from easyrl.config import Config
@@ -182,6 +183,8 @@ def bench_pipeline(json: JsonFile = None) -> None:
 
 def main() -> None:
     """The console script."""
+    for name, value in NO_AUTOLOAD.items():
+        os.environ.setdefault(name, value)
     _open_standard_streams()
     try:
         app(prog_name="easyrl")

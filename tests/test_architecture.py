@@ -13,7 +13,7 @@ FLOORS = {
         ("config", "config_algorithm", "config_text", "device_sets", "types", "events", "records"),
         0,
     ),
-    **dict.fromkeys(("devices", "delays", "hub", "lifeline"), 0),
+    **dict.fromkeys(("cores", "devices", "delays", "hub", "lifeline"), 0),
     **dict.fromkeys(("algorithm", "data", "tasks", "rewards", "channels", "model"), 1),
     "engines": 2,
     "workers": 3,

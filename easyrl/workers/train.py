@@ -20,6 +20,7 @@ from easyrl import events
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
+from easyrl.cores import pin
 from easyrl.delays import maybe_sleep
 from easyrl.model.policy import Policy
 from easyrl.model.pretrained import load_tokenizer
@@ -33,6 +34,9 @@ _REPEATED = (
     "its own, and groups are generated one by one through transformers' generate. It is exact, "
     "and slower"
 )
+_COPIED = (
+    "weights cross through the CPU, since the shared device's memory cannot be opened twice: {}"
+)
 
 
 class TrainWorker:
@@ -42,6 +46,7 @@ class TrainWorker:
         self.port = port
         self.control = control
         self.device = torch.device(settings.device)
+        pin(settings.cores)
         self.timeline = Timeline(control.send)
         control.send(events.Starting("loading the model"))
         policy = Policy.load(
@@ -61,6 +66,8 @@ class TrainWorker:
             match self.control.recv():
                 case events.JoinWeights(membership, rank, size):
                     self.channel = self.settings.join_weights(membership, rank, size)
+                    if self.channel.obstacle is not None:
+                        self.control.send(events.Note(_COPIED.format(self.channel.obstacle)))
                 case events.ExchangeWeights(version):
                     self._send_weights(version)
                 case events.TrainIteration(iteration):
