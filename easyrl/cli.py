@@ -131,6 +131,20 @@ def watch(
     raise typer.Exit(exit_code)
 
 
+@app.command()
+def doctor(
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the facts and lines as JSON.")
+    ] = False,
+) -> None:
+    """Look at this machine: what EasyRL can use, and how to mend what it cannot."""
+    from easyrl.doctor.report import run_doctor
+
+    with _user_errors():
+        exit_code = run_doctor(as_json=json)
+    raise typer.Exit(exit_code)
+
+
 @app.command("config")
 def print_config(
     config: ConfigFile = None,

@@ -41,15 +41,29 @@ DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Also set where a run must give the same bits every time."""
 
 LINK_COMMANDS = {"cuda": ("nvidia-smi", "topo", "-m"), "npu": ("npu-smi", "info", "-t", "topo")}
-"""What prints how the accelerators of a kind are connected."""
+"""What prints how the accelerators of a kind are connected, as a matrix."""
+LINK_ROW = r"(GPU|NPU)[0-9]+"
+"""How a row and a column of it are called."""
+SEE_PROCESSES = "nvidia-smi, or npu-smi info"
+"""What shows the processes that hold a device's memory."""
 
-DEVICE_NODES = Path("/dev")
+BACKEND_PACKAGES = {"npu": "torch_npu"}
+"""Of the kinds that torch does not know by itself, the package that teaches it."""
+
+HOW_TO_SEE = {
+    "cuda": "install torch's build for CUDA, and a driver that is new enough for it",
+    "npu": "pip install torch-npu of torch's version, and source CANN's set_env.sh",
+}
+"""What helps where the system's driver shows accelerators of a kind, and torch does not."""
+
 USE_THE_CPU = "to run on the CPU: --infer-devices cpu --train-devices cpu"
+DEVICE_NODES = Path("/dev")
+NODES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}
 
 
-def num_ascend_nodes() -> int:
-    """Ascend NPUs that the system's driver knows, whether or not torch can use them."""
-    return len(list(DEVICE_NODES.glob("davinci[0-9]*")))
+def num_device_nodes(kind: str) -> int:
+    """Accelerators that the system's driver shows, whether or not torch can use them."""
+    return len(list(DEVICE_NODES.glob(NODES[kind])))
 
 
 def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
@@ -62,13 +76,13 @@ def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
 
     if torch.cuda.is_available():
         return "cuda", torch.cuda.device_count()
-    is_there = num_ascend_nodes() > 0
-    if importlib.util.find_spec("torch_npu") is None:
+    is_there = num_device_nodes("npu") > 0
+    if importlib.util.find_spec(BACKEND_PACKAGES["npu"]) is None:
         if is_asked and is_there:
             raise ValueError(
-                f"devices: this machine has {num_ascend_nodes()} Ascend NPU(s), but torch_npu is "
-                f"not installed: pip install torch-npu=={torch.__version__.partition('+')[0]}; "
-                + USE_THE_CPU
+                f"devices: this machine has {num_device_nodes('npu')} Ascend NPU(s), but torch_npu "
+                "is not installed: pip install torch-npu=="
+                f"{torch.__version__.partition('+')[0]}; {USE_THE_CPU}"
             )
         return "cpu", 0
     if is_asked or is_there:
@@ -81,10 +95,10 @@ def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
 def load_backend(kind: str) -> None:
     """Make torch know devices of this kind. Raises ValueError where that takes libraries that are
     not there."""
-    if kind != "npu":
+    if kind not in BACKEND_PACKAGES:
         return
     try:
-        importlib.import_module("torch_npu")
+        importlib.import_module(BACKEND_PACKAGES[kind])
     except (ImportError, OSError, RuntimeError) as error:
         cause = " ".join(str(error).split())
         raise ValueError(

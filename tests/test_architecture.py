@@ -18,7 +18,7 @@ FLOORS = {
     "engines": 2,
     "workers": 3,
     "runtime": 4,
-    **dict.fromkeys(("observe", "bench"), 5),
+    **dict.fromkeys(("observe", "bench", "doctor"), 5),
     **dict.fromkeys(("cli", "__main__"), 6),
     "__init__": 0,
 }
