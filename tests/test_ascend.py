@@ -132,3 +132,32 @@ def test_a_worker_sees_its_npu_alone_and_talks_over_hccl() -> None:
         "memory": [32 * 2**30, 64 * 2**30],
         "bfloat16": True,
     }
+
+
+def easyrl(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """On a machine where torch_npu is installed, but Ascend's libraries are not: there torch loads
+    it by itself, by its entry point, and fails."""
+    installed = tmp_path / "torch_npu-2.13.0.dist-info"
+    installed.mkdir(exist_ok=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
+    (installed / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload")
+    environment = {**os.environ, "STAND_IN_FAILS": "1", "COLUMNS": "80"}
+    environment.pop(*devices.NO_AUTOLOAD, None)
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, STAND_IN, tmp_path)))
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env=environment
+    )
+
+
+def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path: Path) -> None:
+    assert "libhccl.so" in easyrl(tmp_path, "-c", "import torch").stderr  # what it would do
+    cpu = ("--infer-devices", "cpu", "--train-devices", "cpu")
+    run = ("-m", "easyrl", "grpo", "--dry-run")
+    for words in ((), cpu):
+        done = easyrl(tmp_path, *run, *words)
+        assert done.returncode == 0 and "# train-0: cpu" in done.stdout, done.stderr
+    done = easyrl(tmp_path, *run, "--infer-devices", "0", "--train-devices", "1")
+    assert done.returncode == 2 and "CANN" in done.stderr and "Traceback" not in done.stderr
+    done = easyrl(tmp_path, "-m", "easyrl", "doctor")
+    assert done.returncode == 0, done.stdout

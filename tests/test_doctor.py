@@ -99,14 +99,14 @@ FAILING: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "hardly any open files": (
         "open files",
-        {"open_files": 64, "open_files_hard": 4096},
-        "64 may be open",
+        {"open_files": 40, "open_files_hard": 4096},
+        "40 may be open",
         "ulimit -n 4096",
     ),
     "hard limit of open files": (
         "open files",
-        {"open_files": 64, "open_files_hard": 64},
-        "64 may be open",
+        {"open_files": 40, "open_files_hard": 40},
+        "40 may be open",
         "raise the hard limit",
     ),
     "read-only folder": ("disk", {"runs_writable": False}, "cannot be written", "--output"),
