@@ -17,6 +17,7 @@ from easyrl.model.files import ModelFiles
 from easyrl.runtime import launch, memory
 from easyrl.runtime.placement import Placement, describe, device_names, resolve_placement
 from easyrl.workers.settings import WorkerSettings
+from runs import SMALL, lines_of
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,64 @@ def test_torchs_threads_stay_on_the_cores_of_their_worker() -> None:
     told = json.loads(done.stdout)
     assert told["before"] == sorted(os.sched_getaffinity(0))
     assert len(told["masks"]) >= 2 and all(mask == told["before"][:1] for mask in told["masks"])
+
+
+RUN = """
+import json, os, sys
+from pathlib import Path
+import psutil
+from easyrl import records
+from easyrl.config import load_config
+from easyrl.runtime import placement, run
+
+if __name__ == "__main__":
+    first, second = map(int, sys.argv[1:3])
+    placement.split_cores = lambda num_workers: ((first,), (second,))
+    seen = []
+
+    def watch(record):
+        if isinstance(record, records.IterationFinished):
+            workers = [p for p in psutil.Process().children() if "spawn_main" in p.cmdline()[-2]]
+            seen.append(sorted(p.cpu_affinity() for p in workers))
+
+    words = json.loads(sys.argv[3])
+    code = run.run(load_config(None, {}, words), [watch])
+    print(json.dumps({"code": code, "workers": seen, "own": sorted(os.sched_getaffinity(0))}))
+"""
+REWARD = """
+import os
+def score(completions, **columns):
+    return [float(len(os.sched_getaffinity(0)))] * len(completions)
+"""
+
+
+@pytest.mark.skipif(len(cores.allowed_cores()) < 2, reason="one core")
+def test_workers_run_on_their_cores_and_rewards_on_any(tmp_path: Path) -> None:
+    script, reward = tmp_path / "script.py", tmp_path / "reward.py"
+    script.write_text(RUN)
+    reward.write_text(REWARD)
+    own = sorted(cores.allowed_cores())
+    words = [
+        *SMALL,
+        f"output.dir={tmp_path / 'run'}",
+        f"reward.functions=[{reward}:score]",
+        "train.iterations=1",
+        "devices.infer=cpu",
+        "devices.train=cpu",
+        "data.num_held_out=0",
+    ]
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, own[:2]), json.dumps(words)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told == {"code": 0, "workers": [[[core] for core in own[:2]]], "own": own}
+    (line,) = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert line["reward"] == len(own)
 
 
 # Accelerators, by the numbers that the user sees.
