@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from easyrl.config import ConfigError, load_config
 from easyrl.device_sets import count_devices
 from easyrl.model.files import ModelFiles
 from easyrl.runtime import launch, memory
+from easyrl.runtime.controller import Controller
 from easyrl.runtime.placement import Placement, describe, device_names, resolve_placement
 from easyrl.workers.settings import WorkerSettings
 from runs import SMALL, lines_of
@@ -246,6 +249,48 @@ def test_an_error_on_a_device_is_told_with_the_users_number() -> None:
     assert failed.traceback.endswith(failed.message.splitlines()[-1])
 
 
+def settings_of(placement: Placement, role: str, number: int) -> WorkerSettings:
+    """What the controller tells a worker that it spawns."""
+    told: list[WorkerSettings] = []
+    supervisor: Any = SimpleNamespace(
+        spawn=lambda name, target, settings, ring: told.append(settings)
+    )
+    unused: Any = SimpleNamespace(log_of=lambda name: name)
+    controller = Controller(
+        load_config(),
+        placement,
+        prompts=unused,
+        folder=unused,
+        supervisor=supervisor,
+        ring=unused,
+        started=0.0,
+        tell=lambda record: None,
+    )
+    try:
+        controller._spawn(role, number, owner_id=0)
+    finally:
+        os.close(controller._store_fd)
+    return told[0]
+
+
+def test_every_worker_is_told_to_see_its_device_as_the_first() -> None:
+    placement = of_gpus("1,4", "5")
+    told = [settings_of(placement, *worker) for worker in (("rollout", 1), ("train", 0))]
+    assert [(settings.device, settings.device_index) for settings in told] == [
+        ("cuda:0", 4),
+        ("cuda:0", 5),
+    ]
+    assert not any(settings.weights_cross_on_cpu for settings in told)
+    mixed = of_gpus("2", "cpu")
+    told = [settings_of(mixed, *worker) for worker in (("rollout", 0), ("train", 0))]
+    assert [(settings.device, settings.device_index) for settings in told] == [
+        ("cuda:0", 2),
+        ("cpu", None),
+    ]
+    assert all(settings.weights_cross_on_cpu for settings in told)
+    assert all(settings.memory_fraction is None for settings in told)
+
+
 # One accelerator for both groups.
 
 
@@ -254,6 +299,10 @@ def test_a_shared_accelerators_memory_is_split_between_the_groups() -> None:
     assert placement.shares_device and placement.weights_cross_on_cpu
     assert [placement.memory_fraction(role) for role in ("rollout", "train")] == [0.5, 0.5]
     assert "50% of its memory for the rollout worker" in describe(placement)
+    for role in ("rollout", "train"):
+        settings = settings_of(placement, role, 0)
+        assert (settings.device, settings.device_index) == ("cuda:0", 3)
+        assert settings.memory_fraction == 0.5 and settings.weights_cross_on_cpu
 
 
 def test_a_part_of_the_memory_that_cannot_hold_a_group_is_refused() -> None:
