@@ -86,9 +86,9 @@ FAILING: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "NPUs without CANN": (
         "accelerators",
-        {"device_error": "cannot load CANN", "num_nodes": {"cuda": 0, "npu": 2}},
-        "cannot load CANN",
-        "--infer-devices cpu",
+        {"device_error": "devices: no CANN; install it", "num_nodes": {"cuda": 0, "npu": 2}},
+        "no CANN",
+        "install it",
     ),
     "no memory": ("memory", {"available_bytes": 600 * MIB}, "1.0 GiB before", "memory limit"),
     "no shared memory of either kind": (

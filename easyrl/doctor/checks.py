@@ -107,7 +107,9 @@ def _accelerators(facts: Facts) -> Iterator[Line]:
     if facts.device_error is not None:
         # Where devices are there, a run takes them unless it is told otherwise.
         status: Status = "failed" if there else "warning"
-        yield Line("accelerators", status, facts.device_error, devices.USE_THE_CPU)
+        # An error that a run would end with, too: what is wrong; what mends it.
+        text, _, remedy = facts.device_error.removeprefix("devices: ").partition("; ")
+        yield Line("accelerators", status, text, remedy or devices.USE_THE_CPU)
     elif not facts.accelerators and there and facts.torch_error is None:
         kind, count = next(iter(there.items()))
         text = f"{count} of kind {kind} here, but torch sees none{shown}: runs are on the CPU"
