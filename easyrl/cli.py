@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from easyrl import __version__
+from easyrl.devices import NO_AUTOLOAD
 
 if TYPE_CHECKING:
     from easyrl.config import Config
@@ -130,6 +131,20 @@ def watch(
     raise typer.Exit(exit_code)
 
 
+@app.command()
+def doctor(
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the facts and lines as JSON.")
+    ] = False,
+) -> None:
+    """Look at this machine: what EasyRL can use, and how to mend what it cannot."""
+    from easyrl.doctor.report import run_doctor
+
+    with _user_errors():
+        exit_code = run_doctor(as_json=json)
+    raise typer.Exit(exit_code)
+
+
 @app.command("config")
 def print_config(
     config: ConfigFile = None,
@@ -182,6 +197,8 @@ def bench_pipeline(json: JsonFile = None) -> None:
 
 def main() -> None:
     """The console script."""
+    for name, value in NO_AUTOLOAD.items():
+        os.environ.setdefault(name, value)
     _open_standard_streams()
     try:
         app(prog_name="easyrl")

@@ -165,7 +165,11 @@ class DevicesConfig(Section):
     infer_threads: int | None = Field(default=None, ge=1)
     """CPU threads of each rollout worker; null: its share of the cores."""
     train_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of each train worker; null: its share of the cores."""
+    """CPU threads of each train worker; null: its share of the cores. On a CPU, where neither is
+    given, every worker has cores of its own."""
+    infer_memory_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Part of the memory of an accelerator that both groups share which the rollout worker may
+    take, between 0 and 1; the rest is the train worker's."""
 
     @field_validator("infer", "train")
     @classmethod

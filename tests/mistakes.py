@@ -199,6 +199,15 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "device twice": (["--infer-devices", "0,0"], "named twice"),
     "missing device number": (["--infer-devices", "0,,2"], "a number is missing"),
     "accelerators that are not there": (["--infer-devices", "0-3"], "this machine has none"),
+    "one accelerator that is not there for both": (
+        ["--infer-devices", "9", "--train-devices", "9"],
+        "asks for accelerator 9, but this machine has none; accepted: devices that are there",
+    ),
+    "all of a shared device's memory for one group": (
+        ["devices.infer_memory_fraction=1"],
+        "devices.infer_memory_fraction: 1 came; accepted: less than 1",
+    ),
+    "none of it": (["devices.infer_memory_fraction=0"], "accepted: greater than 0"),
     "two train devices": (["--train-devices", "cpu:2"], "one train device"),
     # the model
     "missing model folder": (["--model", "./nowhere"], "there is no folder './nowhere'"),

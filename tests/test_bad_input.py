@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import pytest
 from typer.testing import CliRunner, Result
 
+from easyrl import devices
 from easyrl.cli import app
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.data import prompt_check
@@ -154,6 +155,27 @@ def test_a_model_too_large_for_the_memory_is_told_with_its_share(
     assert "model.path" in message and "--infer-devices (cpu:2)" in message
 
 
+def test_a_group_that_does_not_fit_its_part_of_a_shared_device_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "accelerator", lambda *, is_asked: ("cuda", 2))
+    memory_bytes = {"cuda": [10**12, 20 * 2**20]}
+    monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, n: memory_bytes[kind][n])
+    words = ("--output", str(tmp_path / "run"), "data.max_prompt_length=30")
+    words = (*words, "rollout.max_completion_length=10", "train.prompts_per_iteration=1")
+    shared = ("--infer-devices", "1", "--train-devices", "1")
+    expected = (
+        "devices.infer_memory_fraction: 0.5 came, which gives the train worker 10.0 MiB of the "
+        "shared device's 20.0 MiB, but it takes 11.7 MiB or more"
+    )
+    assert_told(typed(*words, *shared), expected)
+    assert_told(
+        typed(*words, *shared, "devices.infer_memory_fraction=0.1"),
+        "which gives the rollout worker 2.0 MiB",
+    )
+    assert checked(*words[2:], "devices.infer=0", "devices.train=1").placement.infer.count == 1
+
+
 def test_a_reference_and_an_old_policy_count_as_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 8 * 2**20)
     words = ("data.max_prompt_length=30", "rollout.max_completion_length=10")
@@ -163,10 +185,10 @@ def test_a_reference_and_an_old_policy_count_as_models(monkeypatch: pytest.Monke
     assert "7 x the model" in error_of(
         *words, "algorithm.beta=0.1", "train.updates_per_iteration=2"
     )
-    devices = "devices.infer=0", "devices.train=1"
-    config = load_config(None, {}, [*devices, "algorithm.beta=0.1"])
+    apart = "devices.infer=0", "devices.train=1"
+    config = load_config(None, {}, [*apart, "algorithm.beta=0.1"])
     on_accelerators(config)
-    config = load_config(None, {}, [*devices, "algorithm.beta=0.1", "train.offload=[reference]"])
+    config = load_config(None, {}, [*apart, "algorithm.beta=0.1", "train.offload=[reference]"])
     with pytest.raises(ConfigError, match="1 x the model"):
         on_accelerators(config)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,51 @@ def test_a_run_on_one_shared_gpu_is_deterministic(schedule, tmp_path: Path):
         summary = summary_of(folder)
         assert summary["groups_off_policy"] == 0 and summary["groups_trained"] == 18
     assert len({summary_of(folder)["weights_sha256"] for folder in folders}) == 1
+
+
+def test_on_one_gpu_weights_cross_in_its_memory_and_each_group_has_its_part(tmp_path: Path):
+    segments = set(Path("/dev/shm").iterdir())
+    words = ("--infer-devices", "0", "--train-devices", "0", "--no-live", "--iterations", "2")
+    code, out, err = finish(
+        *words, "--output", str(tmp_path / "run"), "devices.infer_memory_fraction=0.3",
+        "data.num_held_out=16", "train.prompts_per_iteration=4",
+    )  # fmt: skip
+    assert code == 0, out + err
+    assert "30% of its memory for the rollout worker" in out
+    assert "weights cross through the CPU" not in out + err
+    assert set(Path("/dev/shm").iterdir()) <= segments
+    code, out, err = finish(*words, "--output", str(tmp_path / "small"),
+        "devices.infer_memory_fraction=0.00001")  # fmt: skip
+    assert code == 2 and "devices.infer_memory_fraction" in err
+
+
+def test_a_worker_knows_its_gpu_as_the_first_and_messages_as_the_users():
+    last = torch.cuda.device_count() - 1
+    script = """
+import sys
+from easyrl.config import load_config
+from easyrl.runtime import launch
+from easyrl.workers.settings import WorkerSettings
+settings = WorkerSettings(
+    name="rollout-0", owner_id=0, device="cuda:0", weights_cross_on_cpu=False, num_threads=1,
+    config=load_config(), max_concurrent_groups=1, store_path="", log_file=None,
+    device_index=int(sys.argv[1]), memory_fraction=0.01,
+)
+launch._set_up_environment(settings)
+import torch
+print(torch.cuda.device_count(), torch.cuda.get_device_properties(0).uuid)
+try:
+    torch.empty(torch.cuda.get_device_properties(0).total_memory // 50, device="cuda:0",
+                dtype=torch.uint8)
+except torch.OutOfMemoryError as error:
+    print(launch._describe(error, settings).message.splitlines()[-1])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(last)], capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"1 {torch.cuda.get_device_properties(last).uuid}"
+    assert lines[1] == f"(on cuda:{last}, which the worker sees as cuda:0)"
 
 
 def test_flex_attention_is_what_half_precision_trains_with():

@@ -3,6 +3,7 @@ ever."""
 
 import hashlib
 import ipaddress
+import json
 import multiprocessing
 import os
 import re
@@ -52,6 +53,24 @@ def digests(weights):
     }
 
 
+def share_cpu_memory(buffer):
+    """In the place of a device's: the bytes move into an anonymous file."""
+    fd, size = buffer.untyped_storage()._share_fd_cpu_()
+    return json.dumps([f"/proc/{os.getpid()}/fd/{os.dup(fd)}", size])
+
+
+def open_cpu_memory(handle, device):
+    path, size = json.loads(handle)
+    fd = os.open(path, os.O_RDWR)
+    return torch.tensor([], dtype=torch.uint8).set_(
+        torch.UntypedStorage._new_shared_fd_cpu(fd, size), 0, (size,), (1,)
+    )
+
+
+def refuse(*arguments):
+    raise RuntimeError("invalid device context")
+
+
 class Member:
     """What a member's process does when it is told to."""
 
@@ -84,6 +103,30 @@ class Member:
 
     def join_as_a_worker(self, membership, rank, size):
         self.channel = self.settings.join_weights(membership, rank, size)
+
+    def join_on_one_device(self, membership, rank, share=share_cpu_memory, open_=open_cpu_memory):
+        """The bucket is memory that both members see; `share` and `open_` stand for a device's."""
+        devices.share_memory, devices.open_memory = share, open_
+        self.channel = WeightChannel(
+            self.store_path,
+            membership=membership,
+            rank=rank,
+            size=2,
+            device="cpu",
+            shared_device="cpu",
+            timeout_seconds=TIMEOUT_SECONDS,
+            bucket_bytes=512,
+        )
+        return self.channel.obstacle
+
+    def bucket_address(self):
+        """What stands in the process's map of its memory where the bucket is."""
+        address = self.channel._bucket.data_ptr()
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            if first <= address < last:
+                return line.split()[4]  # the file's inode
+        raise AssertionError("no memory there")
 
     def leave(self):
         self.channel = None
@@ -352,6 +395,56 @@ def test_a_channel_is_made_anew_after_a_member_leaves_and_after_one_joins(member
     members.join(3)
     received = members.all(("send", 2), ("receive", 2), ("receive", 2))[1:]
     assert received == [digests(make_weights(2))] * 2
+
+
+# -- one device for both groups --------------------------------------------------------------------
+
+
+def join_on_one_device(members, *how):
+    members.membership += 1
+    return members.all(
+        *[("join_on_one_device", members.membership, rank, *how) for rank in range(2)]
+    )
+
+
+def test_weights_cross_in_memory_that_both_members_see(members):
+    assert join_on_one_device(members) == [None, None]
+    inodes = members.all(("bucket_address",), ("bucket_address",))
+    assert inodes[0] == inodes[1] != "0", "one bucket, not two"
+    for version in (0, 1, 7):
+        assert members.all(("send", version), ("receive", version))[1] == digests(
+            make_weights(version)
+        )
+
+
+def test_a_bucket_is_not_filled_before_it_is_read(members):
+    join_on_one_device(members)
+    members.tell(1, "receive", 3, 0.05)
+    members.tell(0, "send", 3)
+    _, seconds = members.answer(0)
+    assert members.answer(1)[0] == digests(make_weights(3))
+    assert seconds >= 0.05 * len(SHAPES), "the sender waited for the reader"
+
+
+@pytest.mark.parametrize("how", [(refuse, open_cpu_memory), (share_cpu_memory, refuse)])
+def test_where_memory_cannot_be_shared_weights_are_broadcast_and_it_is_told(members, how):
+    assert join_on_one_device(members, *how)[0] == "invalid device context"
+    assert members.all(("send", 4), ("receive", 4))[1] == digests(make_weights(4))
+
+
+def test_on_one_device_every_wait_is_bounded_too(members):
+    join_on_one_device(members)
+    members.all(("send", 0), ("receive", 0))
+    members.tell(0, "send", 1)
+    assert_bounded(members.answer(0), TimeoutError, "the trainer of 2 members, announcing")
+    join_on_one_device(members)
+    members.all(("send", 0), ("receive", 0))
+    members.tell(1, "receive", 1, TIMEOUT_SECONDS + 1.0)  # it reads for too long
+    members.tell(0, "send", 1)
+    words = r"until bucket 1 of \d+ is read: .*waited 2\.\d s"
+    assert_bounded(members.answer(0), TimeoutError, words)
+    members.processes[1].kill()
+    members.processes[1].join()
 
 
 # -- what listens ---------------------------------------------------------------------------------

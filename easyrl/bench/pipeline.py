@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from easyrl import devices
 from easyrl.config import Config, load_config
+from easyrl.cores import num_cores
 from easyrl.data.datasets import open_prompts
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.dispatch import Dispatcher
@@ -156,7 +156,7 @@ def _tune(size: int) -> dict[str, Setting]:
 def _settings(mode: str, size: int) -> list[Setting]:
     """Few groups make an even stream for `periodic`; the others wait for all anyway."""
     parts = (8, 4, 2, 1) if mode == "periodic" else (2, 1)
-    all_threads = (1, devices.num_cores()) if mode == "colocated" else (_share(),)
+    all_threads = (1, num_cores()) if mode == "colocated" else (_share(),)
     return [
         Setting(mode, groups, threads)
         for groups in sorted({max(2, size // part) for part in parts})
@@ -165,7 +165,7 @@ def _settings(mode: str, size: int) -> list[Setting]:
 
 
 def _share() -> int:
-    return max(1, devices.num_cores() // 2)
+    return max(1, num_cores() // 2)
 
 
 def _measure(setting: Setting, size: int, iterations: int) -> Timing:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from easyrl import devices
+from easyrl.cores import num_cores
 
 Row = Mapping[str, Any]
 CPUINFO_NAMES = ("model name", "Model", "Hardware")
@@ -20,7 +20,7 @@ def machine() -> dict[str, Any]:
     """What a figure depends on, besides the code."""
     return {
         "cpu": _cpu_model(),
-        "cores": devices.num_cores(),
+        "cores": num_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "platform": platform.platform(),
         "python": platform.python_version(),

@@ -9,6 +9,15 @@ made over a shared store when the membership changes, and thrown away with it.
 
 A weight travels under its parameter name, cut into pieces where it crosses a bucket's end, so
 that no more than one bucket is held beside the model.
+
+Where both groups share an accelerator, whose backend connects no two processes on one device, the
+bucket is memory of that device which both processes open, and weights are copied into it and out
+of it there. The process group, then on the CPU, only tells who is next:
+
+    train rank 0:  fill ─► "bucket n is filled" ──────────────────────────► fill …
+    rollout 1:             ──────────────────────► load ─► "bucket n is read"
+
+Where the second process cannot open it (in some containers), buckets are broadcast on the CPU.
 """
 
 from __future__ import annotations
@@ -59,25 +68,36 @@ class WeightChannel:
         size: int,
         device: str,
         timeout_seconds: float,
+        shared_device: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Join membership number `membership` as `rank` of `size`; rank 0 is the sender.
 
-        `store_path` is a file that all members can open. Raises TimeoutError when the others do
-        not come within `timeout_seconds`.
+        `store_path` is a file that all members can open, `device` where the process group is,
+        `shared_device` the device of a sender and a single receiver that both compute on. Raises
+        TimeoutError when the others do not come within `timeout_seconds`.
         """
         self.rank = rank
         self._size = size
         self._device = torch.device(device)
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._bucket = torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device)
         self._plan: list[list[_Slot]] | None = None
+        self.obstacle: str | None = None
+        """Why weights do not cross on the shared device; None: they do, or there is none."""
         store = PrefixStore(f"weights-{membership}", FileStore(store_path, -1))
         store.set_timeout(self._timeout)
         self._group = self._bounded(
             "making the process group",
             lambda: devices.make_process_group(device, store, rank, size, self._timeout),
         )
+        bucket = None
+        if shared_device is not None:
+            assert size == 2, "one sender and one receiver share a device"
+            bucket = self._share_bucket(bucket_bytes, torch.device(shared_device))
+        self._is_shared = bucket is not None
+        if bucket is None:
+            bucket = torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device)
+        self._bucket = bucket
 
     def send(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Broadcast the weights (rank 0). Names, shapes and types must be the same every time.
@@ -90,13 +110,14 @@ class WeightChannel:
             manifest = [
                 (name, len(t), str(t.dtype).removeprefix("torch.")) for name, t in flat.items()
             ]
-            self._send_manifest(json.dumps(manifest).encode())
+            self._send_text(json.dumps(manifest), "sending names")
             self._plan = _plan(manifest, len(self._bucket))
         self._broadcast(torch.tensor([policy_version], device=self._device), "announcing a version")
         for number, slots in enumerate(self._plan):
             for slot in slots:
                 slot.view(self._bucket).copy_(flat[slot.name][slot.start : slot.start + slot.count])
-            self._broadcast_bucket(number, slots)
+            self._pass_bucket(number, slots)
+            self._wait_until_read(number)
         return sum(tensor.numel() * tensor.element_size() for tensor in flat.values())
 
     def receive(self, policy_version: int) -> Iterator[WeightPiece]:
@@ -107,7 +128,8 @@ class WeightChannel:
         """
         assert self.rank > 0
         if self._plan is None:
-            self._plan = _plan(json.loads(self._receive_manifest()), len(self._bucket))
+            names = self._receive_text("waiting for names")
+            self._plan = _plan(json.loads(names), len(self._bucket))
         announced = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._broadcast(announced, "waiting for a version")
         if int(announced) != policy_version:
@@ -115,31 +137,78 @@ class WeightChannel:
                 f"weight channel: version {policy_version} was due, {int(announced)} was sent"
             )
         for number, slots in enumerate(self._plan):
-            self._broadcast_bucket(number, slots)
+            self._pass_bucket(number, slots)
             for slot in slots:
                 yield WeightPiece(slot.name, slot.start, slot.view(self._bucket))
+            self._wait_until_read(number)
 
-    def _send_manifest(self, manifest: bytes) -> None:
-        self._broadcast(torch.tensor([len(manifest)], device=self._device), "sending names")
-        text = torch.frombuffer(bytearray(manifest), dtype=torch.uint8).to(self._device)
-        self._broadcast(text, "sending names")
+    def _share_bucket(self, num_bytes: int, device: torch.device) -> Tensor | None:
+        """The bucket [num_bytes] on the device of both members; None where that cannot be, for
+        both of them, and `obstacle` says why."""
+        bucket: Tensor | None = None
+        if self.rank == 0:
+            bucket = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            try:
+                handle, obstacle = devices.share_memory(bucket), ""
+            except RuntimeError as error:
+                handle, obstacle = "", str(error)
+            self._send_text(handle, "sharing a bucket")
+            obstacle = self._receive_text("sharing a bucket", root=1) or obstacle
+        else:
+            handle, obstacle = self._receive_text("waiting for a bucket"), ""
+            if handle:
+                try:
+                    bucket = devices.open_memory(handle, device)
+                except RuntimeError as error:
+                    obstacle = str(error)
+            self._send_text(obstacle, "opening a bucket", root=1)
+        if not handle or obstacle:
+            self.obstacle = " ".join(obstacle.split())
+            return None
+        return bucket
 
-    def _receive_manifest(self) -> bytes:
+    def _send_text(self, text: str, what: str, root: int = 0) -> None:
+        content = text.encode()
+        self._broadcast(torch.tensor([len(content)], device=self._device), what, root)
+        if content:
+            data = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
+            self._broadcast(data, what, root)
+
+    def _receive_text(self, what: str, root: int = 0) -> str:
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._broadcast(length, "waiting for names")
-        text = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        self._broadcast(text, "waiting for names")
-        return text.cpu().numpy().tobytes()
+        self._broadcast(length, what, root)
+        data = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        if len(data):
+            self._broadcast(data, what, root)
+        return data.cpu().numpy().tobytes().decode()
 
-    def _broadcast_bucket(self, number: int, slots: Sequence[_Slot]) -> None:
+    def _pass_bucket(self, number: int, slots: Sequence[_Slot]) -> None:
+        """From here on the receivers may read it."""
+        if self._is_shared:
+            self._tell_done(f"{self._name_of(number)} is filled", root=0)
+            return
         last = slots[-1]
         used = last.offset + last.count * last.dtype.itemsize
-        assert self._plan is not None
-        self._broadcast(self._bucket[:used], f"bucket {number + 1} of {len(self._plan)}")
+        self._broadcast(self._bucket[:used], self._name_of(number))
 
-    def _broadcast(self, tensor: Tensor, what: str) -> None:
+    def _wait_until_read(self, number: int) -> None:
+        """From here on the sender may fill it again: of a broadcast everyone has a copy."""
+        if self._is_shared:
+            self._tell_done(f"{self._name_of(number)} is read", root=1)
+
+    def _tell_done(self, what: str, root: int) -> None:
+        """`root`'s copies are done on the device before the others go on."""
+        if self.rank == root:
+            devices.synchronize(self._bucket.device)
+        self._broadcast(torch.zeros(1, dtype=torch.uint8), f"until {what}", root)
+
+    def _name_of(self, number: int) -> str:
+        assert self._plan is not None
+        return f"bucket {number + 1} of {len(self._plan)}"
+
+    def _broadcast(self, tensor: Tensor, what: str, root: int = 0) -> None:
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = root
         options.timeout = self._timeout
         self._bounded(what, lambda: self._group.broadcast([tensor], options).wait(self._timeout))
 

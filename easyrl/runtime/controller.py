@@ -134,16 +134,21 @@ class Controller:
     def _spawn(self, role: str, number: int, owner_id: int) -> Worker:
         place = self.placement
         is_rollout = role == "rollout"
+        group = place.infer if is_rollout else place.train
+        is_cpu = group.kind == "cpu"
         settings = WorkerSettings(
             name=f"{role}-{number}",
             owner_id=owner_id,
             config=self.config,
-            device=place.device_name(place.infer if is_rollout else place.train, number),
+            device="cpu" if is_cpu else f"{place.accelerator}:0",
             weights_cross_on_cpu=place.weights_cross_on_cpu,
             num_threads=place.infer_threads if is_rollout else place.train_threads,
             max_concurrent_groups=place.max_concurrent_groups,
             store_path=f"/proc/{os.getpid()}/fd/{self._store_fd}",
             log_file=str(self.folder.log_of(f"{role}-{number}")),
+            device_index=None if is_cpu else group.indices[number],
+            memory_fraction=place.memory_fraction(role),
+            cores=place.cores_of(role, number),
         )
         target = rollout_main if is_rollout else train_main
         return self.supervisor.spawn(settings.name, target, settings, self._ring)

@@ -56,7 +56,7 @@ def _run(
     except BaseException as error:
         exit_code = 1
         with contextlib.suppress(OSError):
-            control.send(_describe(error))
+            control.send(_describe(error, settings))
         multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # named semaphores
     sys.stdout.flush()
     sys.stderr.flush()
@@ -75,9 +75,9 @@ def _log_to(file: str | None) -> None:
     os.close(log)
 
 
-def _describe(error: BaseException) -> Failed:
+def _describe(error: BaseException, settings: WorkerSettings) -> Failed:
     """A user's mistake, or a reward that failed, is told by its message alone; all else by its
-    traceback too."""
+    traceback too. A device has the number that the user knows it by."""
     frames = traceback.extract_tb(error.__traceback__)
     # Raised by us on purpose, not by a library that we called wrongly.
     is_ours = (
@@ -89,14 +89,21 @@ def _describe(error: BaseException) -> Failed:
         return Failed(str(error), traceback="", is_user_error=True)
     if isinstance(error, RewardError):
         return Failed(str(error), traceback="", is_user_error=False)
-    message = f"{type(error).__name__}: {error}"
-    return Failed(message, traceback.format_exc(), is_user_error=False)
+    message, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+    if settings.device_index is not None:
+        kind = settings.device.partition(":")[0]
+        where = f"\n(on {kind}:{settings.device_index}, which the worker sees as {settings.device})"
+        message, trace = message + where, trace.rstrip() + where
+    return Failed(message, trace, is_user_error=False)
 
 
 def _set_up_environment(settings: WorkerSettings) -> None:
     os.environ.update(devices.LOOPBACK_ENVIRONMENT)
     os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    kind = settings.device.partition(":")[0]
+    if settings.device_index is not None:
+        os.environ.update(devices.visible_environment(kind, settings.device_index))
     deterministic = settings.config.runtime.deterministic
     if deterministic:
         os.environ.update(devices.DETERMINISTIC_ENVIRONMENT)
@@ -107,5 +114,8 @@ def _set_up_environment(settings: WorkerSettings) -> None:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(settings.num_threads)
+    devices.load_backend(kind)
+    if settings.memory_fraction is not None:
+        devices.limit_memory(torch.device(settings.device), settings.memory_fraction)
     if deterministic:
         torch.use_deterministic_algorithms(True)

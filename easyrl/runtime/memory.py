@@ -9,7 +9,8 @@ On the CPU a run holds, in float32:
     ring buffer       its slots
 
 Only what is surely asked for is counted (no activations, no libraries), so that nothing is refused
-that could run. Accelerators tell of their own memory when it is asked for.
+that could run. Accelerators tell of their own memory when it is asked for; of one that both groups
+share each has a part, and the same is counted there.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ def check_memory(
     """Raise ConfigError where this machine or its cgroup surely has too little."""
     weights = FLOAT_BYTES * (model.num_weights or 0)
     num_rollout = placement.infer.count if placement.infer.kind == "cpu" else 0
-    num_groups = placement.max_concurrent_groups if _fills_rows(model.config) else 1
-    num_rows = num_rollout * num_groups * config.rollout.num_generations
+    num_rows = num_rollout * _num_rows(config, placement, model)
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     cache = num_rows * row_tokens * kv_bytes_per_token(model.config)
     copies = num_rollout + _copies_of_trainer(config, is_here=placement.train.kind == "cpu")
@@ -62,6 +62,29 @@ def check_memory(
     )
 
 
+def check_shared_device(
+    config: Config, placement: Placement, model: ModelFiles, *, total_bytes: int
+) -> None:
+    """Raise ConfigError where a group's part of the shared device's memory surely is too small."""
+    weights = FLOAT_BYTES * (model.num_weights or 0)
+    row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
+    cache = _num_rows(config, placement, model) * row_tokens * kv_bytes_per_token(model.config)
+    everything = _copies_of_trainer(config, is_here=True)
+    offloaded = _copies_of_trainer(config, is_here=False)
+    needed = {"rollout": weights + cache, "train": (everything - offloaded) * weights}
+    for role, num_bytes in needed.items():
+        fraction = placement.memory_fraction(role)
+        assert fraction is not None
+        if num_bytes > fraction * total_bytes:
+            raise ConfigError(
+                f"devices.infer_memory_fraction: {placement.infer_memory_fraction:g} came, which "
+                f"gives the {role} worker {_size(int(fraction * total_bytes))} of the shared "
+                f"device's {_size(total_bytes)}, but it takes {_size(num_bytes)} or more; both "
+                f"groups together take at least {_size(sum(needed.values()))}; accepted: a part "
+                "that holds each, devices of their own, or a smaller model.path"
+            )
+
+
 def check_disk(folder: Path, model: ModelFiles) -> None:
     """Raise ConfigError where the final model does not fit the disk that `folder` will be on."""
     there = next(parent for parent in folder.absolute().parents if parent.exists())
@@ -82,6 +105,12 @@ def kv_bytes_per_token(model_config: dict[str, Any]) -> int:
         return 0
     size = config.get("head_dim") or config.get("hidden_size", 0) // heads
     return int(2 * layers * (config.get("num_key_value_heads") or heads) * size * FLOAT_BYTES)
+
+
+def _num_rows(config: Config, placement: Placement, model: ModelFiles) -> int:
+    """Rows of one engine's cache."""
+    num_groups = placement.max_concurrent_groups if _fills_rows(model.config) else 1
+    return num_groups * config.rollout.num_generations
 
 
 def _fills_rows(model_config: dict[str, Any]) -> bool:

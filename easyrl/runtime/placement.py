@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from easyrl import devices
 from easyrl.config import Config, ConfigError, DeviceSet, check_disjoint, parse_device_set
+from easyrl.cores import num_cores, split_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,10 @@ class Placement:
     train_threads: int
     max_concurrent_groups: int
     """Per rollout worker."""
+    infer_memory_fraction: float = 0.5
+    """Of a device that both groups share: the rollout worker's part of its memory."""
+    cores: tuple[tuple[int, ...], ...] = ()
+    """The CPU cores of each worker, rollout workers first; empty where no worker has its own."""
 
     @property
     def shares_device(self) -> bool:
@@ -26,14 +31,27 @@ class Placement:
     @property
     def weights_cross_on_cpu(self) -> bool:
         """Whether no accelerator backend connects the two groups: NCCL and HCCL refuse two ranks
-        on one device, and know no CPU."""
+        on one device (which then has a bucket that both open), and know no CPU."""
         return self.shares_device or self.infer.kind != self.train.kind
 
     def device_name(self, devices_of_group: DeviceSet, number: int) -> str:
-        """The name torch knows worker `number`'s device by."""
+        """Worker `number`'s device, by the number that the user gave it."""
         if devices_of_group.kind == "cpu":
             return "cpu"
         return f"{self.accelerator}:{devices_of_group.indices[number]}"
+
+    def memory_fraction(self, role: str) -> float | None:
+        """The part of its device's memory that a worker may take; None: the device is its own."""
+        if not self.shares_device:
+            return None
+        part = self.infer_memory_fraction
+        return part if role == "rollout" else 1.0 - part
+
+    def cores_of(self, role: str, number: int) -> tuple[int, ...]:
+        """The CPU cores that a worker has to itself; empty: none, it runs on any."""
+        if not self.cores:
+            return ()
+        return self.cores[number if role == "rollout" else self.infer.count + number]
 
 
 def resolve_placement(config: Config) -> Placement:
@@ -46,13 +64,18 @@ def resolve_placement(config: Config) -> Placement:
         _check_is_one(wanted["train"])  # before torch is loaded to look for accelerators
     kind, count = "cpu", 0
     if any(devices_ is None or devices_.kind == "accelerator" for devices_ in wanted.values()):
-        kind, count = devices.accelerator()
+        is_asked = any(devices_ and devices_.kind == "accelerator" for devices_ in wanted.values())
+        kind, count = devices.accelerator(is_asked=is_asked)
     infer = wanted["infer"] or _default("infer", count, wanted["train"])
     train = wanted["train"] or _default("train", count, infer)
     for key, devices_ in (("infer", infer), ("train", train)):
         _check_present(key, devices_, kind, count)
     check_disjoint(infer, train)
-    share = max(1, devices.num_cores() // (infer.count + train.count))
+    num_workers = infer.count + train.count
+    share = max(1, num_cores() // num_workers)
+    # Who chooses threads may want groups to take turns on the same cores.
+    is_open = config.devices.infer_threads is None and config.devices.train_threads is None
+    has_own_cores = is_open and infer.kind == train.kind == "cpu"
     return Placement(
         infer=infer,
         train=train,
@@ -60,6 +83,8 @@ def resolve_placement(config: Config) -> Placement:
         infer_threads=config.devices.infer_threads or share,
         train_threads=config.devices.train_threads or share,
         max_concurrent_groups=_max_concurrent_groups(config, infer.count),
+        infer_memory_fraction=config.devices.infer_memory_fraction,
+        cores=split_cores(num_workers) if has_own_cores else (),
     )
 
 
@@ -81,10 +106,16 @@ def describe(placement: Placement) -> str:
     ):
         for number in range(group.count):
             device = placement.device_name(group, number)
-            lines.append(f"{role}-{number}: {device}, {threads} CPU thread(s)")
+            cores = ",".join(map(str, placement.cores_of(role, number)))
+            on_cores = f" on the cores {cores}" if cores else ""
+            lines.append(f"{role}-{number}: {device}, {threads} CPU thread(s){on_cores}")
     lines.append(f"groups in flight per rollout worker: {placement.max_concurrent_groups}")
     if placement.shares_device:
-        lines.append("both groups share one accelerator")
+        parts = [f"{placement.memory_fraction(role):.0%}" for role in ("rollout", "train")]
+        lines.append(
+            f"both groups share one accelerator: {parts[0]} of its memory for the rollout worker, "
+            f"{parts[1]} for the train worker (devices.infer_memory_fraction)"
+        )
     return "\n".join(lines)
 
 

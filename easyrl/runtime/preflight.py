@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from easyrl import devices
 from easyrl.config import Config
 from easyrl.data.datasets import PromptStream, open_prompts
 from easyrl.data.prompt_check import CheckedPrompts, check_prompts
@@ -24,7 +25,7 @@ from easyrl.model.pretrained import (
     refuse_shared_prompt,
 )
 from easyrl.rewards.loading import check_rewards
-from easyrl.runtime.memory import check_disk, check_memory
+from easyrl.runtime.memory import check_disk, check_memory, check_shared_device
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.ring import ring_layout
 from easyrl.runtime.run_folder import folder_of, refuse_existing
@@ -52,6 +53,10 @@ def check_run(config: Config) -> Preflight:
     ring_bytes = ring_layout(config, placement).total_bytes
     checked = _check_prompts(config, prompts)
     check_memory(config, placement, files, ring_bytes=ring_bytes)
+    if placement.shares_device:
+        index = placement.infer.indices[0]
+        total_bytes = devices.total_memory_bytes(placement.accelerator, index)
+        check_shared_device(config, placement, files, total_bytes=total_bytes)
     check_disk(folder, files)
     return Preflight(checked.stream, checked.num_skipped, placement)
 

@@ -26,6 +26,7 @@ from easyrl.algorithm.advantages import group_advantages
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
+from easyrl.cores import pin
 from easyrl.data.chat import render_prompt
 from easyrl.delays import maybe_sleep
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest
@@ -54,6 +55,7 @@ class RolloutWorker:
         self.timeline = Timeline(control.send)
         self.reward_weights = reward_weights(self.config)
         self.scorer = Scorer(self.config)  # first: its processes start while the model is loaded
+        pin(settings.cores)  # after it: rewards may run on any core
         control.send(events.Starting("loading the model"))
         try:
             self.tokenizer, self.engine = self._load()

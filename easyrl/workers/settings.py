@@ -19,14 +19,21 @@ class WorkerSettings:
     """Its number in the ring."""
     config: Config
     device: str
+    """As torch names it in the worker, which sees no other: `cpu`, or a kind and number 0."""
     weights_cross_on_cpu: bool
-    """Whether the weight channel's buffers live on the CPU, whatever the device."""
+    """Whether the weight channel's process group is on the CPU, whatever the device."""
     num_threads: int
     max_concurrent_groups: int
     store_path: str
     """The file over which process groups are made."""
     log_file: str | None
     """Where the worker's output goes (None: the terminal)."""
+    device_index: int | None = None
+    """The user's number of the accelerator that the worker is to see; None: it has none."""
+    memory_fraction: float | None = None
+    """Of a device that the other group uses too: the part of its memory that is this worker's."""
+    cores: tuple[int, ...] = ()
+    """CPU cores of its own; empty: any."""
 
     def join_weights(self, membership: int, rank: int, size: int) -> WeightChannel:
         from easyrl.channels.weights import WeightChannel
@@ -37,5 +44,6 @@ class WorkerSettings:
             rank=rank,
             size=size,
             device="cpu" if self.weights_cross_on_cpu else self.device,
+            shared_device=None if self.memory_fraction is None else self.device,
             timeout_seconds=self.config.runtime.timeout_seconds,
         )

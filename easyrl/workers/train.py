@@ -20,6 +20,7 @@ from easyrl import events
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
+from easyrl.cores import pin
 from easyrl.delays import maybe_sleep
 from easyrl.heap import keep_freed_memory
 from easyrl.model.policy import Policy
@@ -34,6 +35,9 @@ _REPEATED = (
     "its own, and groups are generated one by one through transformers' generate. It is exact, "
     "and slower"
 )
+_COPIED = (
+    "weights cross through the CPU, since the shared device's memory cannot be opened twice: {}"
+)
 
 
 class TrainWorker:
@@ -43,6 +47,7 @@ class TrainWorker:
         self.port = port
         self.control = control
         self.device = torch.device(settings.device)
+        pin(settings.cores)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.timeline = Timeline(control.send)
@@ -64,6 +69,8 @@ class TrainWorker:
             match self.control.recv():
                 case events.JoinWeights(membership, rank, size):
                     self.channel = self.settings.join_weights(membership, rank, size)
+                    if self.channel.obstacle is not None:
+                        self.control.send(events.Note(_COPIED.format(self.channel.obstacle)))
                 case events.ExchangeWeights(version):
                     self._send_weights(version)
                 case events.TrainIteration(iteration):

@@ -1,0 +1,69 @@
+"""CPU cores: how many this process may use, and which ones a worker has to itself.
+
+Floor 0, without torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+CPU_QUOTAS = (
+    ("/sys/fs/cgroup/cpu.max",),  # version 2: "quota period", or "max period"
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+"""Where a container's share of the CPU time stands."""
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def num_cores() -> int:
+    """CPU cores this process may use; a container's quota counts, rounded up."""
+    cores = len(allowed_cores()) or os.cpu_count() or 1
+    for files in CPU_QUOTAS:
+        try:
+            quota, period = " ".join(Path(file).read_text() for file in files).split()
+            if int(quota) > 0:  # -1 and "max": none
+                cores = min(cores, -(-int(quota) // int(period)))
+        except (OSError, ValueError):
+            continue
+    return max(1, cores)
+
+
+def allowed_cores() -> frozenset[int]:
+    """The cores this process may run on; none where the system does not tell."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def split_cores(num_workers: int) -> tuple[tuple[int, ...], ...]:
+    """Disjoint sets of as many cores for every worker, hyperthreads of a core together.
+
+    Empty, for no worker has cores of its own, where there are not more cores than workers, and
+    under a quota: that is a share of the time of all cores, which other containers use as well.
+    """
+    allowed = sorted(allowed_cores(), key=_place)
+    if num_workers >= len(allowed) or num_cores() < len(allowed):
+        return ()
+    share = len(allowed) // num_workers
+    return tuple(
+        tuple(sorted(allowed[number * share : (number + 1) * share]))
+        for number in range(num_workers)
+    )
+
+
+def pin(cores: Collection[int]) -> None:
+    """Keep the calling thread, and what it starts from now on, to these cores (none: all)."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def _place(core: int) -> tuple[int, int, int]:
+    """Package, physical core and number: neighbours in this order share caches."""
+    try:
+        folder = TOPOLOGY / f"cpu{core}" / "topology"
+        package, physical = (
+            int((folder / name).read_text()) for name in ("physical_package_id", "core_id")
+        )
+    except (OSError, ValueError):
+        return 0, core, core
+    return package, physical, core

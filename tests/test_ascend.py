@@ -1,0 +1,163 @@
+"""The Ascend path without Ascend's hardware: a stand-in takes torch_npu's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easyrl import devices
+from easyrl.config import load_config
+from easyrl.runtime.placement import resolve_placement
+
+STAND_IN = Path(__file__).parent / "stand_in"
+ROOT = Path(__file__).parent.parent
+
+
+def python(script: str, **environment: str) -> Any:
+    """What `script` prints, as JSON; in it torch_npu is the stand-in."""
+    paths = os.pathsep.join(map(str, (ROOT, STAND_IN)))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **devices.NO_AUTOLOAD, "PYTHONPATH": paths, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+PLACE = """
+import json, sys
+from easyrl.config import load_config
+from easyrl.runtime.placement import device_names, resolve_placement
+flags = {"devices.infer": sys.argv[1], "devices.train": sys.argv[2]} if sys.argv[1:] else {}
+sys.argv = sys.argv[:1]
+try:
+    placement = resolve_placement(load_config(None, flags))
+except ValueError as error:
+    print(json.dumps({"error": str(error), "loaded": "torch_npu" in sys.modules}))
+else:
+    names = device_names(placement)
+    print(json.dumps({"names": names, "loaded": "torch_npu" in sys.modules}))
+"""
+
+
+def place(infer: str, train: str, **environment: str) -> Any:
+    return python(f"import sys; sys.argv += [{infer!r}, {train!r}]\n{PLACE}", **environment)
+
+
+def test_npus_that_are_asked_for_are_found_by_number() -> None:
+    names = {"rollout-0": "npu:0", "rollout-1": "npu:2", "train-0": "npu:3"}
+    assert place("0,2", "3") == {"names": names, "loaded": True}
+
+
+def test_only_the_npus_that_the_user_shows_are_counted() -> None:
+    told = place("0,2", "1", ASCEND_RT_VISIBLE_DEVICES="1,3")
+    assert (
+        "'0,2' asks for accelerator 2, but this machine has 2 accelerator(s) of kind npu"
+        in (told["error"])
+    )
+
+
+def test_torch_npu_is_left_alone_where_only_the_cpu_is_asked_for() -> None:
+    cpu = {"rollout-0": "cpu", "train-0": "cpu"}
+    assert place("cpu", "cpu", STAND_IN_FAILS="1") == {"names": cpu, "loaded": False}
+    assert python(PLACE, STAND_IN_FAILS="1") == {"names": cpu, "loaded": False}  # nor by default
+
+
+def test_missing_ascend_libraries_are_one_message_that_says_what_to_do() -> None:
+    message = place("0", "1", STAND_IN_FAILS="1")["error"]
+    assert "\n" not in message
+    for word in ("CANN", "libhccl.so: cannot open", "set_env.sh", "--train-devices cpu"):
+        assert word in message
+
+
+def test_npus_without_torch_npu_are_one_message_that_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("davinci0", "davinci1", "davinci_manager"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "DEVICE_NODES", tmp_path)
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"has 2 Ascend NPU\(s\), .* pip install torch-npu==2\."):
+        resolve_placement(load_config(None, {"devices.infer": "0", "devices.train": "1"}))
+    by_default = resolve_placement(load_config(None, {}))
+    assert by_default.infer.kind == by_default.train.kind == "cpu"
+
+
+WORKER = """
+import json, os, sys
+from datetime import timedelta
+from easyrl import devices
+from easyrl.config import load_config
+from easyrl.runtime import launch
+from easyrl.workers.settings import WorkerSettings
+
+settings = WorkerSettings(
+    name="rollout-1", owner_id=1, device="npu:0", weights_cross_on_cpu=True, num_threads=1,
+    config=load_config(), max_concurrent_groups=1, store_path="", log_file=None,
+    device_index=2, memory_fraction=0.25,
+)
+launch._set_up_environment(settings)
+import torch, torch_npu
+group = devices.make_process_group("npu:0", "store", 1, 2, timedelta(seconds=3))
+print(json.dumps({
+    "visible": os.environ["ASCEND_RT_VISIBLE_DEVICES"],
+    "count": torch.npu.device_count(),
+    "limits": torch_npu.limits,
+    "group": [type(group).__name__, *group.made_with[:3], group.made_with[3].total_seconds()],
+    "flex": devices.trains_flex_attention(torch.device("npu:0")),
+    "memory": [devices.free_memory_bytes("npu", 0), devices.total_memory_bytes("npu", 0)],
+    "bfloat16": devices.supports_bfloat16("npu"),
+}))
+"""
+
+
+def test_a_worker_sees_its_npu_alone_and_talks_over_hccl() -> None:
+    told = python(WORKER, ASCEND_RT_VISIBLE_DEVICES="1,2,3")
+    assert told == {
+        "visible": "3",  # the third that the user shows
+        "count": 1,
+        "limits": {"0": 0.25},
+        "group": ["ProcessGroupHCCL", "store", 1, 2, 3.0],
+        "flex": False,
+        "memory": [32 * 2**30, 64 * 2**30],
+        "bfloat16": True,
+    }
+
+
+def easyrl(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """On a machine where torch_npu is installed, but Ascend's libraries are not: there torch loads
+    it by itself, by its entry point, and fails."""
+    installed = tmp_path / "torch_npu-2.13.0.dist-info"
+    installed.mkdir(exist_ok=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
+    (installed / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload")
+    environment = {**os.environ, "STAND_IN_FAILS": "1", "COLUMNS": "80"}
+    environment.pop(*devices.NO_AUTOLOAD, None)
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, STAND_IN, tmp_path)))
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env=environment
+    )
+
+
+def test_torch_npu_without_ascends_libraries_does_not_stop_the_cpu(tmp_path: Path) -> None:
+    assert "libhccl.so" in easyrl(tmp_path, "-c", "import torch").stderr  # what it would do
+    cpu = ("--infer-devices", "cpu", "--train-devices", "cpu")
+    run = ("-m", "easyrl", "grpo", "--dry-run")
+    for words in ((), cpu):
+        done = easyrl(tmp_path, *run, *words)
+        assert done.returncode == 0 and "# train-0: cpu" in done.stdout, done.stderr
+    done = easyrl(tmp_path, *run, "--infer-devices", "0", "--train-devices", "1")
+    assert done.returncode == 2 and "CANN" in done.stderr and "Traceback" not in done.stderr
+    done = easyrl(tmp_path, "-m", "easyrl", "doctor")
+    assert done.returncode == 0, done.stdout
