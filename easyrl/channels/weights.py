@@ -1,14 +1,15 @@
 """Weights from the trainer to the rollout workers: bucketed, versioned, bounded.
 
-    train rank 0:  announce(version) ─► bucket 0 ─► bucket 1 ─► … ─► last bucket
-    rollout i:     receive ───────────► pieces ───► pieces ──► … ──► load as they come
+    train rank 0:  announce(version) ─► [names] ─► bucket 0 ─► bucket 1 ─► … ─► last bucket
+    rollout i:     receive ───────────► [names] ─► pieces ───► pieces ──► … ──► load as they come
 
 Every arrow is a broadcast in which sender and receivers wait for each other, for at most
 `timeout_seconds` each. The process group is the channel's own, not torch's default world: it is
 made over a shared store when the membership changes, and thrown away with it.
 
 A weight travels under its parameter name, cut into pieces where it crosses a bucket's end, so
-that no more than one bucket is held beside the model.
+that no more than one bucket is held beside the model, and of weights that are made to be sent one.
+Names are sent when they are others than the last time: it may be only some that have changed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from easyrl import devices
-from easyrl.types import WeightPiece
+from easyrl.types import Weight, WeightPiece
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 16
@@ -71,6 +72,7 @@ class WeightChannel:
         self._device = torch.device(device)
         self._timeout = timedelta(seconds=timeout_seconds)
         self._bucket = torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device)
+        self._manifest: list[tuple[str, int, str]] = []
         self._plan: list[list[_Slot]] | None = None
         store = PrefixStore(f"weights-{membership}", FileStore(store_path, -1))
         store.set_timeout(self._timeout)
@@ -79,25 +81,29 @@ class WeightChannel:
             lambda: devices.make_process_group(device, store, rank, size, self._timeout),
         )
 
-    def send(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """Broadcast the weights (rank 0). Names, shapes and types must be the same every time.
+    @property
+    def has_sent(self) -> bool:
+        """Whether this membership's receivers have had weights already (rank 0)."""
+        return bool(self._manifest)
+
+    def send(self, policy_version: int, weights: Iterable[Weight]) -> int:
+        """Broadcast the weights (rank 0), each made when its turn comes. Receivers keep those that
+        are not among them.
 
         Returns the bytes sent. Raises TimeoutError when a receiver does not take part in time.
         """
         assert self.rank == 0
-        flat = {name: tensor.detach().reshape(-1) for name, tensor in weights}
-        if self._plan is None:
-            manifest = [
-                (name, len(t), str(t.dtype).removeprefix("torch.")) for name, t in flat.items()
-            ]
-            self._send_manifest(json.dumps(manifest).encode())
-            self._plan = _plan(manifest, len(self._bucket))
-        self._broadcast(torch.tensor([policy_version], device=self._device), "announcing a version")
+        by_name = {weight.name: weight for weight in weights}
+        self._announce(policy_version, [_entry(weight) for weight in by_name.values()])
+        assert self._plan is not None
+        values = torch.empty(0)
         for number, slots in enumerate(self._plan):
             for slot in slots:
-                slot.view(self._bucket).copy_(flat[slot.name][slot.start : slot.start + slot.count])
+                if slot.start == 0:
+                    values = by_name[slot.name].make().detach().reshape(-1)
+                slot.view(self._bucket).copy_(values[slot.start : slot.start + slot.count])
             self._broadcast_bucket(number, slots)
-        return sum(tensor.numel() * tensor.element_size() for tensor in flat.values())
+        return sum(weight.like.numel() * weight.like.element_size() for weight in by_name.values())
 
     def receive(self, policy_version: int) -> Iterator[WeightPiece]:
         """The pieces of the weights, in the sender's order (ranks above 0).
@@ -106,30 +112,34 @@ class WeightChannel:
         another version than `policy_version`.
         """
         assert self.rank > 0
-        if self._plan is None:
-            self._plan = _plan(json.loads(self._receive_manifest()), len(self._bucket))
-        announced = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._broadcast(announced, "waiting for a version")
-        if int(announced) != policy_version:
+        announced = torch.zeros(2, dtype=torch.int64, device=self._device)
+        is_first = self._plan is None
+        self._broadcast(announced, "waiting for names" if is_first else "waiting for a version")
+        version, num_bytes = announced.tolist()
+        if version != policy_version:
             raise RuntimeError(
-                f"weight channel: version {policy_version} was due, {int(announced)} was sent"
+                f"weight channel: version {policy_version} was due, {version} was sent"
             )
+        if num_bytes:
+            text = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self._broadcast(text, "waiting for names")
+            self._plan = _plan(json.loads(text.cpu().numpy().tobytes()), len(self._bucket))
+        assert self._plan is not None
         for number, slots in enumerate(self._plan):
             self._broadcast_bucket(number, slots)
             for slot in slots:
                 yield WeightPiece(slot.name, slot.start, slot.view(self._bucket))
 
-    def _send_manifest(self, manifest: bytes) -> None:
-        self._broadcast(torch.tensor([len(manifest)], device=self._device), "sending names")
-        text = torch.frombuffer(bytearray(manifest), dtype=torch.uint8).to(self._device)
-        self._broadcast(text, "sending names")
-
-    def _receive_manifest(self) -> bytes:
-        length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._broadcast(length, "waiting for names")
-        text = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        self._broadcast(text, "waiting for names")
-        return text.cpu().numpy().tobytes()
+    def _announce(self, policy_version: int, manifest: list[tuple[str, int, str]]) -> None:
+        """The version, with the names where they are others than the last time."""
+        is_new = manifest != self._manifest
+        text = json.dumps(manifest).encode() if is_new else b""
+        announced = torch.tensor([policy_version, len(text)], device=self._device)
+        self._broadcast(announced, "sending names" if is_new else "announcing a version")
+        if is_new:
+            names = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
+            self._broadcast(names, "sending names")
+            self._manifest, self._plan = manifest, _plan(manifest, len(self._bucket))
 
     def _broadcast_bucket(self, number: int, slots: Sequence[_Slot]) -> None:
         last = slots[-1]
@@ -156,6 +166,12 @@ class WeightChannel:
             raise TimeoutError(
                 f"{text} (waited {waited:.1f} s; runtime.timeout_seconds bounds this wait)"
             ) from error
+
+
+def _entry(weight: Weight) -> tuple[str, int, str]:
+    """Name, elements, type: a weight's line in the manifest."""
+    like = weight.like
+    return weight.name, like.numel(), str(like.dtype).removeprefix("torch.")
 
 
 def _plan(manifest: Sequence[Sequence[Any]], bucket_bytes: int) -> list[list[_Slot]]:
