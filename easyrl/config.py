@@ -24,6 +24,7 @@ from pydantic import (
 
 from easyrl import config_text
 from easyrl.config_algorithm import AlgorithmConfig
+from easyrl.config_lora import LoraConfig
 from easyrl.config_text import ConfigError, Section
 from easyrl.device_sets import DeviceSet, check_disjoint, parse_device_set
 
@@ -52,6 +53,7 @@ class ModelConfig(Section):
     """How a group is trained: its prompt once for all completions (`shared_prompt`), or once for
     each (`repeated`); the result is the same. `auto`: shared where the model's layers can do so
     exactly, else repeated, and the run says which layer cannot and why."""
+    lora: LoraConfig = LoraConfig()
 
 
 class DataConfig(Section):
@@ -128,7 +130,8 @@ class TrainConfig(Section):
     """Optimizer steps per iteration, each on an equal share of its prompts. Only the first is
     strictly on-policy: the others train on rollouts of the policy before it."""
     learning_rate: float | None = Field(default=None, ge=0.0)
-    """Peak learning rate; null: 3e-4 for the built-in model, 1e-6 for any other."""
+    """Peak learning rate; null: 3e-4 for the built-in model, 1e-6 for any other; with LoRA
+    (`model.lora.rank`) ten times that."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after warm-up; linear and cosine fall to 0."""
     warmup_iterations: int = Field(default=2, ge=0)
@@ -183,7 +186,8 @@ class RuntimeConfig(Section):
     """How the run is driven."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seeds the order of the data, the sampling and the generated problems."""
+    """Seeds the order of the data, the sampling, the generated problems and LoRA's first
+    weights."""
     schedule: Literal["periodic", "sync"] = "periodic"
     """`periodic` trains on groups while others are generated; `sync` waits for all of them."""
     deterministic: bool = False
@@ -246,7 +250,10 @@ class Config(Section):
         """Peak learning rate, the default resolved."""
         if self.train.learning_rate is not None:
             return self.train.learning_rate
-        return 3e-4 if self.model.path == "tiny" else 1e-6
+        is_built_in = self.model.path == "tiny"
+        if self.model.lora.rank is not None:
+            return 3e-3 if is_built_in else 1e-5
+        return 3e-4 if is_built_in else 1e-6
 
     @property
     def importance_sampling_correction(self) -> Literal["none", "truncate", "mask"]:
@@ -346,7 +353,7 @@ def load_config(
     layers: list[tuple[config_text.Key, Any]] = []
     problems: list[str] = []
     if file is not None:
-        layers += config_text.read_file(file)
+        layers += config_text.read_file(Config, file)
     layers += [
         config_text.read_flag(*flag) for flag in (flags or {}).items() if flag[1] is not None
     ]
@@ -356,14 +363,17 @@ def load_config(
         except ConfigError as error:
             problems.append(str(error))
 
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
     for (section, key), text in layers:
         try:
             value = config_text.convert(Config, (section, key), text)
         except ConfigError as error:
             problems.append(str(error))
         else:
-            values.setdefault(section, {})[key] = value
+            of_section = values
+            for name in section.split("."):
+                of_section = of_section.setdefault(name, {})
+            of_section[key] = value
     try:
         config = Config.model_validate(values)
     except ValidationError as error:

@@ -1,6 +1,7 @@
 """Config as text: YAML files and `section.key=value` words in, commented YAML out.
 
-Floor 0. Knows sections and keys only as fields of a pydantic model, never one by name.
+Floor 0. Knows sections and keys only as fields of a pydantic model, never one by name. A section
+may hold another (`model.lora`): its name then has a dot in it.
 
 YAML is read without YAML's guesses (`1e-6` a string, `0-3` a date, `no` a boolean): every scalar
 stays the text it is, and becomes a value by the type of its key.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import difflib
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -21,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 Key = tuple[str, str]
-"""(section, key)"""
+"""(section, key), as in ("model.lora", "rank")"""
 
 NULLS = {"", "~", "null"}
 ENDS_OF_YAML = re.compile(r"\n?\.\.\.\n$|\n$")
@@ -78,7 +79,7 @@ def _parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{source}: not readable as YAML: {error}") from None
 
 
-def read_file(path: Path) -> list[tuple[Key, Any]]:
+def read_file(schema: type[BaseModel], path: Path) -> list[tuple[Key, Any]]:
     """The texts of a config file."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -91,30 +92,42 @@ def read_file(path: Path) -> list[tuple[Key, Any]]:
         return []
     if not isinstance(sections, dict):
         raise ConfigError(f"{path}: {_kind(sections)} came; accepted: sections with keys in them")
-    texts: list[tuple[Key, Any]] = []
-    for section, keys in sections.items():
-        if keys == "" and not isinstance(keys, Quoted):
-            continue  # a section whose keys are all commented out
-        if not isinstance(keys, dict):
-            raise ConfigError(
-                f"{path}: {section}: {_kind(keys)} came; accepted: a section with keys in it"
-            )
-        texts += [((section, key), text) for key, text in keys.items()]
-    return texts
+    nested = _sections(schema)
+    for name in sections:
+        if "." in name and name in nested:  # else it could come twice, and one would be ignored
+            raise ConfigError(f"{path}: {name}: accepted inside the section it belongs to")
+    return [text for name in sections for text in _texts(nested, name, sections[name], path)]
+
+
+def _texts(
+    nested: Collection[str], section: str, keys: Any, path: Path
+) -> Iterator[tuple[Key, Any]]:
+    """The texts of a section and of those in it, whose names are among `nested`."""
+    if keys == "" and not isinstance(keys, Quoted):
+        return  # a section whose keys are all commented out
+    if not isinstance(keys, dict):
+        raise ConfigError(
+            f"{path}: {section}: {_kind(keys)} came; accepted: a section with keys in it"
+        )
+    for key, text in keys.items():
+        if f"{section}.{key}" in nested:
+            yield from _texts(nested, f"{section}.{key}", text, path)
+        else:
+            yield (section, key), text
 
 
 def read_flag(name: str, value: Any) -> tuple[Key, Any]:
     """A named flag's `section.key` and its value, which is typed already."""
-    section, _, key = name.partition(".")
+    section, _, key = name.rpartition(".")
     return (section, key), Quoted(value) if isinstance(value, str) else value
 
 
 def read_word(schema: type[BaseModel], word: str) -> tuple[Key, Any]:
     """`train.learning_rate=1e-6` as its key and its text."""
     name, equals, text = word.partition("=")
-    section, dot, key = name.strip().partition(".")
+    section, dot, key = name.strip().rpartition(".")
     if not (equals and dot and section and key):
-        near = _nearest(schema, section, key) if dot else _nearest(schema, "", section)
+        near = _nearest(schema, section, key)
         hint = f" (did you mean {near}=...?)" if near else ""
         raise ConfigError(f"'{word}': not a setting{hint}; accepted: section.key=value")
     # Only lists are YAML's: a path or an id may hold characters that mean something to YAML.
@@ -127,10 +140,10 @@ def _nearest(schema: type[BaseModel], section: str, key: str) -> str | None:
     sections = _sections(schema)
     close = difflib.get_close_matches(section, sections, n=1)
     if close:
-        near = difflib.get_close_matches(key, sections[close[0]].model_fields, n=1)
+        near = difflib.get_close_matches(key, _keys(sections[close[0]]), n=1)
         if near:
             return f"{close[0]}.{near[0]}"
-    homes = {field: name for name, model in sections.items() for field in model.model_fields}
+    homes = {key: name for name, model in sections.items() for key in _keys(model)}
     near = difflib.get_close_matches(key, homes, n=1, cutoff=0.8)
     return f"{homes[near[0]]}.{near[0]}" if near else None
 
@@ -142,15 +155,18 @@ def convert(schema: type[BaseModel], name: Key, text: Any) -> Any:
     """
     section, key = name
     sections = _sections(schema)
-    if section in sections and key in sections[section].model_fields:
+    if section in sections and key in _keys(sections[section]):
         return _convert(text, sections[section].model_fields[key].annotation)
+    if (whole := f"{section}.{key}") in sections:
+        keys = ", ".join(f"{whole}.{name}" for name in _keys(sections[whole]))
+        raise ConfigError(f"{whole}: a section, which takes no value itself; accepted: {keys}")
     what = "key" if section in sections else "section"
     if near := _nearest(schema, section, key):
         hint = f"did you mean {near}?"
     elif section in sections:
-        hint = f"accepted in {section}: {', '.join(sections[section].model_fields)}"
+        hint = f"accepted in {section}: {', '.join(_keys(sections[section]))}"
     else:
-        hint = f"sections: {', '.join(sections)}"
+        hint = f"sections: {', '.join(schema.model_fields)}"
     raise ConfigError(f"{section}.{key}: unknown {what}; {hint}")
 
 
@@ -196,6 +212,7 @@ def _problem(details: ErrorDetails) -> str:
         "string_type": "a string",
         "string_too_short": "a string that is not empty",
         "list_type": "a list, as in [a, b]",
+        "too_short": "a list that is not empty",
         "finite_number": "a finite number",
     }
     message = re.sub(r"^Input should (be|have) (a valid )?", "", details["msg"])
@@ -212,21 +229,32 @@ def commented_yaml(config: BaseModel, defaults: BaseModel | None = None) -> str:
     With `defaults`, only keys that differ from them.
     """
     blocks = []
-    for section, model in _sections(type(config)).items():
-        lines = []
-        for key, field in model.model_fields.items():
-            value = getattr(getattr(config, section), key)
-            comment = _comment(field.description or "", "  ")
-            if defaults is not None:
-                default = getattr(getattr(defaults, section), key)
-                if value == default:
-                    continue
-                comment += _comment(f"Default: {_yaml_value(default)}", "  ")
-            lines += [*comment, f"  {key}: {_yaml_value(value)}"]
-        if lines:
-            heading = [*_comment(model.__doc__ or "", ""), f"{section}:"]
-            blocks.append("\n".join([*heading, *lines]) + "\n")
+    for name in type(config).model_fields:
+        default = getattr(defaults, name, None)
+        if lines := _commented_section(name, getattr(config, name), default, ""):
+            blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
+
+
+def _commented_section(
+    name: str, section: BaseModel, defaults: BaseModel | None, indent: str
+) -> list[str]:
+    lines: list[str] = []
+    inner = f"{indent}  "
+    for key, field in type(section).model_fields.items():
+        value, default = getattr(section, key), getattr(defaults, key, None)
+        if isinstance(value, BaseModel):
+            lines += _commented_section(key, value, default, inner)
+            continue
+        comment = _comment(field.description or "", inner)
+        if defaults is not None:
+            if value == default:
+                continue
+            comment += _comment(f"Default: {_yaml_value(default)}", inner)
+        lines += [*comment, f"{inner}{key}: {_yaml_value(value)}"]
+    if not lines:
+        return []
+    return [*_comment(type(section).__doc__ or "", indent), f"{indent}{name}:", *lines]
 
 
 def _comment(text: str, indent: str) -> list[str]:
@@ -245,9 +273,19 @@ def _yaml_value(value: Any) -> str:
     return ENDS_OF_YAML.sub("", text)
 
 
-def _sections(schema: type[BaseModel]) -> Mapping[str, type[BaseModel]]:
-    found = {name: field.annotation for name, field in schema.model_fields.items()}
-    return {name: model for name, model in found.items() if _is_model(model)}  # type: ignore[misc]
+def _sections(schema: type[BaseModel], within: str = "") -> dict[str, type[BaseModel]]:
+    """All sections by their names, each before those that it holds."""
+    found: dict[str, type[BaseModel]] = {}
+    for name, field in schema.model_fields.items():
+        if _is_model(model := field.annotation):
+            found[within + name] = model  # type: ignore[assignment]
+            found |= _sections(model, f"{within}{name}.")  # type: ignore[arg-type]
+    return found
+
+
+def _keys(section: type[BaseModel]) -> list[str]:
+    """Those that have values: not the sections in it."""
+    return [name for name, field in section.model_fields.items() if not _is_model(field.annotation)]
 
 
 def _is_model(annotation: Any) -> bool:

@@ -8,7 +8,7 @@ Shapes: P prompt tokens, R tokens of one completion, G completions of one prompt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -91,6 +91,23 @@ class RolloutGroup:
             return self.loss_mask
         mask: Bool = self.loss_mask & np.repeat(~self.truncated, self.completion_lengths)
         return mask
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight of the model as engines and saved models have it."""
+
+    name: str
+    like: Tensor
+    """Of its shape and type."""
+    make: Callable[[], Tensor]
+    """Gives it: as it lies there, or computed now."""
+    is_trained: bool
+
+    @classmethod
+    def kept(cls, name: str, tensor: Tensor, *, is_trained: bool) -> Weight:
+        """One that lies there as it is."""
+        return cls(name, tensor, lambda: tensor, is_trained)
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,41 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["train.max_tokens_per_micro_batch=100"],
         "accepted: at least 768",
     ),
+    # LoRA
+    "LoRA of rank 0": (["model.lora.rank=0"], "model.lora.rank: 0 came"),
+    "LoRA of a negative rank": (["model.lora.rank=-8"], "greater than or equal to 1"),
+    "LoRA as a number": (["model.lora=16"], "accepted: model.lora.rank, model.lora.alpha"),
+    "LoRA's key without its section": (["model.rank=16"], "did you mean model.lora.rank?"),
+    "LoRA's alpha without a rank": (
+        ["model.lora.alpha=32"],
+        "without a rank there is no LoRA; accepted: model.lora.rank=16",
+    ),
+    "LoRA's modules without a rank": (
+        ["model.lora.target_modules=[q_proj]"],
+        "without a rank there is no LoRA",
+    ),
+    "LoRA's alpha of 0": (["model.lora.rank=4", "model.lora.alpha=0"], "model.lora.alpha: 0 came"),
+    "LoRA on nothing": (
+        ["model.lora.rank=4", "model.lora.target_modules=[]"],
+        "accepted: a list that is not empty",
+    ),
+    "LoRA twice on a module": (
+        ["model.lora.rank=4", "model.lora.target_modules=[q_proj, q_proj]"],
+        "accepted: names, each once",
+    ),
+    "LoRA on modules that the model does not have": (
+        ["model.lora.rank=4", "model.lora.target_modules=[q_proj, c_attn]"],
+        "tiny has no module 'c_attn'; accepted: down_proj, gate_proj, k_proj, o_proj, q_proj, ",
+    ),
+    "LoRA on what is not linear": (
+        ["model.lora.rank=4", "model.lora.target_modules=[embed_tokens]"],
+        "model.embed_tokens of tiny is no linear layer (Embedding); accepted: down_proj",
+    ),
+    "LoRA on a head that is the embedding": (
+        ["model.lora.rank=4", "model.lora.target_modules=[lm_head]"],
+        "lm_head of tiny shares its weight with the embedding",
+    ),
+    "LoRA larger than memory": (["model.lora.rank=1000000000"], "adapters: lower model.lora.rank"),
     # the algorithm
     "unknown loss": (["algorithm.loss_type=ppo"], "'grpo', 'dapo', 'dr_grpo' or 'cispo'"),
     "unknown level": (["algorithm.importance_sampling_level=word"], "'token' or 'sequence'"),

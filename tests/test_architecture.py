@@ -10,7 +10,10 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "easyrl"
 FLOORS = {
     **dict.fromkeys(
-        ("config", "config_algorithm", "config_text", "device_sets", "types", "events", "records"),
+        (
+            *("config", "config_algorithm", "config_lora", "config_text"),
+            *("device_sets", "types", "events", "records"),
+        ),
         0,
     ),
     **dict.fromkeys(("cores", "devices", "delays", "heap", "hub", "lifeline"), 0),
@@ -28,6 +31,7 @@ easyrl` is the command line."""
 NO_TORCH = (
     "config",
     "config_algorithm",
+    "config_lora",
     "config_text",
     "device_sets",
     "types",

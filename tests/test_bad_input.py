@@ -118,6 +118,17 @@ def test_weights_of_another_shape_are_named(folder: Path, tmp_path: Path) -> Non
         Policy.load(str(tmp_path / "model"))
 
 
+# LoRA.
+
+
+def test_lora_without_peft_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
+    result = typed("--output", str(tmp_path / "run"), "model.lora.rank=16")
+    assert_told(result, "model.lora.rank: 16 came, but LoRA needs peft, which is not installed")
+    assert "pip install 'easyrl[lora]'" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 # The disk and the memory.
 
 
@@ -191,6 +202,19 @@ def test_a_reference_and_an_old_policy_count_as_models(monkeypatch: pytest.Monke
     config = load_config(None, {}, [*apart, "algorithm.beta=0.1", "train.offload=[reference]"])
     with pytest.raises(ConfigError, match="1 x the model"):
         on_accelerators(config)
+
+
+def test_of_adapters_all_but_the_weights_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 4 * 2**20)
+    words = ("data.max_prompt_length=30", "rollout.max_completion_length=10")
+    words = (*words, "train.prompts_per_iteration=2", "devices.infer=cpu", "model.lora.rank=2")
+    lines = error_of(*words).splitlines()
+    (adapters,) = [line for line in lines if "adapters: lower model.lora.rank (2)" in line]
+    assert "2 x the model (2.9 MiB)" in lines[1]  # the rollout worker's and the trainer's
+    assert adapters.startswith(f"{4 * 4 * 18944 / 2**20:.1f} MiB")
+    assert error_of(*words, "algorithm.beta=0.1").splitlines() == lines  # no second model
+    more = error_of(*words, "train.updates_per_iteration=2")
+    assert f"{5 * 4 * 18944 / 2**20:.1f} MiB  adapters" in more and "2 x the model" in more
 
 
 def test_a_model_that_generates_group_by_group_needs_no_more_memory(

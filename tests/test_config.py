@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from easyrl.config import (
     Config,
@@ -110,13 +111,59 @@ def test_device_words_need_no_quotes(tmp_path: Path) -> None:
     assert load_config(file, {"devices.train": "cpu:2"}).devices.train == "cpu:2"
 
 
+# A section in a section.
+
+
+def test_keys_of_a_nested_section_are_words_flags_and_yaml(tmp_path: Path) -> None:
+    file = write(tmp_path, "model:\n  path: m\n  lora:\n    rank: 16\n    alpha: 4\n")
+    config = load_config(file, {"model.lora.alpha": 5}, ["model.lora.target_modules=[q, v]"])
+    assert config.model.path == "m"
+    assert config.model.lora.model_dump() == {
+        "rank": 16,
+        "alpha": 5,
+        "target_modules": ["q", "v"],
+    }
+    off = load_config(file, {}, ["model.lora.rank=null", "model.lora.alpha=null"])
+    assert off == load_config(write(tmp_path, "model:\n  path: m\n  lora:\n"))
+    assert load_config(write(tmp_path, "model: {lora: {rank: 3}}")).model.lora.rank == 3
+
+
+def test_only_what_differs_of_a_nested_section_is_shown() -> None:
+    shown = to_commented_yaml(load_config(None, {}, ["model.lora.rank=4"]), only_changes=True)
+    assert [line for line in shown.splitlines() if not line.lstrip().startswith("#")] == [
+        "model:",
+        "  lora:",
+        "    rank: 4",
+    ]
+    assert "    # Default: null" in shown.splitlines()
+    assert "lora" not in to_commented_yaml(
+        load_config(None, {}, ["model.path=m"]), only_changes=True
+    )
+
+
+def test_lora_learns_ten_times_as_fast_unless_it_is_told() -> None:
+    def rate(*words: str) -> float:
+        return load_config(None, {}, words).learning_rate
+
+    assert (rate(), rate("model.lora.rank=1")) == (3e-4, 3e-3)
+    assert (rate("model.path=m"), rate("model.path=m", "model.lora.rank=1")) == (1e-6, 1e-5)
+    assert rate("model.lora.rank=1", "train.learning_rate=2e-6") == 2e-6
+
+
 # Commented YAML.
 
 
 def test_every_key_has_a_comment() -> None:
-    for section in Config.model_fields.values():
-        for name, field in section.annotation.model_fields.items():  # type: ignore[union-attr]
-            assert field.description, name
+    def check(section: type[BaseModel]) -> None:
+        assert section.__doc__, section
+        for name, field in section.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                check(field.annotation)
+            else:
+                assert field.description, name
+
+    check(Config)
+    assert "# Rank of the adapters; null" in to_commented_yaml(Config())
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
@@ -141,6 +188,8 @@ def test_commented_yaml_loads_again_to_an_equal_config(
     flags = {
         "model.path": text,
         "data.subset": text,
+        "model.lora.rank": 3,
+        "model.lora.target_modules": functions[:1],
         "train.learning_rate": number,
         "runtime.deterministic": flag,
         "reward.functions": functions,
@@ -162,6 +211,13 @@ def test_commented_yaml_loads_again_to_an_equal_config(
         ("model.learning_rate=1", "did you mean train.learning_rate?"),
         ("learning_rate=1", "did you mean train.learning_rate=...?"),
         ("runtime.frobnicate=1", "accepted in runtime: seed, schedule"),
+        ("model.lora.rnk=1", "did you mean model.lora.rank?"),
+        ("model.lra.rank=1", "did you mean model.lora.rank?"),
+        ("model.rank=1", "did you mean model.lora.rank?"),
+        ("lora.rank=1", "did you mean model.lora.rank?"),
+        ("rank=1", "did you mean model.lora.rank=...?"),
+        ("model.lora=1", "a section, which takes no value itself; accepted: model.lora.rank, "),
+        ("model.lora.frobnicate=1", "accepted in model.lora: rank, alpha, target_modules"),
         ("xx.yy=1", "sections: model, data"),
         ("train.iterations", "accepted: section.key=value"),
         ("iterations", "accepted: section.key=value"),
@@ -243,6 +299,10 @@ def test_micro_batch_must_hold_the_longest_rollout() -> None:
         ("train:\n  iterations: [1\nmodel: {}\n", "config.yaml:3: not readable as YAML"),
         ("- a\n- b\n", "a list came; accepted: sections"),
         ("train: 3\n", "train: '3' came; accepted: a section"),
+        ("model: {lora: 16}\n", "model.lora: '16' came; accepted: a section"),
+        ("model: {lora: {rnk: 16}}\n", "did you mean model.lora.rank?"),
+        ("modl: {lora: {rank: 16}}\n", "modl.lora: unknown section"),
+        ("model.lora: {rank: 16}\n", "model.lora: accepted inside the section it belongs to"),
         ("just text\n", "'just text' came"),
         (
             "train:\n  iterations: 1\n  iterations: 2\n",

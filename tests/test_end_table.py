@@ -51,6 +51,17 @@ def test_commands_can_be_pasted_whatever_the_folder_is_called(
     ]
 
 
+def test_with_lora_it_is_told_what_the_two_folders_are_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_end_table(SUMMARY, Path("run"), load_config(None, {}, ["model.lora.rank=4"]))
+    shown = capsys.readouterr().out
+    assert "the adapter merged" in shown and "AutoPeftModelForCausalLM" in shown
+    assert "train.learning_rate=0.003 " in shown
+    print_end_table(SUMMARY, Path("run"), load_config())
+    assert "adapter" not in capsys.readouterr().out
+
+
 def test_what_is_not_known_is_none_and_lost_updates_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -21,6 +21,7 @@ from easyrl import devices
 from easyrl.channels.weights import ALIGNMENT, WeightChannel, _plan
 from easyrl.config import Config
 from easyrl.runtime import launch
+from easyrl.types import Weight
 from easyrl.workers.settings import WorkerSettings
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -132,7 +133,22 @@ class Member:
         self.channel = None
 
     def send(self, version):
-        return self.channel.send(version, make_weights(version).items())
+        weights = make_weights(version)
+        return self.channel.send(
+            version, [Weight.kept(*w, is_trained=True) for w in weights.items()]
+        )
+
+    def send_some(self, version, names):
+        weights = make_weights(version)
+        some = [Weight.kept(name, weights[name], is_trained=True) for name in names]
+        return self.channel.send(version, some)
+
+    def receive_some(self, version):
+        """What comes: of each weight its digest."""
+        got = {}
+        for piece in self.channel.receive(version):
+            got.setdefault(piece.name, []).append(piece.values.clone())
+        return digests({name: torch.cat(pieces) for name, pieces in got.items()})
 
     def receive(self, version, pause_seconds=0.0):
         """Digests of the weights, put together from pieces."""
@@ -265,6 +281,19 @@ def test_pieces_stay_whole_when_a_receiver_is_slow(members):
     members.join(3, 512)
     _, *received = members.all(("send", 3), ("receive", 3, 0.03), ("receive", 3))
     assert received == [digests(make_weights(3))] * 2
+
+
+def test_only_some_weights_may_come_then_others_then_all(members):
+    """Those that have changed: whoever receives keeps the rest."""
+    members.join(3, 512)
+    every = members.all(("send", 0), ("receive", 0), ("receive", 0))[0]
+    for version, names in enumerate([["half", "scalar"], ["half", "scalar"], ["counts"]], 1):
+        receive = ("receive_some", version)
+        sent, *received = members.all(("send_some", version, names), receive, receive)
+        weights = {name: make_weights(version)[name] for name in names}
+        assert received == [digests(weights)] * 2
+        assert 0 < sent < every
+    assert members.all(("send", 4), ("receive", 4), ("receive", 4))[0] == every
 
 
 def test_a_membership_of_one_sender_and_one_receiver(members):

@@ -1,14 +1,15 @@
 """Weights from the trainer to the rollout workers: bucketed, versioned, bounded.
 
-    train rank 0:  announce(version) ─► bucket 0 ─► bucket 1 ─► … ─► last bucket
-    rollout i:     receive ───────────► pieces ───► pieces ──► … ──► load as they come
+    train rank 0:  announce(version) ─► [names] ─► bucket 0 ─► bucket 1 ─► … ─► last bucket
+    rollout i:     receive ───────────► [names] ─► pieces ───► pieces ──► … ──► load as they come
 
 Every arrow is a broadcast in which sender and receivers wait for each other, for at most
 `timeout_seconds` each. The process group is the channel's own, not torch's default world: it is
 made over a shared store when the membership changes, and thrown away with it.
 
 A weight travels under its parameter name, cut into pieces where it crosses a bucket's end, so
-that no more than one bucket is held beside the model.
+that no more than one bucket is held beside the model, and of weights that are made to be sent one.
+Names are sent when they are others than the last time: it may be only some that have changed.
 
 Where both groups share an accelerator, whose backend connects no two processes on one device, the
 bucket is memory of that device which both processes open, and weights are copied into it and out
@@ -35,7 +36,7 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from easyrl import devices
-from easyrl.types import WeightPiece
+from easyrl.types import Weight, WeightPiece
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 16
@@ -81,6 +82,7 @@ class WeightChannel:
         self._size = size
         self._device = torch.device(device)
         self._timeout = timedelta(seconds=timeout_seconds)
+        self._manifest: list[tuple[str, int, str]] = []
         self._plan: list[list[_Slot]] | None = None
         self.obstacle: str | None = None
         """Why weights do not cross on the shared device; None: they do, or there is none."""
@@ -99,26 +101,30 @@ class WeightChannel:
             bucket = torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device)
         self._bucket = bucket
 
-    def send(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """Broadcast the weights (rank 0). Names, shapes and types must be the same every time.
+    @property
+    def has_sent(self) -> bool:
+        """Whether this membership's receivers have had weights already (rank 0)."""
+        return bool(self._manifest)
+
+    def send(self, policy_version: int, weights: Iterable[Weight]) -> int:
+        """Broadcast the weights (rank 0), each made when its turn comes. Receivers keep those that
+        are not among them.
 
         Returns the bytes sent. Raises TimeoutError when a receiver does not take part in time.
         """
         assert self.rank == 0
-        flat = {name: tensor.detach().reshape(-1) for name, tensor in weights}
-        if self._plan is None:
-            manifest = [
-                (name, len(t), str(t.dtype).removeprefix("torch.")) for name, t in flat.items()
-            ]
-            self._send_text(json.dumps(manifest), "sending names")
-            self._plan = _plan(manifest, len(self._bucket))
-        self._broadcast(torch.tensor([policy_version], device=self._device), "announcing a version")
+        by_name = {weight.name: weight for weight in weights}
+        self._announce(policy_version, [_entry(weight) for weight in by_name.values()])
+        assert self._plan is not None
+        values = torch.empty(0)
         for number, slots in enumerate(self._plan):
             for slot in slots:
-                slot.view(self._bucket).copy_(flat[slot.name][slot.start : slot.start + slot.count])
+                if slot.start == 0:
+                    values = by_name[slot.name].make().detach().reshape(-1)
+                slot.view(self._bucket).copy_(values[slot.start : slot.start + slot.count])
             self._pass_bucket(number, slots)
             self._wait_until_read(number)
-        return sum(tensor.numel() * tensor.element_size() for tensor in flat.values())
+        return sum(weight.like.numel() * weight.like.element_size() for weight in by_name.values())
 
     def receive(self, policy_version: int) -> Iterator[WeightPiece]:
         """The pieces of the weights, in the sender's order (ranks above 0).
@@ -127,20 +133,33 @@ class WeightChannel:
         another version than `policy_version`.
         """
         assert self.rank > 0
-        if self._plan is None:
-            names = self._receive_text("waiting for names")
-            self._plan = _plan(json.loads(names), len(self._bucket))
-        announced = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._broadcast(announced, "waiting for a version")
-        if int(announced) != policy_version:
+        announced = torch.zeros(2, dtype=torch.int64, device=self._device)
+        is_first = self._plan is None
+        self._broadcast(announced, "waiting for names" if is_first else "waiting for a version")
+        version, num_bytes = announced.tolist()
+        if version != policy_version:
             raise RuntimeError(
-                f"weight channel: version {policy_version} was due, {int(announced)} was sent"
+                f"weight channel: version {policy_version} was due, {version} was sent"
             )
+        if num_bytes:
+            names = self._receive_bytes(num_bytes, "waiting for names")
+            self._plan = _plan(json.loads(names), len(self._bucket))
+        assert self._plan is not None
         for number, slots in enumerate(self._plan):
             self._pass_bucket(number, slots)
             for slot in slots:
                 yield WeightPiece(slot.name, slot.start, slot.view(self._bucket))
             self._wait_until_read(number)
+
+    def _announce(self, policy_version: int, manifest: list[tuple[str, int, str]]) -> None:
+        """The version, with the names where they are others than the last time."""
+        is_new = manifest != self._manifest
+        text = json.dumps(manifest).encode() if is_new else b""
+        announced = torch.tensor([policy_version, len(text)], device=self._device)
+        self._broadcast(announced, "sending names" if is_new else "announcing a version")
+        if is_new:
+            self._send_bytes(text, "sending names")
+            self._manifest, self._plan = manifest, _plan(manifest, len(self._bucket))
 
     def _share_bucket(self, num_bytes: int, device: torch.device) -> Tensor | None:
         """The bucket [num_bytes] on the device of both members; None where that cannot be, for
@@ -171,16 +190,21 @@ class WeightChannel:
         content = text.encode()
         self._broadcast(torch.tensor([len(content)], device=self._device), what, root)
         if content:
-            data = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
-            self._broadcast(data, what, root)
+            self._send_bytes(content, what, root)
 
     def _receive_text(self, what: str, root: int = 0) -> str:
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._broadcast(length, what, root)
-        data = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        if len(data):
-            self._broadcast(data, what, root)
-        return data.cpu().numpy().tobytes().decode()
+        return self._receive_bytes(int(length), what, root).decode() if length else ""
+
+    def _send_bytes(self, content: bytes, what: str, root: int = 0) -> None:
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
+        self._broadcast(data, what, root)
+
+    def _receive_bytes(self, num_bytes: int, what: str, root: int = 0) -> bytes:
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._broadcast(data, what, root)
+        return data.cpu().numpy().tobytes()
 
     def _pass_bucket(self, number: int, slots: Sequence[_Slot]) -> None:
         """From here on the receivers may read it."""
@@ -225,6 +249,12 @@ class WeightChannel:
             raise TimeoutError(
                 f"{text} (waited {waited:.1f} s; runtime.timeout_seconds bounds this wait)"
             ) from error
+
+
+def _entry(weight: Weight) -> tuple[str, int, str]:
+    """Name, elements, type: a weight's line in the manifest."""
+    like = weight.like
+    return weight.name, like.numel(), str(like.dtype).removeprefix("torch.")
 
 
 def _plan(manifest: Sequence[Sequence[Any]], bucket_bytes: int) -> list[list[_Slot]]:

@@ -18,7 +18,7 @@ from easyrl.doctor.facts import Facts
 SUPPORTED: dict[str, tuple[str | None, str | None]] = {
     "torch": ("2.11", "2.14"),
     "transformers": ("5.17", None),
-    "peft": (None, None),
+    "peft": ("0.21", None),
 }
 """From the first version to below the second. The first are those of pyproject.toml."""
 NEEDED = ("torch", "transformers")

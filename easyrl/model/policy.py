@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from easyrl.config import AttentionMode
+from easyrl.config_lora import LoraConfig
 from easyrl.hub import resolve_model
 from easyrl.model.attention import (
     AttentionLayout,
@@ -24,10 +25,11 @@ from easyrl.model.attention import (
 )
 from easyrl.model.exactness import attend_packed, check_causal
 from easyrl.model.linear import speed_up_linear_layers
+from easyrl.model.lora import Adapter
 from easyrl.model.padded import PaddedRows
 from easyrl.model.pretrained import cannot_share, load_model_config, longest_exact
 from easyrl.model.rms_norm import speed_up_rms_norms
-from easyrl.types import WeightPiece
+from easyrl.types import Weight, WeightPiece
 
 
 class Policy:
@@ -49,6 +51,7 @@ class Policy:
         can."""
         self.shares_prompts = obstacle is None and attention != "repeated"
         """Whether the trainer's rows hold a group's prompt once."""
+        self.adapter: Adapter | None = None
         self.eos_token_ids = _eos_token_ids(model)
         self._layers = next(iter(_layers_of(model)), model)
         self._base_output: Any = None  # the class of what the layers return, once they have run
@@ -198,9 +201,35 @@ class Policy:
         if token_id is not None and token_id not in self.eos_token_ids:
             self.eos_token_ids.append(token_id)
 
+    def add_adapter(self, lora: LoraConfig, *, path: str, seed: int) -> None:
+        """From here on only LoRA adapters are trained (`lora.Adapter`)."""
+        self.adapter = Adapter(self.model, lora, path=path, seed=seed)
+
+    def merge_adapter(self) -> None:
+        """End the training of adapters: what they have learnt goes into the model's weights."""
+        assert self.adapter is not None
+        self.adapter.merge()
+        self.adapter = None
+
+    def trained_parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def weights(self, *, only_trained: bool = False) -> list[Weight]:
+        """Every weight once (tied ones under their first name), in name order, adapters merged.
+
+        `only_trained`: those alone that training changes.
+        """
+        named = self.model.named_parameters()
+        if self.adapter is None:
+            every = [Weight.kept(*weight, is_trained=weight[1].requires_grad) for weight in named]
+        else:
+            every = self.adapter.weights(named)
+        chosen = [weight for weight in every if weight.is_trained or not only_trained]
+        return sorted(chosen, key=lambda weight: weight.name)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight once (tied ones under their first name), in name order."""
-        yield from sorted(self.model.named_parameters())
+        """`weights`, one at a time."""
+        return ((weight.name, weight.make()) for weight in self.weights())
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         own = {name: tensor.data.view(-1) for name, tensor in self.model.named_parameters()}
@@ -217,6 +246,7 @@ class Policy:
 
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder that transformers and vLLM load as it is."""
+        assert self.adapter is None, "adapters are merged first"
         self.model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

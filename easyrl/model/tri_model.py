@@ -6,8 +6,10 @@ A micro-batch is moved and packed once, and the three are run on it back to back
     PackedInput ─────┼─ old policy's weights (no gradient) ─► old_logprobs
                      └─ the policy's own ──────────────────► logprobs, entropy
 
-What is not needed is neither kept nor computed. The policy comes last, so that what backward needs
-is not yet there while the others run, and its weights are in place when backward computes again.
+What is not needed is neither kept nor computed: of the old policy only what is trained is kept, and
+with LoRA the reference is the policy without its adapters. The policy comes last, so that what
+backward needs is not yet there while the others run, and its weights are in place when backward
+computes again.
 
 Shapes: T tokens of the packed row, K completion tokens in it.
 """
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from easyrl.model.attention import AttentionLayout
 from easyrl.model.logprobs import chunked_token_logprobs
+from easyrl.model.lora import BaseWeights
 from easyrl.model.policy import Policy
 
 
@@ -65,9 +68,11 @@ class TriModel:
         self._temperature = temperature
         self._entropy_gradient = entropy_gradient
         self._old = OtherWeights(policy, offload="old" in offload) if has_old else None
-        self._reference = (
-            OtherWeights(policy, offload="reference" in offload) if has_reference else None
-        )
+        self._reference: OtherWeights | BaseWeights | None = None
+        if has_reference and policy.adapter is not None:
+            self._reference = BaseWeights(policy.adapter)
+        elif has_reference:
+            self._reference = OtherWeights(policy, offload="reference" in offload)
 
     def keep_old(self) -> None:
         """From here on the old policy is the policy as it is now."""
@@ -86,7 +91,9 @@ class TriModel:
         return TriLogprobs(logprobs, entropy, old_logprobs, ref_logprobs)
 
     @torch.no_grad()
-    def _run_other(self, weights: OtherWeights | None, packed: PackedInput) -> Tensor | None:
+    def _run_other(
+        self, weights: OtherWeights | BaseWeights | None, packed: PackedInput
+    ) -> Tensor | None:
         if weights is None:
             return None
         with weights.in_place():
@@ -107,14 +114,14 @@ class TriModel:
 
 
 class OtherWeights:
-    """A second set of weights for a policy's module, swapped in while it is needed.
+    """A second set of what is trained in a policy's module, swapped in while it is needed.
 
     Parameters change what they point to and stay the objects they are: the module, the optimizer's
     state, tied weights and compiled kernels notice nothing, and nothing is copied.
     """
 
     def __init__(self, policy: Policy, *, offload: bool) -> None:
-        self._parameters = list(policy.model.parameters())
+        self._parameters = policy.trained_parameters()
         self._values = [_copy(parameter.data, offload) for parameter in self._parameters]
 
     @torch.no_grad()

@@ -22,6 +22,9 @@ def end_table(summary: Mapping[str, Any], folder: Path, config: Config) -> Rende
     for name, value in _rows(summary):
         table.add_row(name, value)
     table.add_row("run folder", Text(str(folder)))  # a name is no markup
+    if config.model.lora.rank is not None:
+        table.add_row("  model/", "whole, the adapter merged: for transformers and vLLM as it is")
+        table.add_row("  adapter/", "alone: for peft, AutoPeftModelForCausalLM.from_pretrained")
     return Group(Text("finished", style="bold green"), table, _next_commands(folder, config))
 
 

@@ -4,7 +4,8 @@ On the CPU a run holds, in float32:
 
     train worker      4 x the weights: they, gradients, AdamW's two moments; once more each for a
                       reference (algorithm.beta) and an old policy (train.updates_per_iteration);
-                      of a train worker elsewhere, those that train.offload keeps here
+                      of a train worker elsewhere, those that train.offload keeps here.
+                      With LoRA once the weights, and all else of the adapters alone
     rollout worker    the weights, and a KV cache of all its rows at their full length
     ring buffer       its slots
 
@@ -34,20 +35,30 @@ def check_memory(
     model: ModelFiles,
     *,
     ring_bytes: int,
+    num_trained: int | None = None,
 ) -> None:
-    """Raise ConfigError where this machine or its cgroup surely has too little."""
+    """Raise ConfigError where this machine or its cgroup surely has too little.
+
+    `num_trained`: elements of LoRA's adapters, where they alone are trained.
+    """
     weights = FLOAT_BYTES * (model.num_weights or 0)
     num_rollout = placement.infer.count if placement.infer.kind == "cpu" else 0
     num_rows = num_rollout * _num_rows(config, placement, model)
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     cache = num_rows * row_tokens * kv_bytes_per_token(model.config)
-    copies = num_rollout + _copies_of_trainer(config, is_here=placement.train.kind == "cpu")
-    needed, available = copies * weights + cache + ring_bytes, available_memory_bytes()
+    is_here = placement.train.kind == "cpu"
+    trained = _copies_of_trainer(config, is_here=is_here)
+    copies, adapters = num_rollout + trained, 0
+    if num_trained is not None:
+        copies, adapters = num_rollout + is_here, FLOAT_BYTES * num_trained * trained
+    needed = copies * weights + adapters + cache + ring_bytes
+    available = available_memory_bytes()
     if needed <= available:
         return
     parts = {
         f"{copies} x the model ({_size(weights)}): lower --infer-devices ({placement.infer}), or "
         "choose a smaller model.path": copies * weights,
+        f"adapters: lower model.lora.rank ({config.model.lora.rank})": adapters,
         f"KV cache ({num_rows} sequences of {row_tokens} tokens): lower "
         f"rollout.max_concurrent_groups ({placement.max_concurrent_groups}), "
         f"rollout.num_generations ({config.rollout.num_generations}), "
@@ -58,20 +69,32 @@ def check_memory(
     shares = sorted(parts.items(), key=lambda part: -part[1])
     raise ConfigError(
         f"this run asks for {_size(needed)} of memory, but this machine and its cgroup have "
-        f"{_size(available)} left:\n" + "\n".join(f"{_size(size)}  {what}" for what, size in shares)
+        f"{_size(available)} left:\n"
+        + "\n".join(f"{_size(size)}  {what}" for what, size in shares if size)
     )
 
 
 def check_shared_device(
-    config: Config, placement: Placement, model: ModelFiles, *, total_bytes: int
+    config: Config,
+    placement: Placement,
+    model: ModelFiles,
+    *,
+    total_bytes: int,
+    num_trained: int | None = None,
 ) -> None:
-    """Raise ConfigError where a group's part of the shared device's memory surely is too small."""
+    """Raise ConfigError where a group's part of the shared device's memory surely is too small.
+
+    `num_trained`: as for `check_memory`.
+    """
     weights = FLOAT_BYTES * (model.num_weights or 0)
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     cache = _num_rows(config, placement, model) * row_tokens * kv_bytes_per_token(model.config)
     everything = _copies_of_trainer(config, is_here=True)
     offloaded = _copies_of_trainer(config, is_here=False)
-    needed = {"rollout": weights + cache, "train": (everything - offloaded) * weights}
+    trained = (everything - offloaded) * weights
+    if num_trained is not None:
+        trained = weights + (everything - offloaded) * FLOAT_BYTES * num_trained
+    needed = {"rollout": weights + cache, "train": trained}
     for role, num_bytes in needed.items():
         fraction = placement.memory_fraction(role)
         assert fraction is not None
@@ -121,9 +144,10 @@ def _fills_rows(model_config: dict[str, Any]) -> bool:
 
 
 def _copies_of_trainer(config: Config, *, is_here: bool) -> int:
-    """Weights and what has their size, on the CPU."""
+    """Of what is trained, and what has its size, on the CPU."""
+    has_lora = config.model.lora.rank is not None
     others = {
-        "reference": config.algorithm.beta > 0.0,
+        "reference": config.algorithm.beta > 0.0 and not has_lora,
         "old": config.train.updates_per_iteration > 1,
     }
     if is_here:

@@ -18,6 +18,7 @@ from easyrl.data.datasets import PromptStream, open_prompts
 from easyrl.data.prompt_check import CheckedPrompts, check_prompts
 from easyrl.hub import BUILT_IN_MODELS
 from easyrl.model.files import read_model_files
+from easyrl.model.lora import check_lora
 from easyrl.model.pretrained import (
     check_rope,
     load_model_config,
@@ -40,6 +41,8 @@ class Preflight:
     """Without those that `data.long_prompts` skips."""
     num_prompts_skipped: int
     placement: Placement
+    num_trained: int | None
+    """Elements of LoRA's adapters; None: all weights are trained."""
 
 
 def check_run(config: Config) -> Preflight:
@@ -52,13 +55,16 @@ def check_run(config: Config) -> Preflight:
     placement = resolve_placement(config)  # to look for accelerators takes torch
     ring_bytes = ring_layout(config, placement).total_bytes
     checked = _check_prompts(config, prompts)
-    check_memory(config, placement, files, ring_bytes=ring_bytes)
+    num_trained = None if config.model.lora.rank is None else _check_lora(config)
+    check_memory(config, placement, files, ring_bytes=ring_bytes, num_trained=num_trained)
     if placement.shares_device:
         index = placement.infer.indices[0]
         total_bytes = devices.total_memory_bytes(placement.accelerator, index)
-        check_shared_device(config, placement, files, total_bytes=total_bytes)
+        check_shared_device(
+            config, placement, files, total_bytes=total_bytes, num_trained=num_trained
+        )
     check_disk(folder, files)
-    return Preflight(checked.stream, checked.num_skipped, placement)
+    return Preflight(checked.stream, checked.num_skipped, placement, num_trained)
 
 
 def _check_prompts(config: Config, prompts: PromptStream) -> CheckedPrompts:
@@ -82,6 +88,15 @@ def _check_prompts(config: Config, prompts: PromptStream) -> CheckedPrompts:
     )
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     return check_prompts(prompts, tokenizer, config)
+
+
+def _check_lora(config: Config) -> int:
+    model = config.model
+    _quieten_transformers()
+    model_config = load_model_config(model.path, trust_remote_code=model.trust_remote_code)
+    return check_lora(
+        model.lora, model.path, model_config, trust_remote_code=model.trust_remote_code
+    )
 
 
 def _quieten_transformers() -> None:

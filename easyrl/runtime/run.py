@@ -86,6 +86,11 @@ def _notes(config: Config, preflight: Preflight) -> list[str]:
             f"prompts skipped: {preflight.num_prompts_skipped} (longer than data.max_prompt_length="
             f"{config.data.max_prompt_length}), left: {preflight.prompts.epoch_length}"
         )
+    if preflight.num_trained is not None:
+        notes.append(
+            f"LoRA of rank {config.model.lora.rank}: {preflight.num_trained:,} weights are trained "
+            f"beside the model's own, at a learning rate of {config.learning_rate:g}"
+        )
     top_k, top_p = config.rollout.top_k, config.rollout.top_p
     if top_k > 0 or top_p < 1.0:
         notes.append(

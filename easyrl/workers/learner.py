@@ -55,7 +55,7 @@ class Learner:
             offload=train.offload,
             entropy_gradient=algorithm.entropy_coef > 0.0,
         )
-        self._parameters = list(policy.model.parameters())
+        self._parameters = policy.trained_parameters()
         self.optimizer = torch.optim.AdamW(
             self._parameters,
             lr=config.learning_rate,

@@ -11,6 +11,7 @@ produces: weights, metrics       unblocks:  rollout workers waiting for weights 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -60,6 +61,9 @@ class TrainWorker:
         )
         if policy.obstacle is not None:
             control.send(events.Note(_REPEATED.format(policy.obstacle)))
+        if self.config.model.lora.rank is not None:
+            model = self.config.model
+            policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
         self.learner = Learner(policy, self.config)
         self.channel: WeightChannel | None = None
 
@@ -83,7 +87,9 @@ class TrainWorker:
     def _send_weights(self, version: int) -> None:
         assert self.channel is not None and version == self.learner.policy_version
         with self.timeline.measure("weights"):
-            self.channel.send(version, self.learner.policy.named_weights())
+            # What is not trained the rollout workers have since the first time.
+            weights = self.learner.policy.weights(only_trained=self.channel.has_sent)
+            self.channel.send(version, weights)
         self.timeline.report()
         self.control.send(events.WeightsExchanged(version))
 
@@ -158,7 +164,16 @@ class TrainWorker:
         tokenizer = load_tokenizer(
             self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
         )
-        unfinished = folder.with_name(folder.name + ".unfinished")
-        self.learner.policy.save(unfinished, tokenizer)
-        unfinished.rename(folder)
-        return events.ModelSaved(self.learner.policy.weights_sha256())
+        policy = self.learner.policy
+        if policy.adapter is not None:
+            _save_whole(folder.with_name("adapter"), policy.adapter.save)
+            policy.merge_adapter()
+        _save_whole(folder, lambda unfinished: policy.save(unfinished, tokenizer))
+        return events.ModelSaved(policy.weights_sha256())
+
+
+def _save_whole(folder: Path, save: Callable[[Path], None]) -> None:
+    """Under its own name there is never half a folder."""
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    save(unfinished)
+    unfinished.rename(folder)

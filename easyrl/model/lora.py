@@ -1,0 +1,193 @@
+"""LoRA (arXiv 2106.09685): adapters beside a model's linear layers, which alone are trained.
+
+    layer(x) = W x + (alpha / rank) B A x       A [rank, in] random, B [out, rank] zero at first
+
+peft puts them into the model's own modules, so its code, attention and head are not touched.
+Nobody but the trainer knows of them: a weight leaves it merged, as W + (alpha / rank) B A, under
+the name that it has without an adapter. Without its adapters (`BaseWeights`) the model is the
+reference, which so needs no memory.
+
+    preflight:  model without memory ─► names checked ─► adapters tried out ─► how many weights
+    trainer:    loaded model ─────────► the same, with memory
+
+Adapted are `nn.Linear` and transformers' `Conv1D`. Experts that transformers keeps in one tensor
+are neither, and peft would have to merge them in every forward: they stay as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from easyrl.config import ConfigError
+from easyrl.config_lora import LoraConfig
+from easyrl.types import Weight
+
+TARGETS = "model.lora.target_modules"
+
+
+def check_lora(lora: LoraConfig, path: str, config: Any, *, trust_remote_code: bool = False) -> int:
+    """Elements that would be trained. Raises ConfigError where there is no peft, or the model of
+    `path`, with transformers' configuration `config`, has no such layers."""
+    from transformers import AutoModelForCausalLM
+
+    if find_spec("peft") is None:
+        raise ConfigError(
+            f"model.lora.rank: {lora.rank} came, but LoRA needs peft, which is not installed: "
+            "pip install 'easyrl[lora]'; accepted: null without it"
+        )
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config, trust_remote_code=trust_remote_code)
+        Adapter(model, lora, path=path, seed=0)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+class Adapter:
+    """The adapters in a model, which has them from here on. All else in it is frozen."""
+
+    def __init__(self, model: Any, lora: LoraConfig, *, path: str, seed: int) -> None:
+        """`path` is what messages call the model; `seed` decides the first A. Raises ConfigError
+        for layers that the model does not have, or that cannot be adapted."""
+        import peft
+
+        assert lora.rank is not None
+        self._model = model
+        config = peft.LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.resolved_alpha,
+            target_modules=_targets(model, lora, path),
+            task_type="CAUSAL_LM",
+        )
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")  # of transformers' old names, and of Conv1D's layout
+            torch.default_generator.manual_seed(seed)
+            try:
+                self._peft: Any = peft.get_peft_model(model, config)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{TARGETS}: peft refuses {path}: {error}; accepted: other layers"
+                ) from error
+        self._peft.eval()
+        base = config.base_model_name_or_path  # as the model was loaded: maybe seen from here
+        if base is not None and Path(base).is_dir():
+            config.base_model_name_or_path = str(Path(base).absolute())
+        self._layers: dict[str, Any] = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, peft.tuners.lora.LoraLayer)
+        }
+        assert all(isinstance(layer, peft.tuners.lora.Linear) for layer in self._layers.values())
+
+    def weights(self, named: Iterable[tuple[str, Tensor]]) -> list[Weight]:
+        """Of a model's parameters those that it has without adapters: merged, where there is one,
+        when they are asked for."""
+        weights = []
+        for name, tensor in named:
+            of_layer, _, kind = name.rpartition(".base_layer.")
+            if of_layer in self._layers:
+                plain = f"{of_layer}.{kind}"
+                if kind == "weight":
+                    merged = partial(_merged, self._layers[of_layer])
+                    weights.append(Weight(plain, tensor, merged, is_trained=True))
+                else:
+                    weights.append(Weight.kept(plain, tensor, is_trained=False))
+            elif name.rpartition(".lora_")[0] not in self._layers:
+                weights.append(Weight.kept(name, tensor, is_trained=False))
+        return weights
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        with self._peft.disable_adapter():
+            yield
+
+    def save(self, folder: Path) -> None:
+        """Write them in peft's format: `PeftModel.from_pretrained(base model, folder)`."""
+        self._peft.save_pretrained(folder, save_embedding_layers=False)  # else it asks the hub
+
+    def merge(self) -> None:
+        """Make the model a plain one whose weights are the merged ones, one after another."""
+        for name, layer in self._layers.items():
+            layer.merge()
+            self._model.set_submodule(name, layer.base_layer)
+
+
+class BaseWeights:
+    """The model without its adapters, as a second set of weights that is none."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Run the module so, without a gradient."""
+        with self._adapter.disabled():
+            yield
+
+
+@torch.no_grad()
+def _merged(layer: Any) -> Tensor:
+    """W + (alpha / rank) B A, in the layout and type of W."""
+    weight: Tensor = layer.base_layer.weight
+    delta: Tensor = layer.get_delta_weight("default")
+    return (weight + delta).to(weight.dtype)
+
+
+# -- which layers ---------------------------------------------------------------------------------
+
+
+def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
+    """What peft is to adapt. Raises ConfigError for a name that it cannot."""
+    head = model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    layers = [name for name, module in modules.items() if _is_linear(module) and module is not head]
+    layers = _understood(model, layers)
+    if not layers:
+        raise ConfigError(f"model.lora.rank: {path} has no linear layer that peft can adapt")
+    if lora.target_modules is None:
+        return layers
+    accepted = f"accepted: {', '.join(sorted({name.rpartition('.')[2] for name in layers}))}"
+    for target in lora.target_modules:
+        meant = [name for name in modules if name == target or name.endswith(f".{target}")]
+        if not meant:
+            raise ConfigError(f"{TARGETS}: {path} has no module '{target}'; {accepted}")
+        for name in meant:
+            if name not in layers and (reason := _obstacle(model, modules[name])):
+                raise ConfigError(f"{TARGETS}: '{target}': {name} of {path} {reason}; {accepted}")
+    return lora.target_modules
+
+
+def _obstacle(model: Any, module: nn.Module) -> str | None:
+    """Why it gets no adapter, of a module that is not among those that do."""
+    if not _is_linear(module):
+        return f"is no linear layer ({type(module).__name__})"
+    if module is not model.get_output_embeddings():
+        return "is to peft a part of experts that transformers keeps in one tensor"
+    if model.get_input_embeddings().weight is module.weight:
+        return "shares its weight with the embedding, which its adapter would leave behind"
+    return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, (nn.Linear, Conv1D))
+
+
+def _understood(model: Any, names: list[str]) -> list[str]:
+    """Those of the layers that peft takes as they are called: in mixtures of experts it reads some
+    names as parts of what transformers 5 fuses, when it adapts and again when it loads."""
+    import peft
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config: Any = peft.LoraConfig(target_modules=names)
+    convert_peft_config_for_transformers(config, model=model, conversions=None)
+    return [name for name in names if name in config.target_modules]

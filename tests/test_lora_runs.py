@@ -1,0 +1,105 @@
+"""Whole runs of `easyrl grpo` with LoRA, as a user starts them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from easyrl.hub import resolve_model
+from runs import SMALL, finish, lines_of, summary_of, without_timing
+
+PROMPT = "12+34="
+TINY = resolve_model("tiny")
+
+
+def test_both_schedules_end_in_the_same_bits_with_lora_and_what_is_left_is_what_was_trained(
+    tmp_path: Path,
+) -> None:
+    """A reference, an old policy, two rollout workers, random delays everywhere."""
+    ends = {}
+    for schedule in ("sync", "periodic"):
+        folder = tmp_path / schedule
+        code, out, err = finish(
+            *("--output", str(folder), "--iterations", "4", "--schedule", schedule),
+            *("model.lora.rank=4", "algorithm.beta=0.05", "train.updates_per_iteration=2"),
+            *("runtime.deterministic=true", "--infer-devices", "cpu:2", *SMALL[1:]),
+            *("train.prompts_per_iteration=6", "train.max_tokens_per_micro_batch=200"),
+            "rollout.max_completion_length=64",
+            EASYRL_RANDOM_DELAYS="0.01",
+        )
+        assert (code, err) == (0, "")
+        assert "LoRA of rank 4: 37,888 weights are trained" in out
+        assert (folder / "logs" / "train-0.log").read_text() == ""  # of no library a complaint
+        summary = summary_of(folder)
+        assert summary["policy_version"] == 8 and summary["groups_off_policy"] == 0
+        metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
+        assert metrics[-1]["kl"] > 0 and metrics[-1]["num_updates_not_finite"] == 0
+        assert 0 < summary["sampling_logp_difference_max"] <= 1e-4
+        ends[schedule] = summary["weights_sha256"], metrics
+    assert ends["sync"] == ends["periodic"]
+    end = out.partition("\nfinished\n")[2]
+    assert "adapter/" in end and "the adapter merged" in end
+    assert_is_what_was_trained(folder)
+
+
+def assert_is_what_was_trained(folder: Path) -> None:
+    """`model/` by its hash, `adapter/` by its logits on the model that the run began with."""
+    from peft import AutoPeftModelForCausalLM, PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().numpy().tobytes())
+    assert digest.hexdigest() == summary_of(folder)["weights_sha256"]
+    before = load_file(Path(TINY) / "model.safetensors")
+    after = load_file(folder / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name]) != name.endswith("_proj.weight"), name
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    base = AutoModelForCausalLM.from_pretrained(TINY)
+
+    def logits(of: Any) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = of.eval()(input_ids=ids).logits
+        return found
+
+    of_base, of_model = logits(base), logits(model)
+    assert float((of_model - of_base).abs().max()) > 1e-4
+    on_base = PeftModel.from_pretrained(base, folder / "adapter")
+    by_name = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
+    for adapted in (on_base, by_name):
+        torch.testing.assert_close(logits(adapted), of_model, rtol=0.0, atol=2e-5)
+
+
+def test_an_adapter_on_some_layers_of_a_model_of_ones_own_goes_on_from_there(
+    tmp_path: Path,
+) -> None:
+    """The second run begins with the merged model of the first, which is its reference."""
+    words = (*SMALL, "model.lora.rank=2", "model.lora.target_modules=[q_proj, 3.mlp.up_proj]")
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, model in ((first, TINY), (second, str(first / "model"))):
+        code, _, err = finish(
+            *("--output", str(folder), "--model", model, "--iterations", "2", *words),
+            *("algorithm.beta=0.1", "train.learning_rate=1e-2"),
+            "rollout.max_completion_length=100",
+        )
+        assert (code, err) == (0, "")
+    before, between, after = (
+        load_file(path / "model.safetensors")
+        for path in (Path(TINY), first / "model", second / "model")
+    )
+    for name in after:
+        is_adapted = name.endswith(("q_proj.weight", "3.mlp.up_proj.weight"))
+        assert torch.equal(before[name], between[name]) != is_adapted, name
+        assert torch.equal(between[name], after[name]) != is_adapted, name
+    assert abs(lines_of(second / "metrics.jsonl")[0]["kl"]) < 1e-9
