@@ -262,14 +262,8 @@ class Config(Section):
             *self._update_problems(),
             *self._reward_problems(),
             *self._length_problems(),
+            *self._device_problems(),
         ]
-        if self.devices.infer is not None and self.devices.train is not None:
-            infer = parse_device_set(self.devices.infer, "devices.infer")
-            train = parse_device_set(self.devices.train, "devices.train")
-            try:
-                check_disjoint(infer, train)
-            except ValueError as overlap:
-                problems.append(str(overlap))
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -327,6 +321,26 @@ class Config(Section):
             f"{prompt} + {completion} tokens (data.max_prompt_length + "
             f"rollout.max_completion_length); accepted: at least {prompt + completion}"
         ]
+
+    def _device_problems(self) -> list[str]:
+        if self.devices.train is None:
+            return []
+        problems = []
+        train = parse_device_set(self.devices.train, "devices.train")
+        if self.devices.infer is not None:
+            infer = parse_device_set(self.devices.infer, "devices.infer")
+            try:
+                check_disjoint(infer, train)
+            except ValueError as overlap:
+                problems.append(str(overlap))
+        num_groups = self.train.prompts_per_iteration // self.train.updates_per_iteration
+        if train.count > max(1, num_groups):
+            problems.append(
+                f"devices.train (--train-devices): '{train}' names {train.count} devices, but an "
+                f"update has {num_groups} groups (train.prompts_per_iteration / "
+                f"train.updates_per_iteration); accepted: at most {max(1, num_groups)} devices"
+            )
+        return problems
 
 
 def load_config(

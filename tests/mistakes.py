@@ -199,7 +199,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "device twice": (["--infer-devices", "0,0"], "named twice"),
     "missing device number": (["--infer-devices", "0,,2"], "a number is missing"),
     "accelerators that are not there": (["--infer-devices", "0-3"], "this machine has none"),
-    "two train devices": (["--train-devices", "cpu:2"], "one train device"),
+    "more train devices than groups": (
+        ["--train-devices", "cpu:3", "train.updates_per_iteration=8"],
+        "names 3 devices, but an update has 2 groups",
+    ),
     # the model
     "missing model folder": (["--model", "./nowhere"], "there is no folder './nowhere'"),
     "hub that cannot be reached": (["--model", "nobody/nothing"], "cannot be reached"),

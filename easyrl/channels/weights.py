@@ -79,25 +79,41 @@ class WeightChannel:
             lambda: devices.make_process_group(device, store, rank, size, self._timeout),
         )
 
-    def send(self, policy_version: int, weights: Iterable[tuple[str, Tensor]]) -> int:
+    def send(
+        self,
+        policy_version: int,
+        weights: Iterable[tuple[str, Tensor]],
+        *,
+        dtype: torch.dtype | None = None,
+        gather: Callable[[Tensor, torch.dtype], Tensor] = lambda weight, dtype: weight.to(dtype),
+    ) -> int:
         """Broadcast the weights (rank 0). Names, shapes and types must be the same every time.
+
+        `gather(weight, dtype)` makes a weight whole and of the `dtype` that is sent (None: its
+        own) when its turn comes, in the order of `weights`: one is held at a time.
 
         Returns the bytes sent. Raises TimeoutError when a receiver does not take part in time.
         """
         assert self.rank == 0
-        flat = {name: tensor.detach().reshape(-1) for name, tensor in weights}
+        handles = dict(weights)
         if self._plan is None:
             manifest = [
-                (name, len(t), str(t.dtype).removeprefix("torch.")) for name, t in flat.items()
+                (name, t.numel(), str(dtype or t.dtype).removeprefix("torch."))
+                for name, t in handles.items()
             ]
             self._send_manifest(json.dumps(manifest).encode())
             self._plan = _plan(manifest, len(self._bucket))
         self._broadcast(torch.tensor([policy_version], device=self._device), "announcing a version")
+        name, flat = "", torch.empty(0)
         for number, slots in enumerate(self._plan):
             for slot in slots:
-                slot.view(self._bucket).copy_(flat[slot.name][slot.start : slot.start + slot.count])
+                if slot.name != name:
+                    weight = handles[slot.name]
+                    name = slot.name
+                    flat = gather(weight.detach(), dtype or weight.dtype).reshape(-1)
+                slot.view(self._bucket).copy_(flat[slot.start : slot.start + slot.count])
             self._broadcast_bucket(number, slots)
-        return sum(tensor.numel() * tensor.element_size() for tensor in flat.values())
+        return sum(slot.count * slot.dtype.itemsize for slots in self._plan for slot in slots)
 
     def receive(self, policy_version: int) -> Iterator[WeightPiece]:
         """The pieces of the weights, in the sender's order (ranks above 0).

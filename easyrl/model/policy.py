@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from easyrl.config import AttentionMode
 from easyrl.hub import resolve_model
@@ -26,6 +26,7 @@ from easyrl.model.exactness import attend_packed, check_causal
 from easyrl.model.linear import speed_up_linear_layers
 from easyrl.model.padded import PaddedRows
 from easyrl.model.pretrained import cannot_share, load_model_config, longest_exact
+from easyrl.model.sharding import whole
 from easyrl.types import WeightPiece
 
 
@@ -158,6 +159,13 @@ class Policy:
         return logits
 
     @property
+    def blocks(self) -> list[nn.Module]:
+        """The layers between embeddings and head, one after another: where most weights are."""
+        lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
+        sizes = [sum(weight.numel() for weight in blocks.parameters()) for blocks in lists]
+        return list(lists[sizes.index(max(sizes))]) if lists else []
+
+    @property
     def vocabulary_size(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
@@ -206,17 +214,31 @@ class Policy:
             own[piece.name][piece.start : piece.start + len(piece.values)].copy_(piece.values)
 
     def weights_sha256(self) -> str:
-        """SHA-256 over the bytes of all weights, in name order."""
+        """SHA-256 over the bytes of all weights, in name order. All ranks of a sharded policy ask
+        for it, and for `save`, together."""
         digest = hashlib.sha256()
         for name, tensor in self.named_weights():
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            bytes_ = whole(tensor).cpu().reshape(-1).view(torch.uint8)
+            digest.update(bytes_.numpy().tobytes())
         return digest.hexdigest()
 
-    def save(self, folder: Path, tokenizer: Any) -> None:
-        """Write a Hugging Face folder that transformers and vLLM load as it is."""
-        self.model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    def save(self, folder: Path, tokenizer: Any, *, is_writer: bool = True) -> None:
+        """Write a Hugging Face folder that transformers and vLLM load as it is.
+
+        A sharded policy is gathered weight by weight onto the CPU of the one rank that
+        `is_writer`.
+        """
+        gathered: dict[int, Tensor] = {}  # by the parameter: tied ones have one
+        state = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in gathered:
+                values = whole(tensor)
+                gathered[id(tensor)] = values.cpu() if is_writer else values.new_empty(0)
+            state[name] = gathered[id(tensor)]
+        if is_writer:
+            self.model.save_pretrained(folder, state_dict=state)
+            tokenizer.save_pretrained(folder)
 
 
 def _layers_of(model: Any) -> list[Any]:

@@ -42,8 +42,6 @@ def resolve_placement(config: Config) -> Placement:
         key: None if text is None else parse_device_set(text, f"devices.{key}")
         for key, text in (("infer", config.devices.infer), ("train", config.devices.train))
     }
-    if wanted["train"] is not None:
-        _check_is_one(wanted["train"])  # before torch is loaded to look for accelerators
     kind, count = "cpu", 0
     if any(devices_ is None or devices_.kind == "accelerator" for devices_ in wanted.values()):
         kind, count = devices.accelerator()
@@ -115,14 +113,6 @@ def _default(key: str, count: int, other: DeviceSet | None) -> DeviceSet:
     if key == "train":
         return DeviceSet("accelerator", (free[-1],))
     return DeviceSet("accelerator", tuple(free if other is not None else free[:-1]))
-
-
-def _check_is_one(train: DeviceSet) -> None:
-    if train.count != 1:
-        raise ConfigError(
-            f"devices.train (--train-devices): '{train}' names {train.count} devices; accepted "
-            "in this version: one train device"
-        )
 
 
 def _check_present(key: str, wanted: DeviceSet, kind: str, count: int) -> None:

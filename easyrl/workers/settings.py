@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from easyrl.config import Config
@@ -27,6 +28,11 @@ class WorkerSettings:
     """The file over which process groups are made."""
     log_file: str | None
     """Where the worker's output goes (None: the terminal)."""
+    rank: int = 0
+    """Of a train worker, among the train workers."""
+    num_train_ranks: int = 1
+    pipes: tuple[Connection, ...] = ()
+    """Of train rank 0: to each other rank; of another one: to rank 0."""
 
     def join_weights(self, membership: int, rank: int, size: int) -> WeightChannel:
         from easyrl.channels.weights import WeightChannel
