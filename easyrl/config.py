@@ -39,6 +39,7 @@ __all__ = [
 
 
 AttentionMode = Literal["auto", "shared_prompt", "repeated"]
+DType = Literal["float32", "bfloat16"]
 
 
 class ModelConfig(Section):
@@ -46,6 +47,9 @@ class ModelConfig(Section):
 
     path: str = Field(default="tiny", min_length=1)
     """`tiny` (the built-in model), a Hugging Face folder, or a hub id."""
+    dtype: DType = "float32"
+    """What engines and trainer compute in. With `bfloat16` the trainer's own weights, the sums of
+    gradients, the optimizer and log-probabilities are float32 all the same."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
     attention: AttentionMode = "auto"
@@ -144,6 +148,9 @@ class TrainConfig(Section):
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Tokens of a packed row, a group's prompt counted once: how much is trained at a time. It does
     not change the result."""
+    activation_checkpointing: bool = False
+    """Keep of each layer only its input for the backward pass and compute the layer again there:
+    far less memory for a third more time. It does not change the result."""
     offload: list[Literal["reference", "old"]] = Field(default_factory=list)
     """Weights that stay on the CPU and are moved to the train device for each micro-batch: a list
     of `reference` (there with algorithm.beta) and `old` (there with updates_per_iteration over 1).
@@ -246,9 +253,11 @@ class Config(Section):
 
     @property
     def importance_sampling_correction(self) -> Literal["none", "truncate", "mask"]:
-        """`algorithm.importance_sampling_correction`, `auto` resolved: models are in float32."""
+        """`algorithm.importance_sampling_correction`, `auto` resolved."""
         chosen = self.algorithm.importance_sampling_correction
-        return "none" if chosen == "auto" else chosen
+        if chosen != "auto":
+            return chosen
+        return "none" if self.model.dtype == "float32" else "truncate"
 
     @property
     def ring_slots(self) -> int:
@@ -262,8 +271,14 @@ class Config(Section):
             *self._update_problems(),
             *self._reward_problems(),
             *self._length_problems(),
-            *self._device_problems(),
         ]
+        if self.devices.infer is not None and self.devices.train is not None:
+            infer = parse_device_set(self.devices.infer, "devices.infer")
+            train = parse_device_set(self.devices.train, "devices.train")
+            try:
+                check_disjoint(infer, train)
+            except ValueError as overlap:
+                problems.append(str(overlap))
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -321,26 +336,6 @@ class Config(Section):
             f"{prompt} + {completion} tokens (data.max_prompt_length + "
             f"rollout.max_completion_length); accepted: at least {prompt + completion}"
         ]
-
-    def _device_problems(self) -> list[str]:
-        if self.devices.train is None:
-            return []
-        problems = []
-        train = parse_device_set(self.devices.train, "devices.train")
-        if self.devices.infer is not None:
-            infer = parse_device_set(self.devices.infer, "devices.infer")
-            try:
-                check_disjoint(infer, train)
-            except ValueError as overlap:
-                problems.append(str(overlap))
-        num_groups = self.train.prompts_per_iteration // self.train.updates_per_iteration
-        if train.count > max(1, num_groups):
-            problems.append(
-                f"devices.train (--train-devices): '{train}' names {train.count} devices, but an "
-                f"update has {num_groups} groups (train.prompts_per_iteration / "
-                f"train.updates_per_iteration); accepted: at most {max(1, num_groups)} devices"
-            )
-        return problems
 
 
 def load_config(

@@ -143,6 +143,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "one completion per prompt": (["rollout.num_generations=1"], "greater than or equal to 2"),
     "unknown schedule": (["--schedule", "async"], "'periodic' or 'sync'"),
     "unknown attention": (["model.attention=flash"], "'auto', 'shared_prompt' or 'repeated'"),
+    "unknown precision": (["model.dtype=float16"], "'float32' or 'bfloat16'"),
     "unknown answer to long prompts": (["data.long_prompts=cut"], "'stop' or 'skip'"),
     "unknown answer to errors": (["reward.on_error=skip"], "'stop', 'skip_group' or 'zero'"),
     "updates that do not divide the prompts": (

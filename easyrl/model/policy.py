@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from easyrl.config import AttentionMode
+from easyrl.config import AttentionMode, DType
 from easyrl.hub import resolve_model
 from easyrl.model.attention import (
     AttentionLayout,
@@ -62,9 +64,10 @@ class Policy:
         *,
         trust_remote_code: bool = False,
         attention: AttentionMode = "auto",
+        dtype: DType = "float32",
     ) -> Policy:
-        """Load in float32. Raises ValueError where the model is not whole, or no causal one, or
-        cannot share prompts although `attention` says so."""
+        """Weights are looked at in float32 and kept in `dtype`. Raises ValueError where the model
+        is not whole, or no causal one, or cannot share prompts although `attention` says so."""
         from transformers import AutoModelForCausalLM
 
         register_attention()
@@ -89,7 +92,16 @@ class Policy:
                 raise cannot_share(path, obstacle)
         policy = cls(model, torch.device(device), obstacle=obstacle, attention=attention)
         policy._check_head(path)
+        for weight in model.parameters():  # not the buffers: positions are computed in float32
+            weight.data = weight.data.to(getattr(torch, dtype))
         return policy
+
+    def checkpoint_activations(self) -> None:
+        """From here on the backward pass computes each of `blocks` again from its input."""
+        for block in self.blocks:
+            block.forward = partial(  # beneath the hooks that gather a sharded layer's weights
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor

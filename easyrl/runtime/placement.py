@@ -42,6 +42,8 @@ def resolve_placement(config: Config) -> Placement:
         key: None if text is None else parse_device_set(text, f"devices.{key}")
         for key, text in (("infer", config.devices.infer), ("train", config.devices.train))
     }
+    if wanted["train"] is not None:
+        _check_has_groups(wanted["train"], config)  # before torch is loaded
     kind, count = "cpu", 0
     if any(devices_ is None or devices_.kind == "accelerator" for devices_ in wanted.values()):
         kind, count = devices.accelerator()
@@ -113,6 +115,16 @@ def _default(key: str, count: int, other: DeviceSet | None) -> DeviceSet:
     if key == "train":
         return DeviceSet("accelerator", (free[-1],))
     return DeviceSet("accelerator", tuple(free if other is not None else free[:-1]))
+
+
+def _check_has_groups(train: DeviceSet, config: Config) -> None:
+    prompts, updates = config.train.prompts_per_iteration, config.train.updates_per_iteration
+    if train.count > prompts // updates:
+        raise ConfigError(
+            f"devices.train (--train-devices): '{train}' names {train.count} devices, but an "
+            f"update has {prompts // updates} groups (train.prompts_per_iteration={prompts}, "
+            f"train.updates_per_iteration={updates}); accepted: at most {prompts // updates}"
+        )
 
 
 def _check_present(key: str, wanted: DeviceSet, kind: str, count: int) -> None:

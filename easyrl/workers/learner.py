@@ -52,6 +52,8 @@ class Learner:
         self.config = config
         self.loss_settings = loss_settings(config)
         train, algorithm = config.train, config.algorithm
+        if train.activation_checkpointing:
+            policy.checkpoint_activations()
         self._tri_model = TriModel(
             policy,
             temperature=config.rollout.temperature,
@@ -60,6 +62,7 @@ class Learner:
             offload=train.offload,
             entropy_gradient=algorithm.entropy_coef > 0.0,
             ranks=self.ranks,
+            dtype=getattr(torch, config.model.dtype),
         )
         self._parameters = list(policy.model.parameters())
         self.optimizer = torch.optim.AdamW(

@@ -69,9 +69,11 @@ class TrainWorker:
 
     def _join_ranks(self) -> TrainRanks:
         settings = self.settings
-        if settings.num_train_ranks == 1:
+        if settings.num_train_ranks > 1:
+            self.control.send(events.Starting("meeting the other train workers"))
+        elif self.config.model.dtype == "float32":
             return TrainRanks()
-        self.control.send(events.Starting("meeting the other train workers"))
+        # Below float32 one rank gathers its own weights: a layer at a time in another type.
         return TrainRanks.join(
             settings.store_path,
             rank=settings.rank,
@@ -114,12 +116,13 @@ class TrainWorker:
     def _send_weights(self, version: int) -> None:
         assert version == self.learner.policy_version
         weights = self.learner.policy.named_weights()
+        dtype = getattr(torch, self.config.model.dtype)  # the engines'
         with self.timeline.measure("weights"):
             if self.channel is not None:
-                self.channel.send(version, weights, gather=whole)
+                self.channel.send(version, weights, dtype=dtype, gather=whole)
             else:
                 for _, weight in weights:  # rank 0 gathers them, in the same order
-                    whole(weight)
+                    whole(weight, dtype)
         self.timeline.report()
         self.control.send(events.WeightsExchanged(version))
 
