@@ -151,10 +151,12 @@ class TrainConfig(Section):
     activation_checkpointing: bool = False
     """Keep of each layer only its input for the backward pass and compute the layer again there:
     far less memory for a third more time. It does not change the result."""
-    offload: list[Literal["reference", "old"]] = Field(default_factory=list)
-    """Weights that stay on the CPU and are moved to the train device for each micro-batch: a list
-    of `reference` (there with algorithm.beta) and `old` (there with updates_per_iteration over 1).
-    It saves device memory and costs time; where training is on the CPU it changes nothing."""
+    offload: list[Literal["reference", "old", "optimizer"]] = Field(default_factory=list)
+    """What stays in the machine's memory instead of the train devices', a list: weights of the
+    `reference` (there with algorithm.beta) and of the `old` policy (updates_per_iteration over 1),
+    moved over for each micro-batch; the `optimizer`, which then steps on the CPU, with gradients
+    and the policy's float32 weights. It costs time; where training is on the CPU it changes
+    nothing."""
 
     @field_validator("offload")
     @classmethod

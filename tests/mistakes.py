@@ -151,7 +151,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         "the 16 prompts of an iteration (train.prompts_per_iteration); accepted: a divisor of 16",
     ),
     "no update": (["train.updates_per_iteration=0"], "greater than or equal to 1"),
-    "offload of the policy": (["train.offload=[policy]"], "'reference' or 'old'"),
+    "offload of the policy": (["train.offload=[policy]"], "'reference', 'old' or 'optimizer'"),
     "offload twice": (["train.offload=[old, old]"], "accepted: each name once"),
     "flag that is no number": (["--iterations", "many"], "--iterations"),
     "unknown flag": (["--learning-rate", "1"], "No such option"),

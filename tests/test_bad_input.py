@@ -169,6 +169,9 @@ def test_a_reference_and_an_old_policy_count_as_models(monkeypatch: pytest.Monke
     config = load_config(None, {}, [*devices, "algorithm.beta=0.1", "train.offload=[reference]"])
     with pytest.raises(ConfigError, match="1 x the model"):
         on_accelerators(config)
+    config = load_config(None, {}, [*devices, "train.offload=[optimizer]"])
+    with pytest.raises(ConfigError, match="4 x the model"):
+        on_accelerators(config)
 
 
 def test_a_model_that_generates_group_by_group_needs_no_more_memory(

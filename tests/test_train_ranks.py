@@ -246,6 +246,18 @@ def test_in_deterministic_mode_the_order_of_arrival_changes_no_bit(ranks: Ranks)
             assert all(torch.equal(x[name], y[name]) for name in x)
 
 
+def test_what_is_offloaded_changes_no_bit(ranks: Ranks) -> None:
+    """On the CPU the same memory, but the same way: gathered from there, stepped on there."""
+    words = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "runtime.deterministic=true")
+    expected = ranks.train(*words)
+    for got, plain in zip(
+        ranks.train(*words, "train.offload=[reference, old, optimizer]"), expected, strict=True
+    ):
+        assert got.metrics == plain.metrics
+        for x, y in zip(got.gradients, plain.gradients, strict=True):
+            assert all(torch.equal(x[name], y[name]) for name in x)
+
+
 def test_all_ranks_drop_an_update_that_is_not_finite_on_one(ranks: Ranks) -> None:
     poisoned = copy.deepcopy(GROUPS)
     poisoned[1].rollout_logprobs[:] = -np.inf  # the correction's weight: infinite

@@ -65,18 +65,36 @@ class TrainRanks:
             ranks.mesh = DeviceMesh(device.type, list(range(size)))
         return ranks
 
-    def shard(self, module: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype) -> None:
+    def shard(
+        self,
+        module: nn.Module,
+        layers: Iterable[nn.Module],
+        *,
+        dtype: torch.dtype,
+        offload: bool = False,
+    ) -> None:
         """Cut the parameters of `module` and move them to the device, layer by layer: those of
-        each of `layers` are gathered together, and then all others."""
+        each of `layers` are gathered together, and then all others. With `offload` the parts, and
+        with them gradients and optimizer, stay on the CPU."""
         if self.mesh is None:
             return
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
+
+        is_elsewhere = self.device.type != "cpu"
+        kept = CPUOffloadPolicy(pin_memory=is_elsewhere) if offload else OffloadPolicy()
 
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
         )
         for part_of_model in (*layers, module):
-            sharded = fully_shard(part_of_model, mesh=self.mesh, mp_policy=precision)
+            sharded = fully_shard(
+                part_of_model, mesh=self.mesh, mp_policy=precision, offload_policy=kept
+            )
             # Gradients are sums over the update's groups, on whichever rank: never means.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)

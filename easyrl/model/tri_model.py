@@ -62,13 +62,16 @@ class TriModel:
         """The reference is `policy` as it is now, and so is the old policy until `keep_old`.
 
         `offload` names those of `reference` and `old` that stay on the CPU and are moved to the
-        device for each micro-batch. The policy is sharded over `ranks` and computes in `dtype`.
+        device for each micro-batch, and `optimizer` where the policy's own weights do (with
+        `ranks`). The policy is sharded over `ranks` and computes in `dtype`.
         """
         self.policy = policy
         self._forward = _Forward(policy, temperature, entropy_gradient)
         self._ranks = ranks or TrainRanks()
         if self._ranks.mesh is not None:
-            self._ranks.shard(self._forward, policy.blocks, dtype=dtype)
+            self._ranks.shard(
+                self._forward, policy.blocks, dtype=dtype, offload="optimizer" in offload
+            )
             policy.device = self._ranks.device
         self._old = OtherWeights(policy, offload="old" in offload) if has_old else None
         self._reference = (

@@ -106,7 +106,8 @@ def _copies_of_trainer(config: Config, *, is_here: bool) -> int:
     }
     if is_here:
         return COPIES_TO_TRAIN + sum(others.values())
-    return sum(others[name] for name in config.train.offload)
+    kept = sum(others[name] for name in others if name in config.train.offload)
+    return kept + (COPIES_TO_TRAIN if "optimizer" in config.train.offload else 0)
 
 
 def _size(num_bytes: float) -> str:

@@ -71,9 +71,12 @@ class TrainWorker:
         settings = self.settings
         if settings.num_train_ranks > 1:
             self.control.send(events.Starting("meeting the other train workers"))
-        elif self.config.model.dtype == "float32":
-            return TrainRanks()
-        # Below float32 one rank gathers its own weights: a layer at a time in another type.
+        else:
+            # One rank gathers its own weights, a layer at a time, where they are kept in another
+            # type or in another memory than they are computed with.
+            is_offloaded = "optimizer" in self.config.train.offload and self.device.type != "cpu"
+            if self.config.model.dtype == "float32" and not is_offloaded:
+                return TrainRanks()
         return TrainRanks.join(
             settings.store_path,
             rank=settings.rank,
