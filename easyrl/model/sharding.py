@@ -87,7 +87,6 @@ class TrainRanks:
 
         is_elsewhere = self.device.type != "cpu"
         kept = CPUOffloadPolicy(pin_memory=is_elsewhere) if offload else OffloadPolicy()
-
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
         )
@@ -99,7 +98,8 @@ class TrainRanks:
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             # A rank's tokens may miss a parameter (a router's expert) that another's use.
-            sharded.set_reduce_scatter_unused_params(True, recurse=False)
+            if hasattr(sharded, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+                sharded.set_reduce_scatter_unused_params(True, recurse=False)
 
     def drop_gathered(self, module: nn.Module) -> None:
         """Let go of what a forward without a gradient has left gathered of a sharded module."""

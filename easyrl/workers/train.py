@@ -206,8 +206,10 @@ class TrainWorker:
         tokenizer = load_tokenizer(
             self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
         )
+        # First: nobody waits for rank 0 while it writes.
+        weights_sha256 = self.learner.policy.weights_sha256()
         unfinished = folder.with_name(folder.name + ".unfinished")
         self.learner.policy.save(unfinished, tokenizer, is_writer=self.leader is None)
         if self.leader is None:
             unfinished.rename(folder)
-        return events.ModelSaved(self.learner.policy.weights_sha256())
+        return events.ModelSaved(weights_sha256)
