@@ -40,6 +40,7 @@ __all__ = [
 
 
 AttentionMode = Literal["auto", "shared_prompt", "repeated"]
+DType = Literal["float32", "bfloat16"]
 
 
 class ModelConfig(Section):
@@ -47,6 +48,9 @@ class ModelConfig(Section):
 
     path: str = Field(default="tiny", min_length=1)
     """`tiny` (the built-in model), a Hugging Face folder, or a hub id."""
+    dtype: DType = "float32"
+    """What engines and trainer compute in. With `bfloat16` the trainer's own weights, the sums of
+    gradients, the optimizer and log-probabilities are float32 all the same."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
     attention: AttentionMode = "auto"
@@ -147,10 +151,15 @@ class TrainConfig(Section):
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Tokens of a packed row, a group's prompt counted once: how much is trained at a time. It does
     not change the result."""
-    offload: list[Literal["reference", "old"]] = Field(default_factory=list)
-    """Weights that stay on the CPU and are moved to the train device for each micro-batch: a list
-    of `reference` (there with algorithm.beta) and `old` (there with updates_per_iteration over 1).
-    It saves device memory and costs time; where training is on the CPU it changes nothing."""
+    activation_checkpointing: bool = False
+    """Keep of each layer only its input for the backward pass and compute the layer again there:
+    far less memory for a third more time. It does not change the result."""
+    offload: list[Literal["reference", "old", "optimizer"]] = Field(default_factory=list)
+    """What stays in the machine's memory instead of the train devices', a list: weights of the
+    `reference` (there with algorithm.beta) and of the `old` policy (updates_per_iteration over 1),
+    moved over for each micro-batch; the `optimizer`, which then steps on the CPU, with gradients
+    and the policy's float32 weights. It costs time; where training is on the CPU it changes
+    nothing."""
 
     @field_validator("offload")
     @classmethod
@@ -257,9 +266,11 @@ class Config(Section):
 
     @property
     def importance_sampling_correction(self) -> Literal["none", "truncate", "mask"]:
-        """`algorithm.importance_sampling_correction`, `auto` resolved: models are in float32."""
+        """`algorithm.importance_sampling_correction`, `auto` resolved."""
         chosen = self.algorithm.importance_sampling_correction
-        return "none" if chosen == "auto" else chosen
+        if chosen != "auto":
+            return chosen
+        return "none" if self.model.dtype == "float32" else "truncate"
 
     @property
     def ring_slots(self) -> int:

@@ -50,7 +50,7 @@ class AlgorithmConfig(Section):
     importance_sampling_correction: Literal["none", "truncate", "mask", "auto"] = "auto"
     """Weigh each token by its probability in the trainer over the one in the engine, which compute
     slightly differently: at most importance_sampling_cap (`truncate`), or 0 beyond it (`mask`).
-    `auto`: none in float32."""
+    `auto`: none in float32, truncate below it."""
     importance_sampling_cap: float = Field(default=3.0, gt=1.0)
     """Largest weight of importance_sampling_correction."""
     dynamic_sampling: bool = False

@@ -232,3 +232,24 @@ def make_process_group(device: str, store: Any, rank: int, size: int, timeout: t
         of_hccl._timeout = timeout
         return ProcessGroupHCCL(store, rank, size, of_hccl)
     raise ValueError(f"devices: no communication backend for device '{device}'")
+
+
+def join_train_world(
+    device: torch.device, store_path: str, rank: int, size: int, timeout: timedelta
+) -> None:
+    """Make torch's default world of the train ranks: the device's own backend for weights and
+    gradients, Gloo for small numbers on the CPU.
+
+    It meets over the file `store_path`: torch's TCP store would listen on every address.
+    """
+    import torch
+    import torch.distributed as dist
+
+    backends = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+    store = dist.PrefixStore("train", dist.FileStore(store_path, -1))  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    dist.init_process_group(
+        backends[device.type], store=store, rank=rank, world_size=size, timeout=timeout
+    )

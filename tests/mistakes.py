@@ -143,6 +143,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "one completion per prompt": (["rollout.num_generations=1"], "greater than or equal to 2"),
     "unknown schedule": (["--schedule", "async"], "'periodic' or 'sync'"),
     "unknown attention": (["model.attention=flash"], "'auto', 'shared_prompt' or 'repeated'"),
+    "unknown precision": (["model.dtype=float16"], "'float32' or 'bfloat16'"),
     "unknown answer to long prompts": (["data.long_prompts=cut"], "'stop' or 'skip'"),
     "unknown answer to errors": (["reward.on_error=skip"], "'stop', 'skip_group' or 'zero'"),
     "updates that do not divide the prompts": (
@@ -150,7 +151,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         "the 16 prompts of an iteration (train.prompts_per_iteration); accepted: a divisor of 16",
     ),
     "no update": (["train.updates_per_iteration=0"], "greater than or equal to 1"),
-    "offload of the policy": (["train.offload=[policy]"], "'reference' or 'old'"),
+    "offload of the policy": (["train.offload=[policy]"], "'reference', 'old' or 'optimizer'"),
     "offload twice": (["train.offload=[old, old]"], "accepted: each name once"),
     "flag that is no number": (["--iterations", "many"], "--iterations"),
     "unknown flag": (["--learning-rate", "1"], "No such option"),
@@ -161,6 +162,14 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     # LoRA
     "LoRA of rank 0": (["model.lora.rank=0"], "model.lora.rank: 0 came"),
     "LoRA of a negative rank": (["model.lora.rank=-8"], "greater than or equal to 1"),
+    "LoRA in bfloat16": (
+        ["model.lora.rank=8", "model.dtype=bfloat16"],
+        "model.lora.rank: 8 came with model.dtype=bfloat16",
+    ),
+    "LoRA on two train devices": (
+        ["model.lora.rank=8", "--train-devices", "cpu:2"],
+        "model.lora.rank: 8 came with 2 train devices",
+    ),
     "LoRA as a number": (["model.lora=16"], "accepted: model.lora.rank, model.lora.alpha"),
     "LoRA's key without its section": (["model.rank=16"], "did you mean model.lora.rank?"),
     "LoRA's alpha without a rank": (
@@ -243,7 +252,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         "devices.infer_memory_fraction: 1 came; accepted: less than 1",
     ),
     "none of it": (["devices.infer_memory_fraction=0"], "accepted: greater than 0"),
-    "two train devices": (["--train-devices", "cpu:2"], "one train device"),
+    "more train devices than groups": (
+        ["--train-devices", "cpu:3", "train.updates_per_iteration=8"],
+        "names 3 devices, but an update has 2 groups",
+    ),
     # the model
     "missing model folder": (["--model", "./nowhere"], "there is no folder './nowhere'"),
     "hub that cannot be reached": (["--model", "nobody/nothing"], "cannot be reached"),

@@ -202,6 +202,9 @@ def test_a_reference_and_an_old_policy_count_as_models(monkeypatch: pytest.Monke
     config = load_config(None, {}, [*apart, "algorithm.beta=0.1", "train.offload=[reference]"])
     with pytest.raises(ConfigError, match="1 x the model"):
         on_accelerators(config)
+    config = load_config(None, {}, [*devices, "train.offload=[optimizer]"])
+    with pytest.raises(ConfigError, match="4 x the model"):
+        on_accelerators(config)
 
 
 def test_of_adapters_all_but_the_weights_is_small(monkeypatch: pytest.MonkeyPatch) -> None:

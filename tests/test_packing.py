@@ -19,9 +19,11 @@ from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attent
 from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.types import RolloutGroup
-from easyrl.workers import group_stream
-from easyrl.workers.group_stream import MIN_SHARE, GroupStream, micro_batches
+from easyrl.workers import micro_steps
+from easyrl.workers.assignment import Followers, Leading
+from easyrl.workers.group_stream import GroupStream
 from easyrl.workers.learner import loss_settings
+from easyrl.workers.micro_steps import MIN_SHARE, Packing
 
 torch.set_num_threads(1)
 
@@ -57,6 +59,11 @@ def zeroed(group, which):
     advantages = group.advantages.copy()
     advantages[which] = 0.0
     return dataclasses.replace(group, advantages=advantages)
+
+
+def micro_batches(stream, **packing):
+    """Of a single train rank."""
+    return Leading(stream, Packing(**packing), Followers((), 1.0)).micro_batches()
 
 
 class Feed:
@@ -592,7 +599,7 @@ def test_periodic_hands_the_first_group_out_before_the_second_is_there(feed):
 
 def test_periodic_trains_what_is_there_rather_than_wait(feed, monkeypatch):
     source = feed([make_group(FIRST + place) for place in range(3)])
-    monkeypatch.setattr(group_stream, "MIN_SHARE", 0.0)
+    monkeypatch.setattr(micro_steps, "MIN_SHARE", 0.0)
     batches = micro_batches(source.stream(3), max_tokens=10**6, fill=False)
     assert next(batches).num_completions == NUM_GENERATIONS and source.num_waits == 1
     source.arrive()

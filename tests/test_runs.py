@@ -264,8 +264,10 @@ def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path: Pat
     assert all(torch.equal(weights[name], tensor) for name, tensor in after.items())
 
 
-def test_workers_listen_on_loopback_only(tmp_path: Path) -> None:
-    process = start("--output", str(tmp_path / "run"), "--iterations", "500", *SMALL)
+@pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
+def test_workers_listen_on_loopback_only(tmp_path: Path, devices: str) -> None:
+    words = ("--iterations", "500", "--train-devices", devices, *SMALL)
+    process = start("--output", str(tmp_path / "run"), *words)
     try:
         wait_for_line(process, "iteration 1/")
         workers = descendants(process.pid)

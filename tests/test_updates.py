@@ -113,14 +113,14 @@ class Trained:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def make_ring() -> RingBuffer:
+def make_ring(num_owners: int = 2) -> RingBuffer:
     return RingBuffer(
         RingLayout(
             num_slots=NUM_GROUPS,
             num_generations=NUM_GENERATIONS,
             max_prompt_length=LONGEST_PROMPT,
             max_completion_length=LONGEST_COMPLETION,
-            num_owners=2,
+            num_owners=num_owners,
         )
     )
 

@@ -150,6 +150,25 @@ class Member:
             got.setdefault(piece.name, []).append(piece.values.clone())
         return digests({name: torch.cat(pieces) for name, pieces in got.items()})
 
+    def send_halved(self, version):
+        """As bfloat16. A weight is whole (cast, and gathered where it is sharded) one at a time,
+        in order, when it goes into a bucket."""
+        gathered = []
+
+        def gather(weight, dtype):
+            gathered.append(weight.numel())
+            return weight.to(dtype)
+
+        weights = make_weights(version).items()
+        sent = self.channel.send(version, weights, dtype=torch.bfloat16, gather=gather)
+        return sent, gathered
+
+    def receive_halved(self, version):
+        got = {}
+        for piece in self.channel.receive(version):
+            got.setdefault(piece.name, []).append(piece.values.clone())
+        return digests({name: torch.cat(pieces) for name, pieces in got.items()})
+
     def receive(self, version, pause_seconds=0.0):
         """Digests of the weights, put together from pieces."""
         got = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
@@ -274,6 +293,15 @@ def test_all_receivers_get_the_senders_bytes(members, bucket_bytes):
         weights = make_weights(version)
         assert received == [digests(weights)] * 2
         assert sent == sum(t.numel() * t.element_size() for t in weights.values())
+
+
+def test_weights_are_sent_in_the_engines_precision_and_gathered_once_in_order(members):
+    members.join(2, 48)
+    (sent, gathered), received = members.all(("send_halved", 3), ("receive_halved", 3))
+    weights = {name: t for name, t in make_weights(3).items() if t.numel()}
+    assert sent == 2 * sum(tensor.numel() for tensor in weights.values())
+    assert gathered == [tensor.numel() for tensor in weights.values()]
+    assert received == digests({name: t.to(torch.bfloat16) for name, t in weights.items()})
 
 
 def test_pieces_stay_whole_when_a_receiver_is_slow(members):

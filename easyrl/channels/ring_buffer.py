@@ -187,6 +187,19 @@ class RingBuffer:
             for slot in ready:
                 self.ready.send(slot)
 
+    def group(self, slot: int) -> RolloutGroup:
+        """The group in a slot that is leased, to this process or to one that told it the number:
+        read-only NumPy views of the shared memory."""
+        slots = self.readable
+        lengths = {dimension: int(slots[dimension][slot]) for dimension in DIMENSIONS}
+        return RolloutGroup(
+            iteration=int(slots["iteration"][slot]),
+            policy_version=int(slots["policy_version"][slot]),
+            place=int(slots["place"][slot]),
+            prompt_index=int(slots["prompt_index"][slot]),
+            **{name: slots[name][slot, : lengths[dimension]] for name, _, dimension in ARRAYS},
+        )
+
     def clear(self, slot: int) -> None:
         """Make a slot free, by its words; its number is for the caller to send."""
         self.slots["status"][slot] = FREE  # first: until then the group is still whole
@@ -289,17 +302,11 @@ class Lease:
 
     def __init__(self, port: RingPort, slot: int) -> None:
         self._port = port
-        self._slot: int | None = slot
-        slots = port.ring.readable
-        lengths = {dimension: int(slots[dimension][slot]) for dimension in DIMENSIONS}
-        self.group = RolloutGroup(
-            iteration=int(slots["iteration"][slot]),
-            policy_version=int(slots["policy_version"][slot]),
-            place=int(slots["place"][slot]),
-            prompt_index=int(slots["prompt_index"][slot]),
-            **{name: slots[name][slot, : lengths[dimension]] for name, _, dimension in ARRAYS},
-        )
-        """Read-only NumPy views of the shared memory."""
+        self._is_held = True
+        self.slot = slot
+        """Whoever is told this number while the lease lasts may read the group in place too
+        (`RingBuffer.group`)."""
+        self.group = port.ring.group(slot)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The group's arrays by field name, as torch views of the same memory. Read only!
@@ -308,18 +315,18 @@ class Lease:
         """
         import torch
 
-        assert self._slot is not None, "released"
+        assert self._is_held, "released"
         slots = self._port.ring.slots
         return {
-            name: torch.from_numpy(slots[name][self._slot, : slots[dimension][self._slot]])
+            name: torch.from_numpy(slots[name][self.slot, : slots[dimension][self.slot]])
             for name, _, dimension in ARRAYS
         }
 
     def release(self) -> None:
         """Give the slot back; a second call does nothing."""
-        if self._slot is not None:
-            slot, self._slot = self._slot, None
-            self._port.give_back(slot)
+        if self._is_held:
+            self._is_held = False
+            self._port.give_back(self.slot)
 
     def __enter__(self) -> RolloutGroup:
         return self.group

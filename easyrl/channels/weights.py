@@ -106,25 +106,36 @@ class WeightChannel:
         """Whether this membership's receivers have had weights already (rank 0)."""
         return bool(self._manifest)
 
-    def send(self, policy_version: int, weights: Iterable[Weight]) -> int:
+    def send(
+        self,
+        policy_version: int,
+        weights: Iterable[Weight],
+        *,
+        dtype: torch.dtype | None = None,
+        gather: Callable[[Tensor, torch.dtype], Tensor] = lambda weight, dtype: weight.to(dtype),
+    ) -> int:
         """Broadcast the weights (rank 0), each made when its turn comes. Receivers keep those that
         are not among them.
+
+        `gather(weight, dtype)` makes a weight whole and of the `dtype` that is sent (None: its
+        own) when its turn comes, in the order of `weights`: one is held at a time.
 
         Returns the bytes sent. Raises TimeoutError when a receiver does not take part in time.
         """
         assert self.rank == 0
         by_name = {weight.name: weight for weight in weights}
-        self._announce(policy_version, [_entry(weight) for weight in by_name.values()])
+        self._announce(policy_version, [_entry(weight, dtype) for weight in by_name.values()])
         assert self._plan is not None
         values = torch.empty(0)
         for number, slots in enumerate(self._plan):
             for slot in slots:
                 if slot.start == 0:
-                    values = by_name[slot.name].make().detach().reshape(-1)
+                    weight = by_name[slot.name]
+                    values = gather(weight.make().detach(), slot.dtype).reshape(-1)
                 slot.view(self._bucket).copy_(values[slot.start : slot.start + slot.count])
             self._pass_bucket(number, slots)
             self._wait_until_read(number)
-        return sum(weight.like.numel() * weight.like.element_size() for weight in by_name.values())
+        return sum(slot.count * slot.dtype.itemsize for slots in self._plan for slot in slots)
 
     def receive(self, policy_version: int) -> Iterator[WeightPiece]:
         """The pieces of the weights, in the sender's order (ranks above 0).
@@ -251,10 +262,10 @@ class WeightChannel:
             ) from error
 
 
-def _entry(weight: Weight) -> tuple[str, int, str]:
+def _entry(weight: Weight, dtype: torch.dtype | None) -> tuple[str, int, str]:
     """Name, elements, type: a weight's line in the manifest."""
     like = weight.like
-    return weight.name, like.numel(), str(like.dtype).removeprefix("torch.")
+    return weight.name, like.numel(), str(dtype or like.dtype).removeprefix("torch.")
 
 
 def _plan(manifest: Sequence[Sequence[Any]], bucket_bytes: int) -> list[list[_Slot]]:

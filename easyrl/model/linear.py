@@ -31,7 +31,7 @@ class OneDNNLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         is_float32 = input.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        if not is_float32 or not input.numel():  # oneDNN has no product of no rows
+        if not is_float32 or not input.is_cpu or not input.numel():  # it has no product of no rows
             return super().forward(input)
         output: Tensor = _Product.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return output

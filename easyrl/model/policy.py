@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from easyrl.config import AttentionMode
+from easyrl.config import AttentionMode, DType
 from easyrl.config_lora import LoraConfig
 from easyrl.hub import resolve_model
 from easyrl.model.attention import (
@@ -29,6 +31,7 @@ from easyrl.model.lora import Adapter
 from easyrl.model.padded import PaddedRows
 from easyrl.model.pretrained import cannot_share, load_model_config, longest_exact
 from easyrl.model.rms_norm import speed_up_rms_norms
+from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
 
 
@@ -65,9 +68,10 @@ class Policy:
         *,
         trust_remote_code: bool = False,
         attention: AttentionMode = "auto",
+        dtype: DType = "float32",
     ) -> Policy:
-        """Load in float32. Raises ValueError where the model is not whole, or no causal one, or
-        cannot share prompts although `attention` says so."""
+        """Weights are looked at in float32 and kept in `dtype`. Raises ValueError where the model
+        is not whole, or no causal one, or cannot share prompts although `attention` says so."""
         from transformers import AutoModelForCausalLM
 
         register_attention()
@@ -93,7 +97,16 @@ class Policy:
                 raise cannot_share(path, obstacle)
         policy = cls(model, torch.device(device), obstacle=obstacle, attention=attention)
         policy._check_head(path)
+        for weight in model.parameters():  # not the buffers: positions are computed in float32
+            weight.data = weight.data.to(getattr(torch, dtype))
         return policy
+
+    def checkpoint_activations(self) -> None:
+        """From here on the backward pass computes each of `blocks` again from its input."""
+        for block in self.blocks:
+            block.forward = partial(  # beneath the hooks that gather a sharded layer's weights
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor
@@ -161,6 +174,13 @@ class Policy:
         finally:
             del self._layers.forward
         return logits
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The layers between embeddings and head, one after another: where most weights are."""
+        lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
+        sizes = [sum(weight.numel() for weight in blocks.parameters()) for blocks in lists]
+        return list(lists[sizes.index(max(sizes))]) if lists else []
 
     @property
     def vocabulary_size(self) -> int:
@@ -237,18 +257,32 @@ class Policy:
             own[piece.name][piece.start : piece.start + len(piece.values)].copy_(piece.values)
 
     def weights_sha256(self) -> str:
-        """SHA-256 over the bytes of all weights, in name order."""
+        """SHA-256 over the bytes of all weights, in name order. All ranks of a sharded policy ask
+        for it, and for `save`, together."""
         digest = hashlib.sha256()
         for name, tensor in self.named_weights():
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            bytes_ = whole(tensor).cpu().reshape(-1).view(torch.uint8)
+            digest.update(bytes_.numpy().tobytes())
         return digest.hexdigest()
 
-    def save(self, folder: Path, tokenizer: Any) -> None:
-        """Write a Hugging Face folder that transformers and vLLM load as it is."""
+    def save(self, folder: Path, tokenizer: Any, *, is_writer: bool = True) -> None:
+        """Write a Hugging Face folder that transformers and vLLM load as it is.
+
+        A sharded policy is gathered weight by weight onto the CPU of the one rank that
+        `is_writer`.
+        """
         assert self.adapter is None, "adapters are merged first"
-        self.model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        gathered: dict[int, Tensor] = {}  # by the parameter: tied ones have one
+        state = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in gathered:
+                values = whole(tensor)
+                gathered[id(tensor)] = values.cpu() if is_writer else values.new_empty(0)
+            state[name] = gathered[id(tensor)]
+        if is_writer:
+            self.model.save_pretrained(folder, state_dict=state)
+            tokenizer.save_pretrained(folder)
 
 
 def _layers_of(model: Any) -> list[Any]:

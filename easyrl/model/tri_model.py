@@ -21,12 +21,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from easyrl.model.attention import AttentionLayout
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.lora import BaseWeights
 from easyrl.model.policy import Policy
+from easyrl.model.sharding import TrainRanks, is_sharded, own_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +59,23 @@ class TriModel:
         has_reference: bool,
         offload: Sequence[str] = (),
         entropy_gradient: bool = False,
+        ranks: TrainRanks | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """The reference is `policy` as it is now, and so is the old policy until `keep_old`.
 
         `offload` names those of `reference` and `old` that stay on the CPU and are moved to the
-        device for each micro-batch.
+        device for each micro-batch, and `optimizer` where the policy's own weights do (with
+        `ranks`). The policy is sharded over `ranks` and computes in `dtype`.
         """
         self.policy = policy
-        self._temperature = temperature
-        self._entropy_gradient = entropy_gradient
+        self._forward = _Forward(policy, temperature, entropy_gradient)
+        self._ranks = ranks or TrainRanks()
+        if self._ranks.mesh is not None:
+            self._ranks.shard(
+                self._forward, policy.blocks, dtype=dtype, offload="optimizer" in offload
+            )
+            policy.device = self._ranks.device
         self._old = OtherWeights(policy, offload="old" in offload) if has_old else None
         self._reference: OtherWeights | BaseWeights | None = None
         if has_reference and policy.adapter is not None:
@@ -97,49 +106,81 @@ class TriModel:
         if weights is None:
             return None
         with weights.in_place():
-            return self._run(packed)[0]
+            logprobs: Tensor = self._forward(packed)[0]
+            self._ranks.drop_gathered(self._forward)
+        return logprobs
 
     def _run(self, packed: PackedInput) -> tuple[Tensor, Tensor]:
-        hidden = self.policy.hidden_states(
+        outputs: tuple[Tensor, Tensor] = self._forward(packed)
+        return outputs
+
+
+class _Forward(nn.Module):
+    """From a micro-batch to log-probabilities [K] and entropies [K]: what is sharded as one, so
+    that layers and head are run inside."""
+
+    def __init__(self, policy: Policy, temperature: float, entropy_gradient: bool) -> None:
+        super().__init__()
+        self.model = policy.model
+        self._policy = policy
+        self._temperature = temperature
+        self._entropy_gradient = entropy_gradient
+
+    def forward(self, packed: PackedInput) -> tuple[Tensor, Tensor]:
+        hidden = self._policy.hidden_states(
             packed.input_ids, packed.position_ids, packed.layout, at=packed.logits_at
         )
-        return chunked_token_logprobs(
-            self.policy.head,
+        logprobs, entropy = chunked_token_logprobs(
+            self._policy.head,
             hidden,
             packed.targets,
             self._temperature,
-            vocabulary_size=self.policy.vocabulary_size,
+            vocabulary_size=self._policy.vocabulary_size,
             entropy_gradient=self._entropy_gradient,
         )
+        return logprobs.clone(), entropy  # no view: sharding hangs its hook on it
 
 
 class OtherWeights:
     """A second set of what is trained in a policy's module, swapped in while it is needed.
 
     Parameters change what they point to and stay the objects they are: the module, the optimizer's
-    state, tied weights and compiled kernels notice nothing, and nothing is copied.
+    state, tied weights and compiled kernels notice nothing, and nothing is copied. Of a sharded
+    policy this rank's parts are written over and written back instead: the gathering reads them
+    where they are.
     """
 
     def __init__(self, policy: Policy, *, offload: bool) -> None:
         self._parameters = policy.trained_parameters()
-        self._values = [_copy(parameter.data, offload) for parameter in self._parameters]
+        self._values = [_copy(own_part(parameter), offload) for parameter in self._parameters]
 
     @torch.no_grad()
     def copy_from_policy(self) -> None:
         for value, parameter in zip(self._values, self._parameters, strict=True):
-            value.copy_(parameter)
+            value.copy_(own_part(parameter))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Run the module with these weights, without a gradient."""
-        own = [parameter.data for parameter in self._parameters]
+        own = [_aside(parameter) for parameter in self._parameters]
         try:
             for parameter, value in zip(self._parameters, self._values, strict=True):
-                parameter.data = value.to(parameter.device, non_blocking=True)
+                _put(parameter, value)
             yield
         finally:
             for parameter, data in zip(self._parameters, own, strict=True):
-                parameter.data = data
+                _put(parameter, data)
+
+
+def _aside(parameter: nn.Parameter) -> Tensor:
+    return own_part(parameter).clone() if is_sharded(parameter) else parameter.data
+
+
+def _put(parameter: nn.Parameter, value: Tensor) -> None:
+    if is_sharded(parameter):
+        own_part(parameter).copy_(value, non_blocking=True)
+    else:
+        parameter.data = value.to(parameter.device, non_blocking=True)
 
 
 def _copy(weight: Tensor, offload: bool) -> Tensor:

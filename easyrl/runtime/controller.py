@@ -26,6 +26,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from easyrl import events, records
@@ -104,7 +106,7 @@ class Controller:
         self.rollout_workers = [
             self._spawn("rollout", number, owner_id=number) for number in range(num_rollout)
         ]
-        self.train_worker = self._spawn("train", 0, owner_id=num_rollout)
+        self._spawn_train_workers(first_owner_id=num_rollout)
         self._ring.close()  # the workers have their own descriptors
         not_ready = {worker.name for worker in self._workers}
         self._without_weights = set(not_ready)
@@ -120,18 +122,36 @@ class Controller:
                 case _:
                     raise AssertionError(f"{worker.name} sent {event}")
         self.dispatcher = self._make_dispatcher(self.rollout_workers, self.config, self.placement)
-        for rank, worker in enumerate(self._workers):
-            worker.send(events.JoinWeights(membership=0, rank=rank, size=len(self._workers)))
+        members = [self.train_worker, *self.rollout_workers]
+        for rank, worker in enumerate(members):
+            worker.send(events.JoinWeights(membership=0, rank=rank, size=len(members)))
 
     def _tell_starting(self, worker: Worker, what: str) -> None:
         self.tell(records.WorkerStarting(time.monotonic(), worker.name, what))
 
     @property
     def _workers(self) -> list[Worker]:
-        """The members of the weight channel, in the order of their ranks."""
-        return [self.train_worker, *self.rollout_workers]
+        return [*self._train_workers, *self.rollout_workers]
 
-    def _spawn(self, role: str, number: int, owner_id: int) -> Worker:
+    @property
+    def train_worker(self) -> Worker:
+        """Rank 0, which leads the others: it alone is given commands."""
+        return self._train_workers[0]
+
+    def _spawn_train_workers(self, first_owner_id: int) -> None:
+        size = self.placement.train.count
+        pipes = [Pipe() for _ in range(1, size)]
+        ends = [tuple(ours for ours, _ in pipes), *((theirs,) for _, theirs in pipes)]
+        self._train_workers = [
+            self._spawn("train", rank, first_owner_id + rank, pipes=ends[rank])
+            for rank in range(size)
+        ]
+        for end in (end for pipe in pipes for end in pipe):
+            end.close()  # so that a rank hears of another one's death
+
+    def _spawn(
+        self, role: str, number: int, owner_id: int, pipes: tuple[Connection, ...] = ()
+    ) -> Worker:
         place = self.placement
         is_rollout = role == "rollout"
         group = place.infer if is_rollout else place.train
@@ -149,6 +169,9 @@ class Controller:
             device_index=None if is_cpu else group.indices[number],
             memory_fraction=place.memory_fraction(role),
             cores=place.cores_of(role, number),
+            rank=0 if is_rollout else number,
+            num_train_ranks=place.train.count,
+            pipes=pipes,
         )
         target = rollout_main if is_rollout else train_main
         return self.supervisor.spawn(settings.name, target, settings, self._ring)
@@ -164,6 +187,7 @@ class Controller:
         for worker in self._workers:
             if worker.name in self._without_weights:
                 self._tell_starting(worker, "exchanging the first weights")
+        for worker in (self.train_worker, *self.rollout_workers):
             worker.send(events.ExchangeWeights(self.policy_version))
         for _ in self._workers:
             worker, event = self._next_event()

@@ -2,11 +2,13 @@
 
 On the CPU a run holds, in float32:
 
-    train worker      4 x the weights: they, gradients, AdamW's two moments; once more each for a
-                      reference (algorithm.beta) and an old policy (train.updates_per_iteration);
-                      of a train worker elsewhere, those that train.offload keeps here.
+    train workers     together 4 x the weights: they, gradients, AdamW's two moments; once more each
+                      for a reference (algorithm.beta) and an old policy
+                      (train.updates_per_iteration); of train workers elsewhere, those that
+                      train.offload keeps here. Before sharding each worker loads all weights.
                       With LoRA once the weights, and all else of the adapters alone
-    rollout worker    the weights, and a KV cache of all its rows at their full length
+    rollout worker    the weights, and a KV cache of all its rows at their full length, in
+                      model.dtype
     ring buffer       its slots
 
 Only what is surely asked for is counted (no activations, no libraries), so that nothing is refused
@@ -26,6 +28,7 @@ from easyrl.model.files import PACKED_LAYERS, ModelFiles
 from easyrl.runtime.placement import Placement
 
 FLOAT_BYTES = 4
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 COPIES_TO_TRAIN = 4
 
 
@@ -45,18 +48,20 @@ def check_memory(
     num_rollout = placement.infer.count if placement.infer.kind == "cpu" else 0
     num_rows = num_rollout * _num_rows(config, placement, model)
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
-    cache = num_rows * row_tokens * kv_bytes_per_token(model.config)
+    share = DTYPE_BYTES[config.model.dtype] / FLOAT_BYTES  # of what is in model.dtype
+    cache = int(num_rows * row_tokens * kv_bytes_per_token(model.config) * share)
     is_here = placement.train.kind == "cpu"
-    trained = _copies_of_trainer(config, is_here=is_here)
-    copies, adapters = num_rollout + trained, 0
+    of_trainer, adapters = _copies_of_trainer(config, is_here=is_here), 0
     if num_trained is not None:
-        copies, adapters = num_rollout + is_here, FLOAT_BYTES * num_trained * trained
-    needed = copies * weights + adapters + cache + ring_bytes
-    available = available_memory_bytes()
+        of_trainer, adapters = int(is_here), FLOAT_BYTES * num_trained * of_trainer
+    if placement.train.count > 1:
+        of_trainer = max(of_trainer, placement.train.count)
+    copies = num_rollout * share + of_trainer
+    needed, available = copies * weights + adapters + cache + ring_bytes, available_memory_bytes()
     if needed <= available:
         return
     parts = {
-        f"{copies} x the model ({_size(weights)}): lower --infer-devices ({placement.infer}), or "
+        f"{copies:g} x the model ({_size(weights)}): lower --infer-devices ({placement.infer}), or "
         "choose a smaller model.path": copies * weights,
         f"adapters: lower model.lora.rank ({config.model.lora.rank})": adapters,
         f"KV cache ({num_rows} sequences of {row_tokens} tokens): lower "
@@ -120,8 +125,8 @@ def check_disk(folder: Path, model: ModelFiles) -> None:
 
 
 def kv_bytes_per_token(model_config: dict[str, Any]) -> int:
-    """Keys and values of one token in all layers; 0 where `config.json` does not tell in the
-    usual words."""
+    """Keys and values of one token in all layers, in float32; 0 where `config.json` does not tell
+    in the usual words."""
     config = model_config.get("text_config") or model_config
     layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
     if not layers or not heads:
@@ -152,8 +157,9 @@ def _copies_of_trainer(config: Config, *, is_here: bool) -> int:
     }
     if is_here:
         return COPIES_TO_TRAIN + sum(others.values())
-    return sum(others[name] for name in config.train.offload)
+    kept = sum(others[name] for name in others if name in config.train.offload)
+    return kept + (COPIES_TO_TRAIN if "optimizer" in config.train.offload else 0)
 
 
-def _size(num_bytes: int) -> str:
+def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"

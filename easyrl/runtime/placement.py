@@ -61,7 +61,7 @@ def resolve_placement(config: Config) -> Placement:
         for key, text in (("infer", config.devices.infer), ("train", config.devices.train))
     }
     if wanted["train"] is not None:
-        _check_is_one(wanted["train"])  # before torch is loaded to look for accelerators
+        _check_has_groups(wanted["train"], config)  # before torch is loaded
     kind, count = "cpu", 0
     if any(devices_ is None or devices_.kind == "accelerator" for devices_ in wanted.values()):
         is_asked = any(devices_ and devices_.kind == "accelerator" for devices_ in wanted.values())
@@ -148,11 +148,13 @@ def _default(key: str, count: int, other: DeviceSet | None) -> DeviceSet:
     return DeviceSet("accelerator", tuple(free if other is not None else free[:-1]))
 
 
-def _check_is_one(train: DeviceSet) -> None:
-    if train.count != 1:
+def _check_has_groups(train: DeviceSet, config: Config) -> None:
+    prompts, updates = config.train.prompts_per_iteration, config.train.updates_per_iteration
+    if train.count > prompts // updates:
         raise ConfigError(
-            f"devices.train (--train-devices): '{train}' names {train.count} devices; accepted "
-            "in this version: one train device"
+            f"devices.train (--train-devices): '{train}' names {train.count} devices, but an "
+            f"update has {prompts // updates} groups (train.prompts_per_iteration={prompts}, "
+            f"train.updates_per_iteration={updates}); accepted: at most {prompts // updates}"
         )
 
 

@@ -1,11 +1,9 @@
-"""One iteration's groups, off the ring, checked, cut into micro-batches.
+"""One iteration's groups, off the ring and checked.
 
-    ring ──► GroupStream.next ──► micro_batches ──► MicroBatch, MicroBatch, …
+    ring ──► GroupStream.next ──► Lease, Lease, …
 
 `sync` is `periodic` with one wait: until all groups are in, none is handed on. In deterministic
-mode groups come in order of places and a micro-batch is filled before it is trained, so that its
-boundaries are a function of the groups alone; otherwise whatever is there is trained at once,
-unless it is very little (MIN_SHARE).
+mode groups come in order of places. Of several train ranks the first alone has a stream.
 
 An iteration of several updates hands out one update's groups at a time. Which update a group
 belongs to follows from its place in the iteration, never from arrival: else short completions
@@ -15,16 +13,11 @@ would be trained first. Groups of later updates wait in their slots.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from easyrl.channels.ring_buffer import InOrderReader, Lease, RingPort
-from easyrl.data.packing import MicroBatch, Rollout, pack, split_group
 from easyrl.types import RolloutGroup
-
-MIN_SHARE = 0.1
-"""How full a micro-batch is at least while more groups are to come: small ones cost more a token
-(27 % more at 600 tokens than at 4096, tiny on one core)."""
 
 
 class _Reader(Protocol):
@@ -129,57 +122,3 @@ class GroupStream:
                 f"none of its places: the group of prompt {group.prompt_index}"
             )
         self._due.remove(group.place)
-
-
-def micro_batches(
-    stream: GroupStream,
-    *,
-    max_tokens: int,
-    fill: bool,
-    shares_prompts: bool = True,
-    keep_zero_advantages: bool = False,
-) -> Iterator[MicroBatch]:
-    """Pack the stream to at most `max_tokens` each, and while more is to come to at least
-    MIN_SHARE of that; with `fill`, wait for more rather than pack less.
-
-    Rollouts without a gradient are left out (`split_group`). A group's slot is given back as soon
-    as its last rollout is packed.
-    """
-
-    def added_by(rollout: Rollout, previous: Rollout | None) -> int:
-        return rollout.num_tokens_behind(previous, shares_prompts=shares_prompts)
-
-    pending: list[Rollout] = []
-    leases: list[Lease] = []  # of the groups in `pending`
-    num_tokens = 0
-    while not stream.is_exhausted:
-        # Never with every slot in our hands: nothing could come.
-        is_small = num_tokens < MIN_SHARE * max_tokens and len(leases) < stream.num_slots
-        lease = stream.next(wait=fill or not pending or is_small)
-        if lease is not None:
-            leases.append(lease)
-            for rollout in split_group(
-                lease.group,
-                mask_truncated=stream.mask_truncated,
-                keep_zero_advantages=keep_zero_advantages,
-            ):
-                added = added_by(rollout, pending[-1] if pending else None)
-                if pending and num_tokens + added > max_tokens:
-                    batch = pack(pending, shares_prompts=shares_prompts)
-                    pending, num_tokens, added = [], 0, added_by(rollout, None)
-                    _release(leases[:-1])
-                    leases = [lease]
-                    yield batch
-                pending.append(rollout)
-                num_tokens += added
-        if lease is None or stream.is_exhausted or not pending:
-            batches = [pack(pending, shares_prompts=shares_prompts)] if pending else []
-            pending, num_tokens = [], 0
-            _release(leases)
-            leases = []
-            yield from batches
-
-
-def _release(leases: list[Lease]) -> None:
-    for lease in leases:
-        lease.release()

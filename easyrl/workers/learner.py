@@ -3,7 +3,9 @@
     begin_iteration ─► accumulate, accumulate, … ─► step ─► accumulate, … ─► step ─► metrics
 
 It knows neither the ring nor the controller nor a clock. So an update's gradient is a function of
-its micro-batches alone, whenever they come.
+its micro-batches alone, whenever they come. Of several train ranks each has a learner; they make
+the same calls, each with micro-batches of its own, and have one gradient, one norm, one decision
+and the same metrics.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from easyrl.config import Config
 from easyrl.data.packing import MicroBatch
 from easyrl.model.attention import PackedGroups
 from easyrl.model.policy import Policy
+from easyrl.model.sharding import TrainRanks, own_part
 from easyrl.model.tri_model import PackedInput, TriModel
 
 # Metrics of the iteration, and the sums over its tokens that they are the means of.
@@ -39,14 +42,18 @@ CORRECTION_MEANS = {
 class Learner:
     """A policy, its optimizer, and the gradient of the update under way."""
 
-    def __init__(self, policy: Policy, config: Config) -> None:
-        """The policy as it is now becomes the reference, where `algorithm.beta` asks for one."""
+    def __init__(self, policy: Policy, config: Config, ranks: TrainRanks | None = None) -> None:
+        """The policy as it is now becomes the reference, where `algorithm.beta` asks for one; it
+        is sharded over `ranks`, to which its device then belongs."""
         self.policy = policy
+        self.ranks = ranks or TrainRanks()
         self.policy_version = 0
         """Counts optimizer updates, those that were dropped included."""
         self.config = config
         self.loss_settings = loss_settings(config)
         train, algorithm = config.train, config.algorithm
+        if train.activation_checkpointing:
+            policy.checkpoint_activations()
         self._tri_model = TriModel(
             policy,
             temperature=config.rollout.temperature,
@@ -54,6 +61,8 @@ class Learner:
             has_reference=algorithm.beta > 0.0,
             offload=train.offload,
             entropy_gradient=algorithm.entropy_coef > 0.0,
+            ranks=self.ranks,
+            dtype=getattr(torch, config.model.dtype),
         )
         self._parameters = policy.trained_parameters()
         self.optimizer = torch.optim.AdamW(
@@ -134,9 +143,10 @@ class Learner:
         denominator = loss_denominator(
             self.loss_settings, num_completions=num_completions, num_tokens=num_tokens
         )
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / denominator
-        loss = float(self._loss) / denominator
+        gradients = [own_part(p.grad) for p in self._parameters if p.grad is not None]
+        own_norm = float(torch.nn.utils.get_total_norm(gradients))
+        square, loss = self.ranks.sums([own_norm * own_norm, float(self._loss)])
+        norm, loss = math.sqrt(square) / denominator, loss / denominator
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         learning_rate = self.config.learning_rate * learning_rate_factor(
             self._iteration,
@@ -171,10 +181,13 @@ class Learner:
         Groups of equal rewards may carry no gradient and are then not computed: of them nothing
         is known, and where there are no others the means are NaN.
         """
-        tokens = float(self._sums["tokens"]) or math.nan
-        metrics = {name: float(self._sums[total]) / tokens for name, total in self._means.items()}
+        totals = self.ranks.sums([float(total) for total in self._sums.values()])
+        sums = dict(zip(self._sums, totals, strict=True))
+        (largest_difference,) = self.ranks.maxima([float(self._largest_difference)])
+        tokens = sums["tokens"] or math.nan
+        metrics = {name: sums[total] / tokens for name, total in self._means.items()}
         metrics["sampling/sampling_logp_difference/max"] = (
-            float(self._largest_difference) if tokens > 0 else math.nan
+            largest_difference if tokens > 0 else math.nan
         )
         for name in self._updates[0]:
             values = [update[name] for update in self._updates]
@@ -190,7 +203,7 @@ class Learner:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             else:
-                parameter.grad.zero_()
+                own_part(parameter.grad).zero_()
 
 
 def loss_settings(config: Config) -> LossSettings:

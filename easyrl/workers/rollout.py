@@ -75,7 +75,10 @@ class RolloutWorker:
         model, rollout = self.config.model, self.config.rollout
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         policy = Policy.load(
-            model.path, self.settings.device, trust_remote_code=model.trust_remote_code
+            model.path,
+            self.settings.device,
+            trust_remote_code=model.trust_remote_code,
+            dtype=model.dtype,
         )
         policy.stop_at(tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))

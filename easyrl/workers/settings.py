@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from easyrl.config import Config
@@ -34,6 +35,11 @@ class WorkerSettings:
     """Of a device that the other group uses too: the part of its memory that is this worker's."""
     cores: tuple[int, ...] = ()
     """CPU cores of its own; empty: any."""
+    rank: int = 0
+    """Of a train worker, among the train workers."""
+    num_train_ranks: int = 1
+    pipes: tuple[Connection, ...] = ()
+    """Of train rank 0: to each other rank; of another one: to rank 0."""
 
     def join_weights(self, membership: int, rank: int, size: int) -> WeightChannel:
         from easyrl.channels.weights import WeightChannel

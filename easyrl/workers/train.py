@@ -6,6 +6,10 @@ controller ──┼─ TrainIteration:  ring ─► micro-batches ─► Learne
 
 consumes: groups (ring)          waits for: the next group, the controller's next command
 produces: weights, metrics       unblocks:  rollout workers waiting for weights or ring slots
+
+There is one for each train device, rank 0 to the others' lead: it alone hears commands, reads the
+ring, sends weights and writes files, and passes on to the others what they do with it
+(`assignment`).
 """
 
 from __future__ import annotations
@@ -26,8 +30,11 @@ from easyrl.delays import maybe_sleep
 from easyrl.heap import keep_freed_memory
 from easyrl.model.policy import Policy
 from easyrl.model.pretrained import load_tokenizer
-from easyrl.workers.group_stream import GroupStream, micro_batches
+from easyrl.model.sharding import TrainRanks, whole
+from easyrl.workers.assignment import Followers, Following, Leader, Leading
+from easyrl.workers.group_stream import GroupStream
 from easyrl.workers.learner import Learner
+from easyrl.workers.micro_steps import NOTHING, Packing
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
@@ -52,49 +59,120 @@ class TrainWorker:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.timeline = Timeline(control.send)
+        self.followers = Followers(settings.pipes, self.config.runtime.timeout_seconds)
+        self.leader = (
+            None if settings.rank == 0 else Leader(settings.pipes[0], control, self.timeline)
+        )
+        self.ranks = self._join_ranks()
         control.send(events.Starting("loading the model"))
         policy = Policy.load(
             self.config.model.path,
-            self.device,
+            self.device if self.ranks.mesh is None else "cpu",  # it is sharded onto the devices
             trust_remote_code=self.config.model.trust_remote_code,
             attention=self.config.model.attention,
         )
-        if policy.obstacle is not None:
+        if policy.obstacle is not None and self.leader is None:
             control.send(events.Note(_REPEATED.format(policy.obstacle)))
         if self.config.model.lora.rank is not None:
             model = self.config.model
             policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
-        self.learner = Learner(policy, self.config)
+        self.learner = Learner(policy, self.config, self.ranks)
         self.channel: WeightChannel | None = None
+
+    def _join_ranks(self) -> TrainRanks:
+        settings = self.settings
+        if settings.num_train_ranks > 1:
+            self.control.send(events.Starting("meeting the other train workers"))
+        else:
+            # One rank gathers its own weights, a layer at a time, where they are kept in another
+            # type or in another memory than they are computed with.
+            is_offloaded = "optimizer" in self.config.train.offload and self.device.type != "cpu"
+            if self.config.model.dtype == "float32" and not is_offloaded:
+                return TrainRanks()
+        return TrainRanks.join(
+            settings.store_path,
+            rank=settings.rank,
+            size=settings.num_train_ranks,
+            device=self.device,
+            timeout_seconds=self.config.runtime.timeout_seconds,
+        )
 
     def run(self) -> None:
         """Obey commands until `Stop`."""
-        while True:
-            match self.control.recv():
-                case events.JoinWeights(membership, rank, size):
-                    self.channel = self.settings.join_weights(membership, rank, size)
-                    if self.channel.obstacle is not None:
-                        self.control.send(events.Note(_COPIED.format(self.channel.obstacle)))
-                case events.ExchangeWeights(version):
-                    self._send_weights(version)
-                case events.TrainIteration(iteration):
-                    self.control.send(self._train_iteration(iteration))
-                case events.SaveModel(folder):
-                    self.control.send(self._save(Path(folder)))
-                case events.Stop():
-                    return
+        while not isinstance(command := self._next_command(), events.Stop):
+            with self.ranks.naming_failures():
+                self._obey(command)
+
+    def _next_command(self) -> events.Command:
+        command: events.Command
+        if self.leader is not None:
+            command = self.leader.receive()
+        else:
+            command = self.control.recv()
+            if not isinstance(command, events.JoinWeights | events.Stop):
+                self.followers.tell(command)
+        return command
+
+    def _obey(self, command: events.Command) -> None:
+        match command:
+            case events.JoinWeights(membership, rank, size):
+                self.channel = self.settings.join_weights(membership, rank, size)
+                if self.channel.obstacle is not None:
+                    self.control.send(events.Note(_COPIED.format(self.channel.obstacle)))
+            case events.ExchangeWeights(version):
+                self._send_weights(version)
+            case events.TrainIteration(iteration):
+                self._reply(self._train_iteration(iteration))
+            case events.SaveModel(folder):
+                self._reply(self._save(Path(folder)))
+
+    def _reply(self, event: events.Event) -> None:
+        if self.leader is None:
+            self.control.send(event)
 
     def _send_weights(self, version: int) -> None:
-        assert self.channel is not None and version == self.learner.policy_version
+        assert version == self.learner.policy_version
+        policy = self.learner.policy
+        dtype = getattr(torch, self.config.model.dtype)  # the engines'
         with self.timeline.measure("weights"):
-            # What is not trained the rollout workers have since the first time.
-            weights = self.learner.policy.weights(only_trained=self.channel.has_sent)
-            self.channel.send(version, weights)
+            if self.channel is not None:
+                # What is not trained the rollout workers have since the first time.
+                weights = policy.weights(only_trained=self.channel.has_sent)
+                self.channel.send(version, weights, dtype=dtype, gather=whole)
+            else:
+                for weight in policy.weights():  # rank 0 gathers them, in the same order
+                    whole(weight.make(), dtype)
         self.timeline.report()
         self.control.send(events.WeightsExchanged(version))
 
     def _train_iteration(self, iteration: int) -> events.IterationTrained:
-        runtime, train = self.config.runtime, self.config.train
+        assigned = self._assigned(iteration)
+        self.learner.begin_iteration(iteration)
+        updates = range(self.config.train.updates_per_iteration)
+        busy_seconds = sum(self._train_update(assigned) for _ in updates)
+        self.timeline.report()
+        return events.IterationTrained(
+            iteration=iteration,
+            policy_version=self.learner.policy_version,
+            groups_trained=assigned.num_trained,
+            groups_off_policy=0,  # GroupStream raises before one is trained
+            completion_tokens=assigned.completion_tokens,
+            busy_seconds=busy_seconds,
+            metrics=self.learner.metrics(),
+        )
+
+    def _assigned(self, iteration: int) -> Leading | Following:
+        """Where the iteration's micro-batches come from."""
+        runtime, train, algorithm = self.config.runtime, self.config.train, self.config.algorithm
+        packing = Packing(
+            max_tokens=train.max_tokens_per_micro_batch,
+            fill=runtime.deterministic,
+            shares_prompts=self.learner.policy.shares_prompts,
+            mask_truncated=algorithm.mask_truncated_completions,
+            keep_zero_advantages=algorithm.trains_zero_advantages,
+        )
+        if self.leader is not None:
+            return Following(self.leader, self.port.ring, packing)
         stream = GroupStream(
             self.port,
             iteration=iteration,
@@ -104,54 +182,34 @@ class TrainWorker:
             in_order=runtime.deterministic,
             wait_for_all=runtime.schedule == "sync",
             wait_for_group=self._wait_for_group,
-            mask_truncated=self.config.algorithm.mask_truncated_completions,
+            mask_truncated=algorithm.mask_truncated_completions,
         )
-        self.learner.begin_iteration(iteration)
-        busy_seconds = self._train_update(stream)
-        for _ in range(1, train.updates_per_iteration):
-            stream.begin_next_update()
-            busy_seconds += self._train_update(stream)
-        self.timeline.report()
-        return events.IterationTrained(
-            iteration=iteration,
-            policy_version=self.learner.policy_version,
-            groups_trained=stream.num_trained,
-            groups_off_policy=0,  # GroupStream raises before one is trained
-            completion_tokens=stream.completion_tokens,
-            busy_seconds=busy_seconds,
-            metrics=self.learner.metrics(),
-        )
+        return Leading(stream, packing, self.followers)
 
-    def _train_update(self, stream: GroupStream) -> float:
-        """Train the stream's update and step; returns the busy seconds."""
+    def _train_update(self, assigned: Leading | Following) -> float:
+        """Train the next update and step; returns the busy seconds."""
         train = self.config.train
         busy_seconds = 0.0
-        num_taken = stream.num_trained
-        for micro_batch in micro_batches(
-            stream,
-            max_tokens=train.max_tokens_per_micro_batch,
-            fill=self.config.runtime.deterministic,
-            keep_zero_advantages=self.config.algorithm.trains_zero_advantages,
-            shares_prompts=self.learner.policy.shares_prompts,
-        ):
+        num_taken = assigned.num_trained
+        for micro_batch in assigned.micro_batches():
             started = self.timeline.begin("train")
             maybe_sleep()
             self.learner.accumulate(micro_batch)
             busy_seconds += self.timeline.add(
                 "train",
                 started,
-                num_tokens=len(micro_batch.targets),
-                num_groups=stream.num_trained - num_taken,
+                num_tokens=0 if micro_batch is NOTHING else len(micro_batch.targets),
+                num_groups=assigned.num_trained - num_taken,
             )
-            num_taken = stream.num_trained
+            num_taken = assigned.num_trained
         started = time.monotonic()
         num_groups = train.prompts_per_iteration // train.updates_per_iteration
         self.learner.step(
             num_completions=num_groups * self.config.rollout.num_generations,
-            num_tokens=stream.num_loss_tokens,
+            num_tokens=assigned.num_loss_tokens,
         )
         return busy_seconds + self.timeline.add(
-            "train", started, num_groups=stream.num_trained - num_taken
+            "train", started, num_groups=assigned.num_trained - num_taken
         )
 
     def _wait_for_group(self) -> None:
@@ -168,12 +226,20 @@ class TrainWorker:
         if policy.adapter is not None:
             _save_whole(folder.with_name("adapter"), policy.adapter.save)
             policy.merge_adapter()
-        _save_whole(folder, lambda unfinished: policy.save(unfinished, tokenizer))
-        return events.ModelSaved(policy.weights_sha256())
+        # First: nobody waits for rank 0 while it writes.
+        weights_sha256 = policy.weights_sha256()
+        is_writer = self.leader is None
+        _save_whole(
+            folder,
+            lambda unfinished: policy.save(unfinished, tokenizer, is_writer=is_writer),
+            is_writer=is_writer,
+        )
+        return events.ModelSaved(weights_sha256)
 
 
-def _save_whole(folder: Path, save: Callable[[Path], None]) -> None:
+def _save_whole(folder: Path, save: Callable[[Path], None], *, is_writer: bool = True) -> None:
     """Under its own name there is never half a folder."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     save(unfinished)
-    unfinished.rename(folder)
+    if is_writer:
+        unfinished.rename(folder)

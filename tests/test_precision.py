@@ -1,0 +1,116 @@
+"""Compute in bfloat16 over float32 weights, and activation checkpointing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train_ranks import Ranks, ranks
+from test_updates import largest_gap, model, train
+
+from easyrl.config import load_config
+from easyrl.model.attention import PackedGroups
+from easyrl.model.policy import Policy
+from runs import SMALL, finish, lines_of, summary_of
+
+torch.set_num_threads(1)
+
+__all__ = ["model", "ranks"]  # fixtures
+HARDER = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
+BFLOAT16 = "model.dtype=bfloat16"
+SAME_LOSS = "algorithm.importance_sampling_correction=none"  # not that of below float32
+# Between engine and trainer, in nats. bfloat16 has 8 bits: a logit of 10 is off by up to 0.02.
+LARGEST_GAP, MEAN_GAP = 0.5, 0.01
+
+
+@pytest.mark.parametrize("words", [(), HARDER], ids=["plain", "two updates, a reference"])
+def test_checkpointed_activations_change_no_bit_of_the_gradient(words: tuple[str, ...]) -> None:
+    plain, checkpointed = train(*words), train(*words, "train.activation_checkpointing=true")
+    for got, expected in zip(checkpointed.gradients, plain.gradients, strict=True):
+        assert all(torch.equal(got[name], gradient) for name, gradient in expected.items())
+
+
+def test_checkpointed_activations_are_not_kept() -> None:
+    """What backward needs is the layers' inputs, not what they compute on the way."""
+
+    def kept_bytes(is_checkpointed: bool) -> int:
+        policy = Policy.load("tiny")
+        if is_checkpointed:
+            policy.checkpoint_activations()
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        tokens = torch.arange(200) % policy.vocabulary_size
+        layout = PackedGroups.of_sequences([len(tokens)])
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            policy.hidden_states(tokens, torch.arange(200), layout, at=tokens)
+        weights = {weight.data_ptr() for weight in policy.model.parameters()}
+        return sum(size for place, size in sizes.items() if place not in weights)
+
+    assert kept_bytes(True) < kept_bytes(False) / 5
+
+
+def test_two_ranks_with_checkpointed_activations_give_the_gradient_of_one(ranks: Ranks) -> None:
+    expected = train(*HARDER)
+    for outcome in ranks.train(*HARDER, "train.activation_checkpointing=true"):
+        for got, gradient in zip(outcome.gradients, expected.gradients, strict=True):
+            assert largest_gap(got, gradient) <= 1e-5
+
+
+@pytest.mark.parametrize("more", [(), ("train.activation_checkpointing=true",)])
+def test_in_bfloat16_gradients_are_float32_sums_close_to_the_exact_ones(
+    ranks: Ranks, more: tuple[str, ...]
+) -> None:
+    exact = train(*HARDER).gradients[0]
+    float32 = ranks.train(*HARDER)
+    outcomes = ranks.train(*HARDER, BFLOAT16, SAME_LOSS, *more)
+    for outcome, other in zip(outcomes, float32, strict=True):
+        got = outcome.gradients[0]
+        assert outcome.owned_bytes == other.owned_bytes  # nothing that is kept is smaller
+        assert all(gradient.dtype == torch.float32 for gradient in got.values())
+        assert 1e-4 < largest_gap(got, exact) < 0.3
+    # However the row is cut, rounding differs; the sums themselves lose nothing.
+    words = (*HARDER, BFLOAT16, SAME_LOSS, "train.max_tokens_per_micro_batch=19")
+    small = ranks.train(*words)[0].gradients[0]
+    assert largest_gap(small, outcomes[0].gradients[0]) < 0.1
+
+
+def test_the_correction_for_the_engines_numerics_is_on_below_float32() -> None:
+    assert load_config().importance_sampling_correction == "none"
+    assert load_config(words=[BFLOAT16]).importance_sampling_correction == "truncate"
+    assert load_config(words=[BFLOAT16, SAME_LOSS]).importance_sampling_correction == "none"
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
+def test_a_run_in_bfloat16(tmp_path: Path, devices: str) -> None:
+    folder = tmp_path / "run"
+    code, _, err = finish(
+        *("--output", str(folder), "--iterations", "4", "--train-devices", devices, *SMALL),
+        *(BFLOAT16, "algorithm.beta=0.05", "train.activation_checkpointing=true"),
+        "rollout.max_completion_length=48",
+    )
+    assert (code, err) == (0, "")
+    assert 0.0 < summary_of(folder)["sampling_logp_difference_max"] < LARGEST_GAP
+    lines = [line for line in lines_of(folder / "metrics.jsonl") if line["kl"] is not None]
+    assert lines and all(line["num_updates_not_finite"] == 0 for line in lines)
+    for line in lines:
+        assert 0.0 < line["sampling/sampling_logp_difference/mean"] < MEAN_GAP
+        assert line["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=0.02)
+        assert math.isfinite(line["grad_norm"]) and line["grad_norm"] > 0.0
+    # The weights that are stepped on and saved are float32, and no multiples of bfloat16's steps.
+    saved = load_file(folder / "model/model.safetensors")
+    assert all(weight.dtype == torch.float32 for weight in saved.values())
+    assert any(not torch.equal(w, w.bfloat16().float()) for w in saved.values())
+
+
+def test_the_engines_policy_is_kept_in_bfloat16_and_its_positions_in_float32() -> None:
+    policy = Policy.load("tiny", dtype="bfloat16")
+    assert {weight.dtype for weight in policy.model.parameters()} == {torch.bfloat16}
+    floats = [buffer for buffer in policy.model.buffers() if buffer.is_floating_point()]
+    assert floats and all(buffer.dtype == torch.float32 for buffer in floats)

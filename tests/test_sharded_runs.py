@@ -1,0 +1,115 @@
+"""Whole runs over two train ranks, as a user starts them."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from test_clean_ends import is_worker
+
+from runs import (
+    SMALL,
+    descendants,
+    finish,
+    lines_of,
+    start,
+    summary_of,
+    wait_for_line,
+    wait_until_gone,
+    without_timing,
+)
+
+RUN = (
+    "train.prompts_per_iteration=6",
+    "rollout.num_generations=4",
+    "rollout.max_completion_length=24",
+    "data.max_prompt_length=32",
+    "data.num_held_out=8",
+    "runtime.deterministic=true",
+)
+HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
+TWO = ("--train-devices", "cpu:2")
+
+
+@pytest.mark.parametrize("words", [(), HARDER], ids=["plain", "two updates, a reference"])
+def test_two_train_ranks_end_in_the_weights_of_one(tmp_path: Path, words: tuple[str, ...]) -> None:
+    ends = []
+    for devices in (("--train-devices", "cpu"), TWO):
+        folder = tmp_path / devices[1].replace(":", "-")
+        code, out, err = finish(
+            "--output", str(folder), "--iterations", "5", *devices, *RUN, *words
+        )
+        assert (code, err) == (0, "")
+        assert ("train-1: cpu" in out) == (devices == TWO)
+        ends.append((load_file(folder / "model/model.safetensors"), summary_of(folder), folder))
+    (one, _, _), (two, summary, folder) = ends
+    before = load_file(Path(__file__).parent.parent / "easyrl/tasks/tiny/model.safetensors")
+    digest = hashlib.sha256()
+    for name, weight in sorted(one.items()):
+        gap = float((two[name] - weight).norm() / weight.norm())
+        moved = float((before[name] - weight).norm() / weight.norm())
+        assert gap <= 1e-5 and gap < moved / 100, name
+        digest.update(name.encode() + two[name].numpy().tobytes())
+    assert digest.hexdigest() == summary["weights_sha256"]
+    assert summary["groups_trained"] == 30 and summary["groups_off_policy"] == 0
+    assert summary["sampling_logp_difference_max"] <= 1e-4
+    assert all(line["num_updates_not_finite"] == 0 for line in lines_of(folder / "metrics.jsonl"))
+
+
+def test_sync_and_periodic_end_in_the_same_bits_over_two_ranks(tmp_path: Path) -> None:
+    ends = {}
+    for schedule in ("sync", "periodic"):
+        folder = tmp_path / schedule
+        code, _, err = finish(
+            *("--output", str(folder), "--iterations", "4", "--schedule", schedule, *TWO, *RUN),
+            *(*HARDER, "train.max_tokens_per_micro_batch=100", "rollout.max_concurrent_groups=2"),
+            EASYRL_RANDOM_DELAYS="0.01",
+        )
+        assert (code, err) == (0, "")
+        metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
+        assert all(line["kl"] > 0 for line in metrics[1:])
+        ends[schedule] = summary_of(folder)["weights_sha256"], metrics
+    assert ends["sync"] == ends["periodic"]
+
+
+def train_workers(pid: int) -> list[psutil.Process]:
+    """By rank: the workers are spawned one after another, the rollout worker first."""
+    workers = [p for p in psutil.Process(pid).children() if is_worker(p)]
+    return sorted(workers, key=lambda p: p.create_time())[1:]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(
+    tmp_path: Path, victim: int, signum: int
+) -> None:
+    process = start(
+        *("--output", str(tmp_path / "run"), "--iterations", "100000", *TWO, *SMALL),
+        "runtime.timeout_seconds=4",
+    )
+    wait_for_line(process, "iteration 2/")
+    processes = descendants(process.pid)
+    workers = train_workers(process.pid)
+    assert len(workers) == 2
+    workers[victim].send_signal(signum)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    if signum == signal.SIGKILL:
+        assert err.count(f"train-{victim} was killed by SIGKILL") == 1
+    else:
+        assert "runtime.timeout_seconds" in err and "failed" in err
+    assert wait_until_gone(processes, 5.0) == []
+
+
+def test_ctrl_c_ends_a_run_over_two_ranks(tmp_path: Path) -> None:
+    process = start("--output", str(tmp_path / "run"), "--iterations", "100000", *TWO, *SMALL)
+    wait_for_line(process, "iteration 2/")
+    processes = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=5)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert wait_until_gone(processes, 5.0) == []

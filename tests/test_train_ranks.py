@@ -1,0 +1,281 @@
+"""Two train ranks give one rank's gradients: hand-made groups cross a real ring into two real train
+workers, each a process, on the CPU over Gloo."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import test_updates
+import torch
+from test_updates import (  # noqa: F401
+    BASE,
+    GROUPS,
+    ITERATION,
+    LONGEST_COMPLETION,
+    LONGEST_PROMPT,
+    LOSSES,
+    NUM_GROUPS,
+    SHUFFLED,
+    largest_gap,
+    make_ring,
+    model,
+    train,
+)
+from torch import Tensor
+
+from easyrl.channels.ring_buffer import RingBuffer, RingPort
+from easyrl.config import load_config
+from easyrl.data.packing import MicroBatch
+from easyrl.devices import LOOPBACK_ENVIRONMENT
+from easyrl.model.sharding import TrainRanks, own_part, whole
+from easyrl.types import RolloutGroup
+from easyrl.workers.settings import WorkerSettings
+from easyrl.workers.train import TrainWorker
+
+torch.set_num_threads(1)
+
+NUM_RANKS = 2
+
+
+@dataclass
+class Case:
+    words: tuple[str, ...]
+    arrivals: list[RolloutGroup]
+
+
+@dataclass
+class Outcome:
+    """Of one rank."""
+
+    gradients: list[dict[str, Tensor]]
+    metrics: dict[str, float]
+    batches: list[MicroBatch]
+    owned_bytes: int
+    """Of weights, gradients and optimizer state."""
+
+
+def shake(worker: TrainWorker, scale: float) -> None:
+    """As `test_updates.shake`, on a sharded policy."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in worker.learner.policy.model.parameters():
+            assert isinstance(weight, DTensor)
+            noise = torch.randn(weight.shape, generator=generator)
+            own = distribute_tensor(noise, weight.device_mesh, weight.placements)
+            weight.add_(own, alpha=scale)
+
+
+def run_case(case: Case, settings: WorkerSettings, port: RingPort, producer: RingPort) -> Outcome:
+    config = load_config(words=[*BASE, *case.words])
+    theirs, control = multiprocessing.Pipe()
+    worker = TrainWorker(replace(settings, config=config), port, control)
+    learner = worker.learner
+    outcome = Outcome([], {}, [], 0)
+    arrivals = list(case.arrivals)
+
+    def arrive() -> None:
+        assert producer.put(arrivals.pop(0), 0.0), "the ring is full"
+
+    def note_batch(batch: MicroBatch) -> None:
+        outcome.batches.append(batch)
+        accumulate(batch)
+
+    def descend() -> None:
+        named = dict(learner.policy.named_weights())
+        outcome.gradients.append({n: whole(cast(Tensor, p.grad)) for n, p in named.items()})
+        with torch.no_grad():
+            for weight in named.values():
+                own_part(weight).sub_(own_part(cast(Tensor, weight.grad)), alpha=0.02)
+
+    worker._wait_for_group = arrive  # type: ignore[method-assign]
+    accumulate, learner.accumulate = learner.accumulate, note_batch  # type: ignore[method-assign]
+    step = learner.optimizer.step
+    learner.optimizer.step = descend  # type: ignore[method-assign, assignment]
+    shake(worker, 0.02)
+    trained = worker._train_iteration(ITERATION)
+    outcome.metrics = dict(trained.metrics)
+    assert trained.groups_trained == (len(case.arrivals) if settings.rank == 0 else 0)
+    assert not arrivals or settings.rank > 0
+    step()
+    parameters = list(learner.policy.model.parameters())
+    states = [t for state in learner.optimizer.state.values() for t in state.values()]
+    gradients = [cast(Tensor, p.grad) for p in parameters]
+    outcome.owned_bytes = sum(own_part(t).nbytes for t in (*parameters, *gradients, *states))
+    theirs.close()
+    control.close()
+    return outcome
+
+
+def rank_main(
+    rank: int, store: str, ring: RingBuffer, pipes: tuple[Connection, ...], orders: Connection
+) -> None:
+    os.environ.update(LOOPBACK_ENVIRONMENT)
+    device = torch.device("cpu")
+    ranks = TrainRanks.join(store, rank=rank, size=NUM_RANKS, device=device, timeout_seconds=120)
+    TrainWorker._join_ranks = lambda self: ranks  # type: ignore[method-assign]
+    settings = WorkerSettings(
+        name=f"train-{rank}",
+        owner_id=rank,
+        config=load_config(),
+        device="cpu",
+        weights_cross_on_cpu=True,
+        num_threads=1,
+        max_concurrent_groups=1,
+        store_path=store,
+        log_file=None,
+        rank=rank,
+        num_train_ranks=NUM_RANKS,
+        pipes=pipes,
+    )
+    port, producer = ring.attach(rank), ring.attach(NUM_RANKS)
+    while (case := orders.recv()) is not None:
+        orders.send(run_case(case, settings, port, producer))
+    os._exit(0)
+
+
+class Ranks:
+    """Both processes, which run one case after another."""
+
+    def __init__(self, ring: RingBuffer, store: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self.ring, self.orders, self.processes = ring, [], []
+        for rank, pipe in enumerate((ours, theirs)):
+            order, end = context.Pipe()
+            process = context.Process(target=rank_main, args=(rank, store, ring, (pipe,), end))
+            process.start()
+            self.orders.append(order)
+            self.processes.append(process)
+            pipe.close()
+            end.close()
+
+    def train(
+        self, *words: str, order: tuple[int, ...] | None = None, groups: Any = GROUPS
+    ) -> list[Outcome]:
+        arrivals = [groups[place] for place in order or range(NUM_GROUPS)]
+        case = Case((f"model.path={test_updates.MODEL}", *words), arrivals)
+        for each in self.orders:
+            each.send(case)
+        outcomes = [each.recv() for each in self.orders]
+        free = self.ring.free.drain()
+        for slot in free:
+            self.ring.free.send(slot)
+        assert len(free) == NUM_GROUPS  # every slot was given back, once
+        return outcomes
+
+
+@pytest.fixture(scope="module")
+def ranks(model: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:  # noqa: F811
+    ring = make_ring(num_owners=NUM_RANKS + 1)
+    started = Ranks(ring, str(tmp_path_factory.mktemp("store") / "store"))
+    yield started
+    for order in started.orders:
+        order.send(None)
+    for process in started.processes:
+        process.join(10)
+        process.kill()
+    ring.close()
+
+
+BUDGETS = ("train.max_tokens_per_micro_batch=19", "train.max_tokens_per_micro_batch=4096")
+
+
+@pytest.mark.parametrize("num_updates", [1, 2, 6])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_two_ranks_give_the_gradients_and_metrics_of_one(
+    ranks: Ranks, loss: str, num_updates: int
+) -> None:
+    """Updates of six groups, three, and one, of which the fifth has no gradient at all."""
+    words = (*LOSSES[loss], f"train.updates_per_iteration={num_updates}")
+    expected = train(*words)
+    for number, budget in enumerate(BUDGETS):
+        outcomes = ranks.train(*words, budget, order=SHUFFLED if number == 0 else None)
+        for outcome in outcomes:
+            assert len(outcome.gradients) == num_updates
+            for got, one in zip(outcome.gradients, expected.gradients, strict=True):
+                if any(bool(gradient.any()) for gradient in one.values()):
+                    assert largest_gap(got, one) <= 1e-5
+                else:  # the fifth group's
+                    assert not any(bool(gradient.any()) for gradient in got.values())
+            for name, value in expected.metrics.items():
+                close = pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True)
+                assert outcome.metrics[name] == close, name
+        assert outcomes[0].metrics == pytest.approx(outcomes[1].metrics, rel=0, nan_ok=True)
+
+
+def test_ranks_share_a_micro_step_by_tokens(ranks: Ranks) -> None:
+    outcomes = ranks.train("runtime.schedule=sync")
+    (first,), (second,) = ([len(b.input_ids) for b in outcome.batches] for outcome in outcomes)
+    assert abs(first - second) <= LONGEST_PROMPT + LONGEST_COMPLETION
+
+
+def test_a_rank_without_a_rollout_takes_part_all_the_same(ranks: Ranks) -> None:
+    """Each update has one rollout with a gradient."""
+    sparse = copy.deepcopy(GROUPS)
+    for group in sparse:
+        group.advantages[:] = [1.0, 0.0, 0.0]
+        group.loss_mask[:] = True
+    outcomes = ranks.train("train.updates_per_iteration=6", groups=sparse)
+    assert [len(outcome.batches) for outcome in outcomes] == [6, 6]
+    assert all(batch.loss_mask.all() for batch in outcomes[0].batches)
+    assert not any(batch.loss_mask.any() for batch in outcomes[1].batches)
+    for gradients in zip(*(outcome.gradients for outcome in outcomes), strict=True):
+        assert all(bool(g[name].any()) for g in gradients for name in g if "q_proj" in name)
+
+
+def test_in_deterministic_mode_the_order_of_arrival_changes_no_bit(ranks: Ranks) -> None:
+    words = ("runtime.deterministic=true", "train.max_tokens_per_micro_batch=30")
+    words = (*words, "algorithm.beta=0.3", "train.updates_per_iteration=2")
+    one, other = ranks.train(*words), ranks.train(*words, order=SHUFFLED)
+    for a, b in zip(one, other, strict=True):
+        assert a.metrics == b.metrics
+        assert [x.input_ids.tolist() for x in a.batches] == [
+            x.input_ids.tolist() for x in b.batches
+        ]
+        for x, y in zip(a.gradients, b.gradients, strict=True):
+            assert all(torch.equal(x[name], y[name]) for name in x)
+
+
+def test_what_is_offloaded_changes_no_bit(ranks: Ranks) -> None:
+    """On the CPU the same memory, but the same way: gathered from there, stepped on there."""
+    words = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "runtime.deterministic=true")
+    expected = ranks.train(*words)
+    for got, plain in zip(
+        ranks.train(*words, "train.offload=[reference, old, optimizer]"), expected, strict=True
+    ):
+        assert got.metrics == plain.metrics
+        for x, y in zip(got.gradients, plain.gradients, strict=True):
+            assert all(torch.equal(x[name], y[name]) for name in x)
+
+
+def test_all_ranks_drop_an_update_that_is_not_finite_on_one(ranks: Ranks) -> None:
+    poisoned = copy.deepcopy(GROUPS)
+    poisoned[1].rollout_logprobs[:] = -np.inf  # the correction's weight: infinite
+    outcomes = ranks.train(
+        "algorithm.importance_sampling_correction=truncate",
+        "algorithm.importance_sampling_cap=1e38",
+        "train.updates_per_iteration=2",
+        groups=poisoned,
+    )
+    for outcome in outcomes:
+        assert len(outcome.gradients) == 1  # of the second update alone
+        assert outcome.metrics["num_updates_not_finite"] == 1
+        assert all(bool(g.isfinite().all()) for g in outcome.gradients[0].values())
+
+
+def test_each_rank_owns_half_of_weights_gradients_and_optimizer_state(ranks: Ranks) -> None:
+    sizes = [outcome.owned_bytes for outcome in ranks.train()]
+    gradients = ranks.train()[0].gradients[0]
+    num_weights = sum(gradient.numel() for gradient in gradients.values())
+    for size in sizes:  # 4 numbers of 4 bytes for each weight, rows cut as evenly as they can be
+        assert size == pytest.approx(16 * num_weights / NUM_RANKS, rel=0.05)
