@@ -25,7 +25,7 @@ from easyrl.hub import resolve_model
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory, run
 from easyrl.runtime.preflight import Preflight, check_run
-from mistakes import MISTAKES, OWN, change_json, write_files
+from mistakes import MISTAKES, NO_OUTPUT, OWN, change_json, write_files
 from runs import SMALL, start, summary_of
 
 
@@ -64,7 +64,8 @@ def test_a_mistake_is_named_before_anything_starts(
     tmp_path: Path, folder: Path, mistake: str
 ) -> None:
     words, expected = MISTAKES[mistake]
-    output = [] if "--output" in words else ["--output", str(tmp_path / "parent" / "run")]
+    is_named = "--output" in words or NO_OUTPUT in words
+    output = [] if is_named else ["--output", str(tmp_path / "parent" / "run")]
     there = sorted(folder.rglob("*"))
     assert_told(typed(*output, *(word.format(folder=folder) for word in words)), expected)
     assert list(tmp_path.iterdir()) == []

@@ -45,9 +45,9 @@ class Run:
 def login(verify):
     call("login", verify=verify)
 
-def init(project, name, dir, config, settings):
+def init(project, name, dir, config, settings, id, resume):
     print("a library's chatter")
-    call("init", project=project, name=name, dir=dir, config=config)
+    call("init", project=project, name=name, dir=dir, config=config, id=id, resume=resume)
     return Run()
 """
 

@@ -45,6 +45,13 @@ class PlainLines:
                 self._print_first_error(message)
             case records.IterationFinished():
                 self._print_iteration(record)
+            case records.CheckpointSaved(_, path, num_iterations, seconds, num_bytes):
+                say(
+                    f"checkpoint of iteration {num_iterations}: {path} "
+                    f"({num_bytes / 2**20:,.0f} MiB in {seconds:.1f} s)"
+                )
+            case records.Stopping(what=what):
+                say(what)
             case records.Note(text) | records.Quiet(note=text) if text:
                 say(safe(text))
             case records.RunFinished(summary=summary):
@@ -88,7 +95,7 @@ class PlainLines:
 
 def print_end(exit_code: int, message: str) -> None:
     """Why a run ended that did not finish."""
-    if exit_code > 128:  # the user stopped it
+    if exit_code == 0 or exit_code > 128:  # nothing to do, or the user stopped it
         say(safe(message))
     else:
         say(f"easyrl: {safe(message)}", sys.stderr)

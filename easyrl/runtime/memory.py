@@ -5,6 +5,7 @@ On the CPU a run holds, in float32:
     train worker      4 x the weights: they, gradients, AdamW's two moments; once more each for a
                       reference (algorithm.beta) and an old policy (train.updates_per_iteration);
                       of a train worker elsewhere, those that train.offload keeps here
+                      and, while a checkpoint is written, 3 x the weights it is copied from
     rollout worker    the weights, and a KV cache of all its rows at their full length
     ring buffer       its slots
 
@@ -25,6 +26,8 @@ from easyrl.runtime.placement import Placement
 
 FLOAT_BYTES = 4
 COPIES_TO_TRAIN = 4
+COPIES_TO_SAVE = 3
+"""Weights and AdamW's two moments."""
 
 
 def check_memory(
@@ -41,8 +44,10 @@ def check_memory(
     num_rows = num_rollout * num_groups * config.rollout.num_generations
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     cache = num_rows * row_tokens * kv_bytes_per_token(model.config)
-    copies = num_rollout + _copies_of_trainer(config, is_here=placement.train.kind == "cpu")
-    needed, available = copies * weights + cache + ring_bytes, available_memory_bytes()
+    trains_here = placement.train.kind == "cpu"
+    copies = num_rollout + _copies_of_trainer(config, is_here=trains_here)
+    saved = COPIES_TO_SAVE * weights if trains_here and config.train.keep_checkpoints else 0
+    needed, available = copies * weights + saved + cache + ring_bytes, available_memory_bytes()
     if needed <= available:
         return
     parts = {
@@ -53,6 +58,8 @@ def check_memory(
         f"rollout.num_generations ({config.rollout.num_generations}), "
         f"rollout.max_completion_length ({config.rollout.max_completion_length}) or "
         f"data.max_prompt_length ({config.data.max_prompt_length})": cache,
+        f"what a checkpoint is written from, {COPIES_TO_SAVE} x the model: "
+        "train.keep_checkpoints=0 writes none": saved,
         f"ring buffer: lower rollout.ring_slots ({config.ring_slots})": ring_bytes,
     }
     shares = sorted(parts.items(), key=lambda part: -part[1])
@@ -62,14 +69,23 @@ def check_memory(
     )
 
 
-def check_disk(folder: Path, model: ModelFiles) -> None:
-    """Raise ConfigError where the final model does not fit the disk that `folder` will be on."""
+def check_disk(folder: Path, model: ModelFiles, num_checkpoints: int) -> None:
+    """Raise ConfigError where the final model and so many checkpoints, with the one that is being
+    written, do not fit the disk that `folder` will be on."""
     there = next(parent for parent in folder.absolute().parents if parent.exists())
-    needed, free = FLOAT_BYTES * (model.num_weights or 0), shutil.disk_usage(there).free
-    if needed > free:
+    weights, free = FLOAT_BYTES * (model.num_weights or 0), shutil.disk_usage(there).free
+    saved = COPIES_TO_SAVE * weights
+    if weights > free:
         raise ConfigError(
-            f"output.dir (--output): the final model has {_size(needed)}, but the disk of "
+            f"output.dir (--output): the final model has {_size(weights)}, but the disk of "
             f"'{folder}' has {_size(free)} left; accepted: a folder on a disk with room"
+        )
+    if num_checkpoints and weights + (num_checkpoints + 1) * saved > free:
+        raise ConfigError(
+            f"train.keep_checkpoints: {num_checkpoints} came, and one more while it is written; "
+            f"each has {_size(saved)} and the final model {_size(weights)}, but the disk of "
+            f"'{folder}' has {_size(free)} left; accepted: fewer (0: none, and no --resume), or an "
+            "output.dir (--output) on a disk with room"
         )
 
 

@@ -9,6 +9,7 @@ its micro-batches alone, whenever they come.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from easyrl.algorithm.schedule import learning_rate_factor
 from easyrl.config import Config
 from easyrl.data.packing import MicroBatch
 from easyrl.model.attention import PackedGroups
+from easyrl.model.checkpoint import copy_of_training, read_tensors
 from easyrl.model.policy import Policy
 from easyrl.model.tri_model import PackedInput, TriModel
 
@@ -70,6 +72,15 @@ class Learner:
             self._means |= CORRECTION_MEANS
         self._zero_gradients()
         self.begin_iteration(0)
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of what is trained, as a checkpoint holds it (`model.checkpoint`)."""
+        return copy_of_training(self.policy.model, self.optimizer)
+
+    def restore(self, checkpoint: Path, policy_version: int) -> None:
+        """Go on from a checkpoint. The reference stays the model that was loaded: the start's."""
+        read_tensors(checkpoint, self.policy.model, self.optimizer)
+        self.policy_version = policy_version
 
     def begin_iteration(self, iteration: int) -> None:
         """The policy as it is now is the old policy of this iteration's updates."""

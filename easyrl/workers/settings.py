@@ -28,6 +28,11 @@ class WorkerSettings:
     log_file: str | None
     """Where the worker's output goes (None: the terminal)."""
 
+    checkpoint: str | None = None
+    """Where a resumed run goes on (None: at its start)."""
+    policy_version: int = 0
+    """Of that checkpoint."""
+
     def join_weights(self, membership: int, rank: int, size: int) -> WeightChannel:
         from easyrl.channels.weights import WeightChannel
 

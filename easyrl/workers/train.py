@@ -2,7 +2,10 @@
 
              ┌─ ExchangeWeights: broadcast policy_version to the rollout workers
 controller ──┼─ TrainIteration:  ring ─► micro-batches ─► Learner ─► steps
+             ├─ SaveCheckpoint:  a copy of the boundary ─► CheckpointSaver (a thread)
              └─ SaveModel
+
+`Stop` and `Halt` are also heard while an iteration is under way, between two micro-batches.
 
 consumes: groups (ring)          waits for: the next group, the controller's next command
 produces: weights, metrics       unblocks:  rollout workers waiting for weights or ring slots
@@ -10,21 +13,26 @@ produces: weights, metrics       unblocks:  rollout workers waiting for weights 
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from easyrl import events
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
 from easyrl.delays import maybe_sleep
+from easyrl.model.export import export_model
 from easyrl.model.policy import Policy
 from easyrl.model.pretrained import load_tokenizer
 from easyrl.workers.group_stream import GroupStream, micro_batches
 from easyrl.workers.learner import Learner
+from easyrl.workers.saver import CheckpointSaver
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
@@ -35,6 +43,10 @@ _REPEATED = (
 )
 
 
+class _Halted(Exception):
+    """The iteration under way is dropped."""
+
+
 class TrainWorker:
     def __init__(self, settings: WorkerSettings, port: RingPort, control: Connection) -> None:
         self.settings = settings
@@ -42,7 +54,11 @@ class TrainWorker:
         self.port = port
         self.control = control
         self.device = torch.device(settings.device)
-        self.timeline = Timeline(control.send)
+        self.timeline = Timeline(self._send)
+        self._sending = threading.Lock()  # the saver tells of its end from a thread
+        self.saver = CheckpointSaver(self._send, keep=self.config.train.keep_checkpoints)
+        self._boundary: tuple[int, Mapping[str, Tensor]] | None = None
+        """The state at this policy version, where the policy goes on from it meanwhile."""
         control.send(events.Starting("loading the model"))
         policy = Policy.load(
             self.config.model.path,
@@ -51,8 +67,10 @@ class TrainWorker:
             attention=self.config.model.attention,
         )
         if policy.obstacle is not None:
-            control.send(events.Note(_REPEATED.format(policy.obstacle)))
+            self._send(events.Note(_REPEATED.format(policy.obstacle)))
         self.learner = Learner(policy, self.config)
+        if settings.checkpoint is not None:
+            self.learner.restore(Path(settings.checkpoint), settings.policy_version)
         self.channel: WeightChannel | None = None
 
     def run(self) -> None:
@@ -64,20 +82,47 @@ class TrainWorker:
                 case events.ExchangeWeights(version):
                     self._send_weights(version)
                 case events.TrainIteration(iteration):
-                    self.control.send(self._train_iteration(iteration))
+                    self._train_iteration(iteration)
+                case events.SaveCheckpoint() as command:
+                    self.saver.save(command, self._state_at(command.policy_version))
+                case events.Halt():
+                    self._send(events.Halted())
                 case events.SaveModel(folder):
-                    self.control.send(self._save(Path(folder)))
+                    self._send(self._save(Path(folder)))
                 case events.Stop():
                     return
+
+    def _send(self, event: events.Event) -> None:
+        with self._sending:
+            self.control.send(event)
+
+    def _state_at(self, policy_version: int) -> Mapping[str, Tensor]:
+        """Of the newest boundary, whether or not its next iteration has begun."""
+        if self._boundary is not None and self._boundary[0] == policy_version:
+            return self._boundary[1]
+        assert self.learner.policy_version == policy_version
+        return self.learner.state()
 
     def _send_weights(self, version: int) -> None:
         assert self.channel is not None and version == self.learner.policy_version
         with self.timeline.measure("weights"):
             self.channel.send(version, self.learner.policy.named_weights())
         self.timeline.report()
-        self.control.send(events.WeightsExchanged(version))
+        self._send(events.WeightsExchanged(version))
 
-    def _train_iteration(self, iteration: int) -> events.IterationTrained:
+    def _train_iteration(self, iteration: int) -> None:
+        version = self.learner.policy_version
+        keeps_boundary = (
+            self.config.train.updates_per_iteration > 1 and self.config.train.keep_checkpoints > 0
+        )
+        # What the first update changes could not be saved any more if the others are dropped.
+        self._boundary = (version, self._state_at(version)) if keeps_boundary else None
+        try:
+            self._send(self._trained_iteration(iteration))
+        except _Halted:
+            self._send(events.Halted())
+
+    def _trained_iteration(self, iteration: int) -> events.IterationTrained:
         runtime, train = self.config.runtime, self.config.train
         stream = GroupStream(
             self.port,
@@ -118,6 +163,7 @@ class TrainWorker:
             keep_zero_advantages=self.config.algorithm.trains_zero_advantages,
             shares_prompts=self.learner.policy.shares_prompts,
         ):
+            self._hear_commands()
             started = self.timeline.begin("train")
             maybe_sleep()
             self.learner.accumulate(micro_batch)
@@ -128,6 +174,7 @@ class TrainWorker:
                 num_groups=stream.num_trained - num_taken,
             )
             num_taken = stream.num_trained
+        self._hear_commands()
         started = time.monotonic()
         num_groups = train.prompts_per_iteration // train.updates_per_iteration
         self.learner.step(
@@ -140,15 +187,21 @@ class TrainWorker:
 
     def _wait_for_group(self) -> None:
         with self.timeline.measure("wait"):
-            ready = wait([self.port.readable_fd, self.control])
-        if self.control in ready:  # only Stop comes while an iteration is under way
-            raise SystemExit(0)
+            wait([self.port.readable_fd, self.control])
+        self._hear_commands()
+
+    def _hear_commands(self) -> None:
+        """Only these two come while an iteration is under way."""
+        if self.control.poll():
+            match self.control.recv():
+                case events.Halt():
+                    raise _Halted
+                case events.Stop():
+                    raise SystemExit(0)
 
     def _save(self, folder: Path) -> events.ModelSaved:
         tokenizer = load_tokenizer(
             self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
         )
-        unfinished = folder.with_name(folder.name + ".unfinished")
-        self.learner.policy.save(unfinished, tokenizer)
-        unfinished.rename(folder)
+        export_model(self.learner.policy, tokenizer, folder)
         return events.ModelSaved(self.learner.policy.weights_sha256())

@@ -1,0 +1,57 @@
+"""Checkpoints written beside the training, one at a time.
+
+boundary ──► copies on the CPU ──► thread: unfinished folder ──► rename ──► older ones removed
+                                                                    └──► CheckpointSaved
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from easyrl.events import CheckpointSaved, SaveCheckpoint
+from easyrl.model.checkpoint import write_tensors
+from easyrl.model.checkpoint_files import discard_unfinished, keep_newest, publish, unfinished
+
+
+class CheckpointSaver:
+    def __init__(self, send: Callable[[CheckpointSaved], None], *, keep: int) -> None:
+        """`send` is called in a thread of its own; the newest `keep` checkpoints stay."""
+        self._send = send
+        self._keep = keep
+        self._thread: threading.Thread | None = None
+
+    def save(self, command: SaveCheckpoint, tensors: Mapping[str, Tensor]) -> None:
+        """Begin to write `tensors`, which nobody changes any more. Waits for the one before."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = threading.Thread(target=self._write, args=(command, tensors), daemon=True)
+        self._thread.start()
+
+    def _write(self, command: SaveCheckpoint, tensors: Mapping[str, Tensor]) -> None:
+        path, began = Path(command.path), time.monotonic()
+        error = ""
+        try:
+            write_tensors(unfinished(path), tensors)
+            publish(path, command.state)
+            keep_newest(path.parent, self._keep)
+        except BaseException as cause:  # torch's own CheckpointException is no Exception
+            error = _reason(cause)
+            discard_unfinished(path.parent)  # room for the next one
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self._send(CheckpointSaved(command.policy_version, time.monotonic() - began, size, error))
+
+
+def _reason(error: BaseException) -> str:
+    """In one line; torch wraps what happened on each rank."""
+    failures: Any = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
