@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import pytest
 from easyrl.model.checkpoint_files import checkpoints_in, read_checkpoint
 from runs import (
     SMALL,
+    command,
     descendants,
     finish,
     lines_of,
@@ -91,7 +94,12 @@ def test_the_total_of_iterations_may_grow_and_what_is_finished_is_left(tmp_path:
     before = (twice / "metrics.jsonl").read_bytes()
     assert "has finished its 2 iterations; nothing is left to do" in resume(twice)
     assert (twice / "metrics.jsonl").read_bytes() == before
-    resume(twice, "--iterations", "4")
+    # The newest is cut off: the one before is taken, and what came after it is done again.
+    (tensors,) = (twice / "checkpoints" / "2").glob("*.safetensors")
+    os.truncate(tensors, tensors.stat().st_size // 2)
+    out = resume(twice, "--iterations", "4")
+    assert f"resumed from {twice}/checkpoints/1: 1 of 4 iterations are done" in out
+    assert f"skipped {twice}/checkpoints/2: {tensors.name} has" in out
     assert told_of(twice) == told_of(once)
     assert summary_of(twice)["iterations"] == 4
 
@@ -127,7 +135,7 @@ def test_a_signal_saves_the_last_boundary_and_drops_what_is_begun(
     words = (*SMALL_AND_SAME, f"train.updates_per_iteration={num_updates}", "--iterations", "6")
     words = (*words, "train.save_every=null")
     assert finish("--output", str(once), *words)[0] == 0
-    process = start("--output", str(folder), *words, EASYRL_RANDOM_DELAYS="0.3")
+    process = start("--output", str(folder), *words, EASYRL_RANDOM_DELAYS="0.05")
     wait_for_line(process, "iteration 2/")
     time.sleep(random.Random(num_updates * signum).random())
     process.send_signal(signum)
@@ -139,6 +147,42 @@ def test_a_signal_saves_the_last_boundary_and_drops_what_is_begun(
     assert read_checkpoint(saved).state["num_iterations"] == done >= 2  # nothing whole is lost
     resume(folder)
     assert told_of(folder) == told_of(once)
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    """The trainer is stopped, so that it never ends its micro-batch."""
+    folder = tmp_path / "run"
+    process = start("--output", str(folder), "--iterations", "100000", *SMALL)
+    wait_for_line(process, "iteration 2/")
+    workers = [p for p in descendants(process.pid) if "resource_tracker" not in str(p.cmdline())]
+    children = [p for p in workers if p.ppid() == process.pid]
+    trainer = max(children, key=lambda p: p.create_time())
+    trainer.suspend()
+    process.send_signal(signal.SIGINT)
+    wait_for_line(process, "SIGINT: waiting for the trainer's micro-batch (again: stop without it)")
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=10)
+    assert process.returncode == 130 and out.count("stopped by SIGINT") == 1
+    assert wait_until_gone(workers, 5.0) == []
+
+
+def test_a_checkpoint_that_finds_no_room_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    """No file may have more than 4 MiB: the model can be written, a checkpoint cannot."""
+    folder = tmp_path / "run"
+    limit = (resource.RLIMIT_FSIZE, (2**22, 2**22))
+    done = subprocess.run(
+        command("--output", str(folder), "--iterations", "2", "train.save_every=1", *SMALL),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(*limit),
+    )
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if "could not be written" in line]
+    assert len(told) == 2 and "File too large; the run goes on" in told[0]
+    assert list((folder / "checkpoints").iterdir()) == []
+    assert (folder / "model" / "model.safetensors").is_file()
 
 
 # -- kills ---------------------------------------------------------------------------------------

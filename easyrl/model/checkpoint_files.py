@@ -24,7 +24,7 @@ from typing import Any
 CHECKPOINTS = "checkpoints"
 """The folder's name in a run folder."""
 STATE = "state.json"
-UNFINISHED = ".unfinished"
+UNFINISHED, BROKEN = ".unfinished", ".broken"
 FORMAT = 1
 """Of state.json: counts what an older EasyRL could not read."""
 
@@ -118,7 +118,7 @@ def discard_unfinished(folder: Path) -> None:
 def set_aside(path: Path) -> Path:
     """Take a broken checkpoint its name, so that the run can write it anew; nothing is removed but
     what was set aside under that name before. Returns where it is now."""
-    aside = path.with_name(path.name + ".broken")
+    aside = path.with_name(path.name + BROKEN)
     shutil.rmtree(aside, ignore_errors=True)
     with contextlib.suppress(OSError):  # a disk that is read-only is told of later, by its name
         path.rename(aside)

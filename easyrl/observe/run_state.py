@@ -141,6 +141,7 @@ class RunState:
         match record:
             case records.RunStarted(started=started, devices=devices):
                 self.run, self.newest, self.stopping = record, started, ""
+                self.iteration, self.num_groups, self.num_in_ring = None, 0, 0
                 self.workers = {
                     name: WorkerState(name, device, "starting the process", started)
                     for name, device in devices.items()

@@ -367,8 +367,12 @@ class Controller:
         self.tell(records.Stopping(time.monotonic(), what))
 
     def _save_last_boundary(self, interrupted: Interrupted) -> None:
-        """The run is stopped: see to it that its last boundary is on the disk."""
-        if not self.boundaries.are_saved or self._num_iterations == 0 or self._inbox.is_late:
+        """The run is stopped: see to it that its last boundary is on the disk, unless a second
+        signal says that nobody waits for it."""
+        is_second = self._inbox.interrupted not in (None, interrupted)
+        if is_second or self._inbox.is_late:
+            return
+        if not self.boundaries.are_saved or self._num_iterations == 0:
             return
         if not self.boundaries.has(self.policy_version):
             self._save_boundary()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from easyrl.config import Config, ConfigError
-from easyrl.model.checkpoint_files import CHECKPOINTS, Checkpoint, newest_checkpoint
+from easyrl.model.checkpoint_files import BROKEN, CHECKPOINTS, Checkpoint, newest_checkpoint
 from easyrl.runtime.run_folder import folder_of, lock_folder
 
 MAY_CHANGE = {
@@ -76,7 +76,9 @@ class Resume:
                 f"resumed from {self.checkpoint.path}: {self.num_iterations} of "
                 f"{config.train.iterations} iterations are done"
             ]
-        lines += [f"skipped {path}: {why}" for path, why in self.broken.items()]
+        lines += [
+            f"skipped {path}: {why} (now {path.name}{BROKEN})" for path, why in self.broken.items()
+        ]
         return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from types import FrameType
 from easyrl import records
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
-from easyrl.model.checkpoint_files import checkpoints_in, set_aside
+from easyrl.model.checkpoint_files import checkpoints_in, discard_unfinished, set_aside
 from easyrl.records import Observer, tell_all
 from easyrl.runtime.placement import describe, device_names
 from easyrl.runtime.preflight import Preflight, check_run
@@ -46,6 +46,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         folder = RunFolder.again(config, resumed.lock, resumed.file_sizes)
         for path in resumed.broken:
             set_aside(path)
+        discard_unfinished(folder.checkpoints)
     tell = tell_all([folder.observe, *observers])
     before = {}
     for signum in (signal.SIGTERM, signal.SIGHUP):
