@@ -392,7 +392,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         "is going on; two cannot write to one folder",
     ),
     "resume=auto in a folder of something else": (
-        ["runtime.resume=auto", "--output", "{folder}/taken"],
+        ["runtime.resume=auto", "--output", "{folder}/refuses"],
         "exists; accepted: a folder that does not",
     ),
     "resume with other settings": (

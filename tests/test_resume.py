@@ -126,8 +126,7 @@ def test_trace_and_curve_go_on_where_they_were(tmp_path: Path) -> None:
 # -- signals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("num_updates", [1, 2])
+@pytest.mark.parametrize(("signum", "num_updates"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
 def test_a_signal_saves_the_last_boundary_and_drops_what_is_begun(
     tmp_path: Path, signum: int, num_updates: int
 ) -> None:
@@ -235,7 +234,7 @@ def killed_again_and_again(tmp_path: Path, *, num_kills: int, iterations: int, s
 
 
 def test_a_run_killed_three_times_repeats_and_skips_no_group(tmp_path: Path) -> None:
-    killed_again_and_again(tmp_path, num_kills=3, iterations=10, seed=1)
+    killed_again_and_again(tmp_path, num_kills=3, iterations=6, seed=1)
 
 
 @pytest.mark.long

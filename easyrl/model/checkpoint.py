@@ -61,14 +61,12 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: An
     num_ranks = 1 if process_group is None else process_group.size()
     files |= {f"random.{rank}": 1 for rank in range(num_ranks)}
     writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank is no mistake
-        save(
-            dict(tensors),
-            storage_writer=writer,
-            process_group=process_group,
-            no_dist=process_group is None,
-        )
+    save(
+        dict(tensors),
+        storage_writer=writer,
+        process_group=process_group,
+        no_dist=process_group is None,
+    )
 
 
 @torch.no_grad()
@@ -102,7 +100,7 @@ def read_tensors(
             random_states = torch.zeros(sizes[f"random.{rank}"], dtype=torch.uint8)
             tensors[f"random.{rank}"] = random_states
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank is no mistake
         load(
             tensors,
             storage_reader=HuggingFaceStorageReader(str(folder)),

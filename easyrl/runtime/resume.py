@@ -68,9 +68,7 @@ class Resume:
     def describe(self, config: Config) -> str:
         """Some lines of text: what is taken, and what is not."""
         if self.checkpoint is None:
-            lines = [
-                f"resumed: {self.folder} has no checkpoint yet, so it starts from the beginning"
-            ]
+            lines = [f"{self.folder} has no checkpoint yet: the run starts from the beginning"]
         else:
             lines = [
                 f"resumed from {self.checkpoint.path}: {self.num_iterations} of "
@@ -92,7 +90,7 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
     is_auto = folder is None
     if folder is None:
         folder = folder_of(config)
-        if config.runtime.resume == "never" or not (folder / "config.yaml").is_file():
+        if config.runtime.resume == "never" or not _is_begun(folder):
             return None
     elif not (folder / "config.yaml").is_file():
         raise ConfigError(no_run_folder(folder))
@@ -108,6 +106,16 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
         os.close(lock)
         raise
     return found
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether it is a run's, one that was killed as it made its folder included, or empty: a
+    scheduler's volume is there before the run."""
+    if not folder.is_dir():
+        return False
+    return (folder / "config.yaml").is_file() or {path.name for path in folder.iterdir()} <= {
+        "logs"
+    }
 
 
 def no_run_folder(folder: Path) -> str:
