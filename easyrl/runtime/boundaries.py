@@ -31,7 +31,7 @@ class Boundaries:
         self._tell = tell
         self._requested = -1  # the newest policy version that was asked for
         self._asked: dict[int, int] = {}  # of each version under way, its number of iterations
-        self._told = 0.0
+        self._told, self._written = 0.0, 0
 
     @property
     def are_saved(self) -> bool:
@@ -95,19 +95,25 @@ class Boundaries:
             )
         )
 
-    def tell_progress(self) -> None:
-        """While a run that was stopped waits for it: once a second how much is written."""
+    def tell_progress(self) -> bool:
+        """While a run that was stopped waits for it: once a second how much is written. Returns
+        whether that has grown since it was last told."""
         now = time.monotonic()
-        if now - self._told >= PROGRESS_SECONDS and self._asked:
-            self._told = now
-            version, num_iterations = next(iter(self._asked.items()))
-            written = _size(self._folder.checkpoints / f"{version}{UNFINISHED}") / 2**20
-            what = f"saving the checkpoint of iteration {num_iterations}, {written:,.0f} MiB"
-            self._tell(records.Stopping(now, f"{what} written (again: stop without it)"))
+        if now - self._told < PROGRESS_SECONDS or not self._asked:
+            return False
+        version, num_iterations = next(iter(self._asked.items()))
+        before, self._written = self._written, _size(self._folder.checkpoints, version)
+        self._told = now
+        what = f"saving the checkpoint of iteration {num_iterations}"
+        written = f"{self._written / 2**20:,.0f} MiB written"
+        self._tell(records.Stopping(now, f"{what}, {written} (again: stop without it)"))
+        return self._written > before
 
 
-def _size(folder: Path) -> int:
+def _size(folder: Path, version: int) -> int:
+    """Bytes of the checkpoint that is being written."""
     try:
-        return sum(file.stat().st_size for file in folder.iterdir())
+        files = (folder / f"{version}{UNFINISHED}").iterdir()
+        return sum(file.stat().st_size for file in files)
     except OSError:  # it has just got its name
         return 0

@@ -360,8 +360,7 @@ class Controller:
         is_saved = self.boundaries.has(self.policy_version) or self._num_iterations == 0
         if is_saved or not self.boundaries.are_saved or self._inbox.interrupted is not None:
             raise interrupted
-        seconds = self.config.runtime.timeout_seconds
-        self._inbox.begin_to_stop(interrupted, needed=self.train_worker, seconds=seconds)
+        self._begin_to_stop(interrupted)
         self.train_worker.send(events.Halt())
         what = f"{interrupted}: waiting for the trainer's micro-batch (again: stop without it)"
         self.tell(records.Stopping(time.monotonic(), what))
@@ -376,8 +375,12 @@ class Controller:
             return
         if not self.boundaries.has(self.policy_version):
             self._save_boundary()
-        self._inbox.begin_to_stop(interrupted, needed=self.train_worker)
+        self._begin_to_stop(interrupted)
         self._wait_for_checkpoint()
+
+    def _begin_to_stop(self, interrupted: Interrupted) -> None:
+        seconds = self.config.runtime.timeout_seconds
+        self._inbox.begin_to_stop(interrupted, needed=self.train_worker, seconds=seconds)
 
     def _next_event(self) -> tuple[Worker, events.Event]:
         event = self._inbox.next(self._workers)

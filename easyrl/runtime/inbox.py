@@ -29,15 +29,14 @@ class Inbox:
         self.interrupted: Interrupted | None = None
         """The run is being stopped, by this signal."""
         self._needed: Worker | None = None
-        self._deadline = math.inf
+        self._patience_seconds = self._deadline = math.inf
 
-    def begin_to_stop(
-        self, interrupted: Interrupted, *, needed: Worker, seconds: float = math.inf
-    ) -> None:
-        """From now on no worker's death matters but that of `needed`, and after so many seconds
-        `interrupted` is raised."""
+    def begin_to_stop(self, interrupted: Interrupted, *, needed: Worker, seconds: float) -> None:
+        """From now on no worker's death matters but that of `needed`, and after so many seconds in
+        which nothing of a checkpoint was written `interrupted` is raised."""
         self.interrupted = interrupted
-        self._needed, self._deadline = needed, time.monotonic() + seconds
+        self._needed, self._patience_seconds = needed, seconds
+        self._deadline = time.monotonic() + seconds
 
     @property
     def is_late(self) -> bool:
@@ -65,7 +64,8 @@ class Inbox:
             if self.interrupted is not None:
                 if self.is_late:
                     raise self.interrupted
-                self._boundaries.tell_progress()
+                if self._boundaries.tell_progress():
+                    self._deadline = time.monotonic() + self._patience_seconds
             self._come.extend(self._supervisor.wait(TICK_SECONDS, needed=self._needed))
             if not self._come:
                 note = self._silence.note(workers)
