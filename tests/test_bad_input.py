@@ -153,6 +153,11 @@ def test_a_model_too_large_for_the_memory_is_told_with_its_share(
     assert f"6 x the model ({weights:.1f} MiB)" in message
     assert message.splitlines()[1].startswith(f"{6 * weights:.1f} MiB")  # the largest share first
     assert "model.path" in message and "--infer-devices (cpu:2)" in message
+    assert f"{3 * weights:.1f} MiB  what a checkpoint is written from, 3 x the model" in message
+    without = error_of(
+        *small, "train.prompts_per_iteration=1", "devices.infer=cpu:2", "train.keep_checkpoints=0"
+    )
+    assert "0.0 MiB  what a checkpoint is written from" in without
 
 
 def test_a_reference_and_an_old_policy_count_as_models(monkeypatch: pytest.MonkeyPatch) -> None:
