@@ -152,19 +152,23 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     """The trainer is stopped, so that it never ends its micro-batch."""
     folder = tmp_path / "run"
     process = start("--output", str(folder), "--iterations", "100000", *SMALL)
-    wait_for_line(process, "iteration 2/")
-    workers = [p for p in descendants(process.pid) if "resource_tracker" not in str(p.cmdline())]
-    children = [p for p in workers if p.ppid() == process.pid]
-    trainer = max(children, key=lambda p: p.create_time())
-    trainer.suspend()
-    process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    while "(again: stop without it)" not in process.stdout.readline():
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 130 and out.count("stopped by SIGINT") == 1
-    assert wait_until_gone(workers, 5.0) == []
+    try:
+        wait_for_line(process, "iteration 2/")
+        workers = [
+            p for p in descendants(process.pid) if "resource_tracker" not in str(p.cmdline())
+        ]
+        children = [p for p in workers if p.ppid() == process.pid]
+        max(children, key=lambda p: p.create_time()).suspend()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        while "(again: stop without it)" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
+        assert process.returncode == 130 and out.count("stopped by SIGINT") == 1
+        assert wait_until_gone(workers, 5.0) == []
+    finally:
+        process.kill()
 
 
 def test_a_checkpoint_that_finds_no_room_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
