@@ -85,9 +85,15 @@ def grpo(
     ] = None,
     train_devices: Annotated[str | None, typer.Option(help="Devices that train.")] = None,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="The run folder.")] = None,
-    iterations: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="Iterations of the run, in all, resumed or not.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same data and sampling.")] = None,
     schedule: Annotated[str | None, typer.Option(help="periodic or sync.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Go on with this run, from its newest checkpoint."),
+    ] = None,
     no_live: NoLive = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved config and placement, and stop.")
@@ -107,6 +113,8 @@ def grpo(
         "runtime.schedule": schedule,
     }
     with _user_errors():
+        if resume is not None:
+            config, flags["output.dir"] = _resumed(resume, config, output), str(resume)
         resolved = _load(config, flags, words)
         if dry_run:
             _print_plan(resolved)
@@ -114,7 +122,7 @@ def grpo(
         from easyrl.observe.observers import make_observers
         from easyrl.runtime.run import run
 
-        exit_code = run(resolved, make_observers(resolved, live=not no_live))
+        exit_code = run(resolved, make_observers(resolved, live=not no_live), resume)
     raise typer.Exit(exit_code)
 
 
@@ -143,6 +151,20 @@ def doctor(
     with _user_errors():
         exit_code = run_doctor(as_json=json)
     raise typer.Exit(exit_code)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run: its newest one.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
+) -> None:
+    """Write a checkpoint as a model that transformers and vLLM load."""
+    with _user_errors():
+        from easyrl.model.export import export_checkpoint
+
+        typer.echo(export_checkpoint(checkpoint, folder))
 
 
 @app.command("config")
@@ -230,6 +252,22 @@ def _config_file_of(run: Path) -> Path:
         return run
     if not (run / "config.yaml").exists():
         raise ValueError(f"--diff {run}: no config.yaml is in it; accepted: a run folder")
+    return run / "config.yaml"
+
+
+def _resumed(run: Path, config: Path | None, output: str | None) -> Path:
+    """The config file of a run that is to go on, with its own settings in its own folder."""
+    from easyrl.runtime.resume import no_run_folder
+
+    for flag, value in (("--config", config), ("--output", output)):
+        if value is not None:
+            raise ValueError(
+                f"--resume and {flag} came, but a run goes on in its own folder, with the settings "
+                "in its config.yaml; accepted: --resume alone, with flags and words for what may "
+                "change"
+            )
+    if not (run / "config.yaml").is_file():
+        raise ValueError(no_run_folder(run))
     return run / "config.yaml"
 
 

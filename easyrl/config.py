@@ -161,6 +161,13 @@ class TrainConfig(Section):
     and the policy's float32 weights. It costs time; where training is on the CPU it changes
     nothing."""
 
+    save_every: int | None = Field(default=10, ge=1)
+    """Iterations from one checkpoint to the next; null: none in between. The last iteration of a
+    run, and of one that is stopped, is saved in either case."""
+    keep_checkpoints: int = Field(default=2, ge=0)
+    """Newest checkpoints that stay on the disk, each three times the trained weights in size; 0:
+    none is written, and the run cannot be resumed."""
+
     @field_validator("offload")
     @classmethod
     def _names_each_once(cls, value: list[str]) -> list[str]:
@@ -201,6 +208,9 @@ class RuntimeConfig(Section):
     """`periodic` trains on groups while others are generated; `sync` waits for all of them."""
     deterministic: bool = False
     """Same configuration, same weights to the last bit, under either schedule; slower."""
+    resume: Literal["never", "auto"] = "never"
+    """`auto`: go on in the run folder that output.dir names, from its newest whole checkpoint, if
+    it has one; else start. The same command then serves for the start and for every restart."""
     timeout_seconds: float = Field(default=120.0, gt=0.0)
     """Longest wait in a weight exchange, and longest time of one reward call, in seconds; past it
     the run stops and says why (a reward call: see `reward.on_error`)."""
@@ -284,6 +294,7 @@ class Config(Section):
             *self._update_problems(),
             *self._reward_problems(),
             *self._length_problems(),
+            *self._resume_problems(),
         ]
         if self.devices.infer is not None and self.devices.train is not None:
             infer = parse_device_set(self.devices.infer, "devices.infer")
@@ -337,6 +348,14 @@ class Config(Section):
         return [
             f"reward.weights: {len(weights)} weights came for {wanted} reward "
             f"function{'s' if wanted != 1 else ''}; accepted: one per entry of reward.functions"
+        ]
+
+    def _resume_problems(self) -> list[str]:
+        if self.runtime.resume != "auto" or self.output.dir is not None:
+            return []
+        return [
+            "runtime.resume: auto came without a run folder to look into; accepted: together with "
+            "output.dir (--output)"
         ]
 
     def _length_problems(self) -> list[str]:

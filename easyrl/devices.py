@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from torch import Tensor
 
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -253,3 +254,11 @@ def join_train_world(
     dist.init_process_group(
         backends[device.type], store=store, rank=rank, world_size=size, timeout=timeout
     )
+
+
+def join_cpu_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Another group of all train ranks, for what a thread does beside the training, on the CPU."""
+    import torch.distributed as dist
+
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from easyrl.types import PlacedPrompt, Prompt
 
@@ -59,6 +59,21 @@ class TrainIteration:
 @dataclass(frozen=True, slots=True)
 class SaveModel:
     folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheckpoint:
+    """Save the iteration boundary at which the policy had this version, beside the training."""
+
+    path: str
+    policy_version: int
+    state: Mapping[str, Any]
+    """What the controller has to remember: numbers, texts, lists and mappings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Drop the iteration under way, if its updates are not all done, and train no further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +203,21 @@ class ModelSaved:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """It has its name; `error` where it could not be written, and why."""
+
+    policy_version: int
+    seconds: float
+    num_bytes: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Halted:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The worker cannot go on. The traceback is empty where the message says it all."""
 
@@ -196,7 +226,17 @@ class Failed:
     is_user_error: bool
 
 
-Command = JoinWeights | ExchangeWeights | Generate | Evaluate | TrainIteration | SaveModel | Stop
+Command = (
+    JoinWeights
+    | ExchangeWeights
+    | Generate
+    | Evaluate
+    | TrainIteration
+    | SaveModel
+    | SaveCheckpoint
+    | Halt
+    | Stop
+)
 Event = (
     Starting
     | Note
@@ -207,5 +247,7 @@ Event = (
     | PromptEvaluated
     | IterationTrained
     | ModelSaved
+    | CheckpointSaved
+    | Halted
     | Failed
 )

@@ -40,6 +40,18 @@ class RunStarted:
     """Groups the ring can hold."""
     description: str
     """The placement in words, some lines."""
+    num_iterations: int = 0
+    """Those that are done already: the run goes on in its folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResumed:
+    """What a run that goes on in its folder has behind it, right after RunStarted."""
+
+    metrics: Sequence[Mapping[str, Any]]
+    """The lines of `metrics.jsonl`."""
+    accuracies: Sequence[tuple[int, float]]
+    """Held-out accuracy so far, each with the number of iterations trained before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +171,25 @@ class IterationFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """It is on the disk, under its name."""
+
+    time: float
+    path: Path
+    num_iterations: int
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """A signal came; this is what is done before the run ends."""
+
+    time: float
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class SavingModel:
     time: float
     folder: Path
@@ -192,6 +223,7 @@ class RunEnded:
 Record = (
     CheckStarted
     | RunStarted
+    | RunResumed
     | WorkerStarting
     | WorkerReady
     | WorkerActive
@@ -206,6 +238,8 @@ Record = (
     | RewardFailed
     | Sampled
     | IterationFinished
+    | CheckpointSaved
+    | Stopping
     | SavingModel
     | Note
     | RunFinished

@@ -8,6 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from easyrl.config import load_config, to_commented_yaml
+from easyrl.model.files import fingerprint
+from easyrl.runtime.run_folder import lock_folder
+
 TINY = Path(__file__).parent.parent / "easyrl" / "tasks" / "tiny"
 CHAT = [{"role": "user", "content": "1+1="}]
 
@@ -39,6 +43,42 @@ def write_files(folder: Path) -> None:
     for name, change in MODELS.items():
         shutil.copytree(TINY, folder / name)
         change(folder / name)
+    for name, states in RUNS.items():
+        make_run(folder / name, states)
+    held.append(lock_folder(folder / "run_going_on"))
+
+
+def make_run(folder: Path, states: dict[int, Any]) -> None:
+    """A run folder with checkpoints of these policy versions: of each what is special in its state,
+    or the text of its state.json."""
+    (folder / "checkpoints").mkdir(parents=True)
+    config = load_config(flags={"output.dir": str(folder)})
+    (folder / "config.yaml").write_text(to_commented_yaml(config))
+    for version, special in states.items():
+        state = {
+            "num_iterations": version,
+            "policy_version": version,
+            "config": config.model_dump(mode="json"),
+            "identity": {"model.path": fingerprint("tiny"), "data.dataset": None},
+            "file_sizes": {},
+        }
+        text = special
+        if not isinstance(special, str):
+            text = json.dumps({"format": 1, "files": {}, "state": state | special})
+        (folder / "checkpoints" / str(version)).mkdir()
+        (folder / "checkpoints" / str(version) / "state.json").write_text(text)
+
+
+held: list[int] = []
+"""Descriptors of the folders of runs that seem to go on."""
+RUNS: dict[str, dict[int, Any]] = {
+    "run_without": {},
+    "run_broken": {10: '{"format": 1', 20: ""},
+    "run_whole": {10: {}},
+    "run_going_on": {10: {}},
+    "run_other_model": {10: {"identity": {"model.path": "another", "data.dataset": None}}},
+    "run_other_rows": {10: {"identity": {"model.path": fingerprint("tiny"), "data.dataset": 7}}},
+}
 
 
 def change_json(name: str, **values: Any) -> Callable[[Path], None]:
@@ -113,6 +153,8 @@ MODELS: dict[str, Callable[[Path], None]] = {
 }
 
 MEMORY = "this machine and its cgroup have"
+NO_OUTPUT = "--no-live"
+"""Stands where the run folder is not to be named beside (it changes nothing else)."""
 OWN = ("--reward", "exact_match", "--dataset")
 """Before a data set of one's own."""
 
@@ -375,4 +417,74 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "run folder that exists": (["--output", "{folder}/taken"], "--output"),
     "run folder below a file": (["--output", "{folder}/file/run"], "cannot be made"),
+    # checkpoints
+    "save every zeroth": (["train.save_every=0"], "greater than or equal to 1"),
+    "fewer than no checkpoints": (["train.keep_checkpoints=-1"], "greater than or equal to 0"),
+    "unknown way to resume": (["runtime.resume=always"], "'never' or 'auto'"),
+    "resume=auto without a folder": (
+        ["runtime.resume=auto", NO_OUTPUT],
+        "together with output.dir",
+    ),
+    "resume of nothing": (["--resume", "{folder}/nowhere", NO_OUTPUT], "is no folder; accepted"),
+    "resume of no run folder": (["--resume", "{folder}/taken", NO_OUTPUT], "has no config.yaml"),
+    "resume without a checkpoint": (
+        ["--resume", "{folder}/run_without", NO_OUTPUT],
+        "has no checkpoint: the run ended before its first one (train.save_every",
+    ),
+    "resume of broken checkpoints": (
+        ["--resume", "{folder}/run_broken", NO_OUTPUT],
+        "checkpoints/20: state.json is cut off",
+    ),
+    "resume=auto of broken checkpoints": (
+        ["runtime.resume=auto", "--output", "{folder}/run_broken"],
+        "has no whole checkpoint",
+    ),
+    "resume of a run that goes on": (
+        ["--resume", "{folder}/run_going_on", NO_OUTPUT],
+        "is going on; two cannot write to one folder",
+    ),
+    "resume=auto of a run that goes on": (
+        ["runtime.resume=auto", "--output", "{folder}/run_going_on"],
+        "is going on; two cannot write to one folder",
+    ),
+    "resume=auto in a folder of something else": (
+        ["runtime.resume=auto", "--output", "{folder}/refuses"],
+        "exists; accepted: a folder that does not",
+    ),
+    "resume with other settings": (
+        ["--resume", "{folder}/run_whole", NO_OUTPUT, "algorithm.beta=0.1"],
+        "algorithm.beta: 0.1 came, but the run has 0.0",
+    ),
+    "resume=auto with other settings": (
+        ["runtime.resume=auto", "--output", "{folder}/run_whole", "--seed", "7"],
+        "runtime.seed: 7 came, but the run has 0",
+    ),
+    "resume with another model": (
+        ["--resume", "{folder}/run_whole", NO_OUTPUT, "--model", "{folder}/refuses"],
+        'refuses" came, but the run has "tiny"',
+    ),
+    "resume with a model that was written over": (
+        ["--resume", "{folder}/run_other_model", NO_OUTPUT],
+        "model.path: the files of tiny are not those",
+    ),
+    "resume with other rows": (
+        ["--resume", "{folder}/run_other_rows", NO_OUTPUT],
+        "data.dataset: the rows of arithmetic are not those",
+    ),
+    "resume with fewer iterations than are done": (
+        ["--resume", "{folder}/run_whole", NO_OUTPUT, "--iterations", "9"],
+        "9 came, but 10 are done",
+    ),
+    "resume into another folder": (
+        ["--resume", "{folder}/run_whole", "--output", "elsewhere"],
+        "--resume and --output came",
+    ),
+    "resume with another config": (
+        ["--resume", "{folder}/run_whole", NO_OUTPUT, "--config", "x.yaml"],
+        "--resume and --config came",
+    ),
+    "checkpoints larger than the disk": (
+        ["train.keep_checkpoints=100000000"],
+        "train.keep_checkpoints: 100000000 came, and one more while it is written",
+    ),
 }

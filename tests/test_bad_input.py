@@ -26,7 +26,7 @@ from easyrl.hub import resolve_model
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory, run
 from easyrl.runtime.preflight import Preflight, check_run
-from mistakes import MISTAKES, OWN, change_json, write_files
+from mistakes import MISTAKES, NO_OUTPUT, OWN, change_json, write_files
 from runs import SMALL, start, summary_of
 
 
@@ -65,7 +65,8 @@ def test_a_mistake_is_named_before_anything_starts(
     tmp_path: Path, folder: Path, mistake: str
 ) -> None:
     words, expected = MISTAKES[mistake]
-    output = [] if "--output" in words else ["--output", str(tmp_path / "parent" / "run")]
+    is_named = "--output" in words or NO_OUTPUT in words
+    output = [] if is_named else ["--output", str(tmp_path / "parent" / "run")]
     there = sorted(folder.rglob("*"))
     assert_told(typed(*output, *(word.format(folder=folder) for word in words)), expected)
     assert list(tmp_path.iterdir()) == []
@@ -164,6 +165,11 @@ def test_a_model_too_large_for_the_memory_is_told_with_its_share(
     assert f"6 x the model ({weights:.1f} MiB)" in message
     assert message.splitlines()[1].startswith(f"{6 * weights:.1f} MiB")  # the largest share first
     assert "model.path" in message and "--infer-devices (cpu:2)" in message
+    assert f"{3 * weights:.1f} MiB  what a checkpoint is written from, 3 x the model" in message
+    without = error_of(
+        *small, "train.prompts_per_iteration=1", "devices.infer=cpu:2", "train.keep_checkpoints=0"
+    )
+    assert "0.0 MiB  what a checkpoint is written from" in without
 
 
 def test_a_group_that_does_not_fit_its_part_of_a_shared_device_is_told(

@@ -31,7 +31,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configs that `grpo` would run; the run itself is left out."""
     configs: list[Config] = []
     run = ModuleType("easyrl.runtime.run")
-    run.run = lambda config, observers: configs.append(config) or 0  # type: ignore[attr-defined]
+    run.run = lambda config, observers, resume: configs.append(config) or 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "easyrl.runtime.run", run)
     placement = ModuleType("easyrl.runtime.placement")
     placement.resolve_placement = lambda config: config.devices  # type: ignore[attr-defined]
@@ -108,6 +108,19 @@ def test_flags_win_over_the_file_and_words_over_flags(runs: list[Config]) -> Non
     assert [config.train.iterations for config in runs] == [6, 5, 200]
 
 
+def test_a_run_goes_on_with_its_own_settings_in_its_own_folder(
+    runs: list[Config], tmp_path: Path
+) -> None:
+    config = load_config(None, {"output.dir": "where/it/was", "train.iterations": 7})
+    (tmp_path / "config.yaml").write_text(to_commented_yaml(config))
+    for words in ((), ("--iterations", "9")):
+        assert call("grpo", "--resume", str(tmp_path), *words).exit_code == 0
+    assert [(run.output.dir, run.train.iterations) for run in runs] == [
+        (str(tmp_path), 7),
+        (str(tmp_path), 9),
+    ]
+
+
 def test_dry_run_prints_a_config_file_and_the_placement(runs: list[Config]) -> None:
     result = call("grpo", "--dry-run", "--infer-devices", "cpu:2")
     assert result.exit_code == 0
@@ -129,7 +142,7 @@ def test_no_live_asks_for_plain_lines(
 
 
 def test_exit_code_is_the_runs(monkeypatch: pytest.MonkeyPatch, runs: list[Config]) -> None:
-    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda config, observers: 3)
+    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *arguments: 3)
     assert call("grpo").exit_code == 3
 
 
@@ -160,7 +173,7 @@ def test_users_mistake_is_one_message_and_exit_code_2(
 def test_value_error_of_the_run_is_the_users(
     monkeypatch: pytest.MonkeyPatch, runs: list[Config]
 ) -> None:
-    def refuse(config: Config, observers: list[object]) -> int:
+    def refuse(config: Config, observers: list[object], resume: Path | None) -> int:
         raise ValueError("model.path: there is no model 'x'")
 
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", refuse)
@@ -169,7 +182,7 @@ def test_value_error_of_the_run_is_the_users(
 
 
 def test_interrupted_is_exit_code_130(monkeypatch: pytest.MonkeyPatch, runs: list[Config]) -> None:
-    def interrupt(config: Config, observers: object) -> int:
+    def interrupt(config: Config, observers: object, resume: Path | None) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", interrupt)
@@ -180,7 +193,7 @@ def test_interrupted_is_exit_code_130(monkeypatch: pytest.MonkeyPatch, runs: lis
 def test_what_was_not_foreseen_is_told_in_short_and_its_traceback_kept(
     monkeypatch: pytest.MonkeyPatch, runs: list[Config], tmp_path: Path
 ) -> None:
-    def fail(config: Config, observers: object) -> int:
+    def fail(config: Config, observers: object, resume: Path | None) -> int:
         raise KeyError("lost")
 
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", fail)

@@ -37,18 +37,18 @@ SUMMARY = {
 def test_commands_can_be_pasted_whatever_the_folder_is_called(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_end_table(SUMMARY, Path(name), load_config())
-    lines = capsys.readouterr().out.splitlines()
-    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("  easyrl")]
-    assert commands == [
-        ["easyrl", "watch", name],
-        ["easyrl", "config", "--diff", name],
-        [
-            *("easyrl", "grpo", "--config", f"{name}/config.yaml"),
-            *("--model", f"{name}/model", "--output", f"{name}-2"),
-            "train.learning_rate=0.0003",  # the built-in model's, which its folder's would not be
-        ],
+    resumed = ["easyrl", "grpo", "--resume", name, "--iterations", "120"]
+    further = [
+        *("easyrl", "grpo", "--config", f"{name}/config.yaml"),
+        *("--model", f"{name}/model", "--output", f"{name}-2"),
+        "train.learning_rate=0.0003",  # the built-in model's, which its folder's would not be
     ]
+    for keep, onward in ((2, resumed), (0, further)):  # without checkpoints nothing is resumed
+        config = load_config(words=[f"train.keep_checkpoints={keep}"])
+        print_end_table(SUMMARY, Path(name), config)
+        lines = capsys.readouterr().out.splitlines()
+        typed = [shlex.split(line, comments=True) for line in lines if line.startswith("  easyrl")]
+        assert typed == [["easyrl", "watch", name], ["easyrl", "config", "--diff", name], onward]
 
 
 def test_with_lora_it_is_told_what_the_two_folders_are_for(

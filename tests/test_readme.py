@@ -62,6 +62,8 @@ def test_a_command_of_the_readme_runs(command: str, folder: Path) -> None:
             assert suite in (*SUITES, "SUITE")  # minutes long; tests/test_bench.py has them
         case ["easyrl", "grpo", *words] if "--dry-run" in words or "--config" in words:
             assert "prompts_per_iteration" in call(command, folder, "--dry-run")
+        case ["easyrl", "grpo", "--resume", "RUN"]:
+            assert "has finished its 2 iterations" in call(command, folder)
         case ["easyrl", "grpo", *words]:
             assert not words or "PATH_OR_HUB_ID" in words  # run above; `make demo` is the other
         case ["easyrl", "--install-completion"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -12,7 +13,7 @@ import pytest
 from easyrl import records
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.observe.plain_lines import PlainLines
-from easyrl.runtime.run_folder import RunFolder, RunFolderLost, read_lines
+from easyrl.runtime.run_folder import RunFolder, RunFolderLost, lock_folder, read_lines
 from runs import SMALL
 
 
@@ -185,3 +186,55 @@ def test_discarding_removes_the_run_folder_and_nothing_above_it(tmp_path: Path) 
     (folder.path / "logs" / "train-0.log").touch()
     folder.discard()
     assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
+
+
+# A run that goes on in its folder.
+
+
+def begun(tmp_path: Path) -> tuple[Path, dict[str, int]]:
+    """A folder with two iterations, and the sizes of its files after the first."""
+    folder = RunFolder(config_for(tmp_path / "run"))
+    sizes: dict[str, int] = {}
+    for iteration in range(2):
+        folder.observe(records.Sampled({"iteration": iteration}))
+        folder.observe(records.IterationFinished(1.0, {"iteration": iteration}))
+        sizes = sizes or folder.file_sizes()
+    folder.observe(records.RunFinished(2.0, {}))
+    folder.close()
+    return folder.path, sizes
+
+
+def test_what_came_after_the_checkpoint_is_taken_back_and_nothing_before(tmp_path: Path) -> None:
+    path, sizes = begun(tmp_path)
+    folder = RunFolder.again(config_for(path), lock_folder(path), sizes)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert read_lines(path / name) == [{"iteration": 0}]
+    assert not (path / "summary.json").exists()
+    folder.observe(records.IterationFinished(1.0, {"iteration": 1}))
+    assert read_lines(path / "metrics.jsonl") == [{"iteration": 0}, {"iteration": 1}]
+    folder.discard()  # no tracker could start: what the run has done stays
+    assert path.is_dir()
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    folder = RunFolder(config_for(tmp_path / "run"))
+    with pytest.raises(ConfigError, match="is going on; two cannot write to one folder"):
+        lock_folder(folder.path)
+    folder.close()
+    os.close(lock_folder(folder.path))
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
+def test_a_folder_that_cannot_be_written_again_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    path, sizes = begun(tmp_path)
+    before = (path / "metrics.jsonl").read_bytes()
+    lock = lock_folder(path)
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(ConfigError, match=rf"cannot be written: {os.strerror(code)}; accepted"):
+        RunFolder.again(config_for(path), lock, sizes)
+    assert (path / "metrics.jsonl").read_bytes() == before

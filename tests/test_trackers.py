@@ -45,9 +45,9 @@ class Run:
 def login(verify):
     call("login", verify=verify)
 
-def init(project, name, dir, config, settings):
+def init(project, name, dir, config, settings, id, resume):
     print("a library's chatter")
-    call("init", project=project, name=name, dir=dir, config=config)
+    call("init", project=project, name=name, dir=dir, config=config, id=id, resume=resume)
     return Run()
 """
 
@@ -138,6 +138,28 @@ def test_tensorboard_and_wandb_get_what_metrics_jsonl_gets(tmp_path: Path) -> No
     assert end == ("finish", {"exit_code": 0})
     assert "chatter" not in out
     assert "chatter" in (folder / "logs" / "wandb.log").read_text()
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_run_that_goes_on_is_the_same_run_to_them(tmp_path: Path) -> None:
+    """Two iterations, a kill, and on from the checkpoint after the first."""
+    folder = tmp_path / "run"
+    config = load_config(None, {}, ["output.log_to=[tensorboard, wandb]"])
+    (folder / "logs").mkdir(parents=True)
+    for first, values in ((0, (1.0, 2.0)), (1, (3.0, 4.0))):
+        trackers = Trackers(config)
+        trackers(records.RunStarted(0.0, folder, config, {}, 1, "", num_iterations=first))
+        for iteration, value in enumerate(values, start=first):
+            trackers(records.IterationFinished(0.0, {"iteration": iteration, "reward": value}))
+        trackers(records.RunEnded(0, ""))
+        time.sleep(1.1)  # TensorBoard's files are named by the second
+    assert [(e.step, e.value) for e in events_of(folder).Scalars("reward")] == [
+        (0, 1.0),
+        (1, 3.0),
+        (2, 4.0),
+    ]
+    first_run, second_run = (values for name, values in calls(tmp_path) if name == "init")
+    assert first_run["id"] == second_run["id"] and second_run["resume"] == "allow"
 
 
 @pytest.mark.usefixtures("fakes")

@@ -27,7 +27,7 @@ from easyrl.observe.run_state import RunState
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.watch import watch
 from easyrl.records import Record
-from easyrl.runtime.run_folder import RunFolder
+from easyrl.runtime.run_folder import RunFolder, lock_folder
 from runs import SMALL, finish, start
 from terminals import Terminal, after_the_view
 
@@ -90,6 +90,8 @@ def told(folder: Path, config: Config) -> list[Record]:
         records.Quiet(t + 70.4, "no worker has told of anything for 60 s"),
         records.WorkerActive("train-0", Activity((Span("train", t + 9.3, t + 71),), 20, 0)),
         records.IterationFinished(t + 71, METRICS),
+        records.CheckpointSaved(t + 71.2, folder / "checkpoints" / "1", 1, 0.1, 100),
+        records.Stopping(t + 71.4, "SIGTERM: saving the checkpoint of iteration 1"),
         records.SavingModel(t + 72, folder / "model"),
         records.RunFinished(t + 73, {"iterations": 1}),
         records.RunEnded(0, ""),
@@ -121,6 +123,7 @@ def test_files_tell_the_same_state_as_the_records(written: tuple[RunFolder, list
         assert (read.evaluation, read.accuracies) == (live.evaluation, live.accuracies)
         assert (read.samples, read.summary) == (live.samples, live.summary)
         assert read.ended == live.ended
+        assert (read.stopping, read.run is None) == (live.stopping, live.run is None)
         assert (read.note, read.silence) == (live.note, live.silence)
         assert (read.rewards, read.overlap) == (live.rewards, live.overlap)
         assert (read.saving_since is None) == (live.saving_since is None)
@@ -183,6 +186,42 @@ def test_what_is_waited_for_is_said(
     monkeypatch.setattr(watching, "SILENCE_SECONDS", 1.0)
     assert watch(tmp_path, live=True) == 1
     assert capsys.readouterr().out.startswith(f"waiting for the run to begin: {tmp_path} tells")
+
+
+def test_a_run_that_went_on_is_told_as_one(written: tuple[RunFolder, list[Record]]) -> None:
+    """The first command is killed in its second iteration; the next one goes on after the first."""
+    folder, run = written
+    started = run[0]
+    assert isinstance(started, records.RunStarted)
+    done = next(n for n, r in enumerate(run) if isinstance(r, records.IterationFinished)) + 1
+    tell = records.tell_all([folder.observe, TraceWriter()])
+    for record in run[:done]:
+        tell(record)
+    sizes = folder.file_sizes()
+    tell(records.IterationStarted(started.started + 80, 1))
+    tell(records.GroupArrived(started.started + 81, 1, 4, 0.5, 300))
+    folder.close()
+    again = RunFolder.again(started.config, lock_folder(folder.path), sizes)
+    tell, live = records.tell_all([again.observe, TraceWriter()]), RunState()
+    later = time.monotonic() + 100  # that the view's clock shows, and not the first command's
+    for record in (
+        dataclasses.replace(started, started=later, num_iterations=1),
+        records.RunResumed([METRICS], [(0, 0.5)]),
+        records.WorkerStarting(later + 1, "rollout-0", "importing torch"),
+        records.WorkerReady(later + 3, "rollout-0"),
+        records.IterationStarted(later + 7, 1),
+        records.GroupArrived(later + 8, 1, 4, 0.5, 300),
+    ):
+        live.apply(record)
+        tell(record)
+    read = RunState()
+    for record in RunFiles(folder.path).read():
+        read.apply(record)
+    assert read.run is not None and read.run.started > 90
+    assert (read.rewards, read.accuracies) == (live.rewards, live.accuracies)
+    assert (read.iteration, read.num_groups, read.num_in_ring) == (1, 1, live.num_in_ring)
+    assert len(read.workers["rollout-0"].past_phases) == 2
+    assert read.iteration_started == pytest.approx(read.run.started + 7, abs=1e-3)
 
 
 def test_a_trace_opens_as_json_when_it_is_whole(written: tuple[RunFolder, list[Record]]) -> None:

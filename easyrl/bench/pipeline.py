@@ -179,6 +179,7 @@ def _measure(setting: Setting, size: int, iterations: int) -> Timing:
                 config,
                 placement,
                 prompts=open_prompts(config),
+                identity={},
                 folder=run_folder,
                 supervisor=supervisor,
                 ring=make_ring(config, placement),
@@ -186,6 +187,7 @@ def _measure(setting: Setting, size: int, iterations: int) -> Timing:
                 tell=run_folder.observe,
                 make_dispatcher=_Waves if setting.mode == "waves" else Dispatcher,
             ).run()
+        run_folder.close()
         measured = read_lines(run_folder.path / "metrics.jsonl")[WARM_UP_ITERATIONS:]
     tokens = [metrics["perf/tokens_per_second"] for metrics in measured]
     seconds = [metrics["perf/iteration_seconds"] for metrics in measured]
@@ -220,6 +222,7 @@ def _config(setting: Setting, size: int, iterations: int, folder: Path) -> Confi
             "train.iterations": iterations + WARM_UP_ITERATIONS,
             "train.prompts_per_iteration": size,
             "train.learning_rate": 0.0,
+            "train.keep_checkpoints": 0,
             "rollout.num_generations": NUM_GENERATIONS,
             "rollout.max_concurrent_groups": setting.groups_in_flight,
             "devices.infer": "cpu",

@@ -7,6 +7,7 @@ transformers, so that a mistake is answered at once. Whether transformers knows 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ SAFETENSORS = "model.safetensors"
 OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 PACKED_LAYERS = ("full_attention", "sliding_attention")
 """Kinds of layers (`layer_types`) that EasyRL's own attention can serve."""
+NUM_SAMPLES, SAMPLE_BYTES = 32, 4096
+"""How much of a weights file its fingerprint looks at."""
 TOKENIZERS = ("token*", "vocab*", "*.tiktoken", "*.model", "tekken.json")
 
 
@@ -54,6 +57,24 @@ def read_model_files(path: str) -> ModelFiles:
     cached = model_config_from_hub(path)
     config = _read_config(cached)
     return ModelFiles(path, config, _num_weights(cached.parent, config, is_whole=False))
+
+
+def fingerprint(path: str) -> str:
+    """What tells the model of `path` from another one, a later one in the same folder too: a hub's
+    revision, or a digest of the configuration and of samples of the weights. Nothing is fetched but
+    the configuration, and a few hundred KB are read."""
+    folder = Path(resolve_model(path))
+    if not folder.is_dir():
+        return model_config_from_hub(path).parent.name
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as content:
+            for number in range(NUM_SAMPLES):
+                content.seek(size * number // NUM_SAMPLES)
+                digest.update(content.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -42,6 +42,9 @@ class TrainRanks:
         self.mesh: DeviceMesh | None = None
         """None: models stay whole and as they are."""
         self.device = torch.device("cpu")
+        self.group_for_files: dist.ProcessGroup | None = None
+        """What they write and read checkpoints over, which may be beside the training; None: this
+        rank does so alone."""
         self._timeout_seconds = 0.0
 
     @classmethod
@@ -63,6 +66,8 @@ class TrainRanks:
                 device, store_path, rank, size, timedelta(seconds=timeout_seconds)
             )
             ranks.mesh = DeviceMesh(device.type, list(range(size)))
+            if size > 1:
+                ranks.group_for_files = devices.join_cpu_group(timedelta(seconds=timeout_seconds))
         return ranks
 
     def shard(

@@ -97,15 +97,11 @@ def shown(value: float | None, spec: str) -> str:
 
 
 def _next_commands(folder: Path, config: Config) -> RenderableType:
-    run, model, config_file = (quote(str(folder / name)) for name in ("", "model", "config.yaml"))
-    further = quote(f"{folder}-2")
-    onward = f"easyrl grpo --config {config_file} --model {model} --output {further}"
-    if config.train.learning_rate is None:  # null means something else for another model
-        onward += f" train.learning_rate={config.learning_rate:g}"
+    run = quote(str(folder))
     commands = {
         f"easyrl watch {run}": "see the run again",
         f"easyrl config --diff {run}": "what was not default",
-        onward: "train on from here",
+        _onward(folder, config): "train on from here",
     }
     lines = [
         Text(f"  {command}", style="bold", no_wrap=True, overflow="ignore").append(
@@ -114,3 +110,16 @@ def _next_commands(folder: Path, config: Config) -> RenderableType:
         for command, why in commands.items()
     ]
     return Group(Text("\nwhat to type next", style="dim"), *lines)
+
+
+def _onward(folder: Path, config: Config) -> str:
+    """Resumed, where there is a checkpoint, optimizer and all; else a new run of its model."""
+    if config.train.keep_checkpoints:
+        return (
+            f"easyrl grpo --resume {quote(str(folder))} --iterations {2 * config.train.iterations}"
+        )
+    model, config_file = (quote(str(folder / name)) for name in ("model", "config.yaml"))
+    onward = f"easyrl grpo --config {config_file} --model {model} --output {quote(f'{folder}-2')}"
+    if config.train.learning_rate is None:  # null means something else for another model
+        onward += f" train.learning_rate={config.learning_rate:g}"
+    return onward

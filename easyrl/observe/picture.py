@@ -98,6 +98,8 @@ def _progress(state: RunState, now: float, width: int) -> Line:
         text = "finished" if is_finished else "ended"
         text += f" after {done}/{total} iterations"
         style = GOOD if is_finished else BAD
+    elif state.stopping:
+        return [Segment(printable(state.stopping), BAD)]
     elif state.evaluation is not None:
         evaluation = state.evaluation
         done, total = evaluation.num_answered, evaluation.num_prompts

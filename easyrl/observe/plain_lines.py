@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from easyrl.observe.end_table import end_table, shown
 from easyrl.observe.lines import printable
 from easyrl.records import Record
 
+STOPPING_SECONDS = 5.0
+"""So far apart are the lines that tell what a run does before it ends."""
 LONGEST_MESSAGE = 8000
 """Characters of one message on the terminal."""
 
@@ -27,6 +30,7 @@ class PlainLines:
         self._phases: set[str] = set()
         """What the workers have done on their way, each told when the first of them begins it."""
         self._has_errors = False
+        self._told_to_stop = -math.inf
 
     def __call__(self, record: Record) -> None:
         match record:
@@ -45,6 +49,14 @@ class PlainLines:
                 self._print_first_error(message)
             case records.IterationFinished():
                 self._print_iteration(record)
+            case records.CheckpointSaved(_, path, num_iterations, seconds, num_bytes):
+                say(
+                    f"checkpoint of iteration {num_iterations}: {path} "
+                    f"({num_bytes / 2**20:,.0f} MiB in {seconds:.1f} s)"
+                )
+            case records.Stopping(now, what) if now - self._told_to_stop >= STOPPING_SECONDS:
+                self._told_to_stop = now
+                say(what)
             case records.Note(text) | records.Quiet(note=text) if text:
                 say(safe(text))
             case records.RunFinished(summary=summary):
@@ -88,7 +100,7 @@ class PlainLines:
 
 def print_end(exit_code: int, message: str) -> None:
     """Why a run ended that did not finish."""
-    if exit_code > 128:  # the user stopped it
+    if exit_code == 0 or exit_code > 128:  # nothing to do, or the user stopped it
         say(safe(message))
     else:
         say(f"easyrl: {safe(message)}", sys.stderr)

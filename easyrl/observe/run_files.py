@@ -24,6 +24,7 @@ from typing import Any
 from easyrl import records
 from easyrl.config import Config, load_config
 from easyrl.events import Activity, Span, UnderWay
+from easyrl.model.checkpoint_files import CHECKPOINTS
 from easyrl.observe import trace
 from easyrl.observe.process_identity import is_alive
 from easyrl.records import Record
@@ -88,6 +89,7 @@ class RunFiles:
         self._workers: dict[int, str] = {}  # by their process number in the trace
         self._iteration = self._round = 0
         self._now = 0.0  # of the newest event
+        self._earlier = 0.0  # from the run's start to that of the command that went on with it
 
     def now(self) -> float:
         """Seconds since the run began, on the machine's wall clock."""
@@ -148,6 +150,11 @@ class RunFiles:
                 yield records.Quiet(now, text)
             case {"cat": trace.GROUP, "args": group}:
                 yield records.GroupArrived(now, **group)
+            case {"cat": trace.STOPPING, "args": {"text": text}}:
+                yield records.Stopping(now, text)
+            case {"cat": trace.CHECKPOINT, "args": details}:
+                path = self.folder / CHECKPOINTS / details.pop("name")
+                yield records.CheckpointSaved(now, path, **details)
             case {"cat": trace.START_UP, "ph": "B", "pid": process, "name": what}:
                 yield records.WorkerStarting(now, self._workers[process], what)
             case {"cat": trace.START_UP, "ph": "E", "pid": process, "args": {"ready": True}}:
@@ -176,7 +183,7 @@ class RunFiles:
             case {"name": "held-out answers", "args": {"answers": number}}:
                 yield records.PromptsEvaluated(now, self._round, number)
             case {"name": "first rollout"}:
-                yield records.FirstRollout(now)
+                yield records.FirstRollout(now - self._earlier)
             case {"cat": trace.SAVING, "ph": "B"}:
                 yield records.SavingModel(now, self.folder / "model")
             case {"cat": trace.SAVING, "ph": "E"}:
@@ -188,8 +195,15 @@ class RunFiles:
             case {"devices": devices, "description": description}:
                 self._controller = details
                 self._workers = dict(enumerate(devices, start=1))
-                slots = self.config.ring_slots
-                yield records.RunStarted(0.0, self.folder, self.config, devices, slots, description)
+                self._earlier = details.get("earlier_seconds", 0.0)
+                yield records.RunStarted(
+                    self._earlier,
+                    self.folder,
+                    self.config,
+                    devices,
+                    self.config.ring_slots,
+                    description,
+                )
             case {"exit_code": exit_code, "message": message}:
                 yield from self._texts()
                 yield records.RunEnded(exit_code, message)

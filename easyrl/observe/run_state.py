@@ -127,6 +127,8 @@ class RunState:
     samples: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     """Lines of `samples.jsonl`, the newest last."""
     evaluation: Evaluation | None = None
+    stopping: str = ""
+    """What is done before a run ends that was stopped."""
     saving_since: float | None = None
     summary: Mapping[str, Any] | None = None
     ended: records.RunEnded | None = None
@@ -138,11 +140,17 @@ class RunState:
         self.silence = record.note or self.silence if isinstance(record, records.Quiet) else ""
         match record:
             case records.RunStarted(started=started, devices=devices):
-                self.run, self.newest = record, started
+                self.run, self.newest, self.stopping = record, started, ""
+                self.iteration, self.num_groups, self.num_in_ring = None, 0, 0
                 self.workers = {
                     name: WorkerState(name, device, "starting the process", started)
                     for name, device in devices.items()
                 }
+            case records.RunResumed(metrics, accuracies):
+                self.rewards.clear()
+                self.accuracies = list(accuracies)
+                for line in metrics:
+                    self._finish_iteration(line)
             case records.WorkerStarting(now, worker, what):
                 self.workers[worker].enter(what, now)
             case records.WorkerReady(now, worker):
@@ -181,6 +189,8 @@ class RunState:
                 self.round = round_
             case records.IterationFinished(metrics=metrics):
                 self._finish_iteration(metrics)
+            case records.Stopping(_, what):
+                self.stopping = what
             case records.SavingModel(now):
                 self.iteration, self.saving_since = None, now
             case records.RunFinished(summary=summary):

@@ -14,6 +14,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 from easyrl import records
@@ -29,6 +30,7 @@ WORK, REWARDS = 0, 1
 ACTIVITY, START_UP, GROUP = "activity", "start-up", "group"
 ITERATION, ROUND, EVALUATION, SAVING = "iteration", "round", "evaluation", "saving"
 NOTE, UNDER_WAY, QUIET = "note", "under way", "quiet"
+CHECKPOINT, STOPPING = "checkpoint", "stopping"
 LONG_SECONDS = 0.3
 """What takes longer is told when it has taken so long already; anything else at its end."""
 Event = dict[str, Any]
@@ -38,6 +40,7 @@ class TraceWriter:
     def __init__(self) -> None:
         self._file: IO[str] | None = None
         self._started = 0.0
+        self._earlier = 0.0  # seconds from the run's start to this command's
         self._processes: dict[str, int] = {}
         self._starting: set[str] = set()
         self._under_way: dict[str, UnderWay] = {}  # of each worker, where it is not written yet
@@ -75,6 +78,12 @@ class TraceWriter:
                 details |= finite({"mean_reward": mean_reward, "num_tokens": num_tokens})
                 yield self._event("i", "group", now, cat=GROUP, s="t", args=details)
                 yield self._count_ring(now, +1)
+            case records.Stopping(now, what):
+                yield self._event("i", STOPPING, now, cat=STOPPING, s="g", args={"text": what})
+            case records.CheckpointSaved(now, path, num_iterations, seconds, num_bytes):
+                details = {"name": path.name, "num_iterations": num_iterations}
+                details |= {"seconds": seconds, "num_bytes": num_bytes}
+                yield self._event("i", CHECKPOINT, now, cat=CHECKPOINT, s="p", args=details)
             case records.Note(text):
                 yield self._event(
                     "i", "note", time.monotonic(), cat=NOTE, s="g", args={"text": text}
@@ -111,11 +120,19 @@ class TraceWriter:
                 yield self._end(SAVING, now)
 
     def _open(self, run: records.RunStarted) -> Iterator[Event]:
+        """A run that goes on writes on behind what the trace had at its checkpoint, on the same
+        axis of time."""
+        file = run.folder / FILE_NAME
+        began = time.time() - (time.monotonic() - run.started)
+        before = _start_of(file)
+        self._earlier = max(0.0, began - before) if before is not None else 0.0
         self._started = run.started
-        self._file = (run.folder / FILE_NAME).open("w")
-        self._file.write("[\n")
+        self._file = file.open("w" if before is None else "a")
+        if before is None:
+            self._file.write("[\n")
         details: Event = {
-            "started_unix_seconds": time.time() - (time.monotonic() - run.started),
+            "started_unix_seconds": began - self._earlier,
+            "earlier_seconds": self._earlier,
             "devices": dict(run.devices),
             "description": run.description,
             **identity_of_this_process(),
@@ -179,7 +196,7 @@ class TraceWriter:
         return {"ph": kind, "name": name, "ts": self._microseconds(now), **place, **more}
 
     def _microseconds(self, now: float) -> int:
-        return round((now - self._started) * 1e6)
+        return round((now - self._started + self._earlier) * 1e6)
 
     def _close(self, end: records.RunEnded) -> None:
         if self._file is not None:
@@ -189,6 +206,17 @@ class TraceWriter:
                 self._file.write(json.dumps(last) + "\n]\n")
                 self._file.close()
             self._file = None
+
+
+def _start_of(file: Path) -> float | None:
+    """When the run of a trace began, in seconds of the wall clock; None where there is no trace."""
+    try:
+        with file.open() as lines:
+            lines.readline()
+            first = json.loads(lines.readline().rstrip(",\n"))
+        return float(first["args"]["started_unix_seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _name(what: str, process: int, name: str, thread: int = WORK, **details: Any) -> Event:

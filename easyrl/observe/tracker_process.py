@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -32,6 +33,8 @@ class Open:
 
     folder: Path
     config: Mapping[str, Any]
+    first_step: int
+    """Over 0 where the run goes on: what the tracker has of this step and later ones is void."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,8 @@ class End:
 class Library(Protocol):
     def __init__(self, project: str) -> None: ...
 
-    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """The run's name is its folder's."""
+    def open(self, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
+        """The run's name is its folder's. With a `first_step` over 0 it is there already."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -72,12 +75,18 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._make_writer = EventFileWriter
-        self._make_event = event_pb2.Event
+        self._make_event, self._session = event_pb2.Event, event_pb2.SessionLog
         self._summaries, self._tensors, self._types = summary_pb2, tensor_pb2, types_pb2
         self._next_step = 0
 
-    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def open(self, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
         self._writer = self._make_writer(str(folder))
+        self._next_step = first_step
+        if first_step:  # TensorBoard drops what other files of the folder have from here on
+            start = self._session(status=self._session.START)
+            self._writer.add_event(
+                self._make_event(wall_time=time.time(), step=first_step, session_log=start)
+            )
         text = yaml.safe_dump(dict(config), sort_keys=False)
         self._add(0, [self._text("config", f"```yaml\n{text}```")])
 
@@ -115,10 +124,15 @@ class WeightsAndBiases:
         self._project = project
         wandb.login(verify=True)  # raises where there is no key, or the server refuses it
 
-    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def open(self, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
+        id_file = folder / "logs" / "wandb.id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex)
         self._run = self._wandb.init(
             project=self._project,
             name=folder.name,
+            id=id_file.read_text(),
+            resume="allow",  # steps that W&B has already stay as they are
             dir=str(folder),
             config=dict(config),
             settings={"console": "off"},  # this process prints nothing of the run's
@@ -140,9 +154,13 @@ class Trackio:
         self._trackio: Any = trackio
         self._project = project
 
-    def open(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def open(self, folder: Path, config: Mapping[str, Any], first_step: int) -> None:
         self._run = self._trackio.init(
-            project=self._project, name=folder.name, config=dict(config), embed=False
+            project=self._project,
+            name=folder.name,
+            config=dict(config),
+            embed=False,
+            resume="allow" if first_step else "never",
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -191,9 +209,9 @@ def tracker_main(kind: str, project: str, control: Connection) -> None:
 def _serve(kind: str, library: Library, control: Connection) -> None:
     while True:
         match control.recv():
-            case Open(folder, config):
+            case Open(folder, config, first_step):
                 _print_to(folder / "logs" / f"{kind}.log")
-                library.open(folder, config)
+                library.open(folder, config, first_step)
                 control.send(None)
             case Log(step, values):
                 library.log(step, values)

@@ -98,7 +98,9 @@ class Tracker:
         """Raises ValueError at the run's start where it cannot be tracked; never later."""
         match record:
             case records.RunStarted():
-                self._messages.put(Open(record.folder, record.config.model_dump()))
+                self._num_iterations = record.num_iterations
+                config = record.config.model_dump()
+                self._messages.put(Open(record.folder, config, record.num_iterations))
                 self.wait_until_started()
                 self._is_tracking = True
             case records.Evaluated(accuracy=accuracy):

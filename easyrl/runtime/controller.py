@@ -14,6 +14,10 @@ One iteration (policy_version k; it grows by `train.updates_per_iteration`):
                             an update's last group in: optimizer step
     ◄── IterationTrained ──
     metrics.jsonl, one line of output
+    SaveCheckpoint ───────► a copy; written beside what follows     (every train.save_every)
+
+After a signal the last boundary is saved, if it is not on the disk: what the trainer has begun
+since then is dropped (`Halt`), unless it was done already.
 
 It consumes events, produces prompts and files, and waits only in `Supervisor.wait`.
 """
@@ -24,8 +28,7 @@ import math
 import os
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -35,16 +38,18 @@ from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
 from easyrl.data.datasets import PromptStream
 from easyrl.device_sets import count_devices
+from easyrl.model.checkpoint_files import Checkpoint
 from easyrl.records import Observer
 from easyrl.rewards.loading import reward_names
+from easyrl.runtime.boundaries import Boundaries
 from easyrl.runtime.dispatch import Dispatcher
+from easyrl.runtime.inbox import Inbox
 from easyrl.runtime.iteration import IterationRecord
 from easyrl.runtime.launch import rollout_main, train_main
 from easyrl.runtime.placement import Placement, device_names
 from easyrl.runtime.rounds import Rounds
 from easyrl.runtime.run_folder import RunFolder
-from easyrl.runtime.silence import TICK_SECONDS, Silence
-from easyrl.runtime.supervisor import Supervisor, Worker
+from easyrl.runtime.supervisor import Interrupted, Supervisor, Worker
 from easyrl.runtime.totals import Totals
 from easyrl.types import Prompt
 from easyrl.workers.settings import WorkerSettings
@@ -59,13 +64,16 @@ class Controller:
         placement: Placement,
         *,
         prompts: PromptStream,
+        identity: Mapping[str, Any],
         folder: RunFolder,
         supervisor: Supervisor,
         ring: RingBuffer,
         started: float,
         tell: Observer,
+        checkpoint: Checkpoint | None = None,
         make_dispatcher: Callable[..., Dispatcher] = Dispatcher,
     ) -> None:
+        """`checkpoint`: where a resumed run goes on."""
         self.config = config
         self.placement = placement
         self.prompts = prompts
@@ -75,11 +83,19 @@ class Controller:
         self._ring = ring
         self._make_dispatcher = make_dispatcher
         self.reward_names = reward_names(config)
-        self.totals = Totals(count_devices(device_names(placement).values()), started)
-        self.policy_version = 0
-        self._next_prompt_index = 0
-        self._events: deque[tuple[Worker, events.Event]] = deque()  # come, not looked at yet
-        self._silence = Silence()
+        self._checkpoint = checkpoint
+        before = checkpoint.state if checkpoint is not None else {}
+        num_devices = count_devices(device_names(placement).values())
+        self.totals = Totals(num_devices, started, before.get("totals"))
+        self.policy_version: int = before.get("policy_version", 0)
+        self._num_iterations: int = before.get("num_iterations", 0)  # that are done
+        self._next_prompt_index: int = before.get("next_prompt_index", 0)
+        self._accuracy_before: float | None = before.get("accuracy_before")
+        self.boundaries = Boundaries(config, folder, identity=identity, tell=tell)
+        if checkpoint is not None:
+            self.boundaries.resume_at(self.policy_version)
+        self._file_sizes: dict[str, int] = {}  # of the run folder at the last boundary
+        self._inbox = Inbox(supervisor, self.boundaries, tell)
         self._store_fd = os.memfd_create("easyrl-store")  # no name: nothing to leave behind
 
     def run(self) -> dict[str, Any]:
@@ -92,12 +108,21 @@ class Controller:
     def _run(self) -> dict[str, Any]:
         self._start_workers()
         held_out = self.prompts.held_out()[: self.config.data.num_held_out]
-        before = self._evaluate(0, held_out)
-        for iteration in range(self.config.train.iterations):
-            self._run_iteration(iteration)
-        after = self._evaluate(1, held_out)
-        sha256 = self._save_model()
-        return self.totals.summary(self.config.train, self.policy_version, before, after, sha256)
+        try:
+            if self._checkpoint is None:
+                self._accuracy_before = self._evaluate(0, held_out)
+            for iteration in range(self._num_iterations, self.config.train.iterations):
+                self._run_iteration(iteration)
+                if self.boundaries.is_due(self._num_iterations):
+                    self._save_boundary()
+            after = self._evaluate(1, held_out)
+            sha256 = self._save_model()
+            self._wait_for_checkpoint()
+        except Interrupted as interrupted:
+            self._save_last_boundary(interrupted)
+            raise
+        train, before = self.config.train, self._accuracy_before
+        return self.totals.summary(train, self.policy_version, before, after, sha256)
 
     # -- workers --------------------------------------------------------------------------------
 
@@ -172,6 +197,8 @@ class Controller:
             rank=0 if is_rollout else number,
             num_train_ranks=place.train.count,
             pipes=pipes,
+            checkpoint=str(self._checkpoint.path) if self._checkpoint is not None else None,
+            policy_version=self.policy_version,
         )
         target = rollout_main if is_rollout else train_main
         return self.supervisor.spawn(settings.name, target, settings, self._ring)
@@ -211,17 +238,27 @@ class Controller:
         while record.trained is None or not rounds.is_filled:
             if rounds.is_over and not rounds.is_filled:
                 self._start_round(record, rounds)
-            worker, event = self._next_event()
+            try:
+                worker, event = self._next_event()
+            except Interrupted as interrupted:
+                self._halt(interrupted)
+                continue
             match event:
                 case events.GroupScored():
                     self._add_group(worker, event, record, time.monotonic() - started)
                     rounds.add(event)
                 case events.IterationTrained():
                     record.trained = event
+                case events.Halted():
+                    if record.trained is None and self._inbox.interrupted is not None:
+                        raise self._inbox.interrupted
                 case _:
                     raise AssertionError(f"{worker.name} sent {event}")
         self._next_prompt_index = rounds.next_index
         self._finish_iteration(record, time.monotonic() - started)
+        self._file_sizes = self.folder.file_sizes()
+        if self._inbox.interrupted is not None:
+            raise self._inbox.interrupted
 
     def _start_round(self, record: IterationRecord, rounds: Rounds) -> None:
         prompts = rounds.start()
@@ -240,6 +277,7 @@ class Controller:
                 f"{self.config.train.prompts_per_iteration} were due"
             )
         self.policy_version = trained.policy_version
+        self._num_iterations = record.iteration + 1
         metrics = record.metrics(self.reward_names)
         metrics |= self.totals.add_iteration(record, metrics["reward"], seconds)
         line = {"iteration": record.iteration, "policy_version": self.policy_version, **metrics}
@@ -326,21 +364,54 @@ class Controller:
         assert isinstance(saved, events.ModelSaved)
         return saved.weights_sha256
 
+    # -- checkpoints, and the end of a run that is stopped --------------------------------------
+
+    def _save_boundary(self) -> None:
+        self.boundaries.save(
+            self.train_worker.send,
+            policy_version=self.policy_version,
+            num_iterations=self._num_iterations,
+            state={
+                "next_prompt_index": self._next_prompt_index,
+                "accuracy_before": self._accuracy_before,
+                "totals": self.totals.state(),
+                "file_sizes": self._file_sizes,
+            },
+        )
+
+    def _wait_for_checkpoint(self) -> None:
+        while self.boundaries.is_saving:
+            self._inbox.next(self._workers, until=lambda: not self.boundaries.is_saving)
+
+    def _halt(self, interrupted: Interrupted) -> None:
+        """A signal in mid-iteration: what the trainer has begun is dropped. Raises it where nothing
+        is to be saved, or nobody wants to wait."""
+        is_saved = self.boundaries.has(self.policy_version) or self._num_iterations == 0
+        if is_saved or not self.boundaries.are_saved or self._inbox.interrupted is not None:
+            raise interrupted
+        self._begin_to_stop(interrupted)
+        self.train_worker.send(events.Halt())
+        what = f"{interrupted}: waiting for the trainer's micro-batch (again: stop without it)"
+        self.tell(records.Stopping(time.monotonic(), what))
+
+    def _save_last_boundary(self, interrupted: Interrupted) -> None:
+        """The run is stopped: see to it that its last boundary is on the disk, unless a second
+        signal says that nobody waits for it."""
+        is_second = self._inbox.interrupted not in (None, interrupted)
+        if is_second or self._inbox.is_late:
+            return
+        if not self.boundaries.are_saved or self._num_iterations == 0:
+            return
+        if not self.boundaries.has(self.policy_version):
+            self._save_boundary()
+        self._begin_to_stop(interrupted)
+        self._wait_for_checkpoint()
+
+    def _begin_to_stop(self, interrupted: Interrupted) -> None:
+        seconds = self.config.runtime.timeout_seconds
+        self._inbox.begin_to_stop(interrupted, needed=self.train_worker, seconds=seconds)
+
     def _next_event(self) -> tuple[Worker, events.Event]:
-        """The next event that the protocol waits for; activity and notes are passed on to whoever
-        watches."""
-        while True:
-            while self._events:
-                worker, event = self._events.popleft()
-                self._silence.hear(worker.name, event)
-                match event:
-                    case events.Activity():
-                        self.tell(records.WorkerActive(worker.name, event))
-                    case events.Note(text):
-                        self.tell(records.Note(text))
-                    case _:
-                        return worker, event
-            self._events.extend(self.supervisor.wait(TICK_SECONDS))
-            if not self._events:
-                note = self._silence.note(self._workers)
-                self.tell(records.Quiet(time.monotonic(), note))
+        event = self._inbox.next(self._workers)
+        assert event is not None
+        return event

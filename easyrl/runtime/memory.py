@@ -6,6 +6,7 @@ On the CPU a run holds, in float32:
                       for a reference (algorithm.beta) and an old policy
                       (train.updates_per_iteration); of train workers elsewhere, those that
                       train.offload keeps here. Before sharding each worker loads all weights.
+                      While a checkpoint is written, 3 x the weights that it is copied from.
                       With LoRA once the weights, and all else of the adapters alone
     rollout worker    the weights, and a KV cache of all its rows at their full length, in
                       model.dtype
@@ -30,6 +31,8 @@ from easyrl.runtime.placement import Placement
 FLOAT_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 COPIES_TO_TRAIN = 4
+COPIES_TO_SAVE = 3
+"""Weights and AdamW's two moments."""
 
 
 def check_memory(
@@ -51,13 +54,16 @@ def check_memory(
     share = DTYPE_BYTES[config.model.dtype] / FLOAT_BYTES  # of what is in model.dtype
     cache = int(num_rows * row_tokens * kv_bytes_per_token(model.config) * share)
     is_here = placement.train.kind == "cpu"
+    saved = COPIES_TO_SAVE if is_here and config.train.keep_checkpoints else 0
     of_trainer, adapters = _copies_of_trainer(config, is_here=is_here), 0
     if num_trained is not None:
-        of_trainer, adapters = int(is_here), FLOAT_BYTES * num_trained * of_trainer
+        adapters = FLOAT_BYTES * num_trained * (of_trainer + saved)
+        of_trainer, saved = int(is_here), 0
     if placement.train.count > 1:
         of_trainer = max(of_trainer, placement.train.count)
     copies = num_rollout * share + of_trainer
-    needed, available = copies * weights + adapters + cache + ring_bytes, available_memory_bytes()
+    needed = (copies + saved) * weights + adapters + cache + ring_bytes
+    available = available_memory_bytes()
     if needed <= available:
         return
     parts = {
@@ -69,6 +75,8 @@ def check_memory(
         f"rollout.num_generations ({config.rollout.num_generations}), "
         f"rollout.max_completion_length ({config.rollout.max_completion_length}) or "
         f"data.max_prompt_length ({config.data.max_prompt_length})": cache,
+        f"what a checkpoint is written from, {COPIES_TO_SAVE} x the model: "
+        "train.keep_checkpoints=0 writes none": saved,
         f"ring buffer: lower rollout.ring_slots ({config.ring_slots})": ring_bytes,
     }
     shares = sorted(parts.items(), key=lambda part: -part[1])
@@ -113,14 +121,23 @@ def check_shared_device(
             )
 
 
-def check_disk(folder: Path, model: ModelFiles) -> None:
-    """Raise ConfigError where the final model does not fit the disk that `folder` will be on."""
+def check_disk(folder: Path, model: ModelFiles, num_checkpoints: int) -> None:
+    """Raise ConfigError where the final model and so many checkpoints, with the one that is being
+    written, do not fit the disk that `folder` will be on."""
     there = next(parent for parent in folder.absolute().parents if parent.exists())
-    needed, free = FLOAT_BYTES * (model.num_weights or 0), shutil.disk_usage(there).free
-    if needed > free:
+    weights, free = FLOAT_BYTES * (model.num_weights or 0), shutil.disk_usage(there).free
+    saved = COPIES_TO_SAVE * weights
+    if weights > free:
         raise ConfigError(
-            f"output.dir (--output): the final model has {_size(needed)}, but the disk of "
+            f"output.dir (--output): the final model has {_size(weights)}, but the disk of "
             f"'{folder}' has {_size(free)} left; accepted: a folder on a disk with room"
+        )
+    if num_checkpoints and weights + (num_checkpoints + 1) * saved > free:
+        raise ConfigError(
+            f"train.keep_checkpoints: {num_checkpoints} came, and one more while it is written; "
+            f"each has {_size(saved)} and the final model {_size(weights)}, but the disk of "
+            f"'{folder}' has {_size(free)} left; accepted: fewer (0: none, and no --resume), or an "
+            "output.dir (--output) on a disk with room"
         )
 
 

@@ -10,14 +10,16 @@ started, no weights are loaded. Raises ValueError for what the user can mend.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from easyrl import devices
 from easyrl.config import Config, ConfigError
 from easyrl.data.datasets import PromptStream, open_prompts
 from easyrl.data.prompt_check import CheckedPrompts, check_prompts
 from easyrl.hub import BUILT_IN_MODELS
-from easyrl.model.files import read_model_files
+from easyrl.model.files import fingerprint, read_model_files
 from easyrl.model.lora import check_lora
 from easyrl.model.pretrained import (
     check_rope,
@@ -28,6 +30,7 @@ from easyrl.model.pretrained import (
 from easyrl.rewards.loading import check_rewards
 from easyrl.runtime.memory import check_disk, check_memory, check_shared_device
 from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.resume import Resume, check_same
 from easyrl.runtime.ring import ring_layout
 from easyrl.runtime.run_folder import folder_of, refuse_existing
 from easyrl.tasks import TASKS
@@ -43,12 +46,15 @@ class Preflight:
     placement: Placement
     num_trained: int | None
     """Elements of LoRA's adapters; None: all weights are trained."""
+    identity: Mapping[str, Any]
+    """What a resumed run must find again: of some keys, what they name."""
 
 
-def check_run(config: Config) -> Preflight:
+def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     """Raises ValueError, with the key that mends it, for what would not work."""
     folder = folder_of(config)
-    refuse_existing(folder)
+    if resume is None:
+        refuse_existing(folder)
     files = read_model_files(config.model.path)
     prompts = open_prompts(config)
     check_rewards(config, prompts.prompt(0))
@@ -63,8 +69,15 @@ def check_run(config: Config) -> Preflight:
         check_shared_device(
             config, placement, files, total_bytes=total_bytes, num_trained=num_trained
         )
-    check_disk(folder, files)
-    return Preflight(checked.stream, checked.num_skipped, placement, num_trained)
+    is_small = resume is not None or num_trained is not None  # checkpoints are there, or tiny
+    check_disk(folder, files, 0 if is_small else config.train.keep_checkpoints)
+    identity = {
+        "model.path": fingerprint(config.model.path),
+        "data.dataset": checked.stream.epoch_length,
+    }
+    check_same(resume, "model.path", f"the files of {config.model.path} are", identity)
+    check_same(resume, "data.dataset", f"the rows of {config.data.dataset} are", identity)
+    return Preflight(checked.stream, checked.num_skipped, placement, num_trained, identity)
 
 
 def _check_prompts(config: Config, prompts: PromptStream) -> CheckedPrompts:

@@ -6,41 +6,65 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
 from types import FrameType
 
 from easyrl import records
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
+from easyrl.model.checkpoint_files import checkpoints_in, discard_unfinished, set_aside
 from easyrl.records import Observer, tell_all
 from easyrl.runtime.placement import describe, device_names
 from easyrl.runtime.preflight import Preflight, check_run
+from easyrl.runtime.resume import Resume, find_resume
 from easyrl.runtime.ring import make_ring
-from easyrl.runtime.run_folder import RunFolder, RunFolderLost
+from easyrl.runtime.run_folder import RunFolder, RunFolderLost, read_lines
 
 FINISHED, FAILED, USER_ERROR = 0, 1, 2
 SIGNALLED = 128
 """Plus the signal's number: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
 
 
-def run(config: Config, observers: Sequence[Observer] = ()) -> int:
+def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None = None) -> int:
     """Train; returns the exit code. Raises ValueError for what the user can mend.
 
-    Observers are told of no run before all that is checked here has passed.
+    `resume`: the folder of a run that is to go on. Observers are told of no run before all that is
+    checked here has passed.
     """
     started = time.monotonic()
     tell_all(observers)(records.CheckStarted("checking the model, the data and the devices"))
-    preflight = check_run(config)
+    resumed = find_resume(config, resume)
+    if resumed is not None and resumed.is_finished(config):
+        tell_all(observers)(records.RunEnded(FINISHED, _nothing_to_do(resumed)))
+        return FINISHED
+    preflight = check_run(config, resumed)
     ring = make_ring(config, preflight.placement)
-    folder = RunFolder(config)
+    if resumed is None:
+        folder = RunFolder(config)
+    else:
+        folder = RunFolder.again(config, resumed.lock, resumed.file_sizes)
+        for path in resumed.broken:
+            set_aside(path)
+        discard_unfinished(folder.checkpoints)
     tell = tell_all([folder.observe, *observers])
     before = {}
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
             before[signum] = signal.signal(signum, _interrupt)
     try:
-        ended = _run(config, preflight, ring=ring, folder=folder, started=started, tell=tell)
+        ended = _run(
+            config,
+            preflight,
+            ring=ring,
+            folder=folder,
+            started=started,
+            tell=tell,
+            resumed=resumed,
+        )
         tell(ended)
     finally:
+        folder.close()
         for signum, handler in before.items():
             signal.signal(signum, handler)
     return ended.exit_code
@@ -54,6 +78,7 @@ def _run(
     folder: RunFolder,
     started: float,
     tell: Observer,
+    resumed: Resume | None,
 ) -> records.RunEnded:
     """From the first record to the last but one."""
     placement = preflight.placement
@@ -63,24 +88,53 @@ def _run(
         config,
         devices=device_names(placement),
         num_slots=config.ring_slots,
-        description="\n".join([*_notes(config, preflight), describe(placement)]),
+        description="\n".join([*_notes(config, preflight, resumed), describe(placement)]),
+        num_iterations=resumed.num_iterations if resumed is not None else 0,
     )
     try:
         try:
             tell(run)
+            if resumed is not None:
+                tell(_what_was(resumed))
         except (ValueError, OSError) as error:  # an observer cannot start: nor does the run
             folder.discard()
             raise ValueError(str(error)) from error
-        return _train(config, preflight, ring=ring, folder=folder, started=started, tell=tell)
+        return _train(
+            config,
+            preflight,
+            ring=ring,
+            folder=folder,
+            started=started,
+            tell=tell,
+            resumed=resumed,
+        )
     except KeyboardInterrupt as interrupt:  # before the supervisor hears of signals, or after
         signum = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
-        message = f"stopped by {signum.name}; what there is lies in {folder.path}"
+        message = _stopped(signum.name, folder)
         return records.RunEnded(SIGNALLED + signum, message)
 
 
-def _notes(config: Config, preflight: Preflight) -> list[str]:
+def _what_was(resumed: Resume) -> records.RunResumed:
+    """What the run folder tells of the iterations that are done."""
+    metrics = resumed.folder / "metrics.jsonl"
+    lines = read_lines(metrics) if metrics.is_file() else []
+    state = resumed.checkpoint.state if resumed.checkpoint is not None else {}
+    accuracy = state.get("accuracy_before")
+    accuracies = [] if accuracy is None else [(0, float(accuracy))]
+    return records.RunResumed(lines, accuracies)
+
+
+def _nothing_to_do(resumed: Resume) -> str:
+    done = resumed.num_iterations
+    return (
+        f"{resumed.folder} has finished its {done} iterations; nothing is left to do "
+        f"(--iterations with a total over {done} trains on)"
+    )
+
+
+def _notes(config: Config, preflight: Preflight, resumed: Resume | None) -> list[str]:
     """What the user should know before the run."""
-    notes = []
+    notes = [] if resumed is None else [resumed.describe(config)]
     if preflight.num_prompts_skipped:
         notes.append(
             f"prompts skipped: {preflight.num_prompts_skipped} (longer than data.max_prompt_length="
@@ -112,6 +166,7 @@ def _train(
     folder: RunFolder,
     started: float,
     tell: Observer,
+    resumed: Resume | None,
 ) -> records.RunEnded:
     """From spawned workers to none left: how it ended."""
     try:
@@ -125,17 +180,19 @@ def _train(
                 config,
                 preflight.placement,
                 prompts=preflight.prompts,
+                identity=preflight.identity,
                 folder=folder,
                 supervisor=supervisor,
                 ring=ring,
                 started=started,
                 tell=tell,
+                checkpoint=resumed.checkpoint if resumed is not None else None,
             )
             summary = controller.run()
         summary["prompts_skipped"] = preflight.num_prompts_skipped
         tell(records.RunFinished(time.monotonic(), summary))
     except Interrupted as interrupted:
-        message = f"stopped by {interrupted}; what there is lies in {folder.path}"
+        message = _stopped(str(interrupted), folder)
         return records.RunEnded(SIGNALLED + interrupted.signum, message)
     except WorkerFailure as failure:
         return records.RunEnded(USER_ERROR if failure.is_user_error else FAILED, str(failure))
@@ -144,6 +201,13 @@ def _train(
     except Exception as error:
         return _failed(error, folder)
     return records.RunEnded(FINISHED, "")
+
+
+def _stopped(by: str, folder: RunFolder) -> str:
+    message = f"stopped by {by}; what there is lies in {folder.path}"
+    if checkpoints_in(folder.checkpoints):
+        message += f"\nto go on: easyrl grpo --resume {quote(str(folder.path))}"
+    return message
 
 
 def _failed(error: Exception, folder: RunFolder) -> records.RunEnded:

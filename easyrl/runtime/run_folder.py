@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -11,10 +12,11 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from easyrl import __version__, records
 from easyrl.config import Config, ConfigError, to_commented_yaml
+from easyrl.model.checkpoint_files import CHECKPOINTS
 from easyrl.records import Record
 
 
@@ -22,13 +24,56 @@ class RunFolderLost(OSError):
     """The folder is gone or cannot be written any more; the message says which and why."""
 
 
+GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl", "trace.json")
+"""Files that something is added to while a run goes on, whole lines at a time."""
+
+
 class RunFolder:
     """`config.yaml` at the start, a line of `metrics.jsonl` per iteration, `summary.json` last."""
 
+    is_resumed = False
+
     def __init__(self, config: Config) -> None:
-        """Make the folder. Raises ConfigError where it exists or cannot be made, and leaves
-        nothing of it then."""
+        """Make the folder, and hold it. Raises ConfigError where it exists or cannot be made, and
+        leaves nothing of it then."""
         self.path = folder_of(config)
+        self._make(config)
+        self._lock = lock_folder(self.path)
+
+    @classmethod
+    def again(cls, config: Config, lock: int, sizes: Mapping[str, int]) -> Self:
+        """The folder of a run that goes on, held by `lock`, with its growing files as they were at
+        these sizes. Raises ConfigError where it cannot be written."""
+        folder = cls.__new__(cls)
+        folder.path, folder._lock = folder_of(config), lock
+        folder.is_resumed = True
+        folder._go_back(config, sizes)
+        return folder
+
+    def _go_back(self, config: Config, sizes: Mapping[str, int]) -> None:
+        try:
+            (self.path / "logs").mkdir(exist_ok=True)
+            new = self.path / "config.yaml.unfinished"
+            new.write_text(to_commented_yaml(config))
+            new.rename(self.path / "config.yaml")
+            for name in GROWING:
+                file = self.path / name
+                if file.exists() and file.stat().st_size > sizes.get(name, 0):
+                    os.truncate(file, sizes.get(name, 0))
+            (self.path / "summary.json").unlink(missing_ok=True)  # it is of the end
+        except OSError as error:
+            raise ConfigError(
+                f"output.dir (--output, --resume): '{self.path}' cannot be written: "
+                f"{error.strerror}; accepted: a run folder on a disk that can be written and has "
+                "room"
+            ) from None
+
+    def file_sizes(self) -> dict[str, int]:
+        """Of the growing files as they are now, in bytes."""
+        files = {name: self.path / name for name in GROWING}
+        return {name: file.stat().st_size for name, file in files.items() if file.exists()}
+
+    def _make(self, config: Config) -> None:
         parents = [parent for parent in self.path.parents if not os.path.lexists(parent)]
         is_made = False
         try:
@@ -50,8 +95,17 @@ class RunFolder:
             ) from None
 
     def discard(self) -> None:
-        """Remove the folder again: the run does not begin after all."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the folder again, if it is a new one: the run does not begin after all."""
+        if not self.is_resumed:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let others write to the folder."""
+        os.close(self._lock)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
 
     @property
     def model(self) -> Path:
@@ -152,6 +206,23 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def folder_of(config: Config) -> Path:
     """Where the run folder will be."""
     return Path(config.output.dir or _default_name(config)).expanduser()
+
+
+def lock_folder(folder: Path) -> int:
+    """Raise ConfigError where another process holds it; the system lets go of it when the process
+    that does so ends, however that comes about."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(
+            f"output.dir (--output, --resume): the run in '{folder}' is going on; two cannot write "
+            "to one folder: stop it first, or give this one a folder of its own"
+        ) from None
+    except OSError:
+        pass  # a file system that knows no locks
+    return descriptor
 
 
 def refuse_existing(folder: Path) -> None:

@@ -140,16 +140,22 @@ class Supervisor:
         self._workers.append(worker)
         return worker
 
-    def wait(self, timeout_seconds: float | None = None) -> list[tuple[Worker, events.Event]]:
+    def wait(
+        self, timeout_seconds: float | None = None, *, needed: Worker | None = None
+    ) -> list[tuple[Worker, events.Event]]:
         """Events that have come, waiting for one at most so long (None: for ever).
 
-        Raises Interrupted after SIGINT or SIGTERM, WorkerFailure when a worker failed or died.
+        Raises Interrupted once for each SIGINT, SIGTERM or SIGHUP, WorkerFailure when a worker
+        failed or died (only `needed`, if that is given).
         """
         open_pipes = {worker.control: worker for worker in self._workers if worker.is_open}
-        sentinels = {worker.process.sentinel: worker for worker in self._workers}
+        watched = self._workers if needed is None else [needed]
+        sentinels = {worker.process.sentinel: worker for worker in watched}
         ready = wait([*open_pipes, *sentinels, self._wake_reader], timeout_seconds)
         if self._signum is not None:
-            raise Interrupted(self._signum)
+            signum, self._signum = self._signum, None
+            os.read(self._wake_reader, 4096)
+            raise Interrupted(signum)
         received = [
             (worker, event)
             for pipe, worker in open_pipes.items()
@@ -157,7 +163,9 @@ class Supervisor:
             for event in self._receive(worker)
         ]
         failures = [
-            (worker, event) for worker, event in received if isinstance(event, events.Failed)
+            (worker, event)
+            for worker, event in received
+            if isinstance(event, events.Failed) and worker in watched
         ]
         if failures or any(sentinel in ready for sentinel in sentinels):
             cause = self._first_cause(failures)

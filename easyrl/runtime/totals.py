@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,16 @@ LAST_ITERATIONS = 5
 
 
 class Totals:
-    def __init__(self, num_devices: int, started: float) -> None:
-        """`started`: when the command began, as `time.monotonic` tells it."""
+    def __init__(
+        self, num_devices: int, started: float, before: Mapping[str, Any] | None = None
+    ) -> None:
+        """`started`: when the command began, as `time.monotonic` tells it. `before`: the `state`
+        at which a resumed run goes on."""
         self._num_devices = num_devices
         self._started = started
         self.first_rollout_seconds: float | None = None
         self._rewards: list[float] = []
+        self._earlier_seconds = 0.0  # of the run's commands before this one
         self._iteration_seconds = 0.0
         self.weights_seconds = 0.0
         self.completion_tokens = 0
@@ -36,6 +41,24 @@ class Totals:
         self.groups_replaced = 0
         self.groups_not_replaced = 0
         self.reward_errors = 0
+        self._names = vars(self).keys() - {"_num_devices", "_started"}
+        if before is not None:
+            vars(self).update({name: before[name] for name in self._names})
+            if before["largest_logp_difference"] is None:
+                self.largest_logp_difference = math.nan
+
+    def state(self) -> dict[str, Any]:
+        """All sums so far, as JSON can tell them."""
+        state = {name: getattr(self, name) for name in self._names}
+        state["_rewards"] = list(self._rewards)
+        state["_earlier_seconds"] = self._wall_seconds
+        if math.isnan(self.largest_logp_difference):
+            state["largest_logp_difference"] = None
+        return state
+
+    @property
+    def _wall_seconds(self) -> float:
+        return self._earlier_seconds + time.monotonic() - self._started
 
     def note_rollout(self) -> bool:
         """A rollout has come; returns whether it is the run's first."""
@@ -107,7 +130,7 @@ class Totals:
             "iterations": train.iterations,
             "updates_per_iteration": train.updates_per_iteration,  # the first strictly on-policy
             "policy_version": policy_version,
-            "wall_seconds": time.monotonic() - self._started,
+            "wall_seconds": self._wall_seconds,
             "first_rollout_seconds": self.first_rollout_seconds,
             "reward_first": sum(first) / len(first) if first else math.nan,
             "reward_last": sum(last) / len(last) if last else math.nan,

@@ -17,7 +17,7 @@ all come to the same collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -52,6 +52,10 @@ class UpdateEnd:
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A rank has its share; it needs the slots no more."""
+
+
+class Halted(Exception):
+    """The iteration under way is dropped."""
 
 
 class Followers:
@@ -119,22 +123,34 @@ class Leader:
 class Leading:
     """Rank 0's micro-batches of the stream's updates, while the others are told theirs."""
 
-    def __init__(self, stream: GroupStream, packing: Packing, followers: Followers) -> None:
+    def __init__(
+        self,
+        stream: GroupStream,
+        packing: Packing,
+        followers: Followers,
+        hear_commands: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`hear_commands` raises Halted where the iteration is to be dropped: it is called while
+        no rank has begun the next micro-step, or the optimizer's step, so that none waits for
+        another one in vain."""
         self.stream = stream
         self._packing = packing
         self._followers = followers
+        self._hear_commands = hear_commands
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Of the next update."""
         if self.stream.is_exhausted:
             self.stream.begin_next_update()
         for step in micro_steps(self.stream, self._packing, self._followers.num_ranks):
+            self._hear_commands()
             self._followers.hand_out(step.shares[1:])
             batch = self._packing.pack([placed.rollout for placed in step.shares[0]])
             self._followers.wait_until_packed()
             for lease in step.leases:
                 lease.release()
             yield batch
+        self._hear_commands()
         self._followers.tell(UpdateEnd(self.num_loss_tokens))
 
     @property
@@ -171,6 +187,8 @@ class Following:
             yield batch
         if isinstance(message, events.Stop):
             raise SystemExit(0)
+        if isinstance(message, events.Halt):
+            raise Halted
         assert isinstance(message, UpdateEnd)
         self.num_loss_tokens = message.num_loss_tokens
 

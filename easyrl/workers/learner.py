@@ -11,6 +11,7 @@ and the same metrics.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from easyrl.algorithm.schedule import learning_rate_factor
 from easyrl.config import Config
 from easyrl.data.packing import MicroBatch
 from easyrl.model.attention import PackedGroups
+from easyrl.model.checkpoint import copy_of_training, read_tensors
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part
 from easyrl.model.tri_model import PackedInput, TriModel
@@ -79,6 +81,21 @@ class Learner:
             self._means |= CORRECTION_MEANS
         self._zero_gradients()
         self.begin_iteration(0)
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of what is trained, as a checkpoint holds it (`model.checkpoint`)."""
+        return copy_of_training(self.policy.model, self.optimizer, rank=self.ranks.rank)
+
+    def restore(self, checkpoint: Path, policy_version: int) -> None:
+        """Go on from a checkpoint. The reference stays the model that was loaded: the start's."""
+        read_tensors(
+            checkpoint,
+            self.policy.model,
+            self.optimizer,
+            rank=self.ranks.rank,
+            process_group=self.ranks.group_for_files,
+        )
+        self.policy_version = policy_version
 
     def begin_iteration(self, iteration: int) -> None:
         """The policy as it is now is the old policy of this iteration's updates."""

@@ -41,6 +41,11 @@ class WorkerSettings:
     pipes: tuple[Connection, ...] = ()
     """Of train rank 0: to each other rank; of another one: to rank 0."""
 
+    checkpoint: str | None = None
+    """Where a resumed run goes on (None: at its start)."""
+    policy_version: int = 0
+    """Of that checkpoint."""
+
     def join_weights(self, membership: int, rank: int, size: int) -> WeightChannel:
         from easyrl.channels.weights import WeightChannel
 

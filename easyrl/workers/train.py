@@ -2,7 +2,10 @@
 
              ┌─ ExchangeWeights: broadcast policy_version to the rollout workers
 controller ──┼─ TrainIteration:  ring ─► micro-batches ─► Learner ─► steps
+             ├─ SaveCheckpoint:  a copy of the boundary ─► CheckpointSaver (a thread)
              └─ SaveModel
+
+`Stop` and `Halt` are also heard while an iteration is under way, between two micro-batches.
 
 consumes: groups (ring)          waits for: the next group, the controller's next command
 produces: weights, metrics       unblocks:  rollout workers waiting for weights or ring slots
@@ -14,12 +17,14 @@ ring, sends weights and writes files, and passes on to the others what they do w
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from easyrl import events
 from easyrl.channels.ring_buffer import RingPort
@@ -28,13 +33,15 @@ from easyrl.config import Config
 from easyrl.cores import pin
 from easyrl.delays import maybe_sleep
 from easyrl.heap import keep_freed_memory
+from easyrl.model.export import ADAPTER, export_adapter, export_model
 from easyrl.model.policy import Policy
 from easyrl.model.pretrained import load_tokenizer
 from easyrl.model.sharding import TrainRanks, whole
-from easyrl.workers.assignment import Followers, Following, Leader, Leading
+from easyrl.workers.assignment import Followers, Following, Halted, Leader, Leading
 from easyrl.workers.group_stream import GroupStream
 from easyrl.workers.learner import Learner
 from easyrl.workers.micro_steps import NOTHING, Packing
+from easyrl.workers.saver import CheckpointSaver
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
@@ -58,12 +65,18 @@ class TrainWorker:
         pin(settings.cores)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.timeline = Timeline(control.send)
+        self.timeline = Timeline(self._send)
+        self._sending = threading.Lock()  # the saver tells of its end from a thread
         self.followers = Followers(settings.pipes, self.config.runtime.timeout_seconds)
         self.leader = (
             None if settings.rank == 0 else Leader(settings.pipes[0], control, self.timeline)
         )
         self.ranks = self._join_ranks()
+        self.saver = CheckpointSaver(
+            self._reply, keep=self.config.train.keep_checkpoints, ranks=self.ranks
+        )
+        self._boundary: tuple[int, Mapping[str, Tensor]] | None = None
+        """The state at this policy version, where the policy goes on from it meanwhile."""
         control.send(events.Starting("loading the model"))
         policy = Policy.load(
             self.config.model.path,
@@ -71,12 +84,14 @@ class TrainWorker:
             trust_remote_code=self.config.model.trust_remote_code,
             attention=self.config.model.attention,
         )
-        if policy.obstacle is not None and self.leader is None:
-            control.send(events.Note(_REPEATED.format(policy.obstacle)))
+        if policy.obstacle is not None:
+            self._reply(events.Note(_REPEATED.format(policy.obstacle)))
         if self.config.model.lora.rank is not None:
             model = self.config.model
             policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
         self.learner = Learner(policy, self.config, self.ranks)
+        if settings.checkpoint is not None:
+            self.learner.restore(Path(settings.checkpoint), settings.policy_version)
         self.channel: WeightChannel | None = None
 
     def _join_ranks(self) -> TrainRanks:
@@ -118,17 +133,33 @@ class TrainWorker:
             case events.JoinWeights(membership, rank, size):
                 self.channel = self.settings.join_weights(membership, rank, size)
                 if self.channel.obstacle is not None:
-                    self.control.send(events.Note(_COPIED.format(self.channel.obstacle)))
+                    self._send(events.Note(_COPIED.format(self.channel.obstacle)))
             case events.ExchangeWeights(version):
                 self._send_weights(version)
             case events.TrainIteration(iteration):
-                self._reply(self._train_iteration(iteration))
+                self._train_iteration(iteration)
+            case events.SaveCheckpoint() as command:
+                self.saver.save(command, self._state_at(command.policy_version))
+            case events.Halt():
+                self._reply(events.Halted())
             case events.SaveModel(folder):
                 self._reply(self._save(Path(folder)))
 
     def _reply(self, event: events.Event) -> None:
+        """What one of the ranks says for all of them."""
         if self.leader is None:
+            self._send(event)
+
+    def _send(self, event: events.Event) -> None:
+        with self._sending:
             self.control.send(event)
+
+    def _state_at(self, policy_version: int) -> Mapping[str, Tensor]:
+        """Of the newest boundary, whether or not its next iteration has begun."""
+        if self._boundary is not None and self._boundary[0] == policy_version:
+            return self._boundary[1]
+        assert self.learner.policy_version == policy_version
+        return self.learner.state()
 
     def _send_weights(self, version: int) -> None:
         assert version == self.learner.policy_version
@@ -143,9 +174,22 @@ class TrainWorker:
                 for weight in policy.weights():  # rank 0 gathers them, in the same order
                     whole(weight.make(), dtype)
         self.timeline.report()
-        self.control.send(events.WeightsExchanged(version))
+        self._send(events.WeightsExchanged(version))
 
-    def _train_iteration(self, iteration: int) -> events.IterationTrained:
+    def _train_iteration(self, iteration: int) -> None:
+        version = self.learner.policy_version
+        keeps_boundary = (
+            self.config.train.updates_per_iteration > 1 and self.config.train.keep_checkpoints > 0
+        )
+        # What the first update changes could not be saved any more if the others are dropped.
+        self._boundary = (version, self._state_at(version)) if keeps_boundary else None
+        try:
+            self._reply(self._trained_iteration(iteration))
+        except Halted:
+            self.followers.tell(events.Halt())
+            self._reply(events.Halted())
+
+    def _trained_iteration(self, iteration: int) -> events.IterationTrained:
         assigned = self._assigned(iteration)
         self.learner.begin_iteration(iteration)
         updates = range(self.config.train.updates_per_iteration)
@@ -184,7 +228,7 @@ class TrainWorker:
             wait_for_group=self._wait_for_group,
             mask_truncated=algorithm.mask_truncated_completions,
         )
-        return Leading(stream, packing, self.followers)
+        return Leading(stream, packing, self.followers, self._hear_commands)
 
     def _train_update(self, assigned: Leading | Following) -> float:
         """Train the next update and step; returns the busy seconds."""
@@ -214,32 +258,27 @@ class TrainWorker:
 
     def _wait_for_group(self) -> None:
         with self.timeline.measure("wait"):
-            ready = wait([self.port.readable_fd, self.control])
-        if self.control in ready:  # only Stop comes while an iteration is under way
-            raise SystemExit(0)
+            wait([self.port.readable_fd, self.control])
+        self._hear_commands()
+
+    def _hear_commands(self) -> None:
+        """Only these two come while an iteration is under way."""
+        if self.control.poll():
+            match self.control.recv():
+                case events.Halt():
+                    raise Halted
+                case events.Stop():
+                    raise SystemExit(0)
 
     def _save(self, folder: Path) -> events.ModelSaved:
         tokenizer = load_tokenizer(
             self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
         )
-        policy = self.learner.policy
-        if policy.adapter is not None:
-            _save_whole(folder.with_name("adapter"), policy.adapter.save)
-            policy.merge_adapter()
         # First: nobody waits for rank 0 while it writes.
+        policy, is_writer = self.learner.policy, self.leader is None
+        if policy.adapter is not None:
+            export_adapter(policy, folder.with_name(ADAPTER))
+            policy.merge_adapter()
         weights_sha256 = policy.weights_sha256()
-        is_writer = self.leader is None
-        _save_whole(
-            folder,
-            lambda unfinished: policy.save(unfinished, tokenizer, is_writer=is_writer),
-            is_writer=is_writer,
-        )
+        export_model(policy, tokenizer, folder, is_writer=is_writer)
         return events.ModelSaved(weights_sha256)
-
-
-def _save_whole(folder: Path, save: Callable[[Path], None], *, is_writer: bool = True) -> None:
-    """Under its own name there is never half a folder."""
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    save(unfinished)
-    if is_writer:
-        unfinished.rename(folder)

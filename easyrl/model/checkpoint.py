@@ -1,0 +1,191 @@
+"""The tensors of a checkpoint: what is trained and what the optimizer knows of it.
+
+    model, optimizer ──copy_of_training──► CPU tensors ──write_tensors──► safetensors
+                     ◄───────────────────read_tensors───────────────────
+
+Names: `model.<parameter>`, `optimizer.<parameter>.<exp_avg, …>` and `random.<rank>`; frozen
+parameters are left out, tied ones stand once. They are written and read by
+torch.distributed.checkpoint over its Hugging Face storage: each rank writes what it holds into
+safetensors of its own, and reads what it needs, however many ranks have written. There is no pickle
+in it, and what is no tensor is JSON (`checkpoint_files`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+FILE_BYTES = 2**30
+"""A safetensors file is put together in memory before it is written: about so large each."""
+
+
+@torch.no_grad()
+def copy_of_training(model: nn.Module, optimizer: Optimizer, *, rank: int = 0) -> dict[str, Tensor]:
+    """Copies on the CPU, with this rank's random states; where a tensor is sharded, of its part
+    of it."""
+    tensors = {**_training(model, optimizer), f"random.{rank}": _random_states(model)}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def wait_for_ranks(process_group: Any = None) -> None:
+    """Until all ranks of the group have come here."""
+    if process_group is not None:
+        dist.barrier(process_group)
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: Any = None) -> None:
+    """Write them to `folder`, and do not return before they are on the disk.
+
+    All ranks of `process_group` (None: there is one rank) call this together; it is a group of its
+    own where it is called beside the training. Raises OSError, or what torch makes of one.
+    """
+    index, file_bytes = 1, 0
+    files: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if file_bytes and file_bytes + size > FILE_BYTES:
+            index, file_bytes = index + 1, 0
+        files[name] = index
+        file_bytes += size
+    # The first rank's list is taken for all of them, and each has random states of its own.
+    num_ranks = 1 if process_group is None else process_group.size()
+    files |= {f"random.{rank}": 1 for rank in range(num_ranks)}
+    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+    save(
+        dict(tensors),
+        storage_writer=writer,
+        process_group=process_group,
+        no_dist=process_group is None,
+    )
+
+
+@torch.no_grad()
+def read_tensors(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    rank: int = 0,
+    process_group: Any = None,
+) -> None:
+    """Put what `folder` holds in the place of what is there, to the last bit.
+
+    Without an optimizer the weights alone are read. A rank that the checkpoint was not written by
+    keeps its random states. Raises ValueError where the checkpoint is of another model, before
+    anything is changed.
+    """
+    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    sizes = {
+        name: tuple(tensor.size)
+        for name, tensor in stored.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    }
+    _check_model(folder, model, sizes)
+    tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in _trained(model).items()}
+    random_states = torch.zeros(0, dtype=torch.uint8)
+    if optimizer is not None:
+        _make_room(model, optimizer, sizes)
+        tensors = _training(model, optimizer)
+        if f"random.{rank}" in sizes:
+            random_states = torch.zeros(sizes[f"random.{rank}"], dtype=torch.uint8)
+            tensors[f"random.{rank}"] = random_states
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank is no mistake
+        load(
+            tensors,
+            storage_reader=HuggingFaceStorageReader(str(folder)),
+            process_group=process_group,
+            no_dist=process_group is None,
+        )
+    if len(random_states):
+        _set_random_states(random_states, model)
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By their names, tied ones once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _training(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in _trained(model).items():
+        tensors[f"model.{name}"] = parameter
+        for kind, value in optimizer.state[parameter].items():
+            tensors[f"optimizer.{name}.{kind}"] = value
+    return tensors
+
+
+def _make_room(
+    model: nn.Module, optimizer: Optimizer, sizes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """An optimizer knows nothing before its first step: give it all that it will read."""
+    is_fused = {id(p): group["fused"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in _trained(model).items():
+        prefix = f"optimizer.{name}."
+        state = optimizer.state[parameter]
+        for key, size in sizes.items():
+            if key.startswith(prefix):
+                device = parameter.device if is_fused[id(parameter)] else "cpu"
+                is_step = size != tuple(parameter.shape)
+                room = torch.zeros(size, device=device) if is_step else torch.zeros_like(parameter)
+                state[key.removeprefix(prefix)] = room
+
+
+def _check_model(folder: Path, model: nn.Module, sizes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError where the checkpoint's weights are not the model's."""
+    wanted = {f"model.{name}": tuple(p.shape) for name, p in _trained(model).items()}
+    found = {name: size for name, size in sizes.items() if name.startswith("model.")}
+    if wanted == found:
+        return
+    name = min(n for n in wanted | found if wanted.get(n) != found.get(n))
+    shapes = [
+        f"of shape {list(where[name])}" if name in where else "missing" for where in (found, wanted)
+    ]
+    raise ValueError(
+        f"'{folder}' is a checkpoint of another model: the weight {name.removeprefix('model.')} is "
+        f"{shapes[0]} there and {shapes[1]} in the model (model.path); accepted: the model that "
+        "the run started from"
+    )
+
+
+def _random_states(model: nn.Module) -> Tensor:
+    """Of every generator that code of a model may draw from, as the bytes of a JSON text."""
+    name, keys, *rest = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+    }
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state(device).tolist()
+    return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
+
+
+def _set_random_states(content: Tensor, model: nn.Module) -> None:
+    states = json.loads(bytes(content.tolist()))
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    device = next(model.parameters()).device
+    if device.type != "cpu" and "device" in states:
+        state = torch.tensor(states["device"], dtype=torch.uint8)
+        torch.get_device_module(device).set_rng_state(state, device)

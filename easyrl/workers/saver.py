@@ -1,0 +1,78 @@
+"""Checkpoints written beside the training, one at a time.
+
+boundary ──► copies on the CPU ──► thread: unfinished folder ──► rename ──► older ones removed
+                                                                    └──► CheckpointSaved
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from easyrl.events import CheckpointSaved, SaveCheckpoint
+from easyrl.model.checkpoint import wait_for_ranks, write_tensors
+from easyrl.model.checkpoint_files import (
+    discard_unfinished,
+    keep_newest,
+    publish,
+    unfinished,
+    unfinished_name,
+)
+from easyrl.model.sharding import TrainRanks
+
+
+class CheckpointSaver:
+    def __init__(
+        self, send: Callable[[CheckpointSaved], None], *, keep: int, ranks: TrainRanks
+    ) -> None:
+        """`send` is called in a thread of its own; the newest `keep` checkpoints stay. All of
+        `ranks` save the same ones, and the first makes and publishes the folder."""
+        self._send = send
+        self._keep = keep
+        self._ranks = ranks
+        self._thread: threading.Thread | None = None
+
+    def save(self, command: SaveCheckpoint, tensors: Mapping[str, Tensor]) -> None:
+        """Begin to write `tensors`, which nobody changes any more. Waits for the one before."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = threading.Thread(target=self._write, args=(command, tensors), daemon=True)
+        self._thread.start()
+
+    def _write(self, command: SaveCheckpoint, tensors: Mapping[str, Tensor]) -> None:
+        path, began = Path(command.path), time.monotonic()
+        error = ""
+        try:
+            self._write_whole(path, command.state, tensors)
+        except BaseException as cause:  # torch's own CheckpointException is no Exception
+            error = _reason(cause)
+            if self._ranks.rank == 0:
+                discard_unfinished(path.parent)  # room for the next one
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self._send(CheckpointSaved(command.policy_version, time.monotonic() - began, size, error))
+
+    def _write_whole(
+        self, path: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> None:
+        is_first, group = self._ranks.rank == 0, self._ranks.group_for_files
+        folder = unfinished(path) if is_first else unfinished_name(path)
+        wait_for_ranks(group)
+        write_tensors(folder, tensors, group)
+        if is_first:
+            publish(path, state)
+            keep_newest(path.parent, self._keep)
+
+
+def _reason(error: BaseException) -> str:
+    """In one line; torch wraps what happened on each rank."""
+    failures: Any = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
