@@ -25,7 +25,8 @@ from pydantic import (
 from easyrl import config_text
 from easyrl.config_algorithm import AlgorithmConfig
 from easyrl.config_lora import LoraConfig
-from easyrl.config_text import ConfigError, Section
+from easyrl.config_text import ConfigError, Section, each_once
+from easyrl.config_train import TrainConfig
 from easyrl.device_sets import DeviceSet, check_disjoint, parse_device_set
 
 __all__ = [
@@ -123,57 +124,6 @@ class RolloutConfig(Section):
     """Finished groups the ring buffer holds; null: `train.prompts_per_iteration`."""
 
 
-class TrainConfig(Section):
-    """Iterations and the optimizer (AdamW)."""
-
-    iterations: int = Field(default=60, ge=1)
-    """Iterations of the run: weights out, groups in, `train.updates_per_iteration` steps."""
-    prompts_per_iteration: int = Field(default=16, ge=1)
-    """Prompts, and so groups, per iteration."""
-    updates_per_iteration: int = Field(default=1, ge=1)
-    """Optimizer steps per iteration, each on an equal share of its prompts. Only the first is
-    strictly on-policy: the others train on rollouts of the policy before it."""
-    learning_rate: float | None = Field(default=None, ge=0.0)
-    """Peak learning rate; null: 3e-4 for the built-in model, 1e-6 for any other; with LoRA
-    (`model.lora.rank`) ten times that."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
-    """Course of the learning rate after warm-up; linear and cosine fall to 0."""
-    warmup_iterations: int = Field(default=2, ge=0)
-    """Iterations in which the learning rate rises linearly to its peak."""
-    weight_decay: float = Field(default=0.0, ge=0.0)
-    """Decoupled weight decay of AdamW."""
-    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay of AdamW's mean of gradients."""
-    adam_beta2: float = Field(default=0.99, ge=0.0, lt=1.0)
-    """Decay of AdamW's mean of squared gradients."""
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
-    """The gradient's norm is clipped to this."""
-    max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
-    """Tokens of a packed row, a group's prompt counted once: how much is trained at a time. It does
-    not change the result."""
-    activation_checkpointing: bool = False
-    """Keep of each layer only its input for the backward pass and compute the layer again there:
-    far less memory for a third more time. It does not change the result."""
-    offload: list[Literal["reference", "old", "optimizer"]] = Field(default_factory=list)
-    """What stays in the machine's memory instead of the train devices', a list: weights of the
-    `reference` (there with algorithm.beta) and of the `old` policy (updates_per_iteration over 1),
-    moved over for each micro-batch; the `optimizer`, which then steps on the CPU, with gradients
-    and the policy's float32 weights. It costs time; where training is on the CPU it changes
-    nothing."""
-
-    save_every: int | None = Field(default=10, ge=1)
-    """Iterations from one checkpoint to the next; null: none in between. The last iteration of a
-    run, and of one that is stopped, is saved in either case."""
-    keep_checkpoints: int = Field(default=2, ge=0)
-    """Newest checkpoints that stay on the disk, each three times the trained weights in size; 0:
-    none is written, and the run cannot be resumed."""
-
-    @field_validator("offload")
-    @classmethod
-    def _names_each_once(cls, value: list[str]) -> list[str]:
-        return _each_once("train.offload", value)
-
-
 class DevicesConfig(Section):
     """Who runs where. `0-3`, `0,2,5`, `cpu` (one worker) or `cpu:3` (three workers)."""
 
@@ -231,8 +181,8 @@ class OutputConfig(Section):
 
     @field_validator("log_to")
     @classmethod
-    def _names_each_once(cls, value: list[str]) -> list[str]:
-        return _each_once("output.log_to", value)
+    def _nameseach_once(cls, value: list[str]) -> list[str]:
+        return each_once("output.log_to", value)
 
     @field_validator("project")
     @classmethod
@@ -243,12 +193,6 @@ class OutputConfig(Section):
                 "none of / \\ # ? % :"
             )
         return value
-
-
-def _each_once(key: str, value: list[str]) -> list[str]:
-    if len(set(value)) < len(value):
-        raise ValueError(f"{key}: {value} came; accepted: each name once")
-    return value
 
 
 class Config(Section):

@@ -296,3 +296,10 @@ def _kind(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "a list"
     return "a mapping" if isinstance(value, Mapping) else f"'{value}'"
+
+
+def each_once(key: str, value: list[str]) -> list[str]:
+    """Raises ValueError where a list of names has one twice."""
+    if len(set(value)) < len(value):
+        raise ValueError(f"{key}: {value} came; accepted: each name once")
+    return value

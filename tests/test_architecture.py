@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "easyrl"
 FLOORS = {
     **dict.fromkeys(
         (
-            *("config", "config_algorithm", "config_lora", "config_text"),
+            *("config", "config_algorithm", "config_lora", "config_text", "config_train"),
             *("device_sets", "types", "events", "records"),
         ),
         0,
@@ -32,6 +32,7 @@ NO_TORCH = (
     "config",
     "config_algorithm",
     "config_lora",
+    "config_train",
     "config_text",
     "device_sets",
     "types",

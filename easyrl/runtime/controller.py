@@ -29,8 +29,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any
 
 from easyrl import events, records
@@ -42,17 +40,16 @@ from easyrl.model.checkpoint_files import Checkpoint
 from easyrl.records import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.boundaries import Boundaries
+from easyrl.runtime.crew import Crew
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.inbox import Inbox
 from easyrl.runtime.iteration import IterationRecord
-from easyrl.runtime.launch import rollout_main, train_main
 from easyrl.runtime.placement import Placement, device_names
 from easyrl.runtime.rounds import Rounds
 from easyrl.runtime.run_folder import RunFolder
 from easyrl.runtime.supervisor import Interrupted, Supervisor, Worker
 from easyrl.runtime.totals import Totals
 from easyrl.types import Prompt
-from easyrl.workers.settings import WorkerSettings
 
 
 class Controller:
@@ -127,13 +124,16 @@ class Controller:
     # -- workers --------------------------------------------------------------------------------
 
     def _start_workers(self) -> None:
-        num_rollout = self.placement.infer.count
-        self.rollout_workers = [
-            self._spawn("rollout", number, owner_id=number) for number in range(num_rollout)
-        ]
-        self._spawn_train_workers(first_owner_id=num_rollout)
-        self._ring.close()  # the workers have their own descriptors
-        not_ready = {worker.name for worker in self._workers}
+        self.crew = Crew(
+            self.config,
+            self.placement,
+            folder=self.folder,
+            supervisor=self.supervisor,
+            ring=self._ring,
+            store_path=f"/proc/{os.getpid()}/fd/{self._store_fd}",
+            checkpoint=self._checkpoint,
+        )
+        not_ready = {worker.name for worker in self.crew.workers}
         self._without_weights = set(not_ready)
         while not_ready:
             worker, event = self._next_event()
@@ -146,62 +146,13 @@ class Controller:
                         self._tell_starting(worker, "waiting for the other workers")
                 case _:
                     raise AssertionError(f"{worker.name} sent {event}")
-        self.dispatcher = self._make_dispatcher(self.rollout_workers, self.config, self.placement)
-        members = [self.train_worker, *self.rollout_workers]
+        self.dispatcher = self._make_dispatcher(self.crew.rollout, self.config, self.placement)
+        members = [self.crew.train_leader, *self.crew.rollout]
         for rank, worker in enumerate(members):
             worker.send(events.JoinWeights(membership=0, rank=rank, size=len(members)))
 
     def _tell_starting(self, worker: Worker, what: str) -> None:
         self.tell(records.WorkerStarting(time.monotonic(), worker.name, what))
-
-    @property
-    def _workers(self) -> list[Worker]:
-        return [*self._train_workers, *self.rollout_workers]
-
-    @property
-    def train_worker(self) -> Worker:
-        """Rank 0, which leads the others: it alone is given commands."""
-        return self._train_workers[0]
-
-    def _spawn_train_workers(self, first_owner_id: int) -> None:
-        size = self.placement.train.count
-        pipes = [Pipe() for _ in range(1, size)]
-        ends = [tuple(ours for ours, _ in pipes), *((theirs,) for _, theirs in pipes)]
-        self._train_workers = [
-            self._spawn("train", rank, first_owner_id + rank, pipes=ends[rank])
-            for rank in range(size)
-        ]
-        for end in (end for pipe in pipes for end in pipe):
-            end.close()  # so that a rank hears of another one's death
-
-    def _spawn(
-        self, role: str, number: int, owner_id: int, pipes: tuple[Connection, ...] = ()
-    ) -> Worker:
-        place = self.placement
-        is_rollout = role == "rollout"
-        group = place.infer if is_rollout else place.train
-        is_cpu = group.kind == "cpu"
-        settings = WorkerSettings(
-            name=f"{role}-{number}",
-            owner_id=owner_id,
-            config=self.config,
-            device="cpu" if is_cpu else f"{place.accelerator}:0",
-            weights_cross_on_cpu=place.weights_cross_on_cpu,
-            num_threads=place.infer_threads if is_rollout else place.train_threads,
-            max_concurrent_groups=place.max_concurrent_groups,
-            store_path=f"/proc/{os.getpid()}/fd/{self._store_fd}",
-            log_file=str(self.folder.log_of(f"{role}-{number}")),
-            device_index=None if is_cpu else group.indices[number],
-            memory_fraction=place.memory_fraction(role),
-            cores=place.cores_of(role, number),
-            rank=0 if is_rollout else number,
-            num_train_ranks=place.train.count,
-            pipes=pipes,
-            checkpoint=str(self._checkpoint.path) if self._checkpoint is not None else None,
-            policy_version=self.policy_version,
-        )
-        target = rollout_main if is_rollout else train_main
-        return self.supervisor.spawn(settings.name, target, settings, self._ring)
 
     # -- phases of a run ------------------------------------------------------------------------
 
@@ -211,12 +162,12 @@ class Controller:
         A worker has started up once it has had its first.
         """
         started = time.monotonic()
-        for worker in self._workers:
+        for worker in self.crew.workers:
             if worker.name in self._without_weights:
                 self._tell_starting(worker, "exchanging the first weights")
-        for worker in (self.train_worker, *self.rollout_workers):
+        for worker in (self.crew.train_leader, *self.crew.rollout):
             worker.send(events.ExchangeWeights(self.policy_version))
-        for _ in self._workers:
+        for _ in self.crew.workers:
             worker, event = self._next_event()
             assert isinstance(event, events.WeightsExchanged)
             if worker.name in self._without_weights:
@@ -234,7 +185,7 @@ class Controller:
             num_places=self.config.train.prompts_per_iteration,
             max_replacements=self.config.algorithm.dynamic_sampling_max_rounds,
         )
-        self.train_worker.send(events.TrainIteration(iteration))
+        self.crew.train_leader.send(events.TrainIteration(iteration))
         while record.trained is None or not rounds.is_filled:
             if rounds.is_over and not rounds.is_filled:
                 self._start_round(record, rounds)
@@ -331,7 +282,7 @@ class Controller:
             return None
         self._exchange_weights()
         self.tell(records.EvaluationStarted(time.monotonic(), round_, len(held_out)))
-        workers = self.rollout_workers
+        workers = self.crew.rollout
         for number, worker in enumerate(workers):
             worker.send(events.Evaluate(round_, held_out[number :: len(workers)]))
         rewards: dict[int, float] = {}
@@ -359,7 +310,7 @@ class Controller:
 
     def _save_model(self) -> str:
         self.tell(records.SavingModel(time.monotonic(), self.folder.model))
-        self.train_worker.send(events.SaveModel(str(self.folder.model)))
+        self.crew.train_leader.send(events.SaveModel(str(self.folder.model)))
         _, saved = self._next_event()
         assert isinstance(saved, events.ModelSaved)
         return saved.weights_sha256
@@ -368,7 +319,7 @@ class Controller:
 
     def _save_boundary(self) -> None:
         self.boundaries.save(
-            self.train_worker.send,
+            self.crew.train_leader.send,
             policy_version=self.policy_version,
             num_iterations=self._num_iterations,
             state={
@@ -381,7 +332,7 @@ class Controller:
 
     def _wait_for_checkpoint(self) -> None:
         while self.boundaries.is_saving:
-            self._inbox.next(self._workers, until=lambda: not self.boundaries.is_saving)
+            self._inbox.next(self.crew.workers, until=lambda: not self.boundaries.is_saving)
 
     def _halt(self, interrupted: Interrupted) -> None:
         """A signal in mid-iteration: what the trainer has begun is dropped. Raises it where nothing
@@ -390,7 +341,7 @@ class Controller:
         if is_saved or not self.boundaries.are_saved or self._inbox.interrupted is not None:
             raise interrupted
         self._begin_to_stop(interrupted)
-        self.train_worker.send(events.Halt())
+        self.crew.train_leader.send(events.Halt())
         what = f"{interrupted}: waiting for the trainer's micro-batch (again: stop without it)"
         self.tell(records.Stopping(time.monotonic(), what))
 
@@ -409,9 +360,9 @@ class Controller:
 
     def _begin_to_stop(self, interrupted: Interrupted) -> None:
         seconds = self.config.runtime.timeout_seconds
-        self._inbox.begin_to_stop(interrupted, needed=self.train_worker, seconds=seconds)
+        self._inbox.begin_to_stop(interrupted, needed=self.crew.train_leader, seconds=seconds)
 
     def _next_event(self) -> tuple[Worker, events.Event]:
-        event = self._inbox.next(self._workers)
+        event = self._inbox.next(self.crew.workers)
         assert event is not None
         return event

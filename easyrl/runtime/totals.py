@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from easyrl.config import TrainConfig
+from easyrl.config_train import TrainConfig
 from easyrl.runtime.iteration import IterationRecord
 
 LAST_ITERATIONS = 5

@@ -1,0 +1,60 @@
+"""The settings of training: the section `train` of the config. Floor 0: no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from easyrl.config_text import Section, each_once
+
+
+class TrainConfig(Section):
+    """Iterations and the optimizer (AdamW)."""
+
+    iterations: int = Field(default=60, ge=1)
+    """Iterations of the run: weights out, groups in, `train.updates_per_iteration` steps."""
+    prompts_per_iteration: int = Field(default=16, ge=1)
+    """Prompts, and so groups, per iteration."""
+    updates_per_iteration: int = Field(default=1, ge=1)
+    """Optimizer steps per iteration, each on an equal share of its prompts. Only the first is
+    strictly on-policy: the others train on rollouts of the policy before it."""
+    learning_rate: float | None = Field(default=None, ge=0.0)
+    """Peak learning rate; null: 3e-4 for the built-in model, 1e-6 for any other; with LoRA
+    (`model.lora.rank`) ten times that."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    """Course of the learning rate after warm-up; linear and cosine fall to 0."""
+    warmup_iterations: int = Field(default=2, ge=0)
+    """Iterations in which the learning rate rises linearly to its peak."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Decoupled weight decay of AdamW."""
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of AdamW's mean of gradients."""
+    adam_beta2: float = Field(default=0.99, ge=0.0, lt=1.0)
+    """Decay of AdamW's mean of squared gradients."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """The gradient's norm is clipped to this."""
+    max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
+    """Tokens of a packed row, a group's prompt counted once: how much is trained at a time. It does
+    not change the result."""
+    activation_checkpointing: bool = False
+    """Keep of each layer only its input for the backward pass and compute the layer again there:
+    far less memory for a third more time. It does not change the result."""
+    offload: list[Literal["reference", "old", "optimizer"]] = Field(default_factory=list)
+    """What stays in the machine's memory instead of the train devices', a list: weights of the
+    `reference` (there with algorithm.beta) and of the `old` policy (updates_per_iteration over 1),
+    moved over for each micro-batch; the `optimizer`, which then steps on the CPU, with gradients
+    and the policy's float32 weights. It costs time; where training is on the CPU it changes
+    nothing."""
+
+    save_every: int | None = Field(default=10, ge=1)
+    """Iterations from one checkpoint to the next; null: none in between. The last iteration of a
+    run, and of one that is stopped, is saved in either case."""
+    keep_checkpoints: int = Field(default=2, ge=0)
+    """Newest checkpoints that stay on the disk, each three times the trained weights in size; 0:
+    none is written, and the run cannot be resumed."""
+
+    @field_validator("offload")
+    @classmethod
+    def _nameseach_once(cls, value: list[str]) -> list[str]:
+        return each_once("train.offload", value)

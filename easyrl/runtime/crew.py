@@ -1,0 +1,91 @@
+"""The workers of a run: who is spawned, and with what settings."""
+
+from __future__ import annotations
+
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from easyrl.channels.ring_buffer import RingBuffer
+from easyrl.config import Config
+from easyrl.model.checkpoint_files import Checkpoint
+from easyrl.runtime.launch import rollout_main, train_main
+from easyrl.runtime.placement import Placement
+from easyrl.runtime.run_folder import RunFolder
+from easyrl.runtime.supervisor import Supervisor, Worker
+from easyrl.workers.settings import WorkerSettings
+
+
+class Crew:
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        *,
+        folder: RunFolder,
+        supervisor: Supervisor,
+        ring: RingBuffer,
+        store_path: str,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """Spawns them. From here on the ring is theirs alone."""
+        self._config = config
+        self._placement = placement
+        self._folder = folder
+        self._supervisor = supervisor
+        self._ring = ring
+        self._store_path = store_path
+        self._checkpoint = checkpoint
+        num_rollout = placement.infer.count
+        self.rollout = [self._spawn("rollout", number, number) for number in range(num_rollout)]
+        self.train = self._spawn_train_workers(first_owner_id=num_rollout)
+        ring.close()  # they have their own descriptors
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [*self.train, *self.rollout]
+
+    @property
+    def train_leader(self) -> Worker:
+        """Train rank 0, which leads the others: it alone is given commands."""
+        return self.train[0]
+
+    def _spawn_train_workers(self, first_owner_id: int) -> list[Worker]:
+        size = self._placement.train.count
+        pipes = [Pipe() for _ in range(1, size)]
+        ends = [tuple(ours for ours, _ in pipes), *((theirs,) for _, theirs in pipes)]
+        workers = [
+            self._spawn("train", rank, first_owner_id + rank, pipes=ends[rank])
+            for rank in range(size)
+        ]
+        for end in (end for pipe in pipes for end in pipe):
+            end.close()  # so that a rank hears of another one's death
+        return workers
+
+    def _spawn(
+        self, role: str, number: int, owner_id: int, pipes: tuple[Connection, ...] = ()
+    ) -> Worker:
+        place, checkpoint = self._placement, self._checkpoint
+        is_rollout = role == "rollout"
+        group = place.infer if is_rollout else place.train
+        is_cpu = group.kind == "cpu"
+        settings = WorkerSettings(
+            name=f"{role}-{number}",
+            owner_id=owner_id,
+            config=self._config,
+            device="cpu" if is_cpu else f"{place.accelerator}:0",
+            weights_cross_on_cpu=place.weights_cross_on_cpu,
+            num_threads=place.infer_threads if is_rollout else place.train_threads,
+            max_concurrent_groups=place.max_concurrent_groups,
+            store_path=self._store_path,
+            log_file=str(self._folder.log_of(f"{role}-{number}")),
+            device_index=None if is_cpu else group.indices[number],
+            memory_fraction=place.memory_fraction(role),
+            cores=place.cores_of(role, number),
+            rank=0 if is_rollout else number,
+            num_train_ranks=place.train.count,
+            pipes=pipes,
+            checkpoint=None if checkpoint is None else str(checkpoint.path),
+            policy_version=0 if checkpoint is None else checkpoint.state["policy_version"],
+        )
+        target = rollout_main if is_rollout else train_main
+        return self._supervisor.spawn(settings.name, target, settings, self._ring)
