@@ -291,10 +291,11 @@ def test_the_exported_model_is_the_checkpoints(tmp_path: Path, kind: str) -> Non
     export_checkpoint(path, tmp_path / "again")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     ids = torch.arange(3, 20)[None]
-    policy.model.config._attn_implementation = "eager"
-    loaded.config._attn_implementation = "eager"
+    trained = AutoModelForCausalLM.from_config(policy.model.config)  # in transformers' own code
+    trained.load_state_dict(policy.model.state_dict())
+    trained.config._attn_implementation = loaded.config._attn_implementation = "eager"
     with torch.no_grad():
-        expected = policy.model.eval()(input_ids=ids, use_cache=False).logits
+        expected = trained.eval()(input_ids=ids, use_cache=False).logits
         assert torch.equal(loaded.eval()(input_ids=ids, use_cache=False).logits, expected)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     assert tokenizer("12")["input_ids"] == AutoTokenizer.from_pretrained(TINY)("12")["input_ids"]
