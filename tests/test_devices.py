@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +17,7 @@ from easyrl.config import ConfigError, load_config
 from easyrl.device_sets import count_devices
 from easyrl.model.files import ModelFiles
 from easyrl.runtime import launch, memory
-from easyrl.runtime.controller import Controller
+from easyrl.runtime.crew import Crew
 from easyrl.runtime.placement import Placement, describe, device_names, resolve_placement
 from easyrl.workers.settings import WorkerSettings
 from runs import SMALL, lines_of
@@ -250,27 +250,21 @@ def test_an_error_on_a_device_is_told_with_the_users_number() -> None:
 
 
 def settings_of(placement: Placement, role: str, number: int) -> WorkerSettings:
-    """What the controller tells a worker that it spawns."""
-    told: list[WorkerSettings] = []
+    """What a worker of the run's crew is told when it is spawned."""
+    told: dict[str, WorkerSettings] = {}
     supervisor: Any = SimpleNamespace(
-        spawn=lambda name, target, settings, ring: told.append(settings)
+        spawn=lambda name, target, settings, ring: told.update({name: settings})
     )
-    unused: Any = SimpleNamespace(log_of=lambda name: name)
-    controller = Controller(
+    Crew(
         load_config(),
         placement,
-        prompts=unused,
-        folder=unused,
+        folder=cast(Any, SimpleNamespace(log_of=lambda name: name)),
         supervisor=supervisor,
-        ring=unused,
-        started=0.0,
-        tell=lambda record: None,
+        ring=cast(Any, SimpleNamespace(close=lambda: None)),
+        store_path="",
+        checkpoint=None,
     )
-    try:
-        controller._spawn(role, number, owner_id=0)
-    finally:
-        os.close(controller._store_fd)
-    return told[0]
+    return told[f"{role}-{number}"]
 
 
 def test_every_worker_is_told_to_see_its_device_as_the_first() -> None:

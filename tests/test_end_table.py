@@ -54,7 +54,8 @@ def test_commands_can_be_pasted_whatever_the_folder_is_called(
 def test_with_lora_it_is_told_what_the_two_folders_are_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    print_end_table(SUMMARY, Path("run"), load_config(None, {}, ["model.lora.rank=4"]))
+    words = ["model.lora.rank=4", "train.keep_checkpoints=0"]
+    print_end_table(SUMMARY, Path("run"), load_config(words=words))
     shown = capsys.readouterr().out
     assert "the adapter merged" in shown and "AutoPeftModelForCausalLM" in shown
     assert "train.learning_rate=0.003 " in shown

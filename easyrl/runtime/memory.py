@@ -76,7 +76,7 @@ def check_memory(
         f"rollout.max_completion_length ({config.rollout.max_completion_length}) or "
         f"data.max_prompt_length ({config.data.max_prompt_length})": cache,
         f"what a checkpoint is written from, {COPIES_TO_SAVE} x the model: "
-        "train.keep_checkpoints=0 writes none": saved,
+        "train.keep_checkpoints=0 writes none": saved * weights,
         f"ring buffer: lower rollout.ring_slots ({config.ring_slots})": ring_bytes,
     }
     shares = sorted(parts.items(), key=lambda part: -part[1])
