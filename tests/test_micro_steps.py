@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations_with_replacement
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def test_shares_are_in_order_within_the_budget_and_as_even_as_can_be(
     assert largest(shares) <= MAX_TOKENS
     best = min(
         largest([placed[a:b] for a, b in zip((0, *cuts), (*cuts, len(placed)), strict=True)])
-        for cuts in combinations(range(len(placed) + 1), num_ranks - 1)
+        for cuts in combinations_with_replacement(range(len(placed) + 1), num_ranks - 1)
     )
     assert largest(shares) == best
 
