@@ -32,6 +32,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+# One rank is no mistake. For good: what is written in a thread cannot change filters for a while.
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+
 FILE_BYTES = 2**30
 """A safetensors file is put together in memory before it is written: about so large each."""
 
@@ -106,14 +109,12 @@ def read_tensors(
         if f"random.{rank}" in sizes:
             random_states = torch.zeros(sizes[f"random.{rank}"], dtype=torch.uint8)
             tensors[f"random.{rank}"] = random_states
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank is no mistake
-        load(
-            tensors,
-            storage_reader=HuggingFaceStorageReader(str(folder)),
-            process_group=process_group,
-            no_dist=process_group is None,
-        )
+    load(
+        tensors,
+        storage_reader=HuggingFaceStorageReader(str(folder)),
+        process_group=process_group,
+        no_dist=process_group is None,
+    )
     if len(random_states):
         _set_random_states(random_states, model)
 
