@@ -102,7 +102,7 @@ def run_case(case: Case, settings: WorkerSettings, port: RingPort, producer: Rin
     step = learner.optimizer.step
     learner.optimizer.step = descend  # type: ignore[method-assign, assignment]
     shake(worker, 0.02)
-    trained = worker._train_iteration(ITERATION)
+    trained = worker._trained_iteration(ITERATION)
     outcome.metrics = dict(trained.metrics)
     assert trained.groups_trained == (len(case.arrivals) if settings.rank == 0 else 0)
     assert not arrivals or settings.rank > 0

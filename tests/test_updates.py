@@ -166,7 +166,7 @@ def train(*words: str, order: tuple[int, ...] | None = None) -> Trained:
         watch(worker, trained)
         shake(worker.learner.policy, 0.02)
         trained.weights_before.append(state_of(worker.learner.policy))
-        event = worker._train_iteration(ITERATION)
+        event = worker._trained_iteration(ITERATION)
         trained.metrics = dict(event.metrics)
         assert event.groups_trained == NUM_GROUPS and not arrivals
         assert event.policy_version == config.train.updates_per_iteration
