@@ -181,7 +181,7 @@ class OutputConfig(Section):
 
     @field_validator("log_to")
     @classmethod
-    def _nameseach_once(cls, value: list[str]) -> list[str]:
+    def _names_each_once(cls, value: list[str]) -> list[str]:
         return each_once("output.log_to", value)
 
     @field_validator("project")
