@@ -162,8 +162,10 @@ class RuntimeConfig(Section):
     """`auto`: go on in the run folder that output.dir names, from its newest whole checkpoint, if
     it has one; else start. The same command then serves for the start and for every restart."""
     timeout_seconds: float = Field(default=120.0, gt=0.0)
-    """Longest wait in a weight exchange, and longest time of one reward call, in seconds; past it
-    the run stops and says why (a reward call: see `reward.on_error`)."""
+    """Longest wait of workers for each other (to exchange weights; of train workers in each step),
+    longest time of one reward call, and longest time in which a run that is stopped writes nothing
+    of its last checkpoint, in seconds; past it the run stops and says why (a reward call: see
+    `reward.on_error`)."""
 
 
 class OutputConfig(Section):
@@ -181,7 +183,7 @@ class OutputConfig(Section):
 
     @field_validator("log_to")
     @classmethod
-    def _nameseach_once(cls, value: list[str]) -> list[str]:
+    def _names_each_once(cls, value: list[str]) -> list[str]:
         return each_once("output.log_to", value)
 
     @field_validator("project")

@@ -56,5 +56,5 @@ class TrainConfig(Section):
 
     @field_validator("offload")
     @classmethod
-    def _nameseach_once(cls, value: list[str]) -> list[str]:
+    def _names_each_once(cls, value: list[str]) -> list[str]:
         return each_once("train.offload", value)

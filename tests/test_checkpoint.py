@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from torch.distributed.fsdp import fully_shard
 
 from easyrl.config import load_config
+from easyrl.events import CheckpointSaved, SaveCheckpoint
 from easyrl.hub import resolve_model
 from easyrl.model.checkpoint import copy_of_training, read_tensors, write_tensors
 from easyrl.model.checkpoint_files import (
@@ -33,7 +35,9 @@ from easyrl.model.checkpoint_files import (
 from easyrl.model.export import export_checkpoint
 from easyrl.model.files import fingerprint
 from easyrl.model.policy import Policy
+from easyrl.model.sharding import TrainRanks
 from easyrl.workers.learner import Learner
+from easyrl.workers.saver import CheckpointSaver
 from tiny_models import tiny_model
 
 TINY = Path(resolve_model("tiny"))
@@ -166,6 +170,32 @@ def test_two_ranks_write_and_one_reads(tmp_path: Path) -> None:
         assert torch.allclose(a, b, atol=1e-7)
         for kind in ("exp_avg", "exp_avg_sq", "step"):
             assert torch.allclose(optimizer.state[a][kind], reference.state[b][kind])
+
+
+def save_twice(rank: int, folder: str) -> None:
+    """The first rank cannot make the first checkpoint's folder."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    ranks = TrainRanks.join(
+        f"{folder}/store", rank=rank, size=2, device=torch.device("cpu"), timeout_seconds=60
+    )
+    saved: list[CheckpointSaved] = []
+    saver = CheckpointSaver(saved.append, keep=2, ranks=ranks)
+    tensors = {f"random.{rank}": torch.zeros(8, dtype=torch.uint8)}
+    for path in (f"{folder}/file/1", f"{folder}/checkpoints/2"):
+        saver.save(SaveCheckpoint(path, int(path[-1]), {}), tensors)
+    saver.save(SaveCheckpoint(f"{folder}/checkpoints/3", 3, {}), tensors)
+    while len(saved) < 3:
+        time.sleep(0.01)
+    assert ["" if event.error == "" else "told" for event in saved] == ["told", "", ""]
+    assert all(event.seconds < 30 for event in saved)
+    torch.distributed.destroy_process_group()
+
+
+def test_a_folder_that_one_rank_cannot_make_keeps_no_other_waiting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    torch.multiprocessing.spawn(save_twice, (str(tmp_path),), nprocs=2)
+    assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["2", "3"]
 
 
 # -- folders -------------------------------------------------------------------------------------

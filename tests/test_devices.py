@@ -300,11 +300,11 @@ def test_a_shared_accelerators_memory_is_split_between_the_groups() -> None:
 
 
 def test_a_part_of_the_memory_that_cannot_hold_a_group_is_refused() -> None:
-    config = load_config(None, {}, ["rollout.max_completion_length=10"])
     model = ModelFiles("m", {}, 2**28)  # a GiB of weights in float32
     placement = of_gpus("0", "0")
 
-    def check(fraction: float, total: int) -> None:
+    def check(fraction: float, total: int, *words: str) -> None:
+        config = load_config(None, {}, ["rollout.max_completion_length=10", *words])
         split = Placement(
             *(placement.infer, placement.train, "cuda", 1, 1, 1), infer_memory_fraction=fraction
         )
@@ -318,3 +318,6 @@ def test_a_part_of_the_memory_that_cannot_hold_a_group_is_refused() -> None:
         check(0.6, 6)
     with pytest.raises(ConfigError, match=r"at least 5\.00 GiB"):
         check(0.5, 4)
+    check(0.15, 6, "model.dtype=bfloat16")  # half a GiB for the rollout worker, 4 for the other
+    with pytest.raises(ConfigError, match=r"rollout worker 0.30 GiB .* 0.50 GiB"):
+        check(0.05, 6, "model.dtype=bfloat16")

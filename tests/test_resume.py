@@ -64,6 +64,7 @@ WAYS = {
     "two rollout workers": ("--infer-devices", "cpu:2", "rollout.max_concurrent_groups=1"),
     "a reference and two updates": ("algorithm.beta=0.05", "train.updates_per_iteration=2"),
     "dynamic sampling": ("algorithm.dynamic_sampling=true", "algorithm.beta=0.05"),
+    "LoRA": ("model.lora.rank=4", "algorithm.beta=0.05"),
 }
 
 
@@ -126,13 +127,16 @@ def test_trace_and_curve_go_on_where_they_were(tmp_path: Path) -> None:
 # -- signals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("signum", "num_updates"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+@pytest.mark.parametrize(
+    ("signum", "num_updates", "devices"),
+    [(signal.SIGTERM, 1, "cpu"), (signal.SIGINT, 2, "cpu"), (signal.SIGTERM, 2, "cpu:2")],
+)
 def test_a_signal_saves_the_last_boundary_and_drops_what_is_begun(
-    tmp_path: Path, signum: int, num_updates: int
+    tmp_path: Path, signum: int, num_updates: int, devices: str
 ) -> None:
     folder, once = tmp_path / "run", tmp_path / "once"
     words = (*SMALL_AND_SAME, f"train.updates_per_iteration={num_updates}", "--iterations", "6")
-    words = (*words, "train.save_every=null")
+    words = (*words, "train.save_every=null", "--train-devices", devices)
     assert finish("--output", str(once), *words)[0] == 0
     process = start("--output", str(folder), *words, EASYRL_RANDOM_DELAYS="0.05")
     wait_for_line(process, "iteration 2/")

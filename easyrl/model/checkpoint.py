@@ -47,10 +47,13 @@ def copy_of_training(model: nn.Module, optimizer: Optimizer, *, rank: int = 0) -
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def wait_for_ranks(process_group: Any = None) -> None:
-    """Until all ranks of the group have come here."""
-    if process_group is not None:
-        dist.barrier(process_group)
+def any_has_failed(has_failed: bool, process_group: Any = None) -> bool:
+    """Whether one of the group's ranks has, once all of them have come here."""
+    if process_group is None:
+        return has_failed
+    number = torch.tensor(float(has_failed))
+    dist.all_reduce(number, dist.ReduceOp.MAX, process_group)
+    return bool(number)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: Any = None) -> None:

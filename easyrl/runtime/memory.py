@@ -102,12 +102,13 @@ def check_shared_device(
     weights = FLOAT_BYTES * (model.num_weights or 0)
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     cache = _num_rows(config, placement, model) * row_tokens * kv_bytes_per_token(model.config)
+    share = DTYPE_BYTES[config.model.dtype] / FLOAT_BYTES  # of what is in model.dtype
     everything = _copies_of_trainer(config, is_here=True)
     offloaded = _copies_of_trainer(config, is_here=False)
     trained = (everything - offloaded) * weights
     if num_trained is not None:
         trained = weights + (everything - offloaded) * FLOAT_BYTES * num_trained
-    needed = {"rollout": weights + cache, "train": trained}
+    needed = {"rollout": int((weights + cache) * share), "train": trained}
     for role, num_bytes in needed.items():
         fraction = placement.memory_fraction(role)
         assert fraction is not None

@@ -28,6 +28,7 @@ MAY_CHANGE = {
         "iterations",
         "save_every",
         "keep_checkpoints",
+        "activation_checkpointing",
         "offload",
         "max_tokens_per_micro_batch",
     ),

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from easyrl.events import CheckpointSaved, SaveCheckpoint
-from easyrl.model.checkpoint import wait_for_ranks, write_tensors
+from easyrl.model.checkpoint import any_has_failed, write_tensors
 from easyrl.model.checkpoint_files import (
     discard_unfinished,
     keep_newest,
@@ -60,9 +60,16 @@ class CheckpointSaver:
         self, path: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> None:
         is_first, group = self._ranks.rank == 0, self._ranks.group_for_files
-        folder = unfinished(path) if is_first else unfinished_name(path)
-        wait_for_ranks(group)
-        write_tensors(folder, tensors, group)
+        problem: OSError | None = None
+        if is_first:
+            try:
+                unfinished(path)
+            except OSError as error:
+                problem = error
+        # All ranks write, or none: else they would wait for each other at different checkpoints.
+        if any_has_failed(problem is not None, group):
+            raise problem or OSError("train rank 0 could not make the folder")
+        write_tensors(unfinished_name(path), tensors, group)
         if is_first:
             publish(path, state)
             keep_newest(path.parent, self._keep)

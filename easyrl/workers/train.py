@@ -186,8 +186,9 @@ class TrainWorker:
         try:
             self._reply(self._trained_iteration(iteration))
         except Halted:
-            self.followers.tell(events.Halt())
-            self._reply(events.Halted())
+            if self.leader is None:
+                self.followers.tell(events.Halt())
+                self._send(events.Halted())
 
     def _trained_iteration(self, iteration: int) -> events.IterationTrained:
         assigned = self._assigned(iteration)
@@ -274,11 +275,10 @@ class TrainWorker:
         tokenizer = load_tokenizer(
             self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
         )
-        # First: nobody waits for rank 0 while it writes.
         policy, is_writer = self.learner.policy, self.leader is None
         if policy.adapter is not None:
             export_adapter(policy, folder.with_name(ADAPTER))
             policy.merge_adapter()
-        weights_sha256 = policy.weights_sha256()
+        weights_sha256 = policy.weights_sha256()  # first: nobody waits for rank 0 as it writes
         export_model(policy, tokenizer, folder, is_writer=is_writer)
         return events.ModelSaved(weights_sha256)
