@@ -121,6 +121,22 @@ def test_a_norm_that_computes_something_else_is_left_alone(weight: float) -> Non
     assert [type(layer) for layer in others] == classes
 
 
+@pytest.mark.parametrize("weight", [0.0, 1e-7, 1.0])
+def test_weights_that_hide_what_a_norm_computes_do_not_deceive(weight: float) -> None:
+    class GroupedRMSNorm(Qwen3RMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> Any:
+            halves = hidden_states.unflatten(-1, (2, -1))
+            halves = halves * (halves.square().mean(-1, True) + self.variance_epsilon).rsqrt()
+            return self.weight * halves.flatten(-2)
+
+    norms = nn.Sequential(GroupedRMSNorm(32), Qwen3RMSNorm(32))
+    for norm in norms:
+        nn.init.constant_(norm.weight, weight)
+    speed_up_rms_norms(norms)
+    assert [type(norm) for norm in norms] == [GroupedRMSNorm, FusedRMSNorm]
+    assert norms[1].weight[0].item() == pytest.approx(weight)  # its own weights stay
+
+
 def test_a_model_keeps_its_names_and_files(tmp_path: Path) -> None:
     fast = Policy.load("tiny")
     assert any(isinstance(module, FusedRMSNorm) for module in fast.model.modules())
