@@ -240,6 +240,20 @@ def test_a_folder_is_tried_by_its_nearest_parent(tmp_path: Path) -> None:
     assert not facts._is_writable(Path("/proc/self/fd"))
 
 
+def test_a_folder_that_cannot_be_looked_at_is_not_writable_or_goes_by_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert facts._is_writable(tmp_path / ("x" * 300))  # no file system takes such a name
+
+    def refuse(path: Path) -> bool:
+        if path == Path("/"):
+            return True
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    assert facts._there(tmp_path / "home" / "hub") == Path("/")
+
+
 @pytest.mark.parametrize("width", [40, 80])
 def test_lines_are_folded_to_the_terminal(width: int) -> None:
     every = [

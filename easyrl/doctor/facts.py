@@ -175,7 +175,14 @@ def _hub_cache() -> Path:
 
 def _there(path: Path) -> Path:
     """The folder itself, or the nearest one above it that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+    return next(folder for folder in (path, *path.parents) if _is_folder(folder))
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # no right to look at it, or a name that is too long
+        return False
 
 
 def _is_writable(folder: Path) -> bool:
