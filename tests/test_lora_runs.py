@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -81,6 +82,7 @@ def assert_is_what_was_trained(folder: Path) -> None:
         torch.testing.assert_close(logits(adapted), of_model, rtol=0.0, atol=2e-5)
 
 
+@pytest.mark.long
 def test_an_adapter_on_some_layers_of_a_model_of_ones_own_goes_on_from_there(
     tmp_path: Path,
 ) -> None:

@@ -68,7 +68,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+LONG_WAYS = ("two rollout workers", "dynamic sampling")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=pytest.mark.long) if way in LONG_WAYS else way for way in WAYS],
+)
 def test_ten_iterations_in_one_go_or_in_two_end_in_the_same_bits(tmp_path: Path, way: str) -> None:
     words = (*SMALL_AND_SAME, "train.learning_rate=1e-3", *WAYS[way])
     once, twice = tmp_path / "once", tmp_path / "twice"
@@ -129,7 +135,11 @@ def test_trace_and_curve_go_on_where_they_were(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("signum", "num_updates", "devices"),
-    [(signal.SIGTERM, 1, "cpu"), (signal.SIGINT, 2, "cpu"), (signal.SIGTERM, 2, "cpu:2")],
+    [
+        pytest.param(signal.SIGTERM, 1, "cpu", marks=pytest.mark.long),
+        (signal.SIGINT, 2, "cpu"),
+        (signal.SIGTERM, 2, "cpu:2"),
+    ],
 )
 def test_a_signal_saves_the_last_boundary_and_drops_what_is_begun(
     tmp_path: Path, signum: int, num_updates: int, devices: str

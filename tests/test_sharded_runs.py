@@ -35,7 +35,10 @@ HARDER = ("algorithm.beta=0.05", "train.updates_per_iteration=2", "algorithm.los
 TWO = ("--train-devices", "cpu:2")
 
 
-@pytest.mark.parametrize("words", [(), HARDER], ids=["plain", "two updates, a reference"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param((), id="plain", marks=pytest.mark.long), pytest.param(HARDER, id="harder")],
+)
 def test_two_train_ranks_end_in_the_weights_of_one(tmp_path: Path, words: tuple[str, ...]) -> None:
     ends = []
     for devices in (("--train-devices", "cpu"), TWO):
@@ -82,8 +85,15 @@ def train_workers(pid: int) -> list[psutil.Process]:
     return sorted(workers, key=lambda p: p.create_time())[1:]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("signum", "victim"),
+    [
+        (signal.SIGKILL, 0),
+        (signal.SIGSTOP, 1),
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.long),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(
     tmp_path: Path, victim: int, signum: int
 ) -> None:
