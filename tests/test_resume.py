@@ -68,7 +68,7 @@ WAYS = {
 }
 
 
-LONG_WAYS = ("two rollout workers", "dynamic sampling")
+LONG_WAYS = ("two rollout workers", "dynamic sampling", "LoRA")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_trace_and_curve_go_on_where_they_were(tmp_path: Path) -> None:
     ("signum", "num_updates", "devices"),
     [
         pytest.param(signal.SIGTERM, 1, "cpu", marks=pytest.mark.long),
-        (signal.SIGINT, 2, "cpu"),
+        pytest.param(signal.SIGINT, 2, "cpu", marks=pytest.mark.long),
         (signal.SIGTERM, 2, "cpu:2"),
     ],
 )
@@ -253,6 +253,7 @@ def killed_again_and_again(tmp_path: Path, *, num_kills: int, iterations: int, s
     assert all(name.isdecimal() for name in names) and len(names) == 3  # and nothing left over
 
 
+@pytest.mark.long
 def test_a_run_killed_three_times_repeats_and_skips_no_group(tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, num_kills=3, iterations=6, seed=1)
 

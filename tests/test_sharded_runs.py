@@ -37,7 +37,10 @@ TWO = ("--train-devices", "cpu:2")
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param((), id="plain", marks=pytest.mark.long), pytest.param(HARDER, id="harder")],
+    [
+        pytest.param((), id="plain", marks=pytest.mark.long),
+        pytest.param(HARDER, id="harder", marks=pytest.mark.long),
+    ],
 )
 def test_two_train_ranks_end_in_the_weights_of_one(tmp_path: Path, words: tuple[str, ...]) -> None:
     ends = []

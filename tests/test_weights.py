@@ -159,7 +159,7 @@ class Member:
             gathered.append(weight.numel())
             return weight.to(dtype)
 
-        weights = make_weights(version).items()
+        weights = [Weight.kept(*each, is_trained=True) for each in make_weights(version).items()]
         sent = self.channel.send(version, weights, dtype=torch.bfloat16, gather=gather)
         return sent, gathered
 
