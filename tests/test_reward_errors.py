@@ -139,6 +139,20 @@ def test_a_process_killed_between_two_calls_costs_nothing(open_scorer: Open) -> 
     assert sum("spawn_main" in " ".join(words) for words in names) == 1  # no pool is left over
 
 
+def test_a_process_killed_with_the_pipes_locked_costs_nothing(
+    open_scorer: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("easyrl.rewards.scorer.LOCK_TIMEOUT_SECONDS", 1.0)
+    scorer = open_scorer("skip_group", "pid")
+    ((_, before, _),) = score(scorer, "q")
+    pipes = scorer._pool._pool_manager.worker_manager.workers_channel
+    assert pipes.mutex.writer_mutex.acquire(timeout=5)  # as whoever is dead now had it
+    assert before is not None and before[0][0] is not None
+    os.kill(int(before[0][0]), signal.SIGKILL)
+    for _, again, errors in score(scorer, "q", "q"):
+        assert again is not None and again != before and not errors
+
+
 # An iteration.
 
 

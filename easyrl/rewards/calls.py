@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from pebble import CONSTS
 
 from easyrl.config import Config
 from easyrl.delays import maybe_sleep
@@ -47,8 +48,11 @@ _config: Config | None = None
 _functions: list[tuple[str, RewardFunction]] = []
 
 
-def start_worker(config: Config) -> None:
+def start_worker(config: Config, lock_timeout_seconds: float) -> None:
+    """What a process of the pool does first. It ends itself when it has waited
+    `lock_timeout_seconds` for the pool's pipes: whoever has locked them is dead."""
     global _config  # noqa: PLW0603  one process, one run
+    CONSTS.channel_lock_timeout = lock_timeout_seconds
     # At once, without pebble's clean-up: there is nothing to clean up, and close() waits for it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()

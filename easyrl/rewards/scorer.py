@@ -36,6 +36,9 @@ from easyrl.rewards.functions import RewardError
 from easyrl.rewards.loading import reward_names, reward_specs
 from easyrl.types import Float32, Messages
 
+LOCK_TIMEOUT_SECONDS = 10.0
+"""A process that is killed while it reads or writes the pool's pipes leaves them locked; the others
+hold that lock for the milliseconds of one message."""
 MAX_SENT = 3
 """A call that is under way whenever the pool is lost is sent so many times: it may be the cause."""
 
@@ -129,7 +132,7 @@ class Scorer:
         pool = ProcessPool(
             max_workers=self._config.reward.num_workers,
             initializer=start_worker,
-            initargs=(self._config,),
+            initargs=(self._config, LOCK_TIMEOUT_SECONDS),
             context=get_context("spawn"),
         )
         with _sigint_blocked():  # inherited by the processes, and by the thread that renews them
