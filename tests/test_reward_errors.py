@@ -11,10 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pebble import ProcessFuture
 
 from easyrl import events
 from easyrl.config import load_config
-from easyrl.rewards.scorer import Scored, Scorer
+from easyrl.rewards.functions import RewardError
+from easyrl.rewards.scorer import LOOK_SECONDS, Scored, Scorer
 from easyrl.runtime.iteration import IterationRecord
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 
@@ -72,9 +74,11 @@ def score(scorer: Scorer, *prompts: str) -> list[Scored]:
     for key, prompt in enumerate(prompts):
         scorer.submit(key, prompt, ["2", "3"], [[5], [6, 7]], {})
     scored: list[Scored] = []
+    latest = time.monotonic() + 30
     while len(scored) < len(prompts):
-        assert select.select([scorer], [], [], 30)[0], "nothing was scored in 30 s"
+        select.select([scorer], [], [], LOOK_SECONDS)
         scored += scorer.finished()
+        assert time.monotonic() < latest, "not all was scored in 30 s"
     return sorted(scored)
 
 
@@ -139,16 +143,32 @@ def test_a_process_killed_between_two_calls_costs_nothing(open_scorer: Open) -> 
     assert sum("spawn_main" in " ".join(words) for words in names) == 1  # no pool is left over
 
 
-def test_a_process_killed_with_the_pipes_locked_costs_nothing(
+def test_pipes_that_a_dead_process_has_locked_cost_nothing(
     open_scorer: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("easyrl.rewards.scorer.LOCK_TIMEOUT_SECONDS", 1.0)
     scorer = open_scorer("skip_group", "pid")
     ((_, before, _),) = score(scorer, "q")
     pipes = scorer._pool._pool_manager.worker_manager.workers_channel
-    assert pipes.mutex.writer_mutex.acquire(timeout=5)  # as whoever is dead now had it
+    assert pipes.mutex.writer_mutex.acquire(timeout=5)  # and never released
+    for _, again, errors in score(scorer, "q", "q"):
+        assert again is not None and again != before and not errors
+
+
+@pytest.mark.parametrize("on_error", ["skip_group", "stop"])
+def test_calls_that_a_lost_pool_never_answers_are_sent_again(
+    open_scorer: Open, monkeypatch: pytest.MonkeyPatch, on_error: str
+) -> None:
+    """A pool that is lost between taking a call and looking at it forgets the call."""
+    scorer = open_scorer(on_error, "pid")
+    ((_, before, _),) = score(scorer, "q")
     assert before is not None and before[0][0] is not None
+    monkeypatch.setattr(scorer._pool, "schedule", lambda *_, **__: ProcessFuture())
     os.kill(int(before[0][0]), signal.SIGKILL)
+    if on_error == "stop":
+        with pytest.raises(RewardError, match="were killed"):
+            score(scorer, "q")
+        return
     for _, again, errors in score(scorer, "q", "q"):
         assert again is not None and again != before and not errors
 

@@ -11,7 +11,7 @@ Nothing here blocks but the constructor and `close`. The processes import no tor
 A call that raises, hangs or ends its process costs that call alone, and is answered as
 `reward.on_error` says. The pool puts a new process in the place of one that is gone; where the
 pool itself is lost (a process killed between two calls), there is a new pool, and what was under
-way is sent again.
+way is sent again. A lost pool may have forgotten calls and wake nobody: look every LOOK_SECONDS.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from easyrl.rewards.functions import RewardError
 from easyrl.rewards.loading import reward_names, reward_specs
 from easyrl.types import Float32, Messages
 
+LOOK_SECONDS = 1.0
+"""How often to call `finished` while something is being scored, readable or not."""
 LOCK_TIMEOUT_SECONDS = 10.0
 """A process that is killed while it reads or writes the pool's pipes leaves them locked; the others
 hold that lock for the milliseconds of one message."""
@@ -90,13 +92,10 @@ class Scorer:
         try:
             self._send(call)
         except RuntimeError:  # the pool was lost, and nobody waited for it
-            if self._on_error == "stop":
-                what = f"reward ({self._names}): its processes were killed while idle"
-                raise RewardError(what) from None
-            self._renew_pool()
+            self._on_lost_pool()
 
     def finished(self) -> list[Scored]:
-        """The groups scored since the last call, in order of completion; does not wait.
+        """The groups scored since the last call, in order of completion; does not wait for any.
 
         Raises RewardError where a function failed and `reward.on_error` is `stop`.
         """
@@ -112,6 +111,8 @@ class Scorer:
                 continue
             del self._open[call]
             scored.append(self._answer(call, future))
+        if self._open and not self._pool.active:
+            self._on_lost_pool()
         return scored
 
     def fileno(self) -> int:
@@ -138,6 +139,11 @@ class Scorer:
         with _sigint_blocked():  # inherited by the processes, and by the thread that renews them
             assert pool.active  # starts them
         return pool
+
+    def _on_lost_pool(self) -> None:
+        if self._on_error == "stop":
+            raise RewardError(f"reward ({self._names}): its processes were killed between calls")
+        self._renew_pool()
 
     def _renew_pool(self) -> None:
         """A new pool in the place of a lost one; what that one has left open is sent again."""

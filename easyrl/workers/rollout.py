@@ -35,7 +35,7 @@ from easyrl.engines.generate import GenerateEngine
 from easyrl.model.policy import Policy
 from easyrl.model.pretrained import load_tokenizer
 from easyrl.rewards.loading import reward_weights
-from easyrl.rewards.scorer import Scored, Scorer, combine
+from easyrl.rewards.scorer import LOOK_SECONDS, Scored, Scorer, combine
 from easyrl.types import Float32, PlacedPrompt, RolloutGroup
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
@@ -117,7 +117,7 @@ class RolloutWorker:
         if self._outbox:
             wakers.append(self.port.writable_fd)
         with self.timeline.measure("wait", shown_as="score" if self._being_scored else "wait"):
-            wait(wakers)
+            wait(wakers, LOOK_SECONDS if self._being_scored else None)
 
     def _obey(self, command: events.Command) -> bool:
         match command:
