@@ -48,7 +48,12 @@ def end(process: subprocess.Popen[str], processes: list[psutil.Process]) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("signum", "code"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.long),  # a terminal's, below
+    ],
 )
 def test_a_signal_ends_everything(tmp_path: Path, signum: int, code: int) -> None:
     before = shared_memory()

@@ -30,9 +30,9 @@ def in_a_shell(line: str, folder: Path, *words: str) -> subprocess.CompletedProc
     "line",
     [
         "COMMAND | head -n 1; exit ${PIPESTATUS[0]}",
-        "COMMAND 2>&1 | true; exit ${PIPESTATUS[0]}",
+        pytest.param("COMMAND 2>&1 | true; exit ${PIPESTATUS[0]}", marks=pytest.mark.long),
         "COMMAND >&- 2>&- <&-",
-        "COMMAND >/dev/full",
+        pytest.param("COMMAND >/dev/full", marks=pytest.mark.long),
     ],
 )
 def test_a_run_without_an_audience_ends_well(tmp_path: Path, line: str) -> None:

@@ -220,6 +220,7 @@ def score(prompts, completions, **_):
 """
 
 
+@pytest.mark.long
 def test_skipped_groups_keep_both_schedules_in_step_to_the_last_bit(tmp_path: Path) -> None:
     """Processes that die and calls that raise, under random delays: the same groups are skipped and
     replaced, and the same weights come out."""

@@ -101,6 +101,7 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path: Pa
     assert ends["sync"] == ends["periodic"]
 
 
+@pytest.mark.long
 def test_so_they_do_with_a_reference_and_an_old_policy(tmp_path: Path) -> None:
     """Two updates per iteration and a KL term, two rollout workers."""
     ends = {}
@@ -125,6 +126,7 @@ def test_so_they_do_with_a_reference_and_an_old_policy(tmp_path: Path) -> None:
     assert ends["sync"] == ends["periodic"]
 
 
+@pytest.mark.long
 def test_the_seed_decides_the_run(tmp_path: Path) -> None:
     hashes = []
     for number, seed in enumerate(("1", "1", "2")):
