@@ -152,7 +152,7 @@ def _merged(layer: Any) -> Tensor:
     """
     weight: Tensor = whole(layer.base_layer.weight)
     a, b = whole(layer.lora_A["default"].weight), whole(layer.lora_B["default"].weight)
-    delta = b @ a * layer.scaling["default"]  # [out, in]
+    delta: Tensor = b @ a * layer.scaling["default"]  # [out, in]
     return weight + (delta.T if layer.fan_in_fan_out else delta)
 
 
