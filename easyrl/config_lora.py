@@ -12,7 +12,7 @@ from easyrl.config_text import Section
 class LoraConfig(Section):
     """LoRA: train small adapters beside the linear layers instead of the model's own weights. Needs
     peft: pip install 'easyrl[lora]'. There is no dropout: engines sample without, so that the
-    policy that is trained would be another one."""
+    policy that is trained would be another one. Adapters and frozen weights are kept in float32."""
 
     rank: int | None = Field(default=None, ge=1)
     """Rank of the adapters; null: no LoRA, all weights are trained."""

@@ -44,8 +44,8 @@ class TrainConfig(Section):
     """What stays in the machine's memory instead of the train devices', a list: weights of the
     `reference` (there with algorithm.beta) and of the `old` policy (updates_per_iteration over 1),
     moved over for each micro-batch; the `optimizer`, which then steps on the CPU, with gradients
-    and the policy's float32 weights. It costs time; where training is on the CPU it changes
-    nothing."""
+    and the policy's float32 weights (LoRA's frozen ones as well). It costs time; where training is
+    on the CPU it changes nothing."""
 
     save_every: int | None = Field(default=10, ge=1)
     """Iterations from one checkpoint to the next; null: none in between. The last iteration of a

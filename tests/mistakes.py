@@ -204,14 +204,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     # LoRA
     "LoRA of rank 0": (["model.lora.rank=0"], "model.lora.rank: 0 came"),
     "LoRA of a negative rank": (["model.lora.rank=-8"], "greater than or equal to 1"),
-    "LoRA in bfloat16": (
-        ["model.lora.rank=8", "model.dtype=bfloat16"],
-        "model.lora.rank: 8 came with model.dtype=bfloat16",
-    ),
-    "LoRA on two train devices": (
-        ["model.lora.rank=8", "--train-devices", "cpu:2"],
-        "model.lora.rank: 8 came with 2 train devices",
-    ),
     "LoRA as a number": (["model.lora=16"], "accepted: model.lora.rank, model.lora.alpha"),
     "LoRA's key without its section": (["model.rank=16"], "did you mean model.lora.rank?"),
     "LoRA's alpha without a rank": (

@@ -211,6 +211,10 @@ def test_a_reference_and_an_old_policy_count_as_models(monkeypatch: pytest.Monke
     config = load_config(None, {}, [*apart, "train.offload=[optimizer]"])
     with pytest.raises(ConfigError, match="4 x the model"):
         on_accelerators(config)
+    on_accelerators(load_config(None, {}, [*apart, "model.lora.rank=2"]), num_trained=9)
+    config = load_config(None, {}, [*apart, "train.offload=[optimizer]", "model.lora.rank=2"])
+    with pytest.raises(ConfigError, match="1 x the model"):  # the frozen weights
+        on_accelerators(config, num_trained=9)
 
 
 def test_of_adapters_all_but_the_weights_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +276,7 @@ def test_the_memory_that_is_checked_is_what_the_engine_takes() -> None:
     assert taken == 12 * (50 + 30) * memory.kv_bytes_per_token(config)
 
 
-def on_accelerators(config: Config) -> None:
+def on_accelerators(config: Config, num_trained: int | None = None) -> None:
     """Of accelerators' memory nothing is asked: the check counts only the CPU's."""
     from easyrl.config import parse_device_set
     from easyrl.model.files import ModelFiles
@@ -281,7 +285,7 @@ def on_accelerators(config: Config) -> None:
     infer, train = parse_device_set("0"), parse_device_set("1")
     huge = ModelFiles("huge", {"num_hidden_layers": 99, "num_attention_heads": 99}, 10**12)
     placement = Placement(infer, train, "x", 1, 1, max_concurrent_groups=16)
-    memory.check_memory(config, placement, huge, ring_bytes=0)
+    memory.check_memory(config, placement, huge, ring_bytes=0, num_trained=num_trained)
 
 
 # The terminal.

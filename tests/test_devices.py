@@ -303,12 +303,14 @@ def test_a_part_of_the_memory_that_cannot_hold_a_group_is_refused() -> None:
     model = ModelFiles("m", {}, 2**28)  # a GiB of weights in float32
     placement = of_gpus("0", "0")
 
-    def check(fraction: float, total: int, *words: str) -> None:
+    def check(fraction: float, total: int, *words: str, num_trained: int | None = None) -> None:
         config = load_config(None, {}, ["rollout.max_completion_length=10", *words])
         split = Placement(
             *(placement.infer, placement.train, "cuda", 1, 1, 1), infer_memory_fraction=fraction
         )
-        memory.check_shared_device(config, split, model, total_bytes=total * 2**30)
+        memory.check_shared_device(
+            config, split, model, total_bytes=total * 2**30, num_trained=num_trained
+        )
 
     check(0.3, 6)  # 1.8 for 1 GiB, 4.2 for 4
     message = r"devices.infer_memory_fraction: 0.1 came, .* rollout worker 0.60 GiB .* 1.00 GiB"
@@ -321,3 +323,7 @@ def test_a_part_of_the_memory_that_cannot_hold_a_group_is_refused() -> None:
     check(0.15, 6, "model.dtype=bfloat16")  # half a GiB for the rollout worker, 4 for the other
     with pytest.raises(ConfigError, match=r"rollout worker 0.30 GiB .* 0.50 GiB"):
         check(0.05, 6, "model.dtype=bfloat16")
+    check(0.8, 6, "model.lora.rank=2", num_trained=9)  # the frozen weights are a GiB
+    with pytest.raises(ConfigError, match=r"train worker 0.60 GiB .* 1.00 GiB"):
+        check(0.9, 6, "model.lora.rank=2", num_trained=9)
+    check(0.9, 6, "model.lora.rank=2", "train.offload=[optimizer]", num_trained=9)

@@ -106,9 +106,11 @@ def test_the_saved_model_and_the_saved_adapter_are_the_policy(kind: str, tmp_pat
     sha256 = policy.weights_sha256()
     assert policy.adapter is not None
     policy.adapter.save(tmp_path / "adapter")
-    policy.merge_adapter()
-    assert policy.weights_sha256() == sha256
+    trained = {id(weight): weight.clone() for weight in policy.trained_parameters()}
     policy.save(tmp_path / "model", Saver())
+    # It can be trained, and its boundary saved, as before.
+    assert all(torch.equal(trained.pop(id(weight)), weight) for weight in adapters_of(policy))
+    assert not trained and policy.weights_sha256() == sha256
     found: Any = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", output_loading_info=True, attn_implementation="eager"
     )
@@ -126,6 +128,10 @@ def test_the_saved_model_and_the_saved_adapter_are_the_policy(kind: str, tmp_pat
         for loaded in (model, of_name, on_base):
             got = separate_logits(loaded.eval(), SEQUENCES)
             torch.testing.assert_close(got, expected, rtol=0.0, atol=2e-5)
+
+
+def adapters_of(policy: Policy) -> list[Tensor]:
+    return [weight for name, weight in policy.model.named_parameters() if ".lora_" in name]
 
 
 class Saver:

@@ -11,14 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from easyrl.hub import resolve_model
+from easyrl.model.export import export_checkpoint
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 
 PROMPT = "12+34="
 TINY = resolve_model("tiny")
 
 
+@pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu:2", marks=pytest.mark.long)])
 def test_both_schedules_end_in_the_same_bits_with_lora_and_what_is_left_is_what_was_trained(
-    tmp_path: Path,
+    tmp_path: Path, devices: str
 ) -> None:
     """A reference, an old policy, two rollout workers, random delays everywhere."""
     ends = {}
@@ -28,6 +30,7 @@ def test_both_schedules_end_in_the_same_bits_with_lora_and_what_is_left_is_what_
             *("--output", str(folder), "--iterations", "4", "--schedule", schedule),
             *("model.lora.rank=4", "algorithm.beta=0.05", "train.updates_per_iteration=2"),
             *("runtime.deterministic=true", "--infer-devices", "cpu:2", *SMALL[1:]),
+            *("--train-devices", devices),
             *("train.prompts_per_iteration=6", "train.max_tokens_per_micro_batch=200"),
             "rollout.max_completion_length=64",
             EASYRL_RANDOM_DELAYS="0.01",
@@ -45,6 +48,48 @@ def test_both_schedules_end_in_the_same_bits_with_lora_and_what_is_left_is_what_
     end = out.partition("\nfinished\n")[2]
     assert "adapter/" in end and "the adapter merged" in end
     assert_is_what_was_trained(folder)
+
+
+def test_with_lora_two_ranks_in_bfloat16_leave_what_one_reads(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    code, _, err = finish(
+        *("--output", str(folder), "--iterations", "3", "--train-devices", "cpu:2", *SMALL),
+        *("model.lora.rank=4", "model.dtype=bfloat16", "train.offload=[optimizer]"),
+        *("algorithm.beta=0.05", "train.updates_per_iteration=2"),
+        "rollout.max_completion_length=64",
+    )
+    assert (code, err) == (0, "")
+    for rank in range(2):
+        assert (folder / "logs" / f"train-{rank}.log").read_text() == ""
+    metrics = lines_of(folder / "metrics.jsonl")[-1]
+    assert metrics["kl"] > 0 and metrics["num_updates_not_finite"] == 0
+    assert_is_what_was_trained(folder)
+    told = export_checkpoint(folder, tmp_path / "exported")
+    assert summary_of(folder)["weights_sha256"] in told  # adapters are stored, weights merged
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [("cpu:2", "cpu"), ("cpu", "cpu:2")])
+def test_a_lora_run_goes_on_with_another_number_of_train_devices(
+    tmp_path: Path, devices: tuple[str, str]
+) -> None:
+    words = (*SMALL, "model.lora.rank=4", "algorithm.beta=0.05", "runtime.deterministic=true")
+    words = (*words, "train.lr_scheduler_type=constant", "rollout.max_completion_length=64")
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    code, _, err = finish("--output", str(once), "--iterations", "6", *words)
+    assert (code, err) == (0, "")
+    first = ("--output", str(twice), "--iterations", "3", "--train-devices", devices[0])
+    assert finish(*first, *words)[::2] == (0, "")
+    again = ("--resume", str(twice), "--iterations", "6", "--train-devices", devices[1])
+    assert finish(*again)[::2] == (0, "")
+    one, two = (load_file(folder / "model/model.safetensors") for folder in (once, twice))
+    before = load_file(Path(TINY) / "model.safetensors")
+    for name, weight in one.items():
+        gap = float((two[name] - weight).norm() / weight.norm())
+        moved = float((before[name] - weight).norm() / weight.norm())
+        is_frozen = not name.endswith("_proj.weight")
+        assert gap <= 1e-5 and (gap < moved / 100 or (is_frozen and moved == gap == 0.0)), name
+    assert_is_what_was_trained(twice)
 
 
 def assert_is_what_was_trained(folder: Path) -> None:

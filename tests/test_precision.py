@@ -63,20 +63,29 @@ def test_two_ranks_with_checkpointed_activations_give_the_gradient_of_one(ranks:
             assert largest_gap(got, gradient) <= 1e-5
 
 
-@pytest.mark.parametrize("more", [(), ("train.activation_checkpointing=true",)])
+LORA = ("model.lora.rank=3",)
+
+
+@pytest.mark.parametrize(
+    ("lora", "more"), [((), ()), ((), ("train.activation_checkpointing=true",)), (LORA, ())]
+)
 def test_in_bfloat16_gradients_are_float32_sums_close_to_the_exact_ones(
-    ranks: Ranks, more: tuple[str, ...]
+    ranks: Ranks, lora: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
-    exact = train(*HARDER).gradients[0]
-    float32 = ranks.train(*HARDER)
-    outcomes = ranks.train(*HARDER, BFLOAT16, SAME_LOSS, *more)
+    exact = train(*HARDER, *lora).gradients[0]
+    float32 = ranks.train(*HARDER, *lora)
+    outcomes = ranks.train(*HARDER, *lora, BFLOAT16, SAME_LOSS, *more)
     for outcome, other in zip(outcomes, float32, strict=True):
         got = outcome.gradients[0]
         assert outcome.owned_bytes == other.owned_bytes  # nothing that is kept is smaller
+        assert outcome.all_bytes == other.all_bytes
         assert all(gradient.dtype == torch.float32 for gradient in got.values())
         assert 1e-4 < largest_gap(got, exact) < 0.3
+        # Of the ranks' bfloat16 gradients the sum is none.
+        sums = outcome.after_one_step.values()
+        assert any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in sums)
     # However the row is cut, rounding differs; the sums themselves lose nothing.
-    words = (*HARDER, BFLOAT16, SAME_LOSS, "train.max_tokens_per_micro_batch=19")
+    words = (*HARDER, *lora, BFLOAT16, SAME_LOSS, "train.max_tokens_per_micro_batch=19")
     small = ranks.train(*words)[0].gradients[0]
     assert largest_gap(small, outcomes[0].gradients[0]) < 0.1
 

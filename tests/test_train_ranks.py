@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -37,6 +38,7 @@ from easyrl.data.packing import MicroBatch
 from easyrl.devices import LOOPBACK_ENVIRONMENT
 from easyrl.model.sharding import TrainRanks, own_part, whole
 from easyrl.types import RolloutGroup
+from easyrl.workers.learner import Learner
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.train import TrainWorker
 
@@ -56,10 +58,14 @@ class Outcome:
     """Of one rank."""
 
     gradients: list[dict[str, Tensor]]
+    after_one_step: dict[str, Tensor]
+    """The first micro-step's gradients, not normalised yet."""
     metrics: dict[str, float]
     batches: list[MicroBatch]
     owned_bytes: int
-    """Of weights, gradients and optimizer state."""
+    """Of what is trained: weights, gradients and optimizer state."""
+    all_bytes: int
+    """Of all weights, frozen ones as well."""
 
 
 def shake(worker: TrainWorker, scale: float) -> None:
@@ -80,7 +86,7 @@ def run_case(case: Case, settings: WorkerSettings, port: RingPort, producer: Rin
     theirs, control = multiprocessing.Pipe()
     worker = TrainWorker(replace(settings, config=config), port, control)
     learner = worker.learner
-    outcome = Outcome([], {}, [], 0)
+    outcome = Outcome([], {}, {}, [], 0, 0)
     arrivals = list(case.arrivals)
 
     def arrive() -> None:
@@ -89,12 +95,16 @@ def run_case(case: Case, settings: WorkerSettings, port: RingPort, producer: Rin
     def note_batch(batch: MicroBatch) -> None:
         outcome.batches.append(batch)
         accumulate(batch)
+        outcome.after_one_step = outcome.after_one_step or whole_gradients()
+
+    def whole_gradients() -> dict[str, Tensor]:
+        named = learner.policy.model.named_parameters()
+        return {n: whole(cast(Tensor, p.grad)).clone() for n, p in named if p.requires_grad}
 
     def descend() -> None:
-        named = dict(learner.policy.named_weights())
-        outcome.gradients.append({n: whole(cast(Tensor, p.grad)) for n, p in named.items()})
+        outcome.gradients.append(whole_gradients())
         with torch.no_grad():
-            for weight in named.values():
+            for weight in learner.policy.trained_parameters():
                 own_part(weight).sub_(own_part(cast(Tensor, weight.grad)), alpha=0.02)
 
     worker._wait_for_group = arrive  # type: ignore[method-assign]
@@ -107,10 +117,11 @@ def run_case(case: Case, settings: WorkerSettings, port: RingPort, producer: Rin
     assert trained.groups_trained == (len(case.arrivals) if settings.rank == 0 else 0)
     assert not arrivals or settings.rank > 0
     step()
-    parameters = list(learner.policy.model.parameters())
+    parameters = learner.policy.trained_parameters()
     states = [t for state in learner.optimizer.state.values() for t in state.values()]
     gradients = [cast(Tensor, p.grad) for p in parameters]
     outcome.owned_bytes = sum(own_part(t).nbytes for t in (*parameters, *gradients, *states))
+    outcome.all_bytes = sum(own_part(p).nbytes for p in learner.policy.model.parameters())
     theirs.close()
     control.close()
     return outcome
@@ -123,7 +134,15 @@ def rank_main(
     device = torch.device("cpu")
     ranks = TrainRanks.join(store, rank=rank, size=NUM_RANKS, device=device, timeout_seconds=120)
     TrainWorker._join_ranks = lambda self: ranks  # type: ignore[method-assign]
-    settings = WorkerSettings(
+    settings = settings_of(rank, store, pipes)
+    port, producer = ring.attach(rank), ring.attach(NUM_RANKS)
+    while (case := orders.recv()) is not None:
+        orders.send(run_case(case, settings, port, producer))
+    os._exit(0)
+
+
+def settings_of(rank: int, store: str, pipes: tuple[Connection, ...]) -> WorkerSettings:
+    return WorkerSettings(
         name=f"train-{rank}",
         owner_id=rank,
         config=load_config(),
@@ -137,10 +156,6 @@ def rank_main(
         num_train_ranks=NUM_RANKS,
         pipes=pipes,
     )
-    port, producer = ring.attach(rank), ring.attach(NUM_RANKS)
-    while (case := orders.recv()) is not None:
-        orders.send(run_case(case, settings, port, producer))
-    os._exit(0)
 
 
 class Ranks:
@@ -211,6 +226,56 @@ def test_two_ranks_give_the_gradients_and_metrics_of_one(
                 close = pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True)
                 assert outcome.metrics[name] == close, name
         assert outcomes[0].metrics == pytest.approx(outcomes[1].metrics, rel=0, nan_ok=True)
+
+
+HARDER = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
+LORA = {
+    "all layers": ("model.lora.rank=3",),
+    "fewer rows than ranks": ("model.lora.rank=1", "model.lora.target_modules=[q_proj, up_proj]"),
+    "little memory": (
+        *("model.lora.rank=3", "train.activation_checkpointing=true"),
+        "train.offload=[old, optimizer]",
+    ),
+}
+
+
+@pytest.mark.parametrize("lora", LORA)
+def test_two_ranks_give_the_gradients_of_one_with_lora(ranks: Ranks, lora: str) -> None:
+    """With the model without adapters as the reference, which runs before the policy ever has."""
+    words = (*HARDER, *LORA[lora])
+    expected = train(*words)
+    for outcome in ranks.train(*words, BUDGETS[0], order=SHUFFLED):
+        for got, one in zip(outcome.gradients, expected.gradients, strict=True):
+            assert all(".lora_" in name and bool(one[name].any()) for name in one)
+            assert largest_gap(got, one) <= 1e-5
+        for name in ("kl", "loss", "grad_norm"):
+            assert outcome.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4), name
+
+
+def test_with_lora_each_rank_owns_half_of_frozen_weights_and_adapters(ranks: Ranks) -> None:
+    full, (outcome, _) = ranks.train(), ranks.train("model.lora.rank=4")
+    num_trained = sum(gradient.numel() for gradient in outcome.gradients[0].values())
+    assert outcome.owned_bytes == pytest.approx(16 * num_trained / NUM_RANKS, rel=0.05)
+    adapters = outcome.all_bytes - full[0].all_bytes
+    assert adapters == pytest.approx(4 * num_trained / NUM_RANKS, rel=0.05)
+
+
+def test_a_rank_that_is_gone_while_the_others_load_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in gloo's words alone: what tore the others along is then told instead of it."""
+
+    def lose_the_others(*_: Any) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    monkeypatch.setattr(Learner, "restore", lose_the_others)
+    settings = settings_of(0, str(tmp_path / "store"), ())
+    settings = replace(settings, num_train_ranks=1, checkpoint=str(tmp_path))
+    ring = make_ring()
+    _, control = multiprocessing.Pipe()
+    with pytest.raises(ConnectionError, match="train rank 0 of 1, waiting for the others: "):
+        TrainWorker(settings, ring.attach(0), control)
+    ring.close()
 
 
 def test_ranks_share_a_micro_step_by_tokens(ranks: Ranks) -> None:

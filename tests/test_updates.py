@@ -183,7 +183,7 @@ def watch(worker: TrainWorker, trained: Trained) -> None:
     whatever the gradient's, which makes much of its last bits."""
     learner = worker.learner
     loss_inputs = learner._loss_inputs
-    named = dict(learner.policy.model.named_parameters())
+    named = {n: p for n, p in learner.policy.model.named_parameters() if p.requires_grad}
 
     def note_batch(batch: Any) -> LossInputs:
         inputs = loss_inputs(batch)

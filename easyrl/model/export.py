@@ -39,10 +39,13 @@ def export_model(policy: Policy, tokenizer: Any, folder: Path, *, is_writer: boo
         policy.save(folder, tokenizer, is_writer=False)
 
 
-def export_adapter(policy: Policy, folder: Path) -> None:
+def export_adapter(policy: Policy, folder: Path, *, is_writer: bool = True) -> None:
     """The same for a policy's adapters alone, in peft's format."""
     assert policy.adapter is not None
-    _write_anew(folder, policy.adapter.save)
+    if is_writer:
+        _write_anew(folder, policy.adapter.save)
+    else:
+        policy.adapter.save(folder, is_writer=False)
 
 
 def _write_anew(folder: Path, write: Callable[[Path], None]) -> None:
@@ -76,8 +79,6 @@ def export_checkpoint(source: Path, folder: Path) -> str:
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
     read_tensors(checkpoint.path, policy.model)
-    if policy.adapter is not None:
-        policy.merge_adapter()
     try:
         export_model(policy, tokenizer, folder)
     except OSError as error:

@@ -7,6 +7,9 @@ Nobody but the trainer knows of them: a weight leaves it merged, as W + (alpha /
 the name that it has without an adapter. Without its adapters (`BaseWeights`) the model is the
 reference, which so needs no memory.
 
+Of a sharded model (`sharding`) each rank has its part of adapters and frozen weights alike. What is
+made whole here (a merged weight, the saved adapter) all ranks ask for together.
+
     preflight:  model without memory ─► names checked ─► adapters tried out ─► how many weights
     trainer:    loaded model ─────────► the same, with memory
 
@@ -29,6 +32,7 @@ from torch import Tensor, nn
 
 from easyrl.config import ConfigError
 from easyrl.config_lora import LoraConfig
+from easyrl.model.sharding import whole
 from easyrl.types import Weight
 
 TARGETS = "model.lora.target_modules"
@@ -106,18 +110,25 @@ class Adapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
+        trained = [parameter for parameter in self._peft.parameters() if parameter.requires_grad]
         with self._peft.disable_adapter():
+            for parameter in trained:
+                # peft freezes them meanwhile, and sharding looks for good at what is trained when
+                # it first runs, which may be now.
+                parameter.requires_grad_(True)
             yield
 
-    def save(self, folder: Path) -> None:
-        """Write them in peft's format: `PeftModel.from_pretrained(base model, folder)`."""
-        self._peft.save_pretrained(folder, save_embedding_layers=False)  # else it asks the hub
-
-    def merge(self) -> None:
-        """Make the model a plain one whose weights are the merged ones, one after another."""
-        for name, layer in self._layers.items():
-            layer.merge()
-            self._model.set_submodule(name, layer.base_layer)
+    def save(self, folder: Path, *, is_writer: bool = True) -> None:
+        """Write them in peft's format: `PeftModel.from_pretrained(base model, folder)`. All ranks
+        of a sharded model come here together, and one of them `is_writer`."""
+        state = {}
+        for name, parameter in self._peft.named_parameters():
+            if parameter.requires_grad:
+                values = whole(parameter)
+                if is_writer:
+                    state[name] = values.cpu()
+        if is_writer:  # of embeddings it would ask the hub
+            self._peft.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
 
 class BaseWeights:
@@ -135,10 +146,14 @@ class BaseWeights:
 
 @torch.no_grad()
 def _merged(layer: Any) -> Tensor:
-    """W + (alpha / rank) B A, in the layout and type of W."""
-    weight: Tensor = layer.base_layer.weight
-    delta: Tensor = layer.get_delta_weight("default")
-    return (weight + delta).to(weight.dtype)
+    """W + (alpha / rank) B A, in the layout and type of W.
+
+    Of a sharded model all three are gathered first: a product of parts could have other last bits.
+    """
+    weight: Tensor = whole(layer.base_layer.weight)
+    a, b = whole(layer.lora_A["default"].weight), whole(layer.lora_B["default"].weight)
+    delta: Tensor = b @ a * layer.scaling["default"]  # [out, in]
+    return weight + (delta.T if layer.fan_in_fan_out else delta)
 
 
 # -- which layers ---------------------------------------------------------------------------------

@@ -225,12 +225,6 @@ class Policy:
         """From here on only LoRA adapters are trained (`lora.Adapter`)."""
         self.adapter = Adapter(self.model, lora, path=path, seed=seed)
 
-    def merge_adapter(self) -> None:
-        """End the training of adapters: what they have learnt goes into the model's weights."""
-        assert self.adapter is not None
-        self.adapter.merge()
-        self.adapter = None
-
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
@@ -239,13 +233,15 @@ class Policy:
 
         `only_trained`: those alone that training changes.
         """
-        named = self.model.named_parameters()
-        if self.adapter is None:
-            every = [Weight.kept(*weight, is_trained=weight[1].requires_grad) for weight in named]
-        else:
-            every = self.adapter.weights(named)
+        every = self._merged(self.model.named_parameters())
         chosen = [weight for weight in every if weight.is_trained or not only_trained]
         return sorted(chosen, key=lambda weight: weight.name)
+
+    def _merged(self, named: Iterable[tuple[str, Tensor]]) -> list[Weight]:
+        """Of tensors of the module those that the model has without adapters."""
+        if self.adapter is not None:
+            return self.adapter.weights(named)
+        return [Weight.kept(*weight, is_trained=weight[1].requires_grad) for weight in named]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """`weights`, one at a time."""
@@ -267,19 +263,19 @@ class Policy:
         return digest.hexdigest()
 
     def save(self, folder: Path, tokenizer: Any, *, is_writer: bool = True) -> None:
-        """Write a Hugging Face folder that transformers and vLLM load as it is.
+        """Write a Hugging Face folder that transformers and vLLM load as it is, adapters merged.
 
-        A sharded policy is gathered weight by weight onto the CPU of the one rank that
-        `is_writer`.
+        The policy stays as it is, so that it can be trained and saved again. A sharded one is
+        gathered weight by weight onto the CPU of the one rank that `is_writer`.
         """
-        assert self.adapter is None, "adapters are merged first"
         gathered: dict[int, Tensor] = {}  # by the parameter: tied ones have one
         state = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in gathered:
-                values = whole(tensor)
-                gathered[id(tensor)] = values.cpu() if is_writer else values.new_empty(0)
-            state[name] = gathered[id(tensor)]
+        for weight in self._merged(self.model.state_dict(keep_vars=True).items()):
+            parameter = id(weight.like)
+            if parameter not in gathered:
+                values = whole(weight.make())
+                gathered[parameter] = values.cpu() if is_writer else values.new_empty(0)
+            state[weight.name] = gathered[parameter]
         if is_writer:
             self.model.save_pretrained(folder, state_dict=state)
             tokenizer.save_pretrained(folder)

@@ -360,7 +360,7 @@ class Controller:
 
     def _begin_to_stop(self, interrupted: Interrupted) -> None:
         seconds = self.config.runtime.timeout_seconds
-        self._inbox.begin_to_stop(interrupted, needed=self.crew.train_leader, seconds=seconds)
+        self._inbox.begin_to_stop(interrupted, needed=self.crew.train, seconds=seconds)
 
     def _next_event(self) -> tuple[Worker, events.Event]:
         event = self._inbox.next(self.crew.workers)

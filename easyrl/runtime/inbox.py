@@ -28,12 +28,14 @@ class Inbox:
         self._silence = Silence()
         self.interrupted: Interrupted | None = None
         """The run is being stopped, by this signal."""
-        self._needed: Worker | None = None
+        self._needed: Sequence[Worker] | None = None
         self._patience_seconds = self._deadline = math.inf
 
-    def begin_to_stop(self, interrupted: Interrupted, *, needed: Worker, seconds: float) -> None:
-        """From now on no worker's death matters but that of `needed`, and after so many seconds in
-        which nothing of a checkpoint was written `interrupted` is raised."""
+    def begin_to_stop(
+        self, interrupted: Interrupted, *, needed: Sequence[Worker], seconds: float
+    ) -> None:
+        """From now on no worker's death matters but that of one of `needed`, and after so many
+        seconds in which nothing of a checkpoint was written `interrupted` is raised."""
         self.interrupted = interrupted
         self._needed, self._patience_seconds = needed, seconds
         self._deadline = time.monotonic() + seconds

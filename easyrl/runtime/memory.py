@@ -7,7 +7,8 @@ On the CPU a run holds, in float32:
                       (train.updates_per_iteration); of train workers elsewhere, those that
                       train.offload keeps here. Before sharding each worker loads all weights.
                       While a checkpoint is written, 3 x the weights that it is copied from.
-                      With LoRA once the weights, and all else of the adapters alone
+                      With LoRA once the weights, and all else of the adapters alone;
+                    train.offload=[optimizer] keeps both here
     rollout worker    the weights, and a KV cache of all its rows at their full length, in
                       model.dtype
     ring buffer       its slots
@@ -58,7 +59,7 @@ def check_memory(
     of_trainer, adapters = _copies_of_trainer(config, is_here=is_here), 0
     if num_trained is not None:
         adapters = FLOAT_BYTES * num_trained * (of_trainer + saved)
-        of_trainer, saved = int(is_here), 0
+        of_trainer, saved = int(is_here or "optimizer" in config.train.offload), 0
     if placement.train.count > 1:
         of_trainer = max(of_trainer, placement.train.count)
     copies = num_rollout * share + of_trainer
@@ -107,7 +108,8 @@ def check_shared_device(
     offloaded = _copies_of_trainer(config, is_here=False)
     trained = (everything - offloaded) * weights
     if num_trained is not None:
-        trained = weights + (everything - offloaded) * FLOAT_BYTES * num_trained
+        adapters = (everything - offloaded) * FLOAT_BYTES * num_trained
+        trained = adapters + (0 if "optimizer" in config.train.offload else weights)
     needed = {"rollout": int((weights + cache) * share), "train": trained}
     for role, num_bytes in needed.items():
         fraction = placement.memory_fraction(role)

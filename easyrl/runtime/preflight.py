@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from easyrl import devices
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config
 from easyrl.data.datasets import PromptStream, open_prompts
 from easyrl.data.prompt_check import CheckedPrompts, check_prompts
 from easyrl.hub import BUILT_IN_MODELS
@@ -61,7 +61,7 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     placement = resolve_placement(config)  # to look for accelerators takes torch
     ring_bytes = ring_layout(config, placement).total_bytes
     checked = _check_prompts(config, prompts)
-    num_trained = None if config.model.lora.rank is None else _check_lora(config, placement)
+    num_trained = None if config.model.lora.rank is None else _check_lora(config)
     check_memory(config, placement, files, ring_bytes=ring_bytes, num_trained=num_trained)
     if placement.shares_device:
         index = placement.infer.indices[0]
@@ -103,19 +103,8 @@ def _check_prompts(config: Config, prompts: PromptStream) -> CheckedPrompts:
     return check_prompts(prompts, tokenizer, config)
 
 
-def _check_lora(config: Config, placement: Placement) -> int:
+def _check_lora(config: Config) -> int:
     model = config.model
-    wrong = {
-        f"model.dtype={model.dtype}": model.dtype != "float32",
-        f"{placement.train.count} train devices": placement.train.count > 1,
-        "train.offload=[optimizer]": "optimizer" in config.train.offload,
-    }
-    for what, is_wrong in wrong.items():
-        if is_wrong:
-            raise ConfigError(
-                f"model.lora.rank: {model.lora.rank} came with {what}; accepted: adapters are "
-                "trained in float32, on one train device, with the optimizer beside them"
-            )
     _quieten_transformers()
     model_config = load_model_config(model.path, trust_remote_code=model.trust_remote_code)
     return check_lora(

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -141,15 +141,15 @@ class Supervisor:
         return worker
 
     def wait(
-        self, timeout_seconds: float | None = None, *, needed: Worker | None = None
+        self, timeout_seconds: float | None = None, *, needed: Sequence[Worker] | None = None
     ) -> list[tuple[Worker, events.Event]]:
         """Events that have come, waiting for one at most so long (None: for ever).
 
         Raises Interrupted once for each SIGINT, SIGTERM or SIGHUP, WorkerFailure when a worker
-        failed or died (only `needed`, if that is given).
+        failed or died (only one of `needed`, if they are given).
         """
         open_pipes = {worker.control: worker for worker in self._workers if worker.is_open}
-        watched = self._workers if needed is None else [needed]
+        watched = self._workers if needed is None else needed
         sentinels = {worker.process.sentinel: worker for worker in watched}
         ready = wait([*open_pipes, *sentinels, self._wake_reader], timeout_seconds)
         if self._signum is not None:

@@ -50,6 +50,14 @@ class UpdateEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherWeights:
+    """Rank 0 sends weights: gather the same ones, in the same order."""
+
+    policy_version: int
+    only_trained: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Packed:
     """A rank has its share; it needs the slots no more."""
 
@@ -66,7 +74,7 @@ class Followers:
         self._timeout_seconds = timeout_seconds
         self.num_ranks = 1 + len(pipes)
 
-    def tell(self, message: events.Command | UpdateEnd) -> None:
+    def tell(self, message: events.Command | UpdateEnd | GatherWeights) -> None:
         for rank in range(1, self.num_ranks):
             self._send(rank, message)
 

@@ -37,7 +37,14 @@ from easyrl.model.export import ADAPTER, export_adapter, export_model
 from easyrl.model.policy import Policy
 from easyrl.model.pretrained import load_tokenizer
 from easyrl.model.sharding import TrainRanks, whole
-from easyrl.workers.assignment import Followers, Following, Halted, Leader, Leading
+from easyrl.workers.assignment import (
+    Followers,
+    Following,
+    GatherWeights,
+    Halted,
+    Leader,
+    Leading,
+)
 from easyrl.workers.group_stream import GroupStream
 from easyrl.workers.learner import Learner
 from easyrl.workers.micro_steps import NOTHING, Packing
@@ -77,21 +84,8 @@ class TrainWorker:
         )
         self._boundary: tuple[int, Mapping[str, Tensor]] | None = None
         """The state at this policy version, where the policy goes on from it meanwhile."""
-        control.send(events.Starting("loading the model"))
-        policy = Policy.load(
-            self.config.model.path,
-            self.device if self.ranks.mesh is None else "cpu",  # it is sharded onto the devices
-            trust_remote_code=self.config.model.trust_remote_code,
-            attention=self.config.model.attention,
-        )
-        if policy.obstacle is not None:
-            self._reply(events.Note(_REPEATED.format(policy.obstacle)))
-        if self.config.model.lora.rank is not None:
-            model = self.config.model
-            policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
-        self.learner = Learner(policy, self.config, self.ranks)
-        if settings.checkpoint is not None:
-            self.learner.restore(Path(settings.checkpoint), settings.policy_version)
+        with self.ranks.naming_failures():
+            self.learner = self._load()
         self.channel: WeightChannel | None = None
 
     def _join_ranks(self) -> TrainRanks:
@@ -112,30 +106,53 @@ class TrainWorker:
             timeout_seconds=self.config.runtime.timeout_seconds,
         )
 
+    def _load(self) -> Learner:
+        settings, model = self.settings, self.config.model
+        self.control.send(events.Starting("loading the model"))
+        policy = Policy.load(
+            model.path,
+            self.device if self.ranks.mesh is None else "cpu",  # it is sharded onto the devices
+            trust_remote_code=model.trust_remote_code,
+            attention=model.attention,
+        )
+        if policy.obstacle is not None:
+            self._reply(events.Note(_REPEATED.format(policy.obstacle)))
+        if model.lora.rank is not None:
+            policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
+        learner = Learner(policy, self.config, self.ranks)
+        if settings.checkpoint is not None:
+            learner.restore(Path(settings.checkpoint), settings.policy_version)
+        return learner
+
     def run(self) -> None:
         """Obey commands until `Stop`."""
         while not isinstance(command := self._next_command(), events.Stop):
             with self.ranks.naming_failures():
                 self._obey(command)
 
-    def _next_command(self) -> events.Command:
-        command: events.Command
+    def _next_command(self) -> events.Command | GatherWeights:
+        command: events.Command | GatherWeights
         if self.leader is not None:
             command = self.leader.receive()
         else:
             command = self.control.recv()
-            if not isinstance(command, events.JoinWeights | events.Stop):
+            if not isinstance(command, events.JoinWeights | events.ExchangeWeights | events.Stop):
                 self.followers.tell(command)
         return command
 
-    def _obey(self, command: events.Command) -> None:
+    def _obey(self, command: events.Command | GatherWeights) -> None:
         match command:
             case events.JoinWeights(membership, rank, size):
                 self.channel = self.settings.join_weights(membership, rank, size)
                 if self.channel.obstacle is not None:
                     self._send(events.Note(_COPIED.format(self.channel.obstacle)))
             case events.ExchangeWeights(version):
-                self._send_weights(version)
+                assert self.channel is not None
+                only_trained = self.channel.has_sent  # all else its receivers have since then
+                self.followers.tell(GatherWeights(version, only_trained))
+                self._exchange_weights(version, only_trained=only_trained)
+            case GatherWeights(version, only_trained):
+                self._exchange_weights(version, only_trained=only_trained)
             case events.TrainIteration(iteration):
                 self._train_iteration(iteration)
             case events.SaveCheckpoint() as command:
@@ -161,17 +178,15 @@ class TrainWorker:
         assert self.learner.policy_version == policy_version
         return self.learner.state()
 
-    def _send_weights(self, version: int) -> None:
+    def _exchange_weights(self, version: int, *, only_trained: bool) -> None:
         assert version == self.learner.policy_version
-        policy = self.learner.policy
+        weights = self.learner.policy.weights(only_trained=only_trained)
         dtype = getattr(torch, self.config.model.dtype)  # the engines'
         with self.timeline.measure("weights"):
             if self.channel is not None:
-                # What is not trained the rollout workers have since the first time.
-                weights = policy.weights(only_trained=self.channel.has_sent)
                 self.channel.send(version, weights, dtype=dtype, gather=whole)
             else:
-                for weight in policy.weights():  # rank 0 gathers them, in the same order
+                for weight in weights:  # rank 0 gathers them, in the same order
                     whole(weight.make(), dtype)
         self.timeline.report()
         self._send(events.WeightsExchanged(version))
@@ -277,8 +292,7 @@ class TrainWorker:
         )
         policy, is_writer = self.learner.policy, self.leader is None
         if policy.adapter is not None:
-            export_adapter(policy, folder.with_name(ADAPTER))
-            policy.merge_adapter()
+            export_adapter(policy, folder.with_name(ADAPTER), is_writer=is_writer)
         weights_sha256 = policy.weights_sha256()  # first: nobody waits for rank 0 as it writes
         export_model(policy, tokenizer, folder, is_writer=is_writer)
         return events.ModelSaved(weights_sha256)
