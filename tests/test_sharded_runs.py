@@ -72,6 +72,7 @@ def test_two_train_ranks_end_in_the_weights_of_one(tmp_path: Path, words: tuple[
     assert all(line["num_updates_not_finite"] == 0 for line in lines_of(folder / "metrics.jsonl"))
 
 
+@pytest.mark.long
 def test_sync_and_periodic_end_in_the_same_bits_over_two_ranks(tmp_path: Path) -> None:
     ends = {}
     for schedule in ("sync", "periodic"):
@@ -98,7 +99,7 @@ def train_workers(pid: int) -> list[psutil.Process]:
     ("signum", "victim"),
     [
         (signal.SIGKILL, 0),
-        (signal.SIGSTOP, 1),
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, 1, marks=pytest.mark.long),
         pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.long),
     ],
@@ -141,6 +142,7 @@ def test_a_rank_that_dies_while_the_last_boundary_is_awaited_ends_the_wait(tmp_p
     assert wait_until_gone(processes, 5.0) == []
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_run_over_two_ranks(tmp_path: Path) -> None:
     process = start("--output", str(tmp_path / "run"), "--iterations", "100000", *TWO, *SMALL)
     wait_for_line(process, "iteration 2/")
