@@ -224,6 +224,42 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     os.close(lock_folder(folder.path))
 
 
+def test_what_another_run_holds_gets_no_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`runtime.resume=auto` found the folder while it was empty, and was quicker."""
+    from easyrl.runtime import run_folder
+
+    locks: list[int] = []
+
+    def lock_second(path: Path) -> int:
+        monkeypatch.setattr(run_folder, "lock_folder", lock_folder)
+        locks.append(lock_folder(path))
+        return lock_folder(path)
+
+    monkeypatch.setattr(run_folder, "lock_folder", lock_second)
+    with pytest.raises(ConfigError, match="is going on; two cannot write to one folder"):
+        RunFolder(config_for(tmp_path / "run"))
+    assert list((tmp_path / "run").iterdir()) == []
+    os.close(locks[0])
+
+    def lock_after(path: Path) -> int:  # one that has held it, and has ended
+        monkeypatch.setattr(run_folder, "lock_folder", lock_folder)
+        RunFolder.again(config_for(path), lock_folder(path), {}).close()
+        return lock_folder(path)
+
+    monkeypatch.setattr(run_folder, "lock_folder", lock_after)
+    with pytest.raises(ConfigError, match="exists; accepted: a folder that does not"):
+        RunFolder(config_for(tmp_path / "other"))
+    assert (tmp_path / "other" / "config.yaml").is_file()
+    os.close(lock_folder(tmp_path / "other"))
+
+
+def test_a_folder_that_goes_away_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be opened: No such file.*; accepted: a run"):
+        lock_folder(tmp_path / "gone")
+
+
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
 def test_a_folder_that_cannot_be_written_again_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int

@@ -37,8 +37,7 @@ class RunFolder:
         """Make the folder, and hold it. Raises ConfigError where it exists or cannot be made, and
         leaves nothing of it then."""
         self.path = folder_of(config)
-        self._make(config)
-        self._lock = lock_folder(self.path)
+        self._lock = self._make(config)
 
     @classmethod
     def again(cls, config: Config, lock: int, sizes: Mapping[str, int]) -> Self:
@@ -73,19 +72,24 @@ class RunFolder:
         files = {name: self.path / name for name in GROWING}
         return {name: file.stat().st_size for name, file in files.items() if file.exists()}
 
-    def _make(self, config: Config) -> None:
+    def _make(self, config: Config) -> int:
+        """Returns the lock. It is taken before anything is in the folder: whoever finds an empty
+        one (`runtime.resume=auto`) may take it for a run's that was killed."""
         parents = [parent for parent in self.path.parents if not os.path.lexists(parent)]
-        is_made = False
+        lock = None
         try:
             self.path.mkdir(parents=True)
-            is_made = True
-            (self.path / "logs").mkdir()
+            lock = lock_folder(self.path)
+            (self.path / "logs").mkdir()  # not there: nobody had the lock before
             (self.path / "config.yaml").write_text(to_commented_yaml(config))
         except FileExistsError:
+            if lock is not None:
+                os.close(lock)
             raise _exists(self.path) from None
         except OSError as error:
-            if is_made:
+            if lock is not None:
                 shutil.rmtree(self.path, ignore_errors=True)
+                os.close(lock)
             for parent in parents:
                 with contextlib.suppress(OSError):  # never made, or not empty any more
                     parent.rmdir()
@@ -93,6 +97,7 @@ class RunFolder:
                 f"output.dir (--output): '{self.path}' cannot be made: {error.strerror}; "
                 "accepted: a folder on a disk that can be written and has room"
             ) from None
+        return lock
 
     def discard(self) -> None:
         """Remove the folder again, if it is a new one: the run does not begin after all."""
@@ -211,7 +216,13 @@ def folder_of(config: Config) -> Path:
 def lock_folder(folder: Path) -> int:
     """Raise ConfigError where another process holds it; the system lets go of it when the process
     that does so ends, however that comes about."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(
+            f"output.dir (--output, --resume): '{folder}' cannot be opened: {error.strerror}; "
+            "accepted: a run folder that can be read"
+        ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
