@@ -245,6 +245,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a list": (lambda folder: (folder / "state.json").write_text("[1]"), "no state"),
     "another format": (change_format, "is of format 99"),
+    "tensors of another": (
+        lambda folder: (folder / "copy.safetensors").write_bytes(b""),
+        "copy.safetensors is no part of it: take it away",
+    ),
 }
 
 
@@ -269,6 +273,19 @@ def test_the_newest_stay_and_what_is_left_over_goes(two: Path, tmp_path: Path) -
     assert [path.name for path in checkpoints_in(tmp_path)] == ["10", "100"]  # as numbers
     aside = set_aside(tmp_path / "100")
     assert aside.is_dir() and [path.name for path in checkpoints_in(tmp_path)] == ["10"]
+
+
+def test_what_is_broken_takes_no_whole_ones_place(two: Path, tmp_path: Path) -> None:
+    for version in (2, 9, 10):
+        shutil.copytree(two / "9", tmp_path / str(version))
+    (tmp_path / "10" / "state.json").unlink()
+    (tmp_path / "99").write_text("a file of somebody's")
+    (tmp_path / "9" / "notes.txt").write_text("somebody's too")
+    keep_newest(tmp_path, 1)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["9", "10", "99"]
+    found, broken = newest_checkpoint(tmp_path)
+    assert found is not None and found.path.name == "9"
+    assert [path.name for path in broken] == ["99", "10"]
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(two: Path) -> None:
