@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 import traceback
@@ -36,7 +37,8 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
     tell_all(observers)(records.CheckStarted("checking the model, the data and the devices"))
     resumed = find_resume(config, resume)
     if resumed is not None and resumed.is_finished(config):
-        tell_all(observers)(records.RunEnded(FINISHED, _nothing_to_do(resumed)))
+        os.close(resumed.lock)
+        tell_all(observers)(records.RunEnded(FINISHED, _nothing_to_do(config, resumed)))
         return FINISHED
     preflight = check_run(config, resumed)
     ring = make_ring(config, preflight.placement)
@@ -124,8 +126,8 @@ def _what_was(resumed: Resume) -> records.RunResumed:
     return records.RunResumed(lines, accuracies)
 
 
-def _nothing_to_do(resumed: Resume) -> str:
-    done = resumed.num_iterations
+def _nothing_to_do(config: Config, resumed: Resume) -> str:
+    done = config.train.iterations
     return (
         f"{resumed.folder} has finished its {done} iterations; nothing is left to do "
         f"(--iterations with a total over {done} trains on)"
