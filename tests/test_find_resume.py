@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,8 +12,9 @@ import pytest
 
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.runtime import run
+from easyrl.runtime.places import with_whole_paths
 from easyrl.runtime.resume import find_resume
-from mistakes import make_run
+from mistakes import TINY, make_run
 
 AUTO = ("runtime.resume=auto",)
 
@@ -65,3 +67,35 @@ def test_a_summary_that_was_cut_off_is_of_no_finished_run(tmp_path: Path) -> Non
     assert found is not None and not found.is_finished(config_of(folder))
     assert found.num_iterations == 60
     os.close(found.lock)
+
+
+# -- paths ---------------------------------------------------------------------------------------
+
+
+def test_what_a_run_names_relatively_is_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    shutil.copytree(TINY, here / "models" / "mine")
+    (here / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (here / "r.py").write_text("def score(completions, **_):\n    return [0.0] * 8\n")
+    (tmp_path / "there").mkdir()
+    words = ("model.path=models/mine", "data.dataset=data.jsonl")
+    words = (*words, "reward.functions=[r.py:score, exact_match]")
+    monkeypatch.chdir(here)
+    with pytest.raises(AssertionError, match="a run was started"):
+        run.run(load_config(None, {"output.dir": "run"}, words))
+    monkeypatch.chdir(tmp_path / "there")
+    config = load_config(here / "run" / "config.yaml", {"output.dir": str(here / "run")}, AUTO)
+    with pytest.raises(AssertionError, match="a run was started"):
+        run.run(config)
+
+
+def test_what_is_no_file_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "arithmetic"):  # the built-in ones win
+        (tmp_path / name).mkdir()
+    assert with_whole_paths(load_config()) == load_config()
+    words = ["model.path=owner/name", "data.dataset=none.jsonl", "reward.functions=[m.n:f, x.py:f]"]
+    config = load_config(words=words)
+    assert with_whole_paths(config) == config

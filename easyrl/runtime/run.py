@@ -17,6 +17,7 @@ from easyrl.config import Config
 from easyrl.model.checkpoint_files import checkpoints_in, discard_unfinished, set_aside
 from easyrl.records import Observer, tell_all
 from easyrl.runtime.placement import describe, device_names
+from easyrl.runtime.places import with_whole_paths
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume
 from easyrl.runtime.ring import make_ring
@@ -34,6 +35,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
     checked here has passed.
     """
     started = time.monotonic()
+    config = with_whole_paths(config)
     tell_all(observers)(records.CheckStarted("checking the model, the data and the devices"))
     resumed = find_resume(config, resume)
     if resumed is not None and resumed.is_finished(config):
