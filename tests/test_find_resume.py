@@ -13,6 +13,7 @@ import pytest
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.runtime import run
 from easyrl.runtime.places import with_whole_paths
+from easyrl.runtime.preflight import check_run
 from easyrl.runtime.resume import find_resume
 from mistakes import TINY, make_run
 
@@ -89,6 +90,26 @@ def test_what_a_run_names_relatively_is_found_from_another_folder(
     config = load_config(here / "run" / "config.yaml", {"output.dir": str(here / "run")}, AUTO)
     with pytest.raises(AssertionError, match="a run was started"):
         run.run(config)
+
+
+def test_rows_that_have_changed_are_told(tmp_path: Path) -> None:
+    data, folder = tmp_path / "data.jsonl", tmp_path / "run"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = (f"data.dataset={data}", "reward.functions=[exact_match]", *AUTO)
+    config = config_of(folder, *words)
+    identity = check_run(config).identity
+    make_run(folder, {10: {"identity": identity, "config": config.model_dump(mode="json")}})
+
+    def check() -> None:
+        found = find_resume(config, None)
+        assert found is not None
+        os.close(found.lock)
+        check_run(config, found)
+
+    check()
+    data.write_text('{"prompt": "1+1=", "answer": "3"}\n')
+    with pytest.raises(ConfigError, match=r"data.dataset: the rows of .* are not those that"):
+        check()
 
 
 def test_what_is_no_file_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
