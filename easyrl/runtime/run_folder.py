@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -24,6 +25,8 @@ class RunFolderLost(OSError):
     """The folder is gone or cannot be written any more; the message says which and why."""
 
 
+ROOM_SECONDS = 2.0
+"""How long a full disk is waited for."""
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl", "trace.json")
 """Files that something is added to while a run goes on, whole lines at a time."""
 
@@ -179,18 +182,41 @@ class RunFolder:
         self._write(name, json.dumps(finite(line), allow_nan=False) + "\n", mode="a")
 
     def _write(self, name: str, text: str, *, mode: str) -> None:
-        try:
-            with (self.path / name).open(mode) as file:
-                file.write(text)
-        except OSError as error:
-            where = f"the run folder '{self.path}' "
-            if not self.path.is_dir():
-                raise RunFolderLost(where + "was removed while the run was under way") from error
-            why = f"cannot be written any more: {error.strerror} ({name})"
-            raise RunFolderLost(
-                f"{where}{why}; what was written before lies there; to start again: "
-                "output.dir (--output) on a disk with room"
-            ) from error
+        """Where there is no room it is tried again for a while: a checkpoint that does not fit
+        fills the disk until it is given up, and the run goes on."""
+        file = self.path / name
+        deadline = time.monotonic() + ROOM_SECONDS
+        while (error := _written(file, text, mode)) is not None:
+            if error.errno != errno.ENOSPC or time.monotonic() > deadline:
+                raise self._lost(name, error) from error
+            time.sleep(0.05)
+
+    def _lost(self, name: str, error: OSError) -> RunFolderLost:
+        where = f"the run folder '{self.path}' "
+        if not self.path.is_dir():
+            return RunFolderLost(where + "was removed while the run was under way")
+        why = f"cannot be written any more: {error.strerror} ({name})"
+        return RunFolderLost(
+            f"{where}{why}; what was written before lies there; to start again: "
+            "output.dir (--output) on a disk with room"
+        )
+
+
+def _written(file: Path, text: str, mode: str) -> OSError | None:
+    """Write all of it or, as well as can be, nothing: why it was not written."""
+    try:
+        with file.open(f"{mode}b", buffering=0) as opened:
+            size, rest = opened.tell(), text.encode()
+            try:
+                while rest:
+                    rest = rest[opened.write(rest) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    opened.truncate(size)
+                raise
+    except OSError as error:
+        return error
+    return None
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
