@@ -266,6 +266,16 @@ def test_what_came_after_the_checkpoint_is_taken_back_and_nothing_before(tmp_pat
     assert path.is_dir()
 
 
+def test_lines_that_a_power_failure_took_leave_no_half_one(tmp_path: Path) -> None:
+    """The checkpoint was on the disk before them."""
+    path, sizes = begun(tmp_path)
+    whole = (path / "metrics.jsonl").stat().st_size
+    os.truncate(path / "metrics.jsonl", whole - 5)
+    folder = RunFolder.again(config_for(path), lock_folder(path), sizes | {"metrics.jsonl": whole})
+    folder.observe(records.IterationFinished(1.0, {"iteration": 2}))
+    assert read_lines(path / "metrics.jsonl") == [{"iteration": 0}, {"iteration": 2}]
+
+
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     folder = RunFolder(config_for(tmp_path / "run"))
     with pytest.raises(ConfigError, match="is going on; two cannot write to one folder"):

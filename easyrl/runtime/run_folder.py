@@ -60,8 +60,8 @@ class RunFolder:
             new.rename(self.path / "config.yaml")
             for name in GROWING:
                 file = self.path / name
-                if file.exists() and file.stat().st_size > sizes.get(name, 0):
-                    os.truncate(file, sizes.get(name, 0))
+                if file.exists():
+                    os.truncate(file, _end_of_lines(file, sizes.get(name, 0)))
             (self.path / "summary.json").unlink(missing_ok=True)  # it is of the end
         except OSError as error:
             raise ConfigError(
@@ -200,6 +200,13 @@ class RunFolder:
             f"{where}{why}; what was written before lies there; to start again: "
             "output.dir (--output) on a disk with room"
         )
+
+
+def _end_of_lines(file: Path, size: int) -> int:
+    """`size`; of a file that is shorter, as after a power failure, the end of its last whole line."""
+    if file.stat().st_size >= size:
+        return size
+    return file.read_bytes().rfind(b"\n") + 1
 
 
 def _written(file: Path, text: str, mode: str) -> OSError | None:
