@@ -203,7 +203,7 @@ class RunFolder:
 
 
 def _end_of_lines(file: Path, size: int) -> int:
-    """`size`; of a file that is shorter, as after a power failure, the end of its last whole line."""
+    """`size`; where the file is shorter, as after a power failure, the end of its whole lines."""
     if file.stat().st_size >= size:
         return size
     return file.read_bytes().rfind(b"\n") + 1
