@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,27 @@ def test_a_restored_learner_goes_on_in_the_same_bits(tmp_path: Path) -> None:
         step(a, 3)
     assert one.policy.weights_sha256() == other.policy.weights_sha256()
     assert other.policy.weights_sha256() != learner().policy.weights_sha256()
+
+
+def test_the_accelerators_generator_is_kept_where_its_weights_are_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with train.offload=[optimizer]. The accelerator is a stand-in that has a generator."""
+    drawn = {"cuda": torch.arange(7, dtype=torch.uint8)}
+    generator = SimpleNamespace(
+        get_rng_state=lambda device: drawn[device.type].clone(),
+        set_rng_state=lambda state, device: drawn.update({device.type: state}),
+    )
+    one = learner()
+    step(one, 1)
+    one.policy.device = torch.device("cuda")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "get_device_module", lambda device: generator)
+        path = save(tmp_path, 1, one)
+        drawn["cuda"] = torch.zeros(7, dtype=torch.uint8)
+        one.restore(path, 1)
+    assert drawn["cuda"].tolist() == list(range(7))
+    learner().restore(path, 1)  # where there is none it is left
 
 
 def test_the_copy_is_of_the_boundary_whatever_is_trained_meanwhile(tmp_path: Path) -> None:
@@ -245,6 +267,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a list": (lambda folder: (folder / "state.json").write_text("[1]"), "no state"),
     "another format": (change_format, "is of format 99"),
+    "tensors of another": (
+        lambda folder: (folder / "copy.safetensors").write_bytes(b""),
+        "copy.safetensors is no part of it: take it away",
+    ),
 }
 
 
@@ -269,6 +295,19 @@ def test_the_newest_stay_and_what_is_left_over_goes(two: Path, tmp_path: Path) -
     assert [path.name for path in checkpoints_in(tmp_path)] == ["10", "100"]  # as numbers
     aside = set_aside(tmp_path / "100")
     assert aside.is_dir() and [path.name for path in checkpoints_in(tmp_path)] == ["10"]
+
+
+def test_what_is_broken_takes_no_whole_ones_place(two: Path, tmp_path: Path) -> None:
+    for version in (2, 9, 10):
+        shutil.copytree(two / "9", tmp_path / str(version))
+    (tmp_path / "10" / "state.json").unlink()
+    (tmp_path / "99").write_text("a file of somebody's")
+    (tmp_path / "9" / "notes.txt").write_text("somebody's too")
+    keep_newest(tmp_path, 1)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["9", "10", "99"]
+    found, broken = newest_checkpoint(tmp_path)
+    assert found is not None and found.path.name == "9"
+    assert [path.name for path in broken] == ["99", "10"]
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(two: Path) -> None:
@@ -338,6 +377,19 @@ def test_the_exported_model_is_the_checkpoints(tmp_path: Path, kind: str) -> Non
 def names_in(folder: Path) -> set[str]:
     with safe_open(folder / "model.safetensors", framework="pt") as tensors:
         return set(tensors.keys())
+
+
+def test_another_tokenizer_is_another_model(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    assert fingerprint(str(folder)) == fingerprint("tiny")
+    (folder / "notes.txt").write_text("changes nothing")
+    assert fingerprint(str(folder)) == fingerprint("tiny")
+    seen = {fingerprint("tiny")}
+    for name in ("chat_template.jinja", "tokenizer.json", "config.json"):
+        (folder / name).write_text((TINY / "config.json").read_text() + " ")
+        seen.add(fingerprint(str(folder)))
+    assert len(seen) == 4
 
 
 def test_an_export_that_cannot_be_is_told(tmp_path: Path) -> None:

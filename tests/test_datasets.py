@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from easyrl.config import ConfigError, load_config
+from easyrl.data import datasets
 from easyrl.data.chat import render_prompt
 from easyrl.data.datasets import PromptStream, open_prompts
 
@@ -95,6 +96,37 @@ def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
     assert from_parquet.epoch_length == 20
     assert from_parquet.held_out() == []
     assert [from_parquet.prompt(i) for i in range(40)] == [from_jsonl.prompt(i) for i in range(40)]
+
+
+def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path: Path) -> None:
+    fingerprint = opened(jsonl(tmp_path, *ROWS)).fingerprint()
+    columns = {name: [row[name] for row in ROWS] for name in reversed(ROWS[0])}
+    assert opened(parquet(tmp_path, **columns)).fingerprint() == fingerprint
+    assert opened(jsonl(tmp_path, "", *ROWS), "runtime.seed=1").fingerprint() == fingerprint
+    assert opened("arithmetic").fingerprint() is None
+    other_answer = {**ROWS[7], "answer": "another"}
+    changed = {
+        "an answer": [*ROWS[:7], other_answer, *ROWS[8:]],
+        "the order": [*ROWS[1:], ROWS[0]],
+        "the number": ROWS[:-1],
+        "a column": [{**row, "more": None} for row in ROWS],
+    }
+    prints = {opened(jsonl(tmp_path, *rows)).fingerprint() for rows in changed.values()}
+    assert len({fingerprint, *prints}) == 1 + len(changed)
+    assert opened(jsonl(tmp_path, *ROWS)).without([3]).fingerprint() != fingerprint
+
+
+def test_of_many_rows_a_fingerprint_looks_at_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "NUM_DIGESTED", 5)
+    monkeypatch.setattr(datasets, "ROWS_AT_A_TIME", 2)
+    fingerprint = opened(jsonl(tmp_path, *ROWS)).fingerprint()
+    columns = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+    assert opened(parquet(tmp_path, **columns)).fingerprint() == fingerprint
+    for place, is_seen in ((4, True), (5, False), (16, True)):
+        rows = [*ROWS[:place], {**ROWS[place], "answer": "another"}, *ROWS[place + 1 :]]
+        assert (opened(jsonl(tmp_path, *rows)).fingerprint() != fingerprint) == is_seen
 
 
 def test_chat_messages_are_prompts_too(tmp_path: Path) -> None:

@@ -65,15 +65,20 @@ WAYS = {
     "a reference and two updates": ("algorithm.beta=0.05", "train.updates_per_iteration=2"),
     "dynamic sampling": ("algorithm.dynamic_sampling=true", "algorithm.beta=0.05"),
     "LoRA": ("model.lora.rank=4", "algorithm.beta=0.05"),
+    "bfloat16": ("model.dtype=bfloat16", "algorithm.beta=0.05"),
+    "two train ranks, all offloaded": (
+        *("--train-devices", "cpu:2", "algorithm.beta=0.05", "model.dtype=bfloat16"),
+        "train.offload=[optimizer, reference]",
+    ),
 }
-
-
-LONG_WAYS = ("two rollout workers", "dynamic sampling", "LoRA")
 
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=pytest.mark.long) if way in LONG_WAYS else way for way in WAYS],
+    [
+        way if way == "a reference and two updates" else pytest.param(way, marks=pytest.mark.long)
+        for way in WAYS
+    ],
 )
 def test_ten_iterations_in_one_go_or_in_two_end_in_the_same_bits(tmp_path: Path, way: str) -> None:
     words = (*SMALL_AND_SAME, "train.learning_rate=1e-3", *WAYS[way])

@@ -172,9 +172,11 @@ def test_task_brings_its_reward_and_own_functions_replace_it(own: Path) -> None:
         reward_specs(config_of(data__dataset="data.jsonl"))
 
 
-def test_names_are_the_functions_or_the_whole_entry_where_two_share_one() -> None:
-    names = reward_names(config_of("a.py:score", "b.py:score", "exact_match"))
-    assert names == ["a.py:score", "b.py:score", "exact_match"]
+def test_names_are_the_functions_and_as_much_more_as_tells_them_apart() -> None:
+    names = reward_names(config_of("a.py:score", "/x/b.py:score", "m.n:score", "exact_match"))
+    assert names == ["a.py:score", "b.py:score", "m.n:score", "exact_match"]
+    names = reward_names(config_of("/x/a.py:score", "/y/a.py:score", "/y/a.py:other"))
+    assert names == ["/x/a.py:score", "/y/a.py:score", "other"]
     assert reward_names(config_of("a.py:score")) == ["score"]
 
 

@@ -7,12 +7,14 @@ import math
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from easyrl import records
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.observe.plain_lines import PlainLines
+from easyrl.runtime import run_folder
 from easyrl.runtime.run_folder import RunFolder, RunFolderLost, lock_folder, read_lines
 from runs import SMALL
 
@@ -124,6 +126,7 @@ def test_a_folder_that_is_lost_is_named_and_a_traceback_lies_where_it_is_said_to
     folder = RunFolder(config_for(tmp_path / "run"))
     assert folder.keep_traceback("Traceback: one") == folder.log
     (folder.path / "metrics.jsonl").symlink_to("/dev/full")
+    monkeypatch.setattr(run_folder, "ROOM_SECONDS", 0.0)
     line = records.IterationFinished(1.0, {"iteration": 0})
     with pytest.raises(RunFolderLost, match=r"run' cannot be written any more: No space left"):
         folder.observe(line)
@@ -135,6 +138,53 @@ def test_a_folder_that_is_lost_is_named_and_a_traceback_lies_where_it_is_said_to
     assert elsewhere is not None and elsewhere.read_text() == "Traceback: two"
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
     assert folder.keep_traceback("Traceback: three") is None
+
+
+def test_a_disk_that_is_full_for_a_moment_loses_no_line_and_leaves_no_half_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that does not fit fills it, until it is given up."""
+    folder = RunFolder(config_for(tmp_path / "run"))
+    folder.observe(finished(0))
+    file, fails = folder.path / "metrics.jsonl", [True, True]
+    open_file = Path.open
+
+    class Full:
+        """Takes the first bytes, and finds no room for the others."""
+
+        def __init__(self, opened: Any) -> None:
+            self._opened = opened
+            self._has_room = True
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self._opened.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._opened, name)
+
+        def write(self, content: bytes) -> int:
+            if not self._has_room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._has_room = False
+            written: int = self._opened.write(content[:7])
+            return written
+
+    def open_or_fail(path: Path, mode: str, **options: Any) -> Any:
+        opened = open_file(path, mode, **options)
+        return Full(opened) if fails and fails.pop() else opened
+
+    monkeypatch.setattr(Path, "open", open_or_fail)
+    folder.observe(finished(1))
+    assert fails == []
+    monkeypatch.setattr(run_folder, "ROOM_SECONDS", 0.1)
+    fails += [True] * 100
+    with pytest.raises(RunFolderLost, match="cannot be written any more: No space left on device"):
+        folder.observe(finished(2))
+    assert file.read_bytes().endswith(b"\n")
+    assert [line["iteration"] for line in read_lines(file)] == [0, 1]
 
 
 def test_a_run_whose_folder_is_removed_ends_with_that_as_its_cause(
@@ -216,12 +266,56 @@ def test_what_came_after_the_checkpoint_is_taken_back_and_nothing_before(tmp_pat
     assert path.is_dir()
 
 
+def test_lines_that_a_power_failure_took_leave_no_half_one(tmp_path: Path) -> None:
+    """The checkpoint was on the disk before them."""
+    path, sizes = begun(tmp_path)
+    whole = (path / "metrics.jsonl").stat().st_size
+    os.truncate(path / "metrics.jsonl", whole - 5)
+    folder = RunFolder.again(config_for(path), lock_folder(path), sizes | {"metrics.jsonl": whole})
+    folder.observe(records.IterationFinished(1.0, {"iteration": 2}))
+    assert read_lines(path / "metrics.jsonl") == [{"iteration": 0}, {"iteration": 2}]
+
+
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     folder = RunFolder(config_for(tmp_path / "run"))
     with pytest.raises(ConfigError, match="is going on; two cannot write to one folder"):
         lock_folder(folder.path)
     folder.close()
     os.close(lock_folder(folder.path))
+
+
+def test_what_another_run_holds_gets_no_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`runtime.resume=auto` found the folder while it was empty, and was quicker."""
+    locks: list[int] = []
+
+    def lock_second(path: Path) -> int:
+        monkeypatch.setattr(run_folder, "lock_folder", lock_folder)
+        locks.append(lock_folder(path))
+        return lock_folder(path)
+
+    monkeypatch.setattr(run_folder, "lock_folder", lock_second)
+    with pytest.raises(ConfigError, match="is going on; two cannot write to one folder"):
+        RunFolder(config_for(tmp_path / "run"))
+    assert list((tmp_path / "run").iterdir()) == []
+    os.close(locks[0])
+
+    def lock_after(path: Path) -> int:  # one that has held it, and has ended
+        monkeypatch.setattr(run_folder, "lock_folder", lock_folder)
+        RunFolder.again(config_for(path), lock_folder(path), {}).close()
+        return lock_folder(path)
+
+    monkeypatch.setattr(run_folder, "lock_folder", lock_after)
+    with pytest.raises(ConfigError, match="exists; accepted: a folder that does not"):
+        RunFolder(config_for(tmp_path / "other"))
+    assert (tmp_path / "other" / "config.yaml").is_file()
+    os.close(lock_folder(tmp_path / "other"))
+
+
+def test_a_folder_that_goes_away_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be opened: No such file.*; accepted: a run"):
+        lock_folder(tmp_path / "gone")
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])

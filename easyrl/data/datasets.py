@@ -11,6 +11,7 @@ opened, before a process is started.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import json
 import re
@@ -32,6 +33,8 @@ from easyrl.types import Messages, Prompt
 OTHER_FORMATS = {".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip", ".yaml"}
 RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}
 """Arguments of a reward function that are not columns."""
+NUM_DIGESTED, ROWS_AT_A_TIME = 100_000, 1000
+"""Rows that a data set's fingerprint looks at: half a second's worth."""
 NUM_TASK_EXAMPLES = 256
 """Generated training prompts that are looked at before a run."""
 
@@ -45,6 +48,11 @@ class PromptStream(Protocol):
         ...
 
     def prompt(self, index: int) -> Prompt: ...
+
+    def fingerprint(self) -> str | None:
+        """What tells these rows from others, or from the same ones after a change; None where
+        prompts are generated."""
+        ...
 
     def held_out(self) -> list[Prompt]:
         """Prompts that training never sees; empty where the data has none."""
@@ -110,6 +118,9 @@ class TaskStream:
     def prompt(self, index: int) -> Prompt:
         prompt: Prompt = self._train_prompts[index]
         return prompt
+
+    def fingerprint(self) -> None:
+        return None
 
     def held_out(self) -> list[Prompt]:
         prompts: list[Prompt] = self._task.held_out_prompts()
@@ -187,6 +198,24 @@ class RowStream:
         epoch, place = divmod(index, len(self._kept))
         columns = dict(self._rows[int(self._order(epoch)[place])])
         return Prompt(index, columns.pop(self._column), columns)
+
+    def fingerprint(self) -> str:
+        """A digest of their number and of all columns, however they are stored; of more than
+        NUM_DIGESTED rows, of so many of them at equal distances."""
+        num_rows = len(self._rows)
+        places = range(0, num_rows, -(-num_rows // NUM_DIGESTED))
+        digest = hashlib.sha256(f"{num_rows} {len(self._kept)}".encode())
+        for start in range(0, len(places), ROWS_AT_A_TIME):
+            for row in self._rows_at(places[start : start + ROWS_AT_A_TIME]):
+                digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        return digest.hexdigest()
+
+    def _rows_at(self, places: range) -> list[dict[str, Any]]:
+        if isinstance(self._rows, list):
+            return [self._rows[place] for place in places]
+        table = self._rows.data.table  # type: ignore[attr-defined]
+        rows: list[dict[str, Any]] = table.take(list(places)).to_pylist()
+        return rows
 
     def held_out(self) -> list[Prompt]:
         return []

@@ -35,15 +35,18 @@ from torch.optim import Optimizer
 # One rank is no mistake. For good: what is written in a thread cannot change filters for a while.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
+CPU = torch.device("cpu")
 FILE_BYTES = 2**30
 """A safetensors file is put together in memory before it is written: about so large each."""
 
 
 @torch.no_grad()
-def copy_of_training(model: nn.Module, optimizer: Optimizer, *, rank: int = 0) -> dict[str, Tensor]:
-    """Copies on the CPU, with this rank's random states; where a tensor is sharded, of its part
-    of it."""
-    tensors = {**_training(model, optimizer), f"random.{rank}": _random_states(model)}
+def copy_of_training(
+    model: nn.Module, optimizer: Optimizer, *, device: torch.device = CPU, rank: int = 0
+) -> dict[str, Tensor]:
+    """Copies on the CPU, with the random states of this rank, which computes on `device`, wherever
+    its weights are kept; where a tensor is sharded, of its part of it."""
+    tensors = {**_training(model, optimizer), f"random.{rank}": _random_states(device)}
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
@@ -88,6 +91,7 @@ def read_tensors(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    device: torch.device = CPU,
     rank: int = 0,
     process_group: Any = None,
 ) -> None:
@@ -119,7 +123,7 @@ def read_tensors(
         no_dist=process_group is None,
     )
     if len(random_states):
-        _set_random_states(random_states, model)
+        _set_random_states(random_states, device)
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -169,7 +173,7 @@ def _check_model(folder: Path, model: nn.Module, sizes: Mapping[str, tuple[int, 
     )
 
 
-def _random_states(model: nn.Module) -> Tensor:
+def _random_states(device: torch.device) -> Tensor:
     """Of every generator that code of a model may draw from, as the bytes of a JSON text."""
     name, keys, *rest = np.random.get_state()
     states = {
@@ -177,19 +181,17 @@ def _random_states(model: nn.Module) -> Tensor:
         "numpy": [name, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().tolist(),
     }
-    device = next(model.parameters()).device
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device).tolist()
     return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
 
 
-def _set_random_states(content: Tensor, model: nn.Module) -> None:
+def _set_random_states(content: Tensor, device: torch.device) -> None:
     states = json.loads(bytes(content.tolist()))
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     np.random.set_state(tuple(states["numpy"]))
     torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-    device = next(model.parameters()).device
     if device.type != "cpu" and "device" in states:
         state = torch.tensor(states["device"], dtype=torch.uint8)
         torch.get_device_module(device).set_rng_state(state, device)

@@ -59,6 +59,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise BrokenCheckpoint(f"{name} is missing")
         if (there := file.stat().st_size) != size:
             raise BrokenCheckpoint(f"{name} has {there:,} of {size:,} bytes")
+    # Tensors are found by what is in the files, in whichever file: all would be read.
+    for file in path.glob("*.safetensors"):
+        if file.name not in files:
+            raise BrokenCheckpoint(f"{file.name} is no part of it: take it away")
     return Checkpoint(path, state)
 
 
@@ -109,10 +113,19 @@ def publish(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def keep_newest(folder: Path, number: int) -> None:
-    """Remove the others, and what killed runs have left over."""
-    for path in checkpoints_in(folder)[:-number]:
+    """Remove all other whole ones, and what killed runs have left over. What is broken counts for
+    nothing, and stays until the run is resumed."""
+    for path in [path for path in checkpoints_in(folder) if _is_whole(path)][:-number]:
         path.rename(unfinished_name(path))
     discard_unfinished(folder)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        read_checkpoint(path)
+    except BrokenCheckpoint:
+        return False
+    return True
 
 
 def discard_unfinished(folder: Path) -> None:

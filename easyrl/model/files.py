@@ -23,6 +23,7 @@ PACKED_LAYERS = ("full_attention", "sliding_attention")
 """Kinds of layers (`layer_types`) that EasyRL's own attention can serve."""
 NUM_SAMPLES, SAMPLE_BYTES = 32, 4096
 """How much of a weights file its fingerprint looks at."""
+TEMPLATE = "chat_template*"
 TOKENIZERS = ("token*", "vocab*", "*.tiktoken", "*.model", "tekken.json")
 
 
@@ -61,12 +62,14 @@ def read_model_files(path: str) -> ModelFiles:
 
 def fingerprint(path: str) -> str:
     """What tells the model of `path` from another one, a later one in the same folder too: a hub's
-    revision, or a digest of the configuration and of samples of the weights. Nothing is fetched but
-    the configuration, and a few hundred KB are read."""
+    revision, or a digest of the configuration, the tokenizer and samples of the weights. Nothing is
+    fetched but the configuration, and some MB are read at most."""
     folder = Path(resolve_model(path))
     if not folder.is_dir():
         return model_config_from_hub(path).parent.name
     digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted({file for name in (*TOKENIZERS, TEMPLATE) for file in folder.glob(name)}):
+        digest.update(file.name.encode() + file.read_bytes())
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())

@@ -40,11 +40,16 @@ def reward_specs(config: Config) -> list[str]:
 
 
 def reward_names(config: Config) -> list[str]:
-    """A name per function, for metrics: the function's, or the whole entry where two share it."""
+    """A name per function, for metrics: the function's; where two share it, with its file's or
+    module's; where two share that too, the whole entry."""
     specs = reward_specs(config)
-    short = [spec.rpartition(":")[2] for spec in specs]
-    counts = Counter(short)
-    return [name if counts[name] == 1 else spec for name, spec in zip(short, specs, strict=True)]
+    names = [spec.rpartition(":")[2] for spec in specs]
+    for longer in ([spec.rpartition("/")[2] for spec in specs], specs):
+        counts = Counter(names)
+        names = [
+            name if counts[name] == 1 else other for name, other in zip(names, longer, strict=True)
+        ]
+    return names
 
 
 def reward_weights(config: Config) -> list[float]:

@@ -86,7 +86,8 @@ class Boundaries:
                 records.CheckpointSaved(now, path, num_iterations, saved.seconds, saved.num_bytes)
             )
             return
-        self._requested = -1
+        if self._requested == saved.policy_version:  # else a later one is under way
+            self._requested = -1
         self._tell(
             records.Note(
                 f"the checkpoint {path} could not be written: {saved.error}; the run goes on, and "

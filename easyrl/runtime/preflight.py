@@ -73,7 +73,7 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     check_disk(folder, files, 0 if is_small else config.train.keep_checkpoints)
     identity = {
         "model.path": fingerprint(config.model.path),
-        "data.dataset": checked.stream.epoch_length,
+        "data.dataset": checked.stream.fingerprint(),
     }
     check_same(resume, "model.path", f"the files of {config.model.path} are", identity)
     check_same(resume, "data.dataset", f"the rows of {config.data.dataset} are", identity)

@@ -63,8 +63,7 @@ class Resume:
 
     def is_finished(self, config: Config) -> bool:
         """Whether nothing is left to do, the final model included."""
-        done = (self.folder / "summary.json").is_file()
-        return done and self.num_iterations == config.train.iterations
+        return _finished_iterations(self.folder) == config.train.iterations
 
     def describe(self, config: Config) -> str:
         """Some lines of text: what is taken, and what is not."""
@@ -98,11 +97,13 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
     lock = lock_folder(folder)
     try:
         checkpoint, broken = newest_checkpoint(folder / CHECKPOINTS)
-        if checkpoint is None and (broken or not is_auto):
-            raise ConfigError(_nothing_to_resume(folder, broken))
         found = Resume(folder, lock, checkpoint, broken)
         if checkpoint is not None:
             _check_settings(config, found)
+        elif not found.is_finished(config):
+            has_ended = _finished_iterations(folder) is not None
+            if broken or has_ended or not is_auto:
+                raise ConfigError(_nothing_to_resume(folder, broken, has_ended=has_ended))
     except BaseException:
         os.close(lock)
         raise
@@ -127,13 +128,22 @@ def no_run_folder(folder: Path) -> str:
     )
 
 
-def _nothing_to_resume(folder: Path, broken: Mapping[Path, str]) -> str:
+def _finished_iterations(folder: Path) -> int | None:
+    """Of a run that has come to its end, how many it has; None: it has not."""
+    try:
+        return int(json.loads((folder / "summary.json").read_text())["iterations"])
+    except (OSError, ValueError, TypeError, KeyError):  # none, or one that was cut off
+        return None
+
+
+def _nothing_to_resume(folder: Path, broken: Mapping[Path, str], *, has_ended: bool) -> str:
     again = f"easyrl grpo --config {folder / 'config.yaml'} --output {folder}-2"
     if broken:
         reasons = "\n".join(f"{path}: {why}" for path, why in broken.items())
         return f"'{folder}' has no whole checkpoint:\n{reasons}\nto start again: {again}"
+    why = "has finished and kept none" if has_ended else "ended before its first one"
     return (
-        f"--resume: '{folder}' has no checkpoint: the run ended before its first one "
+        f"--resume, runtime.resume: '{folder}' has no checkpoint: the run {why} "
         f"(train.save_every, train.keep_checkpoints); to start again: {again}"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 import traceback
@@ -16,6 +17,7 @@ from easyrl.config import Config
 from easyrl.model.checkpoint_files import checkpoints_in, discard_unfinished, set_aside
 from easyrl.records import Observer, tell_all
 from easyrl.runtime.placement import describe, device_names
+from easyrl.runtime.places import with_whole_paths
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume
 from easyrl.runtime.ring import make_ring
@@ -33,10 +35,12 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
     checked here has passed.
     """
     started = time.monotonic()
+    config = with_whole_paths(config)
     tell_all(observers)(records.CheckStarted("checking the model, the data and the devices"))
     resumed = find_resume(config, resume)
     if resumed is not None and resumed.is_finished(config):
-        tell_all(observers)(records.RunEnded(FINISHED, _nothing_to_do(resumed)))
+        os.close(resumed.lock)
+        tell_all(observers)(records.RunEnded(FINISHED, _nothing_to_do(config, resumed)))
         return FINISHED
     preflight = check_run(config, resumed)
     ring = make_ring(config, preflight.placement)
@@ -124,8 +128,8 @@ def _what_was(resumed: Resume) -> records.RunResumed:
     return records.RunResumed(lines, accuracies)
 
 
-def _nothing_to_do(resumed: Resume) -> str:
-    done = resumed.num_iterations
+def _nothing_to_do(config: Config, resumed: Resume) -> str:
+    done = config.train.iterations
     return (
         f"{resumed.folder} has finished its {done} iterations; nothing is left to do "
         f"(--iterations with a total over {done} trains on)"

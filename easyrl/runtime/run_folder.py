@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -24,6 +25,8 @@ class RunFolderLost(OSError):
     """The folder is gone or cannot be written any more; the message says which and why."""
 
 
+ROOM_SECONDS = 2.0
+"""How long a full disk is waited for."""
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl", "trace.json")
 """Files that something is added to while a run goes on, whole lines at a time."""
 
@@ -37,8 +40,7 @@ class RunFolder:
         """Make the folder, and hold it. Raises ConfigError where it exists or cannot be made, and
         leaves nothing of it then."""
         self.path = folder_of(config)
-        self._make(config)
-        self._lock = lock_folder(self.path)
+        self._lock = self._make(config)
 
     @classmethod
     def again(cls, config: Config, lock: int, sizes: Mapping[str, int]) -> Self:
@@ -58,8 +60,8 @@ class RunFolder:
             new.rename(self.path / "config.yaml")
             for name in GROWING:
                 file = self.path / name
-                if file.exists() and file.stat().st_size > sizes.get(name, 0):
-                    os.truncate(file, sizes.get(name, 0))
+                if file.exists():
+                    os.truncate(file, _end_of_lines(file, sizes.get(name, 0)))
             (self.path / "summary.json").unlink(missing_ok=True)  # it is of the end
         except OSError as error:
             raise ConfigError(
@@ -73,19 +75,24 @@ class RunFolder:
         files = {name: self.path / name for name in GROWING}
         return {name: file.stat().st_size for name, file in files.items() if file.exists()}
 
-    def _make(self, config: Config) -> None:
+    def _make(self, config: Config) -> int:
+        """Returns the lock. It is taken before anything is in the folder: whoever finds an empty
+        one (`runtime.resume=auto`) may take it for a run's that was killed."""
         parents = [parent for parent in self.path.parents if not os.path.lexists(parent)]
-        is_made = False
+        lock = None
         try:
             self.path.mkdir(parents=True)
-            is_made = True
-            (self.path / "logs").mkdir()
+            lock = lock_folder(self.path)
+            (self.path / "logs").mkdir()  # not there: nobody had the lock before
             (self.path / "config.yaml").write_text(to_commented_yaml(config))
         except FileExistsError:
+            if lock is not None:
+                os.close(lock)
             raise _exists(self.path) from None
         except OSError as error:
-            if is_made:
+            if lock is not None:
                 shutil.rmtree(self.path, ignore_errors=True)
+                os.close(lock)
             for parent in parents:
                 with contextlib.suppress(OSError):  # never made, or not empty any more
                     parent.rmdir()
@@ -93,6 +100,7 @@ class RunFolder:
                 f"output.dir (--output): '{self.path}' cannot be made: {error.strerror}; "
                 "accepted: a folder on a disk that can be written and has room"
             ) from None
+        return lock
 
     def discard(self) -> None:
         """Remove the folder again, if it is a new one: the run does not begin after all."""
@@ -174,18 +182,48 @@ class RunFolder:
         self._write(name, json.dumps(finite(line), allow_nan=False) + "\n", mode="a")
 
     def _write(self, name: str, text: str, *, mode: str) -> None:
-        try:
-            with (self.path / name).open(mode) as file:
-                file.write(text)
-        except OSError as error:
-            where = f"the run folder '{self.path}' "
-            if not self.path.is_dir():
-                raise RunFolderLost(where + "was removed while the run was under way") from error
-            why = f"cannot be written any more: {error.strerror} ({name})"
-            raise RunFolderLost(
-                f"{where}{why}; what was written before lies there; to start again: "
-                "output.dir (--output) on a disk with room"
-            ) from error
+        """Where there is no room it is tried again for a while: a checkpoint that does not fit
+        fills the disk until it is given up, and the run goes on."""
+        file = self.path / name
+        deadline = time.monotonic() + ROOM_SECONDS
+        while (error := _written(file, text, mode)) is not None:
+            if error.errno != errno.ENOSPC or time.monotonic() > deadline:
+                raise self._lost(name, error) from error
+            time.sleep(0.05)
+
+    def _lost(self, name: str, error: OSError) -> RunFolderLost:
+        where = f"the run folder '{self.path}' "
+        if not self.path.is_dir():
+            return RunFolderLost(where + "was removed while the run was under way")
+        why = f"cannot be written any more: {error.strerror} ({name})"
+        return RunFolderLost(
+            f"{where}{why}; what was written before lies there; to start again: "
+            "output.dir (--output) on a disk with room"
+        )
+
+
+def _end_of_lines(file: Path, size: int) -> int:
+    """`size`; where the file is shorter, as after a power failure, the end of its whole lines."""
+    if file.stat().st_size >= size:
+        return size
+    return file.read_bytes().rfind(b"\n") + 1
+
+
+def _written(file: Path, text: str, mode: str) -> OSError | None:
+    """Write all of it or, as well as can be, nothing: why it was not written."""
+    try:
+        with file.open(f"{mode}b", buffering=0) as opened:
+            size, rest = opened.tell(), text.encode()
+            try:
+                while rest:
+                    rest = rest[opened.write(rest) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    opened.truncate(size)
+                raise
+    except OSError as error:
+        return error
+    return None
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -211,7 +249,13 @@ def folder_of(config: Config) -> Path:
 def lock_folder(folder: Path) -> int:
     """Raise ConfigError where another process holds it; the system lets go of it when the process
     that does so ends, however that comes about."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(
+            f"output.dir (--output, --resume): '{folder}' cannot be opened: {error.strerror}; "
+            "accepted: a run folder that can be read"
+        ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

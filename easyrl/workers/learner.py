@@ -84,7 +84,9 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """A copy of what is trained, as a checkpoint holds it (`model.checkpoint`)."""
-        return copy_of_training(self.policy.model, self.optimizer, rank=self.ranks.rank)
+        return copy_of_training(
+            self.policy.model, self.optimizer, device=self.policy.device, rank=self.ranks.rank
+        )
 
     def restore(self, checkpoint: Path, policy_version: int) -> None:
         """Go on from a checkpoint. The reference stays the model that was loaded: the start's."""
@@ -92,6 +94,7 @@ class Learner:
             checkpoint,
             self.policy.model,
             self.optimizer,
+            device=self.policy.device,
             rank=self.ranks.rank,
             process_group=self.ranks.group_for_files,
         )

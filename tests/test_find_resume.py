@@ -1,0 +1,122 @@
+"""Where a run goes on, and where it must not: found before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from easyrl.config import Config, ConfigError, load_config
+from easyrl.runtime import run
+from easyrl.runtime.places import with_whole_paths
+from easyrl.runtime.preflight import check_run
+from easyrl.runtime.resume import find_resume
+from mistakes import TINY, make_run
+
+AUTO = ("runtime.resume=auto",)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*arguments: Any, **options: Any) -> NoReturn:
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr(run, "_train", start)
+
+
+def config_of(folder: Path, *words: str) -> Config:
+    return load_config(None, {"output.dir": str(folder)}, words)
+
+
+def finished(folder: Path, *versions: int) -> Path:
+    """The folder of a run of the default number of iterations, with these checkpoints."""
+    make_run(folder, {version: {} for version in versions})
+    summary = {"iterations": config_of(folder).train.iterations}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.mark.parametrize("versions", [(60,), (), (50,)])
+def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(
+    tmp_path: Path, versions: tuple[int, ...]
+) -> None:
+    """One of train.keep_checkpoints=0 has none, and must not start over."""
+    folder = finished(tmp_path / "run", *versions)
+    there = sorted(folder.rglob("*"))
+    for words, resume in ((AUTO, None), ((), folder)):
+        told: list[Any] = []
+        assert run.run(config_of(folder, *words), [told.append], resume) == 0
+        assert "has finished its 60 iterations; nothing is left to do" in told[-1].message
+    assert sorted(folder.rglob("*")) == there
+
+
+def test_a_finished_run_without_a_checkpoint_cannot_grow(tmp_path: Path) -> None:
+    folder = finished(tmp_path / "run")
+    for words, resume in ((AUTO, None), ((), folder)):
+        with pytest.raises(ConfigError, match=r"no checkpoint: the run has finished and kept none"):
+            find_resume(config_of(folder, *words, "train.iterations=70"), resume)
+
+
+def test_a_summary_that_was_cut_off_is_of_no_finished_run(tmp_path: Path) -> None:
+    folder = finished(tmp_path / "run", 60)
+    (folder / "summary.json").write_text('{"iterations": 6')
+    found = find_resume(config_of(folder, *AUTO), None)
+    assert found is not None and not found.is_finished(config_of(folder))
+    assert found.num_iterations == 60
+    os.close(found.lock)
+
+
+# -- paths ---------------------------------------------------------------------------------------
+
+
+def test_what_a_run_names_relatively_is_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    shutil.copytree(TINY, here / "models" / "mine")
+    (here / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (here / "r.py").write_text("def score(completions, **_):\n    return [0.0] * 8\n")
+    (tmp_path / "there").mkdir()
+    words = ("model.path=models/mine", "data.dataset=data.jsonl")
+    words = (*words, "reward.functions=[r.py:score, exact_match]")
+    monkeypatch.chdir(here)
+    with pytest.raises(AssertionError, match="a run was started"):
+        run.run(load_config(None, {"output.dir": "run"}, words))
+    monkeypatch.chdir(tmp_path / "there")
+    config = load_config(here / "run" / "config.yaml", {"output.dir": str(here / "run")}, AUTO)
+    with pytest.raises(AssertionError, match="a run was started"):
+        run.run(config)
+
+
+def test_rows_that_have_changed_are_told(tmp_path: Path) -> None:
+    data, folder = tmp_path / "data.jsonl", tmp_path / "run"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = (f"data.dataset={data}", "reward.functions=[exact_match]", *AUTO)
+    config = config_of(folder, *words)
+    identity = check_run(config).identity
+    make_run(folder, {10: {"identity": identity, "config": config.model_dump(mode="json")}})
+
+    def check() -> None:
+        found = find_resume(config, None)
+        assert found is not None
+        os.close(found.lock)
+        check_run(config, found)
+
+    check()
+    data.write_text('{"prompt": "1+1=", "answer": "3"}\n')
+    with pytest.raises(ConfigError, match=r"data.dataset: the rows of .* are not those that"):
+        check()
+
+
+def test_what_is_no_file_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "arithmetic"):  # the built-in ones win
+        (tmp_path / name).mkdir()
+    assert with_whole_paths(load_config()) == load_config()
+    words = ["model.path=owner/name", "data.dataset=none.jsonl", "reward.functions=[m.n:f, x.py:f]"]
+    config = load_config(words=words)
+    assert with_whole_paths(config) == config
