@@ -151,7 +151,7 @@ def _notes(config: Config, preflight: Preflight, resumed: Resume | None) -> list
             f"warning: with rollout.top_k={top_k}, rollout.top_p={top_p:g} completions are not "
             "sampled from the distribution that is trained"
         )
-    return notes
+    return [*notes, *preflight.warnings]
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
