@@ -20,7 +20,7 @@ from easyrl.channels.weights import BUCKET_BYTES
 from easyrl.config import Config
 from easyrl.engines.embedded import MAX_PREFILL_TOKENS
 from easyrl.model.activations import ModelShape, activation_bytes, passing_bytes
-from easyrl.model.checkpoint import FILE_BYTES
+from easyrl.model.checkpoint_files import FILE_BYTES
 from easyrl.model.files import ModelFiles
 from easyrl.runtime.memory import (
     COPIES_TO_SAVE,
