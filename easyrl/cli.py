@@ -96,7 +96,10 @@ def grpo(
     ] = None,
     no_live: NoLive = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved config and placement, and stop.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the resolved config, placement and memory, and stop."
+        ),
     ] = False,
     words: Words = None,
 ) -> None:
@@ -274,10 +277,15 @@ def _resumed(run: Path, config: Path | None, output: str | None) -> Path:
 def _print_plan(config: Config) -> None:
     from easyrl.config import to_commented_yaml
     from easyrl.runtime.placement import describe, resolve_placement
+    from easyrl.runtime.preflight import describe_memory, sampling_warnings
 
-    placement = describe(resolve_placement(config))
+    placement = resolve_placement(config)
+    lines = [describe(placement), "", describe_memory(config, placement)]
+    lines += sampling_warnings(config)
     typer.echo(to_commented_yaml(config))
-    for line in placement.splitlines():  # comments, so that the whole output is a config file
+    for line in "\n".join(
+        lines
+    ).splitlines():  # comments, so that the whole output is a config file
         typer.echo(f"# {line}".rstrip())
 
 

@@ -37,6 +37,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     placement.resolve_placement = lambda config: config.devices  # type: ignore[attr-defined]
     placement.describe = lambda devices: f"infer on {devices.infer}\ntrain"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "easyrl.runtime.placement", placement)
+    preflight = ModuleType("easyrl.runtime.preflight")
+    preflight.describe_memory = lambda config, placement: "much memory"  # type: ignore[attr-defined]
+    preflight.sampling_warnings = lambda config: ["a warning"]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "easyrl.runtime.preflight", preflight)
     return configs
 
 
@@ -121,12 +125,16 @@ def test_a_run_goes_on_with_its_own_settings_in_its_own_folder(
     ]
 
 
-def test_dry_run_prints_a_config_file_and_the_placement(runs: list[Config]) -> None:
+def test_dry_run_prints_a_config_file_the_placement_and_the_memory(runs: list[Config]) -> None:
     result = call("grpo", "--dry-run", "--infer-devices", "cpu:2")
     assert result.exit_code == 0
     assert runs == []
     config = load_config(None, {"devices.infer": "cpu:2"})
-    assert result.stdout == to_commented_yaml(config) + "\n# infer on cpu:2\n# train\n"
+    assert (
+        result.stdout
+        == to_commented_yaml(config)
+        + "\n# infer on cpu:2\n# train\n#\n# much memory\n# a warning\n"
+    )
 
 
 @pytest.mark.parametrize(("words", "live"), [([], True), (["--no-live"], False)])

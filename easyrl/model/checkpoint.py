@@ -32,12 +32,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from easyrl.model.checkpoint_files import FILE_BYTES
+
 # One rank is no mistake. For good: what is written in a thread cannot change filters for a while.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 CPU = torch.device("cpu")
-FILE_BYTES = 2**30
-"""A safetensors file is put together in memory before it is written: about so large each."""
 
 
 @torch.no_grad()

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+FILE_BYTES = 2**30
+"""A safetensors file is put together in memory before it is written: about so large each."""
 CHECKPOINTS = "checkpoints"
 """The folder's name in a run folder."""
 STATE = "state.json"

@@ -39,15 +39,16 @@ class ModelFiles:
     still to be fetched, or not in safetensors)."""
 
 
-def read_model_files(path: str) -> ModelFiles:
-    """Raise ConfigError where `path` (a folder, a hub id or a built-in model) holds no model."""
+def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
+    """Raise ConfigError where `path` (a folder, a hub id or a built-in model) holds no model, or,
+    unless `is_whole` is asked for, no `config.json`."""
     folder = Path(resolve_model(path))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{KEY}: the folder '{path}' has no config.json; {FORMS}")
         config = _read_config(folder / "config.json")
-        num_weights = _num_weights(folder, config, is_whole=True)
-        if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
+        num_weights = _num_weights(folder, config, is_whole=is_whole)
+        if is_whole and not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
             raise ConfigError(
                 f"{KEY}: the folder '{path}' has no tokenizer (tokenizer.json); save the "
                 f"tokenizer beside the model; {FORMS}"

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from easyrl.config import ConfigError
 from easyrl.config_lora import LoraConfig
+from easyrl.model.meta import meta_model
 from easyrl.model.sharding import whole
 from easyrl.types import Weight
 
@@ -41,16 +42,13 @@ TARGETS = "model.lora.target_modules"
 def check_lora(lora: LoraConfig, path: str, config: Any, *, trust_remote_code: bool = False) -> int:
     """Elements that would be trained. Raises ConfigError where there is no peft, or the model of
     `path`, with transformers' configuration `config`, has no such layers."""
-    from transformers import AutoModelForCausalLM
-
     if find_spec("peft") is None:
         raise ConfigError(
             f"model.lora.rank: {lora.rank} came, but LoRA needs peft, which is not installed: "
             "pip install 'easyrl[lora]'; accepted: null without it"
         )
-    auto: Any = AutoModelForCausalLM
+    model = meta_model(config, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = auto.from_config(config, trust_remote_code=trust_remote_code)
         Adapter(model, lora, path=path, seed=0)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 

@@ -14,8 +14,9 @@ On the CPU a run holds, in float32:
     ring buffer       its slots
 
 Only what is surely asked for is counted (no activations, no libraries), so that nothing is refused
-that could run. Accelerators tell of their own memory when it is asked for; of one that both groups
-share each has a part, and the same is counted there.
+that could run; what a run may ask for, `memory_estimate` tells. Accelerators tell of their own
+memory when it is asked for; of one that both groups share each has a part, and the same is counted
+there.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def check_memory(
     """
     weights = FLOAT_BYTES * (model.num_weights or 0)
     num_rollout = placement.infer.count if placement.infer.kind == "cpu" else 0
-    num_rows = num_rollout * _num_rows(config, placement, model)
+    all_rows = num_rollout * num_rows(config, placement, model)
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     share = DTYPE_BYTES[config.model.dtype] / FLOAT_BYTES  # of what is in model.dtype
-    cache = int(num_rows * row_tokens * kv_bytes_per_token(model.config) * share)
+    cache = int(all_rows * row_tokens * kv_bytes_per_token(model.config) * share)
     is_here = placement.train.kind == "cpu"
     saved = COPIES_TO_SAVE if is_here and config.train.keep_checkpoints else 0
     of_trainer, adapters = _copies_of_trainer(config, is_here=is_here), 0
@@ -68,10 +69,10 @@ def check_memory(
     if needed <= available:
         return
     parts = {
-        f"{copies:g} x the model ({_size(weights)}): lower --infer-devices ({placement.infer}), or "
-        "choose a smaller model.path": copies * weights,
+        f"{copies:g} x the model ({as_size(weights)}): lower --infer-devices ({placement.infer}), "
+        "or choose a smaller model.path": copies * weights,
         f"adapters: lower model.lora.rank ({config.model.lora.rank})": adapters,
-        f"KV cache ({num_rows} sequences of {row_tokens} tokens): lower "
+        f"KV cache ({all_rows} sequences of {row_tokens} tokens): lower "
         f"rollout.max_concurrent_groups ({placement.max_concurrent_groups}), "
         f"rollout.num_generations ({config.rollout.num_generations}), "
         f"rollout.max_completion_length ({config.rollout.max_completion_length}) or "
@@ -82,9 +83,9 @@ def check_memory(
     }
     shares = sorted(parts.items(), key=lambda part: -part[1])
     raise ConfigError(
-        f"this run asks for {_size(needed)} of memory, but this machine and its cgroup have "
-        f"{_size(available)} left:\n"
-        + "\n".join(f"{_size(size)}  {what}" for what, size in shares if size)
+        f"this run asks for {as_size(needed)} of memory, but this machine and its cgroup have "
+        f"{as_size(available)} left:\n"
+        + "\n".join(f"{as_size(size)}  {what}" for what, size in shares if size)
     )
 
 
@@ -102,7 +103,7 @@ def check_shared_device(
     """
     weights = FLOAT_BYTES * (model.num_weights or 0)
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
-    cache = _num_rows(config, placement, model) * row_tokens * kv_bytes_per_token(model.config)
+    cache = num_rows(config, placement, model) * row_tokens * kv_bytes_per_token(model.config)
     share = DTYPE_BYTES[config.model.dtype] / FLOAT_BYTES  # of what is in model.dtype
     everything = _copies_of_trainer(config, is_here=True)
     offloaded = _copies_of_trainer(config, is_here=False)
@@ -117,9 +118,9 @@ def check_shared_device(
         if num_bytes > fraction * total_bytes:
             raise ConfigError(
                 f"devices.infer_memory_fraction: {placement.infer_memory_fraction:g} came, which "
-                f"gives the {role} worker {_size(int(fraction * total_bytes))} of the shared "
-                f"device's {_size(total_bytes)}, but it takes {_size(num_bytes)} or more; both "
-                f"groups together take at least {_size(sum(needed.values()))}; accepted: a part "
+                f"gives the {role} worker {as_size(int(fraction * total_bytes))} of the shared "
+                f"device's {as_size(total_bytes)}, but it takes {as_size(num_bytes)} or more; both "
+                f"groups together take at least {as_size(sum(needed.values()))}; accepted: a part "
                 "that holds each, devices of their own, or a smaller model.path"
             )
 
@@ -132,15 +133,15 @@ def check_disk(folder: Path, model: ModelFiles, num_checkpoints: int) -> None:
     saved = COPIES_TO_SAVE * weights
     if weights > free:
         raise ConfigError(
-            f"output.dir (--output): the final model has {_size(weights)}, but the disk of "
-            f"'{folder}' has {_size(free)} left; accepted: a folder on a disk with room"
+            f"output.dir (--output): the final model has {as_size(weights)}, but the disk of "
+            f"'{folder}' has {as_size(free)} left; accepted: a folder on a disk with room"
         )
     if num_checkpoints and weights + (num_checkpoints + 1) * saved > free:
         raise ConfigError(
             f"train.keep_checkpoints: {num_checkpoints} came, and one more while it is written; "
-            f"each has {_size(saved)} and the final model {_size(weights)}, but the disk of "
-            f"'{folder}' has {_size(free)} left; accepted: fewer (0: none, and no --resume), or an "
-            "output.dir (--output) on a disk with room"
+            f"each has {as_size(saved)} and the final model {as_size(weights)}, but the disk of "
+            f"'{folder}' has {as_size(free)} left; accepted: fewer (0: none, and no --resume), or "
+            "an output.dir (--output) on a disk with room"
         )
 
 
@@ -155,7 +156,7 @@ def kv_bytes_per_token(model_config: dict[str, Any]) -> int:
     return int(2 * layers * (config.get("num_key_value_heads") or heads) * size * FLOAT_BYTES)
 
 
-def _num_rows(config: Config, placement: Placement, model: ModelFiles) -> int:
+def num_rows(config: Config, placement: Placement, model: ModelFiles) -> int:
     """Rows of one engine's cache."""
     num_groups = placement.max_concurrent_groups if _fills_rows(model.config) else 1
     return num_groups * config.rollout.num_generations
@@ -170,16 +171,22 @@ def _fills_rows(model_config: dict[str, Any]) -> bool:
 
 def _copies_of_trainer(config: Config, *, is_here: bool) -> int:
     """Of what is trained, and what has its size, on the CPU."""
-    has_lora = config.model.lora.rank is not None
-    others = {
-        "reference": config.algorithm.beta > 0.0 and not has_lora,
-        "old": config.train.updates_per_iteration > 1,
-    }
+    others = other_policies(config)
     if is_here:
-        return COPIES_TO_TRAIN + sum(others.values())
-    kept = sum(others[name] for name in others if name in config.train.offload)
+        return COPIES_TO_TRAIN + len(others)
+    kept = sum(name in config.train.offload for name in others)
     return kept + (COPIES_TO_TRAIN if "optimizer" in config.train.offload else 0)
 
 
-def _size(num_bytes: float) -> str:
+def other_policies(config: Config) -> dict[str, str]:
+    """Whose weights a train worker has beside the policy's, each with the setting it comes by."""
+    others = {}
+    if config.algorithm.beta > 0.0 and config.model.lora.rank is None:
+        others["reference"] = f"algorithm.beta={config.algorithm.beta:g}"
+    if (updates := config.train.updates_per_iteration) > 1:
+        others["old"] = f"train.updates_per_iteration={updates}"
+    return others
+
+
+def as_size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"

@@ -10,7 +10,7 @@ started, no weights are loaded. Raises ValueError for what the user can mend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,10 @@ from easyrl.config import Config
 from easyrl.data.datasets import PromptStream, open_prompts
 from easyrl.data.prompt_check import CheckedPrompts, check_prompts
 from easyrl.hub import BUILT_IN_MODELS
-from easyrl.model.files import fingerprint, read_model_files
+from easyrl.model.activations import shape_of
+from easyrl.model.files import ModelFiles, fingerprint, read_model_files
 from easyrl.model.lora import check_lora
+from easyrl.model.meta import count_weights
 from easyrl.model.pretrained import (
     check_rope,
     load_model_config,
@@ -29,6 +31,8 @@ from easyrl.model.pretrained import (
 )
 from easyrl.rewards.loading import check_rewards
 from easyrl.runtime.memory import check_disk, check_memory, check_shared_device
+from easyrl.runtime.memory_estimate import ModelSize, estimate_memory
+from easyrl.runtime.memory_table import memory_of_devices, memory_table, memory_warnings
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.resume import Resume, check_same
 from easyrl.runtime.ring import ring_layout
@@ -48,6 +52,8 @@ class Preflight:
     """Elements of LoRA's adapters; None: all weights are trained."""
     identity: Mapping[str, Any]
     """What a resumed run must find again: of some keys, what they name."""
+    warnings: Sequence[str]
+    """Of sampling that is not what is trained, and of memory that may not do."""
 
 
 def check_run(config: Config, resume: Resume | None = None) -> Preflight:
@@ -77,7 +83,60 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     }
     check_same(resume, "model.path", f"the files of {config.model.path} are", identity)
     check_same(resume, "data.dataset", f"the rows of {config.data.dataset} are", identity)
-    return Preflight(checked.stream, checked.num_skipped, placement, num_trained, identity)
+    size = _model_size(config, files, num_trained)
+    warnings = sampling_warnings(config)
+    if size is not None:
+        processes = estimate_memory(config, placement, size, ring_bytes=ring_bytes)
+        warnings += memory_warnings(processes, memory_of_devices(placement), placement)
+    return Preflight(
+        checked.stream, checked.num_skipped, placement, num_trained, identity, warnings
+    )
+
+
+def sampling_warnings(config: Config) -> list[str]:
+    top_k, top_p = config.rollout.top_k, config.rollout.top_p
+    if top_k == 0 and top_p == 1.0:
+        return []
+    return [
+        f"warning: with rollout.top_k={top_k}, rollout.top_p={top_p:g} completions are not "
+        "sampled from the distribution that is trained"
+    ]
+
+
+def describe_memory(config: Config, placement: Placement) -> str:
+    """What the run's processes will take, as lines of text, with what is wrong with it. No weights
+    are looked for: a model that is still to be fetched is counted by its configuration."""
+    lines: list[str] = []
+    try:
+        files = read_model_files(config.model.path, is_whole=False)
+        num_trained = None if config.model.lora.rank is None else _check_lora(config)
+        size = _model_size(config, files, num_trained)
+        ring_bytes = ring_layout(config, placement).total_bytes
+        if size is None:
+            return f"memory: not known, for the config.json of '{files.path}' tells no sizes"
+        processes = estimate_memory(config, placement, size, ring_bytes=ring_bytes)
+        sizes = memory_of_devices(placement)
+        lines = [
+            memory_table(processes, sizes),
+            *memory_warnings(processes, sizes, placement),
+        ]
+        check_memory(config, placement, files, ring_bytes=ring_bytes, num_trained=num_trained)
+    except ValueError as refused:
+        lines = [*lines, f"a run would not start: {refused}"]
+    return "\n".join(lines)
+
+
+def _model_size(config: Config, files: ModelFiles, num_trained: int | None) -> ModelSize | None:
+    """None where the configuration does not tell in the usual words."""
+    shape, num_weights = shape_of(files.config), files.num_weights
+    if shape is None or num_weights is None:
+        _quieten_transformers()
+        trusts = config.model.trust_remote_code
+        model_config = load_model_config(files.path, trust_remote_code=trusts)
+        shape = shape_of(model_config)
+        if num_weights is None:
+            num_weights = count_weights(model_config, trust_remote_code=trusts)
+    return None if shape is None else ModelSize(files, shape, num_weights, num_trained)
 
 
 def _check_prompts(config: Config, prompts: PromptStream) -> CheckedPrompts:

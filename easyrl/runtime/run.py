@@ -149,13 +149,7 @@ def _notes(config: Config, preflight: Preflight, resumed: Resume | None) -> list
             f"LoRA of rank {config.model.lora.rank}: {preflight.num_trained:,} weights are trained "
             f"beside the model's own, at a learning rate of {config.learning_rate:g}"
         )
-    top_k, top_p = config.rollout.top_k, config.rollout.top_p
-    if top_k > 0 or top_p < 1.0:
-        notes.append(
-            f"warning: with rollout.top_k={top_k}, rollout.top_p={top_p:g} completions are not "
-            "sampled from the distribution that is trained"
-        )
-    return notes
+    return [*notes, *preflight.warnings]
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
