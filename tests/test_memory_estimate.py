@@ -178,9 +178,8 @@ def measured_peaks(*words: str) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
-@pytest.mark.parametrize(
-    "name", ["13M", *(pytest.param(name, marks=pytest.mark.long) for name in ("42M", "92M"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", list(SIZES))
 def test_the_estimate_is_the_measured_peak(name: str, tmp_path: Path) -> None:
     save_model(name, tmp_path / "model")
     (tmp_path / "reward.py").write_text(
