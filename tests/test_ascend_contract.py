@@ -36,7 +36,10 @@ def fetch(version: str, folder: Path) -> Wheel:
 
 @pytest.fixture(
     scope="module",
-    params=sorted({OLDEST_TORCH, metadata.version("torch").partition("+")[0]}),
+    params=[
+        metadata.version("torch").partition("+")[0],
+        pytest.param(OLDEST_TORCH, marks=pytest.mark.long),
+    ],
 )
 def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Wheel:
     return fetch(request.param, tmp_path_factory.mktemp("wheel"))

@@ -60,6 +60,7 @@ def test_peak_memory_counts_what_lives_at_the_same_time() -> None:
     assert peak_bytes(together, cpu) == 12000
 
 
+@pytest.mark.long
 def test_bench_pipeline_does_the_same_work_in_every_mode() -> None:
     timings = {
         mode: pipeline._measure(pipeline.Setting(mode, 2, 1), size=4, iterations=1)

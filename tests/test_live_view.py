@@ -369,6 +369,7 @@ def test_ctrl_z_gives_the_terminal_back_and_fg_takes_it_again(tmp_path: Path) ->
     assert terminal.end() == 130
 
 
+@pytest.mark.long
 def test_in_the_background_nothing_is_drawn(tmp_path: Path) -> None:
     terminal = shell()
     terminal.type(f"{shlex.join(grpo(tmp_path / 'run', '--iterations', '3'))} & wait; exit\n")

@@ -18,7 +18,8 @@ PROMPT = "12+34="
 TINY = resolve_model("tiny")
 
 
-@pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu:2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
 def test_both_schedules_end_in_the_same_bits_with_lora_and_what_is_left_is_what_was_trained(
     tmp_path: Path, devices: str
 ) -> None:

@@ -96,7 +96,8 @@ def test_the_correction_for_the_engines_numerics_is_on_below_float32() -> None:
     assert load_config(words=[BFLOAT16, SAME_LOSS]).importance_sampling_correction == "none"
 
 
-@pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu:2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
 def test_a_run_in_bfloat16(tmp_path: Path, devices: str) -> None:
     folder = tmp_path / "run"
     code, _, err = finish(

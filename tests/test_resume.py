@@ -97,6 +97,7 @@ def test_ten_iterations_in_one_go_or_in_two_end_in_the_same_bits(tmp_path: Path,
     assert summary_of(twice)["wall_seconds"] > 0
 
 
+@pytest.mark.long
 def test_the_total_of_iterations_may_grow_and_what_is_finished_is_left(tmp_path: Path) -> None:
     once, twice = tmp_path / "once", tmp_path / "twice"
     words = (*SMALL_AND_SAME, "train.lr_scheduler_type=constant")
@@ -116,6 +117,7 @@ def test_the_total_of_iterations_may_grow_and_what_is_finished_is_left(tmp_path:
     assert summary_of(twice)["iterations"] == 4
 
 
+@pytest.mark.long
 def test_trace_and_curve_go_on_where_they_were(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start("--output", str(folder), "--iterations", "4", *SMALL_AND_SAME)
@@ -141,9 +143,9 @@ def test_trace_and_curve_go_on_where_they_were(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("signum", "num_updates", "devices"),
     [
-        pytest.param(signal.SIGTERM, 1, "cpu", marks=pytest.mark.long),
+        (signal.SIGTERM, 1, "cpu"),
         pytest.param(signal.SIGINT, 2, "cpu", marks=pytest.mark.long),
-        (signal.SIGTERM, 2, "cpu:2"),
+        pytest.param(signal.SIGTERM, 2, "cpu:2", marks=pytest.mark.long),
     ],
 )
 def test_a_signal_saves_the_last_boundary_and_drops_what_is_begun(

@@ -82,14 +82,17 @@ def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summar
     assert any(not torch.equal(before[n], t) for n, t in weights.items()), "nothing was trained"
 
 
-def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(tmp_path: Path) -> None:
-    """Deterministic mode, ten iterations, random delays in engine, rewards, ring and trainer."""
+@pytest.mark.parametrize("iterations", [4, pytest.param(10, marks=pytest.mark.long)])
+def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
+    tmp_path: Path, iterations: int
+) -> None:
+    """Deterministic mode, random delays in engine, rewards, ring and trainer."""
     ends = {}
     for schedule in ("sync", "periodic"):
         folder = tmp_path / schedule
         words = ("runtime.deterministic=true", "rollout.max_concurrent_groups=2")
         code, _, err = finish(
-            *("--output", str(folder), "--iterations", "10", "--schedule", schedule),
+            *("--output", str(folder), "--iterations", str(iterations), "--schedule", schedule),
             *("train.prompts_per_iteration=6", "rollout.max_completion_length=48", *words),
             *("data.max_prompt_length=32", "train.max_tokens_per_micro_batch=400"),
             EASYRL_RANDOM_DELAYS="0.01",

@@ -172,6 +172,7 @@ def test_a_run_that_fails_is_told_as_failed(tmp_path: Path) -> None:
     assert text_of(events_of(folder), "status") == "failed (exit code 1)"
 
 
+@pytest.mark.long
 def test_ctrl_c_reaches_the_tracker_as_the_end_of_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(
