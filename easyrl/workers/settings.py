@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from easyrl.config import Config
 
 if TYPE_CHECKING:
-    from easyrl.channels.weights import WeightChannel
+    from easyrl.channels.weights import WeightSeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class WorkerSettings:
     policy_version: int = 0
     """Of that checkpoint."""
 
-    def join_weights(self, membership: int, rank: int, size: int) -> WeightChannel:
-        from easyrl.channels.weights import WeightChannel
+    def weight_seat(self, membership: int, rank: int, size: int) -> WeightSeat:
+        from easyrl.channels.weights import WeightSeat
 
-        return WeightChannel(
+        return WeightSeat(
             self.store_path,
             membership=membership,
             rank=rank,

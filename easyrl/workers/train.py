@@ -131,7 +131,7 @@ class TrainWorker:
     def _obey(self, command: events.Command) -> None:
         match command:
             case events.JoinWeights(membership, rank, size):
-                self.channel = self.settings.join_weights(membership, rank, size)
+                self.channel = self.settings.weight_seat(membership, rank, size).join()
                 if self.channel.obstacle is not None:
                     self._send(events.Note(_COPIED.format(self.channel.obstacle)))
             case events.ExchangeWeights(version):
