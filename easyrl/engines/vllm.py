@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from dataclasses import asdict
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -36,10 +37,15 @@ from easyrl.channels.weights import WeightSeat
 from easyrl.config import ConfigError
 from easyrl.engines.base import FinishedGroup, GroupRequest, check_request
 from easyrl.engines.held_weights import Held, HeldWeights
+from easyrl.hub import resolve_model
+from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, kv_bytes_per_token
+from easyrl.model.pretrained import load_eos_token_ids, load_model_config
 from easyrl.types import Completion
 
 WORKER = "easyrl.engines.vllm_worker"
 BACKEND = "easyrl_buckets"
+BLOCK_TOKENS = 128
+SPARE_BYTES, UNKNOWN_CACHE_BYTES = 16 * 2**20, 2**30
 STEP_SECONDS = 0.02
 """Longest wait of a `step` for a group: the rollout worker has other work too."""
 SHUTDOWN_SECONDS = 1.0
@@ -57,23 +63,26 @@ class VllmEngine:
         *,
         device: str,
         dtype: str,
-        trust_remote_code: bool,
-        eos_token_ids: Iterable[int],
         max_concurrent_groups: int,
         num_generations: int,
-        kv_cache_bytes: int | None,
-        memory_fraction: float,
         max_prompt_length: int,
         max_completion_length: int,
         temperature: float,
         seed: int,
         top_k: int = 0,
         top_p: float = 1.0,
+        trust_remote_code: bool = False,
+        stop_at: int | None = None,
+        memory_fraction: float = 0.9,
         tensor_parallel_size: int = 1,
+        log_file: str | None = None,
         extension: str = f"{WORKER}.WorkerExtension",
     ) -> None:
-        """`kv_cache_bytes`: of the KV cache; None: what `memory_fraction` of the device's memory
-        leaves. Raises ConfigError where vLLM cannot serve the model or has no room for it."""
+        """`memory_fraction`: of an accelerator's memory, for weights and KV cache; on the CPU the
+        cache is as large as so many groups can fill it. `stop_at`: a token that ends completions
+        beside the model's own. `log_file`: where the output of this process goes.
+
+        Raises ConfigError where vLLM cannot serve the model or has no room for it."""
         self.max_prompt_length = max_prompt_length
         self.max_completion_length = max_completion_length
         self.num_prompt_tokens = 0
@@ -81,12 +90,14 @@ class VllmEngine:
         self.policy_version = -1
         self._seed = seed
         self._tensor_parallel_size = tensor_parallel_size
+        config = load_model_config(model, trust_remote_code=trust_remote_code)
+        eos = {*load_eos_token_ids(model, config), *([] if stop_at is None else [stop_at])}
         self._sampling = {
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
             "logprobs": 0,  # of the sampled token alone
-            "stop_token_ids": list(eos_token_ids),
+            "stop_token_ids": sorted(eos),
             "detokenize": False,
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
@@ -96,30 +107,54 @@ class VllmEngine:
         self._is_complete = False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
-        executor = f"{WORKER}.OneProcessExecutor" if tensor_parallel_size == 1 else "mp"
+        kind = "OneProcessExecutor" if tensor_parallel_size == 1 else "ManyProcessesExecutor"
+        num_rows = max_concurrent_groups * num_generations
+        max_tokens = max_prompt_length + max_completion_length
+        on_cpu = device == "cpu"
         arguments = AsyncEngineArgs(
-            model=model,
+            model=resolve_model(model),
             trust_remote_code=trust_remote_code,
             skip_tokenizer_init=True,
             dtype=dtype,
             seed=0,
-            max_model_len=max_prompt_length + max_completion_length,
-            max_num_seqs=max_concurrent_groups * num_generations,
-            # 0 for the sampled token; in the distribution that it was drawn from.
-            max_logprobs=1,
-            logprobs_mode="processed_logprobs",
+            max_model_len=max_tokens,
+            max_num_seqs=num_rows,
+            # Of the whole distribution at the temperature. vLLM reports it before top_k and top_p
+            # only before the temperature too, which then is 1 (`runtime.engine_choice`).
+            logprobs_mode="raw_logprobs" if top_k or top_p < 1.0 else "processed_logprobs",
             generation_config="vllm",  # nothing of the model's own: only what is asked for
-            enforce_eager=device == "cpu",
+            enforce_eager=on_cpu,
             enable_prefix_caching=True,
-            kv_cache_memory_bytes=kv_cache_bytes,
+            kv_cache_memory_bytes=_kv_cache_bytes(config, dtype, num_rows, max_tokens)
+            if on_cpu
+            else None,
             gpu_memory_utilization=memory_fraction,
             tensor_parallel_size=tensor_parallel_size,
-            distributed_executor_backend=executor,
+            distributed_executor_backend=f"{WORKER}.{kind}",
             worker_extension_cls=extension,
             weight_transfer_config={"backend": BACKEND},
             disable_log_stats=True,
         )
-        self._engine: AsyncLLM = self._call(_start(arguments))
+        self._engine = self._start(arguments, model, log_file)
+
+    def _start(self, arguments: AsyncEngineArgs, model: str, log_file: str | None) -> AsyncLLM:
+        log = None if log_file is None else Path(log_file)
+        start = log.stat().st_size if log is not None and log.exists() else 0
+        try:
+            return self._call(_make_engine(arguments))
+        except (ValueError, NotImplementedError) as error:  # of its config, before it starts
+            raise ConfigError(
+                f"model.path: vLLM cannot serve '{model}': {_first_words(str(error))}; {EMBEDDED}"
+            ) from error
+        except RuntimeError as error:  # its processes have failed, and told why in the log
+            reason = _last_error(log, start) or str(error)
+            if "KV cache" in reason or "memory" in reason.lower():
+                raise ConfigError(
+                    f"rollout.gpu_memory_fraction: vLLM finds no room for '{model}' and a KV "
+                    f"cache: {reason}; accepted: a larger part, shorter sequences "
+                    "(data.max_prompt_length, rollout.max_completion_length), or a smaller model"
+                ) from error
+            raise RuntimeError(f"vLLM did not start: {reason} (more in {log})") from error
 
     @property
     def has_work(self) -> bool:
@@ -159,14 +194,13 @@ class VllmEngine:
     async def _generate(self, request: GroupRequest, sampling: SamplingParams) -> None:
         """Runs on the loop's thread: the group, or what went wrong, goes into the queue."""
         try:
-            output: Any = None
-            async for output in self._engine.generate(
+            outputs = self._engine.generate(
                 {"prompt_token_ids": list(request.prompt_ids)},
                 sampling,
                 request_id="-".join(map(str, request.key)),
-            ):
-                pass
-            completions = sorted(output.outputs, key=lambda completion: completion.index)
+            )
+            (whole,) = [output async for output in outputs]
+            completions = sorted(whole.outputs, key=lambda completion: completion.index)
             group = [self._completion(completion) for completion in completions]
             self._finished.put(FinishedGroup(request, group))
         except BaseException as error:
@@ -233,8 +267,33 @@ class VllmEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-async def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
+async def _make_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     return AsyncLLM.from_engine_args(arguments)
+
+
+def _kv_cache_bytes(config: Any, dtype: str, num_rows: int, num_tokens: int) -> int:
+    """So much that all rows have their full length, in whole blocks."""
+    per_token = kv_bytes_per_token(config.to_dict()) * DTYPE_BYTES[dtype] // FLOAT_BYTES
+    if not per_token:  # a model that does not tell in the usual words
+        return UNKNOWN_CACHE_BYTES
+    return num_rows * -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS * per_token + SPARE_BYTES
+
+
+def _first_words(message: str) -> str:
+    """The sentence that says what is wrong, of a message that may list all that would be right."""
+    found = re.search(r"Value error, (.*)", message)
+    return re.split(r"\. | \[type=|\n", found[1] if found else message.strip())[0]
+
+
+def _last_error(log: Path | None, start: int) -> str:
+    """What the last exception says that was written to `log` from byte `start` on."""
+    if log is None or not log.exists():
+        return ""
+    with log.open("rb") as lines:
+        lines.seek(start)
+        text = lines.read().decode(errors="replace")
+    found = re.findall(r"(?:ValueError|RuntimeError|\w*Error): (?!Engine core init)(.+)", text)
+    return str(found[-1]).strip() if found else ""
 
 
 def _check_complete(ranks: list[Any]) -> None:

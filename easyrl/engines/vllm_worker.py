@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from easyrl.channels.weights import WeightChannel, WeightSeat
@@ -56,9 +57,21 @@ class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
     """The model in the process of vLLM's scheduler, on CPUs too."""
 
     def _init_executor(self) -> None:
-        for signum in (signal.SIGINT, signal.SIGHUP):  # the controller hears them and stops us
-            signal.signal(signum, signal.SIG_IGN)
+        _ignore_terminal()
         super()._init_executor()
+
+
+class ManyProcessesExecutor(MultiprocExecutor):  # type: ignore[misc]
+    """A process for each tensor-parallel rank."""
+
+    def _init_executor(self) -> None:
+        _ignore_terminal()
+        super()._init_executor()
+
+
+def _ignore_terminal() -> None:
+    for signum in (signal.SIGINT, signal.SIGHUP):  # the controller hears them and stops us
+        signal.signal(signum, signal.SIG_IGN)
 
 
 @dataclass

@@ -167,8 +167,10 @@ class TrainWorker:
         dtype = getattr(torch, self.config.model.dtype)  # the engines'
         with self.timeline.measure("weights"):
             if self.channel is not None:
-                # What is not trained the rollout workers have since the first time.
-                weights = policy.weights(only_trained=self.channel.has_sent)
+                # What is not trained the rollout workers have since the first time. vLLM fuses
+                # weights, and loads all parts of such a one or none.
+                is_enough = self.channel.has_sent and self.settings.engine == "embedded"
+                weights = policy.weights(only_trained=is_enough)
                 self.channel.send(version, weights, dtype=dtype, gather=whole)
             else:
                 for weight in policy.weights():  # rank 0 gathers them, in the same order
