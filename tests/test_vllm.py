@@ -46,13 +46,15 @@ os.environ |= {
 
 TOLERANCE = 1e-4  # nats, in float32
 TEMPERATURE = 0.7
+SECONDS = 10.0  # of a wait in the weight channel
 LIMITS: dict[str, Any] = {
     "max_prompt_length": 32,
     "max_completion_length": 16,
     "temperature": TEMPERATURE,
     "seed": 3,
 }
-VLLM = ("rollout.engine=vllm", "data.num_held_out=8")
+VLLM = ("rollout.engine=vllm", "algorithm.beta=0.04")
+"""With a reference, groups of equal rewards are computed too."""
 
 
 def untied_model(folder: Path) -> str:
@@ -98,8 +100,8 @@ class Trained:
             **LIMITS,
         )
         store = str(folder / "store")
-        of_trainer = self._beside(lambda: WeightSeat(store, 0, 0, 2, "cpu", None, 20.0).join())
-        self.engine.join_weights(WeightSeat(store, 0, 1, 2, "cpu", None, 20.0))
+        of_trainer = self._beside(lambda: WeightSeat(store, 0, 0, 2, "cpu", None, SECONDS).join())
+        self.engine.join_weights(WeightSeat(store, 0, 1, 2, "cpu", None, SECONDS))
         self.channel: WeightChannel = of_trainer()
 
     def _beside(self, action: Any) -> Any:
@@ -138,7 +140,8 @@ class Trained:
                 ids = torch.tensor([*group.request.prompt_ids, *completion.token_ids.tolist()])
                 at = torch.arange(num_prompt - 1, len(ids) - 1)
                 layout = PackedGroups.of_sequences([len(ids)], ids.device)
-                logits = self.policy.forward(ids, torch.arange(len(ids)), layout, logits_at=at)
+                with torch.no_grad():
+                    logits = self.policy.forward(ids, torch.arange(len(ids)), layout, at)
                 logprobs = torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
                 expected = logprobs.gather(1, ids[num_prompt:, None])[:, 0]
                 gaps.append((expected - torch.from_numpy(completion.logprobs)).abs().max())

@@ -44,6 +44,8 @@ from easyrl.types import Completion
 
 WORKER = "easyrl.engines.vllm_worker"
 BACKEND = "easyrl_buckets"
+MAX_PREFILL_TOKENS = 2048
+"""Prompt tokens of one step on the CPU, unless a single prompt is longer."""
 BLOCK_TOKENS = 128
 SPARE_BYTES, UNKNOWN_CACHE_BYTES = 16 * 2**20, 2**30
 STEP_SECONDS = 0.02
@@ -109,7 +111,8 @@ class VllmEngine:
         threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
         kind = "OneProcessExecutor" if tensor_parallel_size == 1 else "ManyProcessesExecutor"
         num_rows = max_concurrent_groups * num_generations
-        max_tokens = max_prompt_length + max_completion_length
+        max_tokens = int(min(max_prompt_length + max_completion_length, _positions(config)))
+        self._max_tokens = max_tokens
         on_cpu = device == "cpu"
         arguments = AsyncEngineArgs(
             model=resolve_model(model),
@@ -124,6 +127,10 @@ class VllmEngine:
             logprobs_mode="raw_logprobs" if top_k or top_p < 1.0 else "processed_logprobs",
             generation_config="vllm",  # nothing of the model's own: only what is asked for
             enforce_eager=on_cpu,
+            # A seeded request whose prompt is cut in two ends vLLM on CPUs: it winds the request's
+            # generator back, which a generator on the CPU cannot.
+            enable_chunked_prefill=None if not on_cpu else False,
+            max_num_batched_tokens=None if not on_cpu else max(MAX_PREFILL_TOKENS, max_tokens),
             enable_prefix_caching=True,
             kv_cache_memory_bytes=_kv_cache_bytes(config, dtype, num_rows, max_tokens)
             if on_cpu
@@ -165,10 +172,17 @@ class VllmEngine:
         limits = set(request.limits(self.max_completion_length))
         if len(limits) > 1:
             raise ValueError("completion lengths: vLLM takes one for all completions of a group")
+        limit = limits.pop()
+        if len(request.prompt_ids) + limit > self._max_tokens:
+            raise ValueError(
+                f"rollout.max_completion_length: {limit} came, but with the "
+                f"{len(request.prompt_ids)} tokens of prompt {request.key} that is more than the "
+                f"{self._max_tokens} positions that vLLM has for this model; accepted: fewer"
+            )
         sampling = SamplingParams(
             **self._sampling,
             n=request.num_generations,
-            max_tokens=limits.pop(),
+            max_tokens=limit,
             seed=_seed_of(self._seed, request.key),
         )
         self._num_unfinished += 1
@@ -269,6 +283,16 @@ class VllmEngine:
 
 async def _make_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     return AsyncLLM.from_engine_args(arguments)
+
+
+def _positions(config: Any) -> float:
+    """The longest sequence that vLLM takes of a model; infinite where its config does not bound it
+    or stretches the bound."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    is_plain = rope.get("rope_type", "default") == "default"
+    positions = getattr(text, "max_position_embeddings", None)
+    return positions if is_plain and positions else float("inf")
 
 
 def _kv_cache_bytes(config: Any, dtype: str, num_rows: int, num_tokens: int) -> int:
