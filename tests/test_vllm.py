@@ -282,8 +282,9 @@ def test_a_run_on_vllm(tmp_path: Path) -> None:
     assert "engine of the rollout workers: vllm" in out
     assert summary_of(folder)["policy_version"] == 3
     assert_on_policy(folder)
-    left = [psutil.Process(pid) for pid in set(psutil.pids()) - before]
-    assert not [process for process in left if "VLLM" in process.name()]
+    here = psutil.process_iter(["name"])
+    left = [each for each in here if each.pid not in before and "VLLM" in each.info["name"]]
+    assert not wait_until_gone(left, 3.0)
 
 
 @pytest.mark.long
@@ -308,7 +309,7 @@ def test_one_engine_over_two_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", ["controller", "rollout worker"])
 def test_whoever_is_killed_vllm_ends_too(tmp_path: Path, victim: str) -> None:
     words = ("--output", str(tmp_path / "run"), "--infer-devices", "cpu", "--no-live")
-    run = start(*words, *VLLM)
+    run = start(*words, *SMALL, *VLLM)
     wait_for_line(run, "iteration 1")
     processes = descendants(run.pid)
     engines = [process for process in processes if "VLLM" in process.name()]

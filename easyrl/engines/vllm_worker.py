@@ -5,9 +5,9 @@
                    ◄── what each parameter holds ── vLLM's model
 
 vLLM finds this module by name (`worker_extension_cls`, `distributed_executor_backend`); importing
-it registers the transfer and ties the process to the one that started it. Every tensor-parallel
-rank is a member of the weight channel and loads its share of each weight as it comes: beside the
-model there are a bucket and the weights of one layer.
+it registers the transfer. Every tensor-parallel rank is a member of the weight channel and loads
+its share of each weight as it comes: beside the model there are a bucket and the weights of one
+layer.
 
 What a parameter holds after an update is told by a sum over the bits of its elements, which does
 not depend on how vLLM has fused, cut or padded them (with zeros): it must be that of the weights
@@ -17,7 +17,7 @@ what they multiply one-hot vectors to, which is exactly their columns.
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.util
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -49,29 +49,35 @@ MAX_COLUMNS = 256
 """Of a packed weight so many columns are looked at."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by a dtype's bytes
 
-if multiprocessing.parent_process() is not None:
-    die_with_parent()
-
 
 class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
     """The model in the process of vLLM's scheduler, on CPUs too."""
 
     def _init_executor(self) -> None:
-        _ignore_terminal()
+        _belong_to_us()
         super()._init_executor()
+        _forget_names()
 
 
 class ManyProcessesExecutor(MultiprocExecutor):  # type: ignore[misc]
     """A process for each tensor-parallel rank."""
 
     def _init_executor(self) -> None:
-        _ignore_terminal()
+        _belong_to_us()
         super()._init_executor()
+        _forget_names()
 
 
-def _ignore_terminal() -> None:
+def _belong_to_us() -> None:
+    """This process ends with the rollout worker, and not by what a terminal sends to all."""
+    die_with_parent()
     for signum in (signal.SIGINT, signal.SIGHUP):  # the controller hears them and stops us
         signal.signal(signum, signal.SIG_IGN)
+
+
+def _forget_names() -> None:
+    """Of locks, which nobody opens any more and a killed process would leave behind."""
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
 
 
 @dataclass
