@@ -303,6 +303,7 @@ def test_one_engine_over_two_devices(tmp_path: Path) -> None:
     code, _, err = finish("--model", model, *words, *SMALL, *VLLM, "rollout.tensor_parallel_size=2")
     assert (code, err) == (0, "")
     assert_on_policy(folder)
+    assert not list(Path("/dev/shm").glob("vllm_dist_*"))
 
 
 @pytest.mark.long

@@ -18,9 +18,11 @@ what they multiply one-hot vectors to, which is exactly their columns.
 from __future__ import annotations
 
 import multiprocessing.util
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ from easyrl.lifeline import die_with_parent
 from easyrl.types import WeightPiece
 
 BACKEND = "easyrl_buckets"
+SHARED_MEMORY = Path("/dev/shm")
 MAX_COLUMNS = 256
 """Of a packed weight so many columns are looked at."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by a dtype's bytes
@@ -66,6 +69,10 @@ class ManyProcessesExecutor(MultiprocExecutor):  # type: ignore[misc]
         _belong_to_us()
         super()._init_executor()
         _forget_names()
+        queue = getattr(self, "rpc_broadcast_mq", None)  # through which it tells its workers
+        memory = getattr(getattr(queue, "buffer", None), "shared_memory", None)
+        if memory is not None:  # all have opened it
+            memory.unlink()
 
 
 def _belong_to_us() -> None:
@@ -118,6 +125,9 @@ class BucketTransfer(WeightTransferEngine[SeatInfo, VersionInfo]):  # type: igno
             if seat[key] not in (None, "cpu"):
                 seat[key] = str(self.device)
         self._channel = _told(WeightSeat(**seat).join)
+        if ident := os.environ.get("VLLM_DIST_IDENT"):  # of what ranks on CPUs share, all of them
+            for segment in SHARED_MEMORY.glob(f"vllm_dist_{ident}*"):
+                segment.unlink(missing_ok=True)
 
     def start_weight_update(self) -> None:
         self._sent, self._sent_columns, self.unused = {}, {}, []
