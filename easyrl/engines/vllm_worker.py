@@ -126,7 +126,7 @@ class BucketTransfer(WeightTransferEngine[SeatInfo, VersionInfo]):  # type: igno
                 seat[key] = str(self.device)
         self._channel = _told(WeightSeat(**seat).join)
         if ident := os.environ.get("VLLM_DIST_IDENT"):  # of what ranks on CPUs share, all of them
-            for segment in SHARED_MEMORY.glob(f"vllm_dist_{ident}*"):
+            for segment in SHARED_MEMORY.glob(f"{ident}-*"):
                 segment.unlink(missing_ok=True)
 
     def start_weight_update(self) -> None:
