@@ -307,7 +307,7 @@ def test_one_engine_over_two_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["controller", "rollout worker"])
+@pytest.mark.parametrize("victim", ["controller", "rollout worker", "vLLM"])
 def test_whoever_is_killed_vllm_ends_too(tmp_path: Path, victim: str) -> None:
     words = ("--output", str(tmp_path / "run"), "--infer-devices", "cpu", "--no-live")
     run = start(*words, *SMALL, *VLLM)
@@ -315,9 +315,12 @@ def test_whoever_is_killed_vllm_ends_too(tmp_path: Path, victim: str) -> None:
     processes = descendants(run.pid)
     engines = [process for process in processes if "VLLM" in process.name()]
     assert engines
-    killed = run.pid if victim == "controller" else engines[0].ppid()
-    os.kill(killed, signal.SIGKILL)
-    run.communicate(timeout=60)
+    (engine,) = engines
+    pids = {"controller": run.pid, "rollout worker": engine.ppid(), "vLLM": engine.pid}
+    os.kill(pids[victim], signal.SIGKILL)
+    _, err = run.communicate(timeout=60)
+    if victim == "vLLM":
+        assert "vLLM has ended" in err
     assert not wait_until_gone(processes, 5.0)
 
 

@@ -15,9 +15,11 @@ run stops.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -32,6 +34,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from easyrl.channels.weights import WeightSeat
 from easyrl.config import ConfigError
@@ -50,6 +53,8 @@ BLOCK_TOKENS = 128
 SPARE_BYTES, UNKNOWN_CACHE_BYTES = 16 * 2**20, 2**30
 STEP_SECONDS = 0.02
 """Longest wait of a `step` for a group: the rollout worker has other work too."""
+LOOK_SECONDS = 0.1
+"""How often to look whether vLLM's processes live, while one of them is to answer."""
 SHUTDOWN_SECONDS = 1.0
 """How long vLLM's processes may take to end by themselves; they end with this one all the same."""
 EMBEDDED = "rollout.engine=embedded takes it"
@@ -142,11 +147,11 @@ class VllmEngine:
             weight_transfer_config={"backend": BACKEND},
             disable_log_stats=True,
         )
-        self._engine = self._start(arguments, model, log_file)
+        self._log = None if log_file is None else Path(log_file)
+        self._log_start = self._log.stat().st_size if self._log and self._log.exists() else 0
+        self._engine = self._start(arguments, model)
 
-    def _start(self, arguments: AsyncEngineArgs, model: str, log_file: str | None) -> AsyncLLM:
-        log = None if log_file is None else Path(log_file)
-        start = log.stat().st_size if log is not None and log.exists() else 0
+    def _start(self, arguments: AsyncEngineArgs, model: str) -> AsyncLLM:
         try:
             return self._call(_make_engine(arguments))
         except (ValueError, NotImplementedError) as error:  # of its config, before it starts
@@ -154,14 +159,14 @@ class VllmEngine:
                 f"model.path: vLLM cannot serve '{model}': {_first_words(str(error))}; {EMBEDDED}"
             ) from error
         except RuntimeError as error:  # its processes have failed, and told why in the log
-            reason = _last_error(log, start) or str(error)
+            reason = _last_error(self._log, self._log_start) or str(error)
             if "KV cache" in reason or "memory" in reason.lower():
                 raise ConfigError(
                     f"rollout.gpu_memory_fraction: vLLM finds no room for '{model}' and a KV "
                     f"cache: {reason}; accepted: a larger part, shorter sequences "
                     "(data.max_prompt_length, rollout.max_completion_length), or a smaller model"
                 ) from error
-            raise RuntimeError(f"vLLM did not start: {reason} (more in {log})") from error
+            raise RuntimeError(f"vLLM did not start: {reason} (more in {self._log})") from error
 
     @property
     def has_work(self) -> bool:
@@ -195,7 +200,7 @@ class VllmEngine:
             while self._num_unfinished:
                 result = self._finished.get(timeout=0.0 if groups else STEP_SECONDS)
                 if isinstance(result, BaseException):
-                    raise result
+                    raise self._has_ended() if isinstance(result, EngineDeadError) else result
                 self._num_unfinished -= 1
                 groups.append(result)
         except Empty:
@@ -266,8 +271,13 @@ class VllmEngine:
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run it on vLLM's loop. An error of the weight channel comes back as what it was."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+            while not wait([future], LOOK_SECONDS).done:
+                engine = getattr(self, "_engine", None)
+                if engine is not None and engine.errored:  # it answers no more
+                    raise self._has_ended()
+            return future.result()
         except Exception as error:
             found = re.search(r"(TimeoutError|ConnectionError): (weight channel.*)", str(error))
             if found is None:
@@ -275,10 +285,25 @@ class VllmEngine:
             kind = TimeoutError if found[1] == "TimeoutError" else ConnectionError
             raise kind(found[2]) from error
 
+    def _has_ended(self) -> RuntimeError:
+        reason = _last_error(self._log, self._log_start) or "no reason was told"
+        return RuntimeError(f"vLLM has ended: {reason} (more in {self._log})")
+
     def close(self) -> None:
         """End vLLM's processes."""
         self._engine.shutdown(timeout=SHUTDOWN_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(SHUTDOWN_SECONDS)
+        del self._engine
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+async def _cancel_all() -> None:
+    """All other tasks of the loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _make_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
@@ -316,7 +341,7 @@ def _last_error(log: Path | None, start: int) -> str:
     with log.open("rb") as lines:
         lines.seek(start)
         text = lines.read().decode(errors="replace")
-    found = re.findall(r"(?:ValueError|RuntimeError|\w*Error): (?!Engine core init)(.+)", text)
+    found = re.findall(r"(?:ValueError|RuntimeError|\w*Error): (?!Engine)(.+)", text)
     return str(found[-1]).strip() if found else ""
 
 
