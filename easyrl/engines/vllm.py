@@ -49,7 +49,8 @@ WORKER = "easyrl.engines.vllm_worker"
 BACKEND = "easyrl_buckets"
 MAX_PREFILL_TOKENS = 2048
 """Prompt tokens of one step on the CPU, unless a single prompt is longer."""
-BLOCK_TOKENS = 128
+BLOCK_TOKENS = 32
+"""Tokens of a block of the KV cache on the CPU. A group shares whole blocks of its prompt."""
 SPARE_BYTES, UNKNOWN_CACHE_BYTES = 16 * 2**20, 2**30
 STEP_SECONDS = 0.02
 """Longest wait of a `step` for a group: the rollout worker has other work too."""
@@ -137,6 +138,7 @@ class VllmEngine:
             enable_chunked_prefill=None if not on_cpu else False,
             max_num_batched_tokens=None if not on_cpu else max(MAX_PREFILL_TOKENS, max_tokens),
             enable_prefix_caching=True,
+            block_size=BLOCK_TOKENS if on_cpu else None,
             kv_cache_memory_bytes=_kv_cache_bytes(config, dtype, num_rows, max_tokens)
             if on_cpu
             else None,
