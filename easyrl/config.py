@@ -122,6 +122,14 @@ class RolloutConfig(Section):
     even stream; null: chosen from `train.prompts_per_iteration`."""
     ring_slots: int | None = Field(default=None, ge=1)
     """Finished groups the ring buffer holds; null: `train.prompts_per_iteration`."""
+    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    """What generates: `vllm`, or EasyRL's own engine over transformers' model code (`embedded`).
+    `auto`: vLLM on accelerators, where a fitting one is installed; the run says which."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Inference devices that one engine spans (vLLM): a divisor of their number."""
+    gpu_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Part of the memory of its accelerators that vLLM takes for weights and KV cache, between 0
+    and 1; of one that both groups share it is `devices.infer_memory_fraction`."""
 
 
 class DevicesConfig(Section):

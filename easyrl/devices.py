@@ -5,7 +5,7 @@ communication backend between them. torch is imported only inside functions, tor
 an NPU is asked for, or there.
 
 A user's device numbers count what the command itself may see. Every worker sees one device alone,
-which it knows as number 0.
+which it knows as number 0 (an engine over several: those, from 0 on).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,16 +116,18 @@ def device_module(kind: str) -> Any:
 
 
 def visible_environment(
-    kind: str, index: int, environment: Mapping[str, str] = os.environ
+    kind: str, indices: Sequence[int], environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """What shows a process one device alone: number `index` of those that `environment` shows.
+    """What shows a process these devices alone, by their numbers among those that `environment`
+    shows.
 
     A variable that the user has set stays in force: its entries (numbers, or names of devices)
     are what is counted.
     """
     variable = VISIBLE_DEVICES[kind]
     seen = environment.get(variable)
-    return {variable: str(index) if seen is None else seen.split(",")[index].strip()}
+    names = map(str, indices) if seen is None else (seen.split(",")[i].strip() for i in indices)
+    return {variable: ",".join(names)}
 
 
 def total_memory_bytes(kind: str, index: int) -> int:

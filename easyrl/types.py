@@ -117,3 +117,7 @@ class WeightPiece:
     name: str
     start: int
     values: Tensor  # [n], valid until the next piece is asked for
+    shape: tuple[int, ...] = ()
+    """Of the whole weight."""
+    bucket: int = 0
+    """Number of the bucket that it came in."""

@@ -208,7 +208,7 @@ def test_a_device_number_counts_what_the_user_lets_be_seen(
 ) -> None:
     variable = devices.VISIBLE_DEVICES[kind]
     environment = {} if seen is None else {variable: seen}
-    assert devices.visible_environment(kind, 1, environment) == expected
+    assert devices.visible_environment(kind, (1,), environment) == expected
 
 
 def of_gpus(infer: str, train: str) -> Placement:
@@ -236,7 +236,7 @@ def settings_on_gpu(index: int) -> WorkerSettings:
         max_concurrent_groups=1,
         store_path="",
         log_file=None,
-        device_index=index,
+        device_indices=(index,),
     )
 
 
@@ -270,16 +270,16 @@ def settings_of(placement: Placement, role: str, number: int) -> WorkerSettings:
 def test_every_worker_is_told_to_see_its_device_as_the_first() -> None:
     placement = of_gpus("1,4", "5")
     told = [settings_of(placement, *worker) for worker in (("rollout", 1), ("train", 0))]
-    assert [(settings.device, settings.device_index) for settings in told] == [
-        ("cuda:0", 4),
-        ("cuda:0", 5),
+    assert [(settings.device, settings.device_indices) for settings in told] == [
+        ("cuda:0", (4,)),
+        ("cuda:0", (5,)),
     ]
     assert not any(settings.weights_cross_on_cpu for settings in told)
     mixed = of_gpus("2", "cpu")
     told = [settings_of(mixed, *worker) for worker in (("rollout", 0), ("train", 0))]
-    assert [(settings.device, settings.device_index) for settings in told] == [
-        ("cuda:0", 2),
-        ("cpu", None),
+    assert [(settings.device, settings.device_indices) for settings in told] == [
+        ("cuda:0", (2,)),
+        ("cpu", ()),
     ]
     assert all(settings.weights_cross_on_cpu for settings in told)
     assert all(settings.memory_fraction is None for settings in told)
@@ -295,7 +295,7 @@ def test_a_shared_accelerators_memory_is_split_between_the_groups() -> None:
     assert "50% of its memory for the rollout worker" in describe(placement)
     for role in ("rollout", "train"):
         settings = settings_of(placement, role, 0)
-        assert (settings.device, settings.device_index) == ("cuda:0", 3)
+        assert (settings.device, settings.device_indices) == ("cuda:0", (3,))
         assert settings.memory_fraction == 0.5 and settings.weights_cross_on_cpu
 
 

@@ -24,6 +24,7 @@ Where the second process cannot open it (in some containers), buckets are broadc
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class _Slot:
     """Where a piece stands in its bucket."""
 
     name: str
+    shape: tuple[int, ...]  # of the whole weight
     start: int  # element of the flattened weight
     count: int  # elements
     dtype: torch.dtype
@@ -55,6 +57,31 @@ class _Slot:
     def view(self, bucket: Tensor) -> Tensor:
         size = self.count * self.dtype.itemsize
         return bucket[self.offset : self.offset + size].view(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSeat:
+    """A member's place in the channel: what it takes to join, in whichever process."""
+
+    store_path: str
+    membership: int
+    rank: int
+    size: int
+    device: str
+    shared_device: str | None
+    timeout_seconds: float
+
+    def join(self) -> WeightChannel:
+        """Meet the other members (see `WeightChannel`)."""
+        return WeightChannel(
+            self.store_path,
+            membership=self.membership,
+            rank=self.rank,
+            size=self.size,
+            device=self.device,
+            shared_device=self.shared_device,
+            timeout_seconds=self.timeout_seconds,
+        )
 
 
 class WeightChannel:
@@ -82,7 +109,7 @@ class WeightChannel:
         self._size = size
         self._device = torch.device(device)
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._manifest: list[tuple[str, int, str]] = []
+        self._manifest: list[_Entry] = []
         self._plan: list[list[_Slot]] | None = None
         self.obstacle: str | None = None
         """Why weights do not cross on the shared device; None: they do, or there is none."""
@@ -159,10 +186,11 @@ class WeightChannel:
         for number, slots in enumerate(self._plan):
             self._pass_bucket(number, slots)
             for slot in slots:
-                yield WeightPiece(slot.name, slot.start, slot.view(self._bucket))
+                values = slot.view(self._bucket)
+                yield WeightPiece(slot.name, slot.start, values, slot.shape, number)
             self._wait_until_read(number)
 
-    def _announce(self, policy_version: int, manifest: list[tuple[str, int, str]]) -> None:
+    def _announce(self, policy_version: int, manifest: list[_Entry]) -> None:
         """The version, with the names where they are others than the last time."""
         is_new = manifest != self._manifest
         text = json.dumps(manifest).encode() if is_new else b""
@@ -262,18 +290,21 @@ class WeightChannel:
             ) from error
 
 
-def _entry(weight: Weight, dtype: torch.dtype | None) -> tuple[str, int, str]:
-    """Name, elements, type: a weight's line in the manifest."""
+_Entry = tuple[str, tuple[int, ...], str]
+"""Name, shape, type: a weight's line in the manifest."""
+
+
+def _entry(weight: Weight, dtype: torch.dtype | None) -> _Entry:
     like = weight.like
-    return weight.name, like.numel(), str(dtype or like.dtype).removeprefix("torch.")
+    return weight.name, tuple(like.shape), str(dtype or like.dtype).removeprefix("torch.")
 
 
 def _plan(manifest: Sequence[Sequence[Any]], bucket_bytes: int) -> list[list[_Slot]]:
-    """Cut weights (name, elements, dtype) into buckets: the same on every member."""
+    """Cut weights (name, shape, dtype) into buckets: the same on every member."""
     buckets: list[list[_Slot]] = [[]]
     offset = 0
-    for name, count, dtype_name in manifest:
-        dtype = getattr(torch, dtype_name)
+    for name, shape, dtype_name in manifest:
+        dtype, count = getattr(torch, dtype_name), math.prod(shape)
         start = 0
         while start < count:
             offset = -(-offset // ALIGNMENT) * ALIGNMENT
@@ -285,7 +316,7 @@ def _plan(manifest: Sequence[Sequence[Any]], bucket_bytes: int) -> list[list[_Sl
                 offset = 0
                 continue
             taken = min(room, count - start)
-            buckets[-1].append(_Slot(name, start, taken, dtype, offset))
+            buckets[-1].append(_Slot(name, tuple(shape), start, taken, dtype, offset))
             offset += taken * dtype.itemsize
             start += taken
     return [bucket for bucket in buckets if bucket]

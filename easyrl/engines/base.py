@@ -2,8 +2,8 @@
 
     submit(GroupRequest) ──► [waiting] ──► step() · step() · … ──► FinishedGroup
 
-Between two `load_weights` no sequence may be in flight: the caller drains the engine first,
-and `load_weights` refuses otherwise (DESIGN.md, invariant 3).
+Between two `receive_weights` no sequence may be in flight: the caller drains the engine first,
+and `receive_weights` refuses otherwise (DESIGN.md, invariant 3).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from easyrl.channels.weights import WeightChannel, WeightSeat
+from easyrl.model.policy import Policy
 from easyrl.types import Completion, WeightPiece
 
 
@@ -81,6 +83,44 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool: ...
 
+    def join_weights(self, seat: WeightSeat) -> None:
+        """Take a seat in the weight channel, one for each device of the engine."""
+        ...
+
+    def receive_weights(self, policy_version: int) -> None:
+        """Take part in a broadcast: from here on completions come from these weights. Raises
+        RuntimeError while sequences are in flight, and what `WeightChannel.receive` raises."""
+        ...
+
+    def close(self) -> None:
+        """End what the engine has started."""
+        ...
+
+
+class PolicyEngine:
+    """What the engines share whose model is a `Policy` in this process."""
+
+    policy: Policy
+
+    def __init__(self) -> None:
+        self._channel: WeightChannel | None = None
+
+    @property
+    def has_work(self) -> bool:
+        raise NotImplementedError
+
+    def join_weights(self, seat: WeightSeat) -> None:
+        self._channel = seat.join()
+
+    def receive_weights(self, policy_version: int) -> None:
+        assert self._channel is not None
+        self.load_weights(self._channel.receive(policy_version))
+
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         """Overwrite weights piece by piece. Raises RuntimeError while sequences are in flight."""
-        ...
+        if self.has_work:
+            raise RuntimeError("weights arrived while sequences of the old policy are in flight")
+        self.policy.load_weights(pieces)
+
+    def close(self) -> None:
+        """There is nothing to end."""

@@ -12,7 +12,6 @@ function of the requests and the sampled tokens alone, never of a clock (invaria
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.engines.base import FinishedGroup, GroupRequest, check_request
+from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, check_request
 from easyrl.engines.kv_cache import KVCache, PromptCache, StepLayout
 from easyrl.engines.sampling import sample, uniform_stream
 from easyrl.model.policy import Policy
-from easyrl.types import Completion, WeightPiece
+from easyrl.types import Completion
 
 MAX_PREFILL_TOKENS = 2048
 """Prompt tokens of one step, unless a single prompt is longer: bounds the delay of a step."""
@@ -48,7 +47,7 @@ class _Sequence:
     first_logprob: float = 0.0
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(PolicyEngine):
     """Continuous batching over `num_rows` preallocated rows (see `engines.base.Engine`)."""
 
     def __init__(
@@ -64,6 +63,7 @@ class EmbeddedEngine:
         top_p: float = 1.0,
         ignore_eos: bool = False,
     ) -> None:
+        super().__init__()
         self.policy = policy
         self.max_prompt_length = max_prompt_length
         self.max_completion_length = max_completion_length
@@ -108,11 +108,6 @@ class EmbeddedEngine:
     def submit(self, request: GroupRequest) -> None:
         check_request(request, self.max_prompt_length, self.max_completion_length)
         self._waiting.append(request)
-
-    def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
-        if self.has_work:
-            raise RuntimeError("weights arrived while sequences of the old policy are in flight")
-        self.policy.load_weights(pieces)
 
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:

@@ -20,7 +20,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,19 +29,19 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from easyrl.engines.base import FinishedGroup, GroupRequest, check_request
+from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, check_request
 from easyrl.engines.sampling import sample, uniform_stream
 from easyrl.model.attention import PackedGroups
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
-from easyrl.types import Completion, WeightPiece
+from easyrl.types import Completion
 
 CACHE_TOLERANCE = 3.0
 """Largest gap in nats between log-probabilities with a cache and without, in square roots of the
 precision of the model's type: 1e-3 in float32."""
 
 
-class GenerateEngine:
+class GenerateEngine(PolicyEngine):
     """One group at a time (see `engines.base.Engine`)."""
 
     def __init__(
@@ -55,6 +55,7 @@ class GenerateEngine:
         top_k: int = 0,
         top_p: float = 1.0,
     ) -> None:
+        super().__init__()
         self.policy = policy
         self.max_prompt_length = max_prompt_length
         self.max_completion_length = max_completion_length
@@ -72,11 +73,6 @@ class GenerateEngine:
     def submit(self, request: GroupRequest) -> None:
         check_request(request, self.max_prompt_length, self.max_completion_length)
         self._waiting.append(request)
-
-    def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
-        if self.has_work:
-            raise RuntimeError("weights arrived while sequences of the old policy are in flight")
-        self.policy.load_weights(pieces)
 
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:

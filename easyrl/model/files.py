@@ -24,6 +24,8 @@ PACKED_LAYERS = ("full_attention", "sliding_attention")
 NUM_SAMPLES, SAMPLE_BYTES = 32, 4096
 """How much of a weights file its fingerprint looks at."""
 TEMPLATE = "chat_template*"
+FLOAT_BYTES = 4
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 TOKENIZERS = ("token*", "vocab*", "*.tiktoken", "*.model", "tekken.json")
 
 
@@ -143,3 +145,14 @@ def _tensor_sizes(file: Path) -> dict[str, int]:
             f"{KEY}: '{file}' ({file.stat().st_size:,} bytes) is no whole safetensors file: "
             f"{reason}; fetch or save the model again"
         ) from None
+
+
+def kv_bytes_per_token(model_config: dict[str, Any]) -> int:
+    """Keys and values of one token in all layers, in float32; 0 where `config.json` does not tell
+    in the usual words."""
+    config = model_config.get("text_config") or model_config
+    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    if not layers or not heads:
+        return 0
+    size = config.get("head_dim") or config.get("hidden_size", 0) // heads
+    return int(2 * layers * (config.get("num_key_value_heads") or heads) * size * FLOAT_BYTES)

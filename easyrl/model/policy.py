@@ -29,7 +29,12 @@ from easyrl.model.exactness import attend_packed, check_causal
 from easyrl.model.linear import speed_up_linear_layers
 from easyrl.model.lora import Adapter
 from easyrl.model.padded import PaddedRows
-from easyrl.model.pretrained import cannot_share, load_model_config, longest_exact
+from easyrl.model.pretrained import (
+    cannot_share,
+    eos_token_ids,
+    load_model_config,
+    longest_exact,
+)
 from easyrl.model.rms_norm import speed_up_rms_norms
 from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
@@ -55,7 +60,7 @@ class Policy:
         self.shares_prompts = obstacle is None and attention != "repeated"
         """Whether the trainer's rows hold a group's prompt once."""
         self.adapter: Adapter | None = None
-        self.eos_token_ids = _eos_token_ids(model)
+        self.eos_token_ids = eos_token_ids(model.generation_config, model.config)
         self._layers = next(iter(_layers_of(model)), model)
         self._base_output: Any = None  # the class of what the layers return, once they have run
         self._longest_exact = longest_exact(model.config)
@@ -302,12 +307,3 @@ def _check_complete(
             f"({', '.join(sorted(missing)[:3])}{', ...' if len(missing) > 3 else ''}); fetch or "
             "save the model again, or choose another model"
         )
-
-
-def _eos_token_ids(model: Any) -> list[int]:
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = model.config.get_text_config().eos_token_id
-    if eos is None:
-        return []
-    return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]

@@ -49,6 +49,27 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
     return config
 
 
+def load_eos_token_ids(path: str, model_config: Any) -> list[int]:
+    """The tokens that end a completion, where the model is not loaded in this process."""
+    from transformers import GenerationConfig
+
+    try:
+        generation_config = GenerationConfig.from_pretrained(resolve_model(path))
+    except OSError:  # it has none
+        generation_config = None
+    return eos_token_ids(generation_config, model_config)
+
+
+def eos_token_ids(generation_config: Any, model_config: Any) -> list[int]:
+    """The tokens that end a completion: the generation config's, or else the model's."""
+    eos = getattr(generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = model_config.get_text_config().eos_token_id
+    if eos is None:
+        return []
+    return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
+
+
 def _unknown_model(path: str, error: Exception) -> str:
     import transformers
     from transformers import CONFIG_MAPPING

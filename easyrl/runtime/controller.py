@@ -147,9 +147,12 @@ class Controller:
                 case _:
                     raise AssertionError(f"{worker.name} sent {event}")
         self.dispatcher = self._make_dispatcher(self.crew.rollout, self.config, self.placement)
-        members = [self.crew.train_leader, *self.crew.rollout]
-        for rank, worker in enumerate(members):
-            worker.send(events.JoinWeights(membership=0, rank=rank, size=len(members)))
+        seats = self.placement.engine.tensor_parallel_size  # of each engine
+        size = 1 + seats * len(self.crew.rollout)
+        self.crew.train_leader.send(events.JoinWeights(membership=0, rank=0, size=size))
+        for number, worker in enumerate(self.crew.rollout):
+            rank = 1 + seats * number
+            worker.send(events.JoinWeights(membership=0, rank=rank, size=size))
 
     def _tell_starting(self, worker: Worker, what: str) -> None:
         self.tell(records.WorkerStarting(time.monotonic(), worker.name, what))

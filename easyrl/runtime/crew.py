@@ -35,7 +35,7 @@ class Crew:
         self._ring = ring
         self._store_path = store_path
         self._checkpoint = checkpoint
-        num_rollout = placement.infer.count
+        num_rollout = placement.num_rollout_workers
         self.rollout = [self._spawn("rollout", number, number) for number in range(num_rollout)]
         self.train = self._spawn_train_workers(first_owner_id=num_rollout)
         ring.close()  # they have their own descriptors
@@ -76,9 +76,11 @@ class Crew:
             weights_cross_on_cpu=place.weights_cross_on_cpu,
             num_threads=place.infer_threads if is_rollout else place.train_threads,
             max_concurrent_groups=place.max_concurrent_groups,
+            engine=place.engine.name,
+            tensor_parallel_size=place.engine.tensor_parallel_size,
             store_path=self._store_path,
             log_file=str(self._folder.log_of(f"{role}-{number}")),
-            device_index=None if is_cpu else group.indices[number],
+            device_indices=() if is_cpu else place.indices_of(role, number),
             memory_fraction=place.memory_fraction(role),
             cores=place.cores_of(role, number),
             rank=0 if is_rollout else number,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingBuffer
+from easyrl.engines import vllm_install
 from easyrl.events import Failed, Ready, Starting
 from easyrl.lifeline import die_with_parent
 from easyrl.rewards.functions import RewardError
@@ -90,9 +91,10 @@ def _describe(error: BaseException, settings: WorkerSettings) -> Failed:
     if isinstance(error, RewardError):
         return Failed(str(error), traceback="", is_user_error=False)
     message, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-    if settings.device_index is not None:
-        kind = settings.device.partition(":")[0]
-        where = f"\n(on {kind}:{settings.device_index}, which the worker sees as {settings.device})"
+    if settings.device_indices:
+        kind, numbers = settings.device.partition(":")[0], map(str, settings.device_indices)
+        where = f"\n(on {kind}:{','.join(numbers)}, which the worker sees as {settings.device}"
+        where += ")" if len(settings.device_indices) == 1 else " and on)"
         message, trace = message + where, trace.rstrip() + where
     return Failed(message, trace, is_user_error=False)
 
@@ -102,8 +104,12 @@ def _set_up_environment(settings: WorkerSettings) -> None:
     os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     kind = settings.device.partition(":")[0]
-    if settings.device_index is not None:
-        os.environ.update(devices.visible_environment(kind, settings.device_index))
+    if settings.device_indices:
+        os.environ.update(devices.visible_environment(kind, settings.device_indices))
+    if settings.engine == "vllm" and settings.name.startswith("rollout"):
+        os.environ.update(vllm_install.ENVIRONMENT)
+        if kind == "cpu":
+            os.environ.update(vllm_install.CPU_ENVIRONMENT)
     deterministic = settings.config.runtime.deterministic
     if deterministic:
         os.environ.update(devices.DETERMINISTIC_ENVIRONMENT)

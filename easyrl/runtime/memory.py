@@ -27,11 +27,15 @@ from typing import Any
 
 from easyrl.channels.ring_resources import available_memory_bytes
 from easyrl.config import Config, ConfigError
-from easyrl.model.files import PACKED_LAYERS, ModelFiles
+from easyrl.model.files import (
+    DTYPE_BYTES,
+    FLOAT_BYTES,
+    PACKED_LAYERS,
+    ModelFiles,
+    kv_bytes_per_token,
+)
 from easyrl.runtime.placement import Placement
 
-FLOAT_BYTES = 4
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 COPIES_TO_TRAIN = 4
 COPIES_TO_SAVE = 3
 """Weights and AdamW's two moments."""
@@ -50,7 +54,7 @@ def check_memory(
     `num_trained`: elements of LoRA's adapters, where they alone are trained.
     """
     weights = FLOAT_BYTES * (model.num_weights or 0)
-    num_rollout = placement.infer.count if placement.infer.kind == "cpu" else 0
+    num_rollout = placement.num_rollout_workers if placement.infer.kind == "cpu" else 0
     all_rows = num_rollout * num_rows(config, placement, model)
     row_tokens = config.data.max_prompt_length + config.rollout.max_completion_length
     share = DTYPE_BYTES[config.model.dtype] / FLOAT_BYTES  # of what is in model.dtype
@@ -143,17 +147,6 @@ def check_disk(folder: Path, model: ModelFiles, num_checkpoints: int) -> None:
             f"'{folder}' has {as_size(free)} left; accepted: fewer (0: none, and no --resume), or "
             "an output.dir (--output) on a disk with room"
         )
-
-
-def kv_bytes_per_token(model_config: dict[str, Any]) -> int:
-    """Keys and values of one token in all layers, in float32; 0 where `config.json` does not tell
-    in the usual words."""
-    config = model_config.get("text_config") or model_config
-    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
-    if not layers or not heads:
-        return 0
-    size = config.get("head_dim") or config.get("hidden_size", 0) // heads
-    return int(2 * layers * (config.get("num_key_value_heads") or heads) * size * FLOAT_BYTES)
 
 
 def num_rows(config: Config, placement: Placement, model: ModelFiles) -> int:

@@ -21,15 +21,8 @@ from easyrl.config import Config
 from easyrl.engines.embedded import MAX_PREFILL_TOKENS
 from easyrl.model.activations import ModelShape, activation_bytes, passing_bytes
 from easyrl.model.checkpoint_files import FILE_BYTES
-from easyrl.model.files import ModelFiles
-from easyrl.runtime.memory import (
-    COPIES_TO_SAVE,
-    DTYPE_BYTES,
-    FLOAT_BYTES,
-    kv_bytes_per_token,
-    num_rows,
-    other_policies,
-)
+from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, ModelFiles, kv_bytes_per_token
+from easyrl.runtime.memory import COPIES_TO_SAVE, num_rows, other_policies
 from easyrl.runtime.placement import Placement
 
 MIB = 2**20
@@ -85,11 +78,12 @@ class ProcessMemory:
 def estimate_memory(
     config: Config, placement: Placement, model: ModelSize, *, ring_bytes: int
 ) -> list[ProcessMemory]:
-    """Of every process, rollout workers first."""
-    infer, train = placement.infer, placement.train
+    """Of every process, rollout workers first. Of vLLM its weights and cache alone are counted, not
+    what its own processes take besides."""
+    num_rollout, num_train = placement.num_rollout_workers, placement.train.count
     controller = ProcessMemory("controller, rewards", "cpu")
     controller.add("Python and torch", BASE_BYTES["controller"])
-    num_rewards = infer.count * config.reward.num_workers
+    num_rewards = num_rollout * config.reward.num_workers
     controller.add(
         f"{num_rewards} reward process(es)",
         num_rewards * BASE_BYTES["reward"],
@@ -97,8 +91,8 @@ def estimate_memory(
     )
     controller.add("ring buffer", ring_bytes, f"rollout.ring_slots={config.ring_slots}")
     return [
-        *(_rollout_worker(config, placement, model, number) for number in range(infer.count)),
-        *(_train_worker(config, placement, model, number) for number in range(train.count)),
+        *(_rollout_worker(config, placement, model, number) for number in range(num_rollout)),
+        *(_train_worker(config, placement, model, number) for number in range(num_train)),
         controller,
     ]
 
@@ -113,7 +107,7 @@ def bytes_by_device(processes: Sequence[ProcessMemory]) -> Mapping[str, int]:
 def _rollout_worker(
     config: Config, placement: Placement, model: ModelSize, number: int
 ) -> ProcessMemory:
-    device = placement.device_name(placement.infer, number)
+    device = placement.device_name("rollout", number)
     worker = ProcessMemory(f"rollout-{number}", device)
     rollout, dtype_bytes = config.rollout, DTYPE_BYTES[config.model.dtype]
     if device == "cpu":
@@ -147,7 +141,7 @@ def _rollout_worker(
 def _train_worker(
     config: Config, placement: Placement, model: ModelSize, number: int
 ) -> ProcessMemory:
-    device, ranks = placement.device_name(placement.train, number), placement.train.count
+    device, ranks = placement.device_name("train", number), placement.train.count
     worker = ProcessMemory(f"train-{number}", device)
     train = config.train
     if device == "cpu":

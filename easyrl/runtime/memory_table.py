@@ -21,13 +21,15 @@ NUM_NAMED = 3
 
 def memory_of_devices(placement: Placement) -> dict[str, int]:
     """Bytes that each of the run's devices has: of the CPU's memory what is left, for this machine
-    and its cgroup; of an accelerator all of it."""
+    and its cgroup; of an accelerator all of it. The devices of one engine are one."""
     sizes = {"cpu": available_memory_bytes()}
-    for group in (placement.infer, placement.train):
-        if group.kind == "accelerator":
-            for number, index in enumerate(group.indices):
-                name = placement.device_name(group, number)
-                sizes[name] = devices.total_memory_bytes(placement.accelerator, index)
+    for role in ("rollout", "train"):
+        for number in range(placement.num_workers(role)):
+            name = placement.device_name(role, number)
+            if name not in sizes:
+                indices = placement.indices_of(role, number)
+                kind = placement.accelerator
+                sizes[name] = sum(devices.total_memory_bytes(kind, index) for index in indices)
     return sizes
 
 

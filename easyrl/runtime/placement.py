@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from easyrl import devices
 from easyrl.config import Config, ConfigError, DeviceSet, check_disjoint, parse_device_set
 from easyrl.cores import num_cores, split_cores
+from easyrl.runtime.engine_choice import EMBEDDED, EngineChoice, choose_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,16 @@ class Placement:
     train_threads: int
     max_concurrent_groups: int
     """Per rollout worker."""
+    engine: EngineChoice = EMBEDDED
     infer_memory_fraction: float = 0.5
     """Of a device that both groups share: the rollout worker's part of its memory."""
     cores: tuple[tuple[int, ...], ...] = ()
     """The CPU cores of each worker, rollout workers first; empty where no worker has its own."""
+
+    @property
+    def num_rollout_workers(self) -> int:
+        """One for each engine."""
+        return self.infer.count // self.engine.tensor_parallel_size
 
     @property
     def shares_device(self) -> bool:
@@ -34,11 +41,21 @@ class Placement:
         on one device (which then has a bucket that both open), and know no CPU."""
         return self.shares_device or self.infer.kind != self.train.kind
 
-    def device_name(self, devices_of_group: DeviceSet, number: int) -> str:
-        """Worker `number`'s device, by the number that the user gave it."""
-        if devices_of_group.kind == "cpu":
+    def num_workers(self, role: str) -> int:
+        return self.num_rollout_workers if role == "rollout" else self.train.count
+
+    def indices_of(self, role: str, number: int) -> tuple[int, ...]:
+        """The numbers of a worker's devices, as the user gave them."""
+        if role == "train":
+            return self.train.indices[number : number + 1]
+        size = self.engine.tensor_parallel_size
+        return self.infer.indices[number * size : (number + 1) * size]
+
+    def device_name(self, role: str, number: int) -> str:
+        """A worker's device, or devices, by the numbers that the user gave them."""
+        if (self.infer if role == "rollout" else self.train).kind == "cpu":
             return "cpu"
-        return f"{self.accelerator}:{devices_of_group.indices[number]}"
+        return f"{self.accelerator}:{','.join(map(str, self.indices_of(role, number)))}"
 
     def memory_fraction(self, role: str) -> float | None:
         """The part of its device's memory that a worker may take; None: the device is its own."""
@@ -51,7 +68,7 @@ class Placement:
         """The CPU cores that a worker has to itself; empty: none, it runs on any."""
         if not self.cores:
             return ()
-        return self.cores[number if role == "rollout" else self.infer.count + number]
+        return self.cores[number if role == "rollout" else self.num_rollout_workers + number]
 
 
 def resolve_placement(config: Config) -> Placement:
@@ -71,7 +88,9 @@ def resolve_placement(config: Config) -> Placement:
     for key, devices_ in (("infer", infer), ("train", train)):
         _check_present(key, devices_, kind, count)
     check_disjoint(infer, train)
-    num_workers = infer.count + train.count
+    engine = choose_engine(config, infer)
+    num_engines = infer.count // engine.tensor_parallel_size
+    num_workers = num_engines + train.count
     share = max(1, num_cores() // num_workers)
     # Who chooses threads may want groups to take turns on the same cores.
     is_open = config.devices.infer_threads is None and config.devices.train_threads is None
@@ -82,7 +101,8 @@ def resolve_placement(config: Config) -> Placement:
         accelerator=kind,
         infer_threads=config.devices.infer_threads or share,
         train_threads=config.devices.train_threads or share,
-        max_concurrent_groups=_max_concurrent_groups(config, infer.count),
+        max_concurrent_groups=_max_concurrent_groups(config, num_engines),
+        engine=engine,
         infer_memory_fraction=config.devices.infer_memory_fraction,
         cores=split_cores(num_workers) if has_own_cores else (),
     )
@@ -91,25 +111,27 @@ def resolve_placement(config: Config) -> Placement:
 def device_names(placement: Placement) -> dict[str, str]:
     """Of each worker its device, rollout workers first."""
     return {
-        f"{role}-{number}": placement.device_name(group, number)
-        for role, group in (("rollout", placement.infer), ("train", placement.train))
-        for number in range(group.count)
+        f"{role}-{number}": placement.device_name(role, number)
+        for role in ("rollout", "train")
+        for number in range(placement.num_workers(role))
     }
 
 
 def describe(placement: Placement) -> str:
     """The placement as lines of text, one per worker."""
     lines = []
-    for role, group, threads in (
-        ("rollout", placement.infer, placement.infer_threads),
-        ("train", placement.train, placement.train_threads),
+    for role, threads in (
+        ("rollout", placement.infer_threads),
+        ("train", placement.train_threads),
     ):
-        for number in range(group.count):
-            device = placement.device_name(group, number)
+        for number in range(placement.num_workers(role)):
+            device = placement.device_name(role, number)
             cores = ",".join(map(str, placement.cores_of(role, number)))
             on_cores = f" on the cores {cores}" if cores else ""
             lines.append(f"{role}-{number}: {device}, {threads} CPU thread(s){on_cores}")
     lines.append(f"groups in flight per rollout worker: {placement.max_concurrent_groups}")
+    why = f" ({placement.engine.reason})" if placement.engine.reason else ""
+    lines.append(f"engine of the rollout workers: {placement.engine.name}{why}")
     if placement.shares_device:
         parts = [f"{placement.memory_fraction(role):.0%}" for role in ("rollout", "train")]
         lines.append(

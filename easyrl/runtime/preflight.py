@@ -30,6 +30,7 @@ from easyrl.model.pretrained import (
     refuse_shared_prompt,
 )
 from easyrl.rewards.loading import check_rewards
+from easyrl.runtime.engine_choice import check_engine_memory
 from easyrl.runtime.memory import check_disk, check_memory, check_shared_device
 from easyrl.runtime.memory_estimate import ModelSize, estimate_memory
 from easyrl.runtime.memory_table import memory_of_devices, memory_table, memory_warnings
@@ -75,6 +76,12 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
         check_shared_device(
             config, placement, files, total_bytes=total_bytes, num_trained=num_trained
         )
+    elif placement.engine.name == "vllm" and placement.infer.kind == "accelerator":
+        total_bytes = min(
+            devices.total_memory_bytes(placement.accelerator, index)
+            for index in placement.infer.indices
+        )
+        check_engine_memory(config, placement.engine, files, total_bytes=total_bytes)
     is_small = resume is not None or num_trained is not None  # checkpoints are there, or tiny
     check_disk(folder, files, 0 if is_small else config.train.keep_checkpoints)
     identity = {

@@ -15,7 +15,7 @@ def ring_layout(config: Config, placement: Placement) -> RingLayout:
         num_generations=config.rollout.num_generations,
         max_prompt_length=config.data.max_prompt_length,
         max_completion_length=config.rollout.max_completion_length,
-        num_owners=placement.infer.count + placement.train.count,
+        num_owners=placement.num_rollout_workers + placement.train.count,
     )
     layout.check_memory()
     return layout

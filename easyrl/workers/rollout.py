@@ -24,7 +24,6 @@ import numpy as np
 from easyrl import events
 from easyrl.algorithm.advantages import group_advantages
 from easyrl.channels.ring_buffer import RingPort
-from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
 from easyrl.cores import pin
 from easyrl.data.chat import render_prompt
@@ -63,7 +62,6 @@ class RolloutWorker:
             self.scorer.close()
             raise
         self.policy_version = -1
-        self.channel: WeightChannel | None = None
         self._iteration = -1
         self._busy_seconds = 0.0  # of the engine, in this iteration
         self._is_last_round = False
@@ -74,14 +72,6 @@ class RolloutWorker:
     def _load(self) -> tuple[Any, Engine]:
         model, rollout = self.config.model, self.config.rollout
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        policy = Policy.load(
-            model.path,
-            self.settings.device,
-            trust_remote_code=model.trust_remote_code,
-            dtype=model.dtype,
-        )
-        policy.stop_at(tokenizer.eos_token_id)
-        self.control.send(events.Starting("preparing the engine"))
         limits: dict[str, Any] = {
             "max_prompt_length": self.config.data.max_prompt_length,
             "max_completion_length": rollout.max_completion_length,
@@ -90,10 +80,39 @@ class RolloutWorker:
             "top_p": rollout.top_p,
             "seed": self.config.runtime.seed,
         }
+        if self.settings.engine == "vllm":
+            return tokenizer, self._start_vllm(tokenizer, limits)
+        policy = Policy.load(
+            model.path,
+            self.settings.device,
+            trust_remote_code=model.trust_remote_code,
+            dtype=model.dtype,
+        )
+        policy.stop_at(tokenizer.eos_token_id)
+        self.control.send(events.Starting("preparing the engine"))
         if policy.obstacle is not None:  # which the train worker tells the user
             return tokenizer, GenerateEngine(policy, **limits)
         num_rows = self.settings.max_concurrent_groups * rollout.num_generations
         return tokenizer, EmbeddedEngine(policy, num_rows=num_rows, **limits)
+
+    def _start_vllm(self, tokenizer: Any, limits: dict[str, Any]) -> Engine:
+        from easyrl.engines.vllm import VllmEngine
+
+        self.control.send(events.Starting("starting vLLM"))
+        model, rollout, settings = self.config.model, self.config.rollout, self.settings
+        return VllmEngine(
+            model.path,
+            device=settings.device,
+            dtype=model.dtype,
+            trust_remote_code=model.trust_remote_code,
+            stop_at=tokenizer.eos_token_id,
+            max_concurrent_groups=settings.max_concurrent_groups,
+            num_generations=rollout.num_generations,
+            memory_fraction=settings.memory_fraction or rollout.gpu_memory_fraction,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            log_file=settings.log_file,
+            **limits,
+        )
 
     def run(self) -> None:
         """Obey commands and roll out until `Stop`."""
@@ -108,6 +127,7 @@ class RolloutWorker:
                     self._finish_group(scored)
                 self._publish()
         finally:
+            self.engine.close()
             self.scorer.close()
 
     def _wait_for_something_to_do(self) -> None:
@@ -122,7 +142,7 @@ class RolloutWorker:
     def _obey(self, command: events.Command) -> bool:
         match command:
             case events.JoinWeights(membership, rank, size):
-                self.channel = self.settings.join_weights(membership, rank, size)
+                self.engine.join_weights(self.settings.weight_seat(membership, rank, size))
             case events.ExchangeWeights(version):
                 self._receive_weights(version)
             case events.Generate(iteration, prompts, is_last_round):
@@ -139,13 +159,12 @@ class RolloutWorker:
         return True
 
     def _receive_weights(self, version: int) -> None:
-        assert self.channel is not None
         if self.engine.has_work or self._being_scored or self._outbox:
             raise RuntimeError(
                 f"weights {version} came while groups of the old policy are under way"
             )
         with self.timeline.measure("weights"):
-            self.engine.load_weights(self.channel.receive(version))
+            self.engine.receive_weights(version)
         self.policy_version = version
         self.control.send(events.WeightsExchanged(version))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from easyrl.config import Config
 
 if TYPE_CHECKING:
-    from easyrl.channels.weights import WeightChannel
+    from easyrl.channels.weights import WeightSeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class WorkerSettings:
     """The file over which process groups are made."""
     log_file: str | None
     """Where the worker's output goes (None: the terminal)."""
-    device_index: int | None = None
-    """The user's number of the accelerator that the worker is to see; None: it has none."""
+    device_indices: tuple[int, ...] = ()
+    """The user's numbers of the accelerators that the worker is to see; empty: it has none."""
     memory_fraction: float | None = None
     """Of a device that the other group uses too: the part of its memory that is this worker's."""
     cores: tuple[int, ...] = ()
@@ -38,6 +38,10 @@ class WorkerSettings:
     rank: int = 0
     """Of a train worker, among the train workers."""
     num_train_ranks: int = 1
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """What the rollout workers generate with."""
+    tensor_parallel_size: int = 1
+    """Devices of one engine; each takes part in the weight channel."""
     pipes: tuple[Connection, ...] = ()
     """Of train rank 0: to each other rank; of another one: to rank 0."""
 
@@ -46,10 +50,10 @@ class WorkerSettings:
     policy_version: int = 0
     """Of that checkpoint."""
 
-    def join_weights(self, membership: int, rank: int, size: int) -> WeightChannel:
-        from easyrl.channels.weights import WeightChannel
+    def weight_seat(self, membership: int, rank: int, size: int) -> WeightSeat:
+        from easyrl.channels.weights import WeightSeat
 
-        return WeightChannel(
+        return WeightSeat(
             self.store_path,
             membership=membership,
             rank=rank,

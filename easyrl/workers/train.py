@@ -143,12 +143,14 @@ class TrainWorker:
     def _obey(self, command: events.Command | GatherWeights) -> None:
         match command:
             case events.JoinWeights(membership, rank, size):
-                self.channel = self.settings.join_weights(membership, rank, size)
+                self.channel = self.settings.weight_seat(membership, rank, size).join()
                 if self.channel.obstacle is not None:
                     self._send(events.Note(_COPIED.format(self.channel.obstacle)))
             case events.ExchangeWeights(version):
                 assert self.channel is not None
-                only_trained = self.channel.has_sent  # all else its receivers have since then
+                # All else its receivers have since the first time. vLLM fuses weights, and loads
+                # all parts of such a one or none.
+                only_trained = self.channel.has_sent and self.settings.engine == "embedded"
                 self.followers.tell(GatherWeights(version, only_trained))
                 self._exchange_weights(version, only_trained=only_trained)
             case GatherWeights(version, only_trained):

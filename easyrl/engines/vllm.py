@@ -1,0 +1,365 @@
+"""The vLLM engine: its asynchronous engine in processes of its own, behind `engines.base.Engine`.
+
+    submit ─► one request, n = G ─► vLLM's scheduler and model ─► step: groups that are done
+    receive_weights ─► every tensor-parallel rank, over the weight channel (`vllm_worker`)
+
+A thread runs the event loop that vLLM's client lives on; the rollout worker only hands over
+requests and takes finished groups. vLLM goes on by itself between two calls of `step`, so that no
+work of this process holds it up. Which sequences share a forward pass depends on when requests
+arrive: sampling is seeded, but last bits may differ from run to run.
+
+Every completion says which weights its tokens were sampled by: one version, the right one, or the
+run stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import wait
+from dataclasses import asdict
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from easyrl.channels.weights import WeightSeat
+from easyrl.config import ConfigError
+from easyrl.engines.base import FinishedGroup, GroupRequest, check_request
+from easyrl.engines.held_weights import Held, HeldWeights
+from easyrl.hub import resolve_model
+from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, kv_bytes_per_token
+from easyrl.model.pretrained import load_eos_token_ids, load_model_config
+from easyrl.types import Completion
+
+WORKER = "easyrl.engines.vllm_worker"
+BACKEND = "easyrl_buckets"
+MAX_PREFILL_TOKENS = 2048
+"""Prompt tokens of one step on the CPU, unless a single prompt is longer."""
+BLOCK_TOKENS = 32
+"""Tokens of a block of the KV cache on the CPU. A group shares whole blocks of its prompt."""
+SPARE_BYTES, UNKNOWN_CACHE_BYTES = 16 * 2**20, 2**30
+STEP_SECONDS = 0.02
+"""Longest wait of a `step` for a group: the rollout worker has other work too."""
+LOOK_SECONDS = 0.1
+"""How often to look whether vLLM's processes live, while one of them is to answer."""
+SHUTDOWN_SECONDS = 1.0
+"""How long vLLM's processes may take to end by themselves; they end with this one all the same."""
+EMBEDDED = "rollout.engine=embedded takes it"
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """Groups through vLLM (see `engines.base.Engine`)."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str,
+        dtype: str,
+        max_concurrent_groups: int,
+        num_generations: int,
+        max_prompt_length: int,
+        max_completion_length: int,
+        temperature: float,
+        seed: int,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        trust_remote_code: bool = False,
+        stop_at: int | None = None,
+        memory_fraction: float = 0.9,
+        tensor_parallel_size: int = 1,
+        log_file: str | None = None,
+        extension: str = f"{WORKER}.WorkerExtension",
+    ) -> None:
+        """`memory_fraction`: of an accelerator's memory, for weights and KV cache; on the CPU the
+        cache is as large as so many groups can fill it. `stop_at`: a token that ends completions
+        beside the model's own. `log_file`: where the output of this process goes.
+
+        Raises ConfigError where vLLM cannot serve the model or has no room for it."""
+        self.max_prompt_length = max_prompt_length
+        self.max_completion_length = max_completion_length
+        self.num_prompt_tokens = 0
+        self.num_completion_tokens = 0
+        self.policy_version = -1
+        self._seed = seed
+        self._tensor_parallel_size = tensor_parallel_size
+        config = load_model_config(model, trust_remote_code=trust_remote_code)
+        eos = {*load_eos_token_ids(model, config), *([] if stop_at is None else [stop_at])}
+        self._sampling = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "logprobs": 0,  # of the sampled token alone
+            "stop_token_ids": sorted(eos),
+            "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
+        self._num_unfinished = 0
+        self._finished: SimpleQueue[FinishedGroup | BaseException] = SimpleQueue()
+        self._held = HeldWeights()
+        self._is_complete = False
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
+        kind = "OneProcessExecutor" if tensor_parallel_size == 1 else "ManyProcessesExecutor"
+        num_rows = max_concurrent_groups * num_generations
+        max_tokens = int(min(max_prompt_length + max_completion_length, _positions(config)))
+        self._max_tokens = max_tokens
+        on_cpu = device == "cpu"
+        arguments = AsyncEngineArgs(
+            model=resolve_model(model),
+            trust_remote_code=trust_remote_code,
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            seed=0,
+            max_model_len=max_tokens,
+            max_num_seqs=num_rows,
+            # Of the whole distribution at the temperature. vLLM reports it before top_k and top_p
+            # only before the temperature too, which then is 1 (`runtime.engine_choice`).
+            logprobs_mode="raw_logprobs" if top_k or top_p < 1.0 else "processed_logprobs",
+            generation_config="vllm",  # nothing of the model's own: only what is asked for
+            enforce_eager=on_cpu,
+            # A seeded request whose prompt is cut in two ends vLLM on CPUs: it winds the request's
+            # generator back, which a generator on the CPU cannot.
+            enable_chunked_prefill=None if not on_cpu else False,
+            max_num_batched_tokens=None if not on_cpu else max(MAX_PREFILL_TOKENS, max_tokens),
+            enable_prefix_caching=True,
+            block_size=BLOCK_TOKENS if on_cpu else None,
+            kv_cache_memory_bytes=_kv_cache_bytes(config, dtype, num_rows, max_tokens)
+            if on_cpu
+            else None,
+            gpu_memory_utilization=memory_fraction,
+            tensor_parallel_size=tensor_parallel_size,
+            distributed_executor_backend=f"{WORKER}.{kind}",
+            worker_extension_cls=extension,
+            weight_transfer_config={"backend": BACKEND},
+            disable_log_stats=True,
+        )
+        self._log = None if log_file is None else Path(log_file)
+        self._log_start = self._log.stat().st_size if self._log and self._log.exists() else 0
+        self._engine = self._start(arguments, model)
+
+    def _start(self, arguments: AsyncEngineArgs, model: str) -> AsyncLLM:
+        try:
+            return self._call(_make_engine(arguments))
+        except (ValueError, NotImplementedError) as error:  # of its config, before it starts
+            raise ConfigError(
+                f"model.path: vLLM cannot serve '{model}': {_first_words(str(error))}; {EMBEDDED}"
+            ) from error
+        except RuntimeError as error:  # its processes have failed, and told why in the log
+            reason = _last_error(self._log, self._log_start) or str(error)
+            if "KV cache" in reason or "memory" in reason.lower():
+                raise ConfigError(
+                    f"rollout.gpu_memory_fraction: vLLM finds no room for '{model}' and a KV "
+                    f"cache: {reason}; accepted: a larger part, shorter sequences "
+                    "(data.max_prompt_length, rollout.max_completion_length), or a smaller model"
+                ) from error
+            raise RuntimeError(f"vLLM did not start: {reason} (more in {self._log})") from error
+
+    @property
+    def has_work(self) -> bool:
+        return self._num_unfinished > 0
+
+    def submit(self, request: GroupRequest) -> None:
+        check_request(request, self.max_prompt_length, self.max_completion_length)
+        limits = set(request.limits(self.max_completion_length))
+        if len(limits) > 1:
+            raise ValueError("completion lengths: vLLM takes one for all completions of a group")
+        limit = limits.pop()
+        if len(request.prompt_ids) + limit > self._max_tokens:
+            raise ValueError(
+                f"rollout.max_completion_length: {limit} came, but with the "
+                f"{len(request.prompt_ids)} tokens of prompt {request.key} that is more than the "
+                f"{self._max_tokens} positions that vLLM has for this model; accepted: fewer"
+            )
+        sampling = SamplingParams(
+            **self._sampling,
+            n=request.num_generations,
+            max_tokens=limit,
+            seed=_seed_of(self._seed, request.key),
+        )
+        self._num_unfinished += 1
+        asyncio.run_coroutine_threadsafe(self._generate(request, sampling), self._loop)
+
+    def step(self) -> list[FinishedGroup]:
+        """The groups that are done, waiting a moment for the next."""
+        groups: list[FinishedGroup] = []
+        try:
+            while self._num_unfinished:
+                result = self._finished.get(timeout=0.0 if groups else STEP_SECONDS)
+                if isinstance(result, BaseException):
+                    raise self._has_ended() if isinstance(result, EngineDeadError) else result
+                self._num_unfinished -= 1
+                groups.append(result)
+        except Empty:
+            pass
+        for group in groups:
+            self.num_prompt_tokens += len(group.request.prompt_ids)
+            self.num_completion_tokens += sum(len(c.token_ids) for c in group.completions)
+        return groups
+
+    async def _generate(self, request: GroupRequest, sampling: SamplingParams) -> None:
+        """Runs on the loop's thread: the group, or what went wrong, goes into the queue."""
+        try:
+            outputs = self._engine.generate(
+                {"prompt_token_ids": list(request.prompt_ids)},
+                sampling,
+                request_id="-".join(map(str, request.key)),
+            )
+            (whole,) = [output async for output in outputs]
+            completions = sorted(whole.outputs, key=lambda completion: completion.index)
+            group = [self._completion(completion) for completion in completions]
+            self._finished.put(FinishedGroup(request, group))
+        except BaseException as error:
+            self._finished.put(error)
+
+    def _completion(self, output: Any) -> Completion:
+        versions = {span.version for span in output.weight_versions}
+        if versions != {str(self.policy_version)}:
+            raise RuntimeError(
+                f"a completion was sampled by the weights {', '.join(sorted(versions))}, "
+                f"but the policy is {self.policy_version}"
+            )
+        tokens = np.array(output.token_ids, dtype=np.int32)
+        logprobs = [
+            at_place[token].logprob
+            for at_place, token in zip(output.logprobs, output.token_ids, strict=True)
+        ]
+        assert output.finish_reason in ("stop", "length"), output.finish_reason
+        return Completion(tokens, np.array(logprobs, dtype=np.float32), output.finish_reason)
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def join_weights(self, seat: WeightSeat) -> None:
+        """Every tensor-parallel rank takes a seat, the first of them this one."""
+        info = WeightTransferInitRequest(init_info={"seat": asdict(seat)})
+        self._call(self._engine.init_weight_transfer_engine(info))
+
+    def receive_weights(self, policy_version: int) -> None:
+        if self.has_work:
+            raise RuntimeError("weights arrived while sequences of the old policy are in flight")
+        self._call(self._update(policy_version))
+        self.policy_version = policy_version
+
+    async def _update(self, policy_version: int) -> None:
+        engine = self._engine
+        await engine.start_weight_update()
+        update = WeightTransferUpdateRequest(update_info={"policy_version": policy_version})
+        await engine.update_weights(update)
+        await engine.finish_weight_update(weight_version=str(policy_version))
+        await engine.reset_prefix_cache()
+        ranks = await engine.collective_rpc("easyrl_held_weights")
+        if not self._is_complete:
+            _check_complete(ranks)
+            self._is_complete = True
+        held = [[Held(*row) for row in rows] for rows, _, _ in ranks]
+        self._held.check(policy_version, held)
+
+    # -- vLLM's loop ----------------------------------------------------------------------------
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it on vLLM's loop. An error of the weight channel comes back as what it was."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            while not wait([future], LOOK_SECONDS).done:
+                engine = getattr(self, "_engine", None)
+                if engine is not None and engine.errored:  # it answers no more
+                    raise self._has_ended()
+            return future.result()
+        except Exception as error:
+            found = re.search(r"(TimeoutError|ConnectionError): (weight channel.*)", str(error))
+            if found is None:
+                raise
+            kind = TimeoutError if found[1] == "TimeoutError" else ConnectionError
+            raise kind(found[2]) from error
+
+    def _has_ended(self) -> RuntimeError:
+        reason = _last_error(self._log, self._log_start) or "no reason was told"
+        return RuntimeError(f"vLLM has ended: {reason} (more in {self._log})")
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._engine.shutdown(timeout=SHUTDOWN_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(SHUTDOWN_SECONDS)
+        del self._engine
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+async def _cancel_all() -> None:
+    """All other tasks of the loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _make_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
+    return AsyncLLM.from_engine_args(arguments)
+
+
+def _positions(config: Any) -> float:
+    """The longest sequence that vLLM takes of a model; infinite where its config does not bound it
+    or stretches the bound."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    is_plain = rope.get("rope_type", "default") == "default"
+    positions = getattr(text, "max_position_embeddings", None)
+    return positions if is_plain and positions else float("inf")
+
+
+def _kv_cache_bytes(config: Any, dtype: str, num_rows: int, num_tokens: int) -> int:
+    """So much that all rows have their full length, in whole blocks."""
+    per_token = kv_bytes_per_token(config.to_dict()) * DTYPE_BYTES[dtype] // FLOAT_BYTES
+    if not per_token:  # a model that does not tell in the usual words
+        return UNKNOWN_CACHE_BYTES
+    return num_rows * -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS * per_token + SPARE_BYTES
+
+
+def _first_words(message: str) -> str:
+    """The sentence that says what is wrong, of a message that may list all that would be right."""
+    found = re.search(r"Value error, (.*)", message)
+    return re.split(r"\. | \[type=|\n", found[1] if found else message.strip())[0]
+
+
+def _last_error(log: Path | None, start: int) -> str:
+    """What the last exception says that was written to `log` from byte `start` on."""
+    if log is None or not log.exists():
+        return ""
+    with log.open("rb") as lines:
+        lines.seek(start)
+        text = lines.read().decode(errors="replace")
+    found = re.findall(r"(?:ValueError|RuntimeError|\w*Error): (?!Engine)(.+)", text)
+    return str(found[-1]).strip() if found else ""
+
+
+def _check_complete(ranks: list[Any]) -> None:
+    """After the first update, with all weights: each has a place, and each place a weight."""
+    for _, unused, missing in ranks:
+        if unused or missing:
+            names = [*unused, *missing]
+            raise ConfigError(
+                f"model.path: {len(names)} of the model's weights have other names in vLLM than "
+                f"in transformers ({', '.join(names[:3])}{', ...' if names[3:] else ''}), so they "
+                f"cannot be brought to it; {EMBEDDED}"
+            )
+
+
+def _seed_of(seed: int, key: tuple[int, ...]) -> int:
+    """Of a group; sample i has the one that is larger by i."""
+    (word,) = np.random.SeedSequence((seed, *key)).generate_state(1, np.uint64)
+    return int(word) >> 2

