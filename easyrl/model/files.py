@@ -69,7 +69,8 @@ def fingerprint(path: str) -> str:
         return model_config_from_hub(path).parent.name
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted({file for name in (*TOKENIZERS, TEMPLATE) for file in folder.glob(name)}):
-        digest.update(file.name.encode() + file.read_bytes())
+        if file.is_file():
+            digest.update(file.name.encode() + file.read_bytes())
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
