@@ -16,6 +16,7 @@ from typing import Any
 
 from easyrl.config import ConfigError
 from easyrl.hub import FORMS, KEY, is_hub_id, model_config_from_hub, resolve_model
+from easyrl.wording import counted
 
 SAFETENSORS = "model.safetensors"
 OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -124,8 +125,9 @@ def _safetensors_files(folder: Path, *, is_whole: bool) -> list[Path] | None:
         return None
     if missing:
         raise ConfigError(
-            f"{KEY}: of the model's {len(names)} weight files the folder '{folder}' lacks "
-            f"{', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}; fetch it again"
+            f"{KEY}: of the model's {counted(len(names), 'weight file')} the folder '{folder}' "
+            f"lacks {', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}; fetch it "
+            "again"
         )
     return [folder / name for name in names]
 
