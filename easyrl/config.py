@@ -28,6 +28,7 @@ from easyrl.config_lora import LoraConfig
 from easyrl.config_text import ConfigError, Section, each_once
 from easyrl.config_train import TrainConfig
 from easyrl.device_sets import DeviceSet, check_disjoint, parse_device_set
+from easyrl.wording import counted
 
 __all__ = [
     "Config",
@@ -287,8 +288,8 @@ class Config(Section):
             return []
         return [
             f"train.updates_per_iteration: {updates} came, but each update has the same number of "
-            f"the {prompts} prompts of an iteration (train.prompts_per_iteration); accepted: a "
-            f"divisor of {prompts}"
+            f"the {counted(prompts, 'prompt')} of an iteration (train.prompts_per_iteration); "
+            f"accepted: a divisor of {prompts}"
         ]
 
     def _reward_problems(self) -> list[str]:
@@ -300,8 +301,8 @@ class Config(Section):
         if len(weights) == wanted:
             return []
         return [
-            f"reward.weights: {len(weights)} weights came for {wanted} reward "
-            f"function{'s' if wanted != 1 else ''}; accepted: one per entry of reward.functions"
+            f"reward.weights: {counted(len(weights), 'weight')} came for "
+            f"{counted(wanted, 'reward function')}; accepted: one per entry of reward.functions"
         ]
 
     def _resume_problems(self) -> list[str]:

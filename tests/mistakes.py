@@ -465,7 +465,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "resume with fewer iterations than are done": (
         ["--resume", "{folder}/run_whole", NO_OUTPUT, "--iterations", "9"],
-        "9 came, but 10 are done",
+        "9 came, but the run has done 10",
     ),
     "resume into another folder": (
         ["--resume", "{folder}/run_whole", "--output", "elsewhere"],

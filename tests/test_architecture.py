@@ -16,7 +16,7 @@ FLOORS = {
         ),
         0,
     ),
-    **dict.fromkeys(("cores", "devices", "delays", "heap", "hub", "lifeline"), 0),
+    **dict.fromkeys(("cores", "devices", "delays", "heap", "hub", "lifeline", "wording"), 0),
     **dict.fromkeys(("algorithm", "data", "tasks", "rewards", "channels", "model"), 1),
     "engines": 2,
     "workers": 3,

@@ -384,6 +384,7 @@ def test_another_tokenizer_is_another_model(tmp_path: Path) -> None:
     shutil.copytree(TINY, folder)
     assert fingerprint(str(folder)) == fingerprint("tiny")
     (folder / "notes.txt").write_text("changes nothing")
+    (folder / "tokenizer_before").mkdir()
     assert fingerprint(str(folder)) == fingerprint("tiny")
     seen = {fingerprint("tiny")}
     for name in ("chat_template.jinja", "tokenizer.json", "config.json"):

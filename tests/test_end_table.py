@@ -88,6 +88,8 @@ def test_what_was_generated_and_not_trained_is_told(capsys: pytest.CaptureFixtur
     assert "1,234,567 tokens" in shown and "2,345,678 generated" in shown
     assert "960 trained, 0 off-policy, 900 replaced" in shown
     assert "7 groups without an advantage, no round left" in shown
+    print_end_table({**SUMMARY, "reward_errors": 1}, Path("run"), load_config())
+    assert "1 reward call failed" in " ".join(capsys.readouterr().out.split())
     print_end_table({**SUMMARY, "generated_tokens": 1234567}, Path("run"), load_config())
     assert "generated and trained" in capsys.readouterr().out
 

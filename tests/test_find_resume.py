@@ -117,6 +117,8 @@ def test_what_is_no_file_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("tiny", "arithmetic"):  # the built-in ones win
         (tmp_path / name).mkdir()
     assert with_whole_paths(load_config()) == load_config()
-    words = ["model.path=owner/name", "data.dataset=none.jsonl", "reward.functions=[m.n:f, x.py:f]"]
-    config = load_config(words=words)
-    assert with_whole_paths(config) == config
+    (tmp_path / "gpt2").write_text("a file beside the hub's model of that name")
+    for model in ("owner/name", "gpt2"):
+        words = [f"model.path={model}", "data.dataset=none.jsonl"]
+        config = load_config(words=[*words, "reward.functions=[m.n:f, x.py:f]"])
+        assert with_whole_paths(config) == config

@@ -91,7 +91,7 @@ def test_ten_iterations_in_one_go_or_in_two_end_in_the_same_bits(tmp_path: Path,
     assert not (twice / "summary.json").exists()
     done = int(checkpoints_in(twice / "checkpoints")[-1].name) // (2 if "two updates" in way else 1)
     out = resume(twice, EASYRL_RANDOM_DELAYS="0.01")
-    assert f"{done} of 10 iterations are done" in out and f"iteration {done + 1}/10" in out
+    assert f"{done} of 10 iterations done" in out and f"iteration {done + 1}/10" in out
     assert f"iteration {done}/10" not in out and "iteration 10/10" in out
     assert told_of(twice) == told_of(once)
     assert summary_of(twice)["wall_seconds"] > 0
@@ -111,7 +111,7 @@ def test_the_total_of_iterations_may_grow_and_what_is_finished_is_left(tmp_path:
     (tensors,) = (twice / "checkpoints" / "2").glob("*.safetensors")
     os.truncate(tensors, tensors.stat().st_size // 2)
     out = resume(twice, "--iterations", "4")
-    assert f"resumed from {twice}/checkpoints/1: 1 of 4 iterations are done" in out
+    assert f"resumed from {twice}/checkpoints/1: 1 of 4 iterations done" in out
     assert f"skipped {twice}/checkpoints/2: {tensors.name} has" in out
     assert told_of(twice) == told_of(once)
     assert summary_of(twice)["iterations"] == 4

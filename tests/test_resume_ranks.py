@@ -35,7 +35,7 @@ def test_another_number_of_ranks_goes_on_to_the_same_weights(
     assert len(list(newest.glob("*.safetensors"))) == (2 if before == "cpu:2" else 1)
     out = resume(twice, "--train-devices", after)
     assert ("train-1: cpu" in out) == (after == "cpu:2")
-    assert f"{newest.name} of 6 iterations are done" in out
+    assert f"{newest.name} of 6 iterations done" in out
     got, expected = (load_file(folder / "model/model.safetensors") for folder in (twice, once))
     start_weights = load_file(TINY)
     for name, weight in expected.items():

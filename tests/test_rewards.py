@@ -313,7 +313,7 @@ def test_dispatch_takes_well_under_two_milliseconds(open_scorer: Open) -> None:
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        ("too_few", "returned 1 values; accepted: a list of 2 numbers or None"),
+        ("too_few", "returned 1 value; accepted: a list of 2 numbers or None"),
         ("text", "returned '1.0' among its values"),
         ("nan", "returned nan; accepted: finite numbers"),
         ("scalar", "returned 1.0; accepted: a list of 2"),

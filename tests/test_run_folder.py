@@ -140,8 +140,9 @@ def test_a_folder_that_is_lost_is_named_and_a_traceback_lies_where_it_is_said_to
     assert folder.keep_traceback("Traceback: three") is None
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_is_full_for_a_moment_loses_no_line_and_leaves_no_half_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """A checkpoint that does not fit fills it, until it is given up."""
     folder = RunFolder(config_for(tmp_path / "run"))
@@ -167,7 +168,7 @@ def test_a_disk_that_is_full_for_a_moment_loses_no_line_and_leaves_no_half_one(
 
         def write(self, content: bytes) -> int:
             if not self._has_room:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise OSError(code, os.strerror(code))
             self._has_room = False
             written: int = self._opened.write(content[:7])
             return written
@@ -181,7 +182,7 @@ def test_a_disk_that_is_full_for_a_moment_loses_no_line_and_leaves_no_half_one(
     assert fails == []
     monkeypatch.setattr(run_folder, "ROOM_SECONDS", 0.1)
     fails += [True] * 100
-    with pytest.raises(RunFolderLost, match="cannot be written any more: No space left on device"):
+    with pytest.raises(RunFolderLost, match=f"cannot be written any more: {os.strerror(code)}"):
         folder.observe(finished(2))
     assert file.read_bytes().endswith(b"\n")
     assert [line["iteration"] for line in read_lines(file)] == [0, 1]

@@ -269,6 +269,19 @@ def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path: Pat
     assert all(torch.equal(weights[name], tensor) for name, tensor in after.items())
 
 
+@pytest.mark.long
+def test_iterations_that_train_nothing_are_told_once(tmp_path: Path) -> None:
+    """Completions of one token, which are all masked."""
+    code, out, err = finish(
+        *("--output", str(tmp_path / "run"), "--iterations", "3", *SMALL),
+        *("rollout.max_completion_length=1", "algorithm.mask_truncated_completions=true"),
+    )
+    assert (code, err) == (0, "")
+    assert out.count("warning: an iteration trained nothing") == 1
+    lines = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert [line["grad_norm"] for line in lines] == [0.0] * 3
+
+
 @pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
 def test_workers_listen_on_loopback_only(tmp_path: Path, devices: str) -> None:
     words = ("--iterations", "500", "--train-devices", devices, *SMALL)

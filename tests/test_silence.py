@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import time
 from pathlib import Path
@@ -9,10 +11,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
+import pytest
 
 from easyrl import events
 from easyrl.runtime.silence import Silence
 from easyrl.runtime.supervisor import Worker
+from easyrl.workers import rollout
+from easyrl.workers.timeline import Timeline
 from runs import SMALL, descendants, start, wait_for_line, wait_until_gone
 
 
@@ -43,6 +48,45 @@ def test_a_stopped_worker_is_told_soon_and_once() -> None:
     told = notes(silence, 100, "rollout-0")
     assert list(told) == [3, 60]
     assert "rollout-0 is stopped (SIGCONT" in told[3] and "train-0 loading the model" in told[3]
+
+
+class SlowScorer:
+    """Answers nothing, and loses its processes at the third look."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        self.num_looks = 0
+
+    def fileno(self) -> int:
+        return self._reader
+
+    @property
+    def is_lost(self) -> bool:
+        self.num_looks += 1
+        return self.num_looks == 3
+
+    def close(self) -> None:
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+def test_a_long_reward_is_one_wait_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often its rollout worker looks whether the reward processes are there."""
+    monkeypatch.setattr(rollout, "LOOK_SECONDS", 0.01)
+    told: list[events.Activity] = []
+    scorer, (control, _other_end) = SlowScorer(), multiprocessing.Pipe()
+    worker = SimpleNamespace(
+        engine=SimpleNamespace(has_work=False),
+        control=control,
+        scorer=scorer,
+        timeline=Timeline(told.append),
+        _outbox=[],
+        _being_scored={"a group": None},
+    )
+    rollout.RolloutWorker._wait_for_something_to_do(cast(Any, worker))
+    assert scorer.num_looks == 3
+    assert [one.under_way.kind for one in told if one.under_way is not None] == ["score"]
+    scorer.close()
 
 
 def test_a_worker_that_is_stopped_in_mid_run_is_named_and_may_go_on(tmp_path: Path) -> None:

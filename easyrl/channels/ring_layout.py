@@ -17,6 +17,7 @@ import numpy as np
 
 from easyrl.channels.ring_resources import available_memory_bytes
 from easyrl.types import RolloutGroup
+from easyrl.wording import counted
 
 DIMENSIONS = ("num_prompt_tokens", "num_generations", "num_completion_tokens")
 
@@ -125,7 +126,8 @@ class RingLayout:
         if self.total_bytes > available_bytes:
             raise ValueError(
                 f"the ring buffer needs {self.total_bytes / 2**20:,.0f} MiB "
-                f"({self.num_slots} slots of {self.slot_dtype().itemsize / 2**20:,.2f} MiB), but "
+                f"({counted(self.num_slots, 'slot')} of "
+                f"{self.slot_dtype().itemsize / 2**20:,.2f} MiB), but "
                 f"this machine and its cgroup have {available_bytes / 2**20:,.0f} MiB left: lower "
                 f"rollout.ring_slots ({self.num_slots}), "
                 f"rollout.num_generations ({self.num_generations}), "

@@ -213,8 +213,9 @@ class RowStream:
     def _rows_at(self, places: range) -> list[dict[str, Any]]:
         if isinstance(self._rows, list):
             return [self._rows[place] for place in places]
-        table = self._rows.data.table  # type: ignore[attr-defined]
-        rows: list[dict[str, Any]] = table.take(list(places)).to_pylist()
+        # Not by the table's own `take`, which copies the whole of it first.
+        table = self._rows.with_format("arrow")[places]  # type: ignore[attr-defined]
+        rows: list[dict[str, Any]] = table.to_pylist()
         return rows
 
     def held_out(self) -> list[Prompt]:

@@ -24,6 +24,7 @@ from easyrl.config import Config, ConfigError
 from easyrl.data.chat import prompt_texts, render_prompts
 from easyrl.data.datasets import PromptStream
 from easyrl.types import Messages
+from easyrl.wording import counted
 
 T = TypeVar("T")
 
@@ -56,8 +57,8 @@ def check_prompts(stream: PromptStream, tokenizer: Any, config: Config) -> Check
         )
     if len(too_long) == len(contents):
         raise ConfigError(
-            f"data.max_prompt_length: all {len(contents)} prompts of '{config.data.dataset}' have "
-            f"more than {limit} tokens, so data.long_prompts=skip leaves none; accepted: at least "
+            f"data.max_prompt_length: every prompt of '{config.data.dataset}' has more than "
+            f"{counted(limit, 'token')}, so data.long_prompts=skip leaves none; accepted: at least "
             f"{min(lengths.values())}"
         )
     return CheckedPrompts(

@@ -16,6 +16,7 @@ from typing import Any
 
 from easyrl.config import ConfigError
 from easyrl.hub import FORMS, KEY, is_hub_id, model_config_from_hub, resolve_model
+from easyrl.wording import counted
 
 SAFETENSORS = "model.safetensors"
 OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -72,7 +73,8 @@ def fingerprint(path: str) -> str:
         return model_config_from_hub(path).parent.name
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted({file for name in (*TOKENIZERS, TEMPLATE) for file in folder.glob(name)}):
-        digest.update(file.name.encode() + file.read_bytes())
+        if file.is_file():
+            digest.update(file.name.encode() + file.read_bytes())
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
@@ -126,8 +128,9 @@ def _safetensors_files(folder: Path, *, is_whole: bool) -> list[Path] | None:
         return None
     if missing:
         raise ConfigError(
-            f"{KEY}: of the model's {len(names)} weight files the folder '{folder}' lacks "
-            f"{', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}; fetch it again"
+            f"{KEY}: of the model's {counted(len(names), 'weight file')} the folder '{folder}' "
+            f"lacks {', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}; fetch it "
+            "again"
         )
     return [folder / name for name in names]
 

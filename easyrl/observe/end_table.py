@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from easyrl.config import Config
+from easyrl.wording import counted
 
 
 def end_table(summary: Mapping[str, Any], folder: Path, config: Config) -> RenderableType:
@@ -82,13 +83,20 @@ def _gap(largest: float | None) -> str:
 def _losses(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What went wrong and did not end the run."""
     counts = {
-        "reward calls failed": summary.get("reward_errors", 0),
-        "updates dropped, not finite (lower train.learning_rate)": summary["updates_not_finite"],
-        "groups without an advantage, no round left (algorithm.dynamic_sampling_max_rounds)": (
-            summary.get("groups_not_replaced", 0)
+        ("reward call", "failed"): summary.get("reward_errors", 0),
+        ("update", "dropped, not finite (lower train.learning_rate)"): (
+            summary["updates_not_finite"]
         ),
+        (
+            "group",
+            "without an advantage, no round left (algorithm.dynamic_sampling_max_rounds)",
+        ): summary.get("groups_not_replaced", 0),
     }
-    return [("attention", f"{count} {what}") for what, count in counts.items() if count]
+    return [
+        ("attention", f"{counted(count, noun)} {what}")
+        for (noun, what), count in counts.items()
+        if count
+    ]
 
 
 def shown(value: float | None, spec: str) -> str:

@@ -36,6 +36,7 @@ from easyrl.observe.lines import (
 )
 from easyrl.observe.run_state import RunState, WorkerState
 from easyrl.records import RunStarted
+from easyrl.wording import counted
 
 GOOD, BAD = Style(color="green", bold=True), Style(color="red", bold=True)
 NOTE = Style(color="yellow", bold=True)
@@ -76,7 +77,7 @@ def _header(state: RunState, now: float, width: int) -> list[Line]:
     what = f"  {printable(config.model.path)} on {printable(config.data.dataset)}"
     devices = ", ".join(dict.fromkeys(worker.device for worker in state.workers.values()))
     if width >= IS_WIDE:
-        what += f" · {state.num_devices} devices ({devices})"
+        what += f" · {counted(state.num_devices, 'device')} ({devices})"
     title = Segment.adjust_line_length(
         [Segment("EasyRL", BOLD), Segment(what)], max(0, width - len(elapsed))
     )
@@ -127,12 +128,13 @@ def _progress(state: RunState, now: float, width: int) -> Line:
 def _attention(state: RunState) -> list[Line]:
     """What went wrong and did not end the run, so far."""
     losses = {
-        "groups skipped": state.num_skipped,
-        "groups without an advantage, no round left": state.num_not_replaced,
-        "reward calls failed": state.num_reward_errors,
-        "updates dropped, not finite (lower train.learning_rate)": state.num_not_finite,
+        ("group", "skipped"): state.num_skipped,
+        ("group", "without an advantage, no round left"): state.num_not_replaced,
+        ("reward call", "failed"): state.num_reward_errors,
+        ("update", "dropped, not finite (lower train.learning_rate)"): state.num_not_finite,
     }
-    counts = ", ".join(f"{count} {what}" for what, count in losses.items() if count)
+    told = [f"{counted(count, noun)} {what}" for (noun, what), count in losses.items() if count]
+    counts = ", ".join(told)
     return [
         [Segment(printable(text), NOTE)] for text in (counts, state.note, state.silence) if text
     ]

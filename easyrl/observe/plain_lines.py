@@ -14,6 +14,7 @@ from easyrl.config import Config
 from easyrl.observe.end_table import end_table, shown
 from easyrl.observe.lines import printable
 from easyrl.records import Record
+from easyrl.wording import counted
 
 STOPPING_SECONDS = 5.0
 """So far apart are the lines that tell what a run does before it ends."""
@@ -44,7 +45,7 @@ class PlainLines:
             case records.FirstRollout(seconds):
                 say(f"first rollout after {seconds:.1f} s")
             case records.Evaluated(accuracy=accuracy, num_prompts=count):
-                say(f"held-out accuracy {shown(accuracy, '.3f')} ({count} problems)")
+                say(f"held-out accuracy {shown(accuracy, '.3f')} ({counted(count, 'problem')})")
             case records.RewardFailed(message=message):
                 self._print_first_error(message)
             case records.IterationFinished():
@@ -80,8 +81,8 @@ class PlainLines:
         )
         if metrics.get("reward_errors"):
             say(
-                f"iteration {number}: {metrics['reward_errors']} reward calls failed, "
-                f"{metrics['groups_skipped']} groups skipped"
+                f"iteration {number}: {counted(metrics['reward_errors'], 'reward call')} failed, "
+                f"{counted(metrics['groups_skipped'], 'group')} skipped"
             )
         if metrics["num_updates_not_finite"]:
             say(

@@ -22,6 +22,7 @@ from easyrl.lifeline import die_with_parent
 from easyrl.rewards.functions import RewardError, RewardFunction
 from easyrl.rewards.loading import load_reward, own_traceback, reward_names, reward_specs
 from easyrl.types import Messages
+from easyrl.wording import counted
 
 LARGEST = 1e30
 """Scores are summed with weights in float32, whose largest number is about 3e38."""
@@ -125,7 +126,7 @@ def _checked(name: str, returned: Any, group: Group) -> list[float | None]:
     except Exception:
         raise refuse(f"{_shown(returned)}; {accepted}") from None
     if len(values) != wanted:
-        raise refuse(f"{len(values)} values; {accepted}")
+        raise refuse(f"{counted(len(values), 'value')}; {accepted}")
     scores: list[float | None] = []
     for value in values:
         if value is None:

@@ -11,7 +11,7 @@ Nothing here blocks but the constructor and `close`. The processes import no tor
 A call that raises, hangs or ends its process costs that call alone, and is answered as
 `reward.on_error` says. The pool puts a new process in the place of one that is gone; where the
 pool itself is lost (a process killed between two calls), there is a new pool, and what was under
-way is sent again. A lost pool may have forgotten calls and wake nobody: look every LOOK_SECONDS.
+way is sent again. A lost pool may have forgotten calls and wake nobody: ask every LOOK_SECONDS.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from easyrl.rewards.loading import reward_names, reward_specs
 from easyrl.types import Float32, Messages
 
 LOOK_SECONDS = 1.0
-"""How often to call `finished` while something is being scored, readable or not."""
+"""How often to ask `is_lost` while something is being scored."""
 LOCK_TIMEOUT_SECONDS = 10.0
 """A process that is killed while it reads or writes the pool's pipes leaves them locked; the others
 hold that lock for the milliseconds of one message."""
@@ -106,14 +106,19 @@ class Scorer:
             call, future = self._finished.popleft()
             if future is not call.future:
                 continue  # of a pool that was lost: it has been sent again
-            if _was_lost(future) and self._on_error != "stop" and call.num_sent < MAX_SENT:
-                self._renew_pool()
+            if _was_lost(future) and call.num_sent < MAX_SENT:
+                self._on_lost_pool()
                 continue
             del self._open[call]
             scored.append(self._answer(call, future))
-        if self._open and not self._pool.active:
+        if self.is_lost:
             self._on_lost_pool()
         return scored
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether calls may be forgotten, with the pool that had them: `finished` mends it."""
+        return bool(self._open) and not self._pool.active
 
     def fileno(self) -> int:
         """Readable when `finished` has something: for select or multiprocessing.connection.wait."""
@@ -142,7 +147,11 @@ class Scorer:
 
     def _on_lost_pool(self) -> None:
         if self._on_error == "stop":
-            raise RewardError(f"reward ({self._names}): its processes were killed between calls")
+            raise RewardError(
+                f"reward ({self._names}): its processes were killed between calls. It may be for "
+                "want of memory (fewer reward.num_workers need less); with "
+                "reward.on_error=skip_group they are started anew"
+            )
         self._renew_pool()
 
     def _renew_pool(self) -> None:

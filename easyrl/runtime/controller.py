@@ -91,6 +91,7 @@ class Controller:
         self.boundaries = Boundaries(config, folder, identity=identity, tell=tell)
         if checkpoint is not None:
             self.boundaries.resume_at(self.policy_version)
+        self._noted: set[str] = set()
         self._file_sizes: dict[str, int] = {}  # of the run folder at the last boundary
         self._inbox = Inbox(supervisor, self.boundaries, tell)
         self._store_fd = os.memfd_create("easyrl-store")  # no name: nothing to leave behind
@@ -236,15 +237,10 @@ class Controller:
         metrics |= self.totals.add_iteration(record, metrics["reward"], seconds)
         line = {"iteration": record.iteration, "policy_version": self.policy_version, **metrics}
         self.tell(records.IterationFinished(time.monotonic(), line))
-        if record.num_not_replaced:
-            self.tell(
-                records.Note(
-                    f"iteration {record.iteration + 1}: {record.num_not_replaced} of "
-                    f"{trained.groups_trained} groups have no advantage, and no round of fresh "
-                    "prompts is left (algorithm.dynamic_sampling_max_rounds="
-                    f"{record.num_replacement_rounds}); they count with an advantage of 0"
-                )
-            )
+        for note in record.notes(self.config):
+            if note not in self._noted:
+                self._noted.add(note)
+                self.tell(records.Note(note))
 
     def _add_group(
         self, worker: Worker, group: events.GroupScored, record: IterationRecord, seconds: float

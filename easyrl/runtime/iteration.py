@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from easyrl import events
+from easyrl.config import Config
+from easyrl.wording import counted
 
 
 @dataclass(slots=True)
@@ -52,6 +54,27 @@ class IterationRecord:
     def infer_seconds(self) -> float:
         """Busy time of an engine, mean over the engines."""
         return sum(self._engine_seconds.values()) / max(1, len(self._engine_seconds))
+
+    def notes(self, config: Config) -> list[str]:
+        """What a user should hear of, in words; equal words once are enough."""
+        notes = []
+        if self.num_not_replaced:
+            notes.append(
+                f"iteration {self.iteration + 1}: no advantage in {self.num_not_replaced} of "
+                f"{counted(config.train.prompts_per_iteration, 'group')}, and no round of fresh "
+                "prompts is left (algorithm.dynamic_sampling_max_rounds="
+                f"{self.num_replacement_rounds}): it counts as 0"
+            )
+        kept = [group for group in self.groups if not group.is_rejected]
+        are_all_truncated = all(g.num_truncated == len(g.completion_lengths) for g in kept)
+        if are_all_truncated and config.algorithm.mask_truncated_completions:
+            notes.append(
+                "warning: an iteration trained nothing: all its completions reached "
+                f"rollout.max_completion_length={config.rollout.max_completion_length}, and "
+                "algorithm.mask_truncated_completions leaves such out; raise the one or set the "
+                "other to false (this is told once)"
+            )
+        return notes
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
         """TRL's names where it has one (DESIGN.md, section 6).

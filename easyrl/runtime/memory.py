@@ -35,6 +35,7 @@ from easyrl.model.files import (
     kv_bytes_per_token,
 )
 from easyrl.runtime.placement import Placement
+from easyrl.wording import counted
 
 COPIES_TO_TRAIN = 4
 COPIES_TO_SAVE = 3
@@ -76,7 +77,7 @@ def check_memory(
         f"{copies:g} x the model ({as_size(weights)}): lower --infer-devices ({placement.infer}), "
         "or choose a smaller model.path": copies * weights,
         f"adapters: lower model.lora.rank ({config.model.lora.rank})": adapters,
-        f"KV cache ({all_rows} sequences of {row_tokens} tokens): lower "
+        f"KV cache ({counted(all_rows, 'sequence')} of {row_tokens} tokens): lower "
         f"rollout.max_concurrent_groups ({placement.max_concurrent_groups}), "
         f"rollout.num_generations ({config.rollout.num_generations}), "
         f"rollout.max_completion_length ({config.rollout.max_completion_length}) or "

@@ -8,6 +8,7 @@ from easyrl import devices
 from easyrl.config import Config, ConfigError, DeviceSet, check_disjoint, parse_device_set
 from easyrl.cores import num_cores, split_cores
 from easyrl.runtime.engine_choice import EMBEDDED, EngineChoice, choose_engine
+from easyrl.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,9 @@ def _check_has_groups(train: DeviceSet, config: Config) -> None:
     if train.count > prompts // updates:
         raise ConfigError(
             f"devices.train (--train-devices): '{train}' names {train.count} devices, but an "
-            f"update has {prompts // updates} groups (train.prompts_per_iteration={prompts}, "
-            f"train.updates_per_iteration={updates}); accepted: at most {prompts // updates}"
+            f"update has {counted(prompts // updates, 'group')} "
+            f"(train.prompts_per_iteration={prompts}, train.updates_per_iteration={updates}); "
+            f"accepted: at most {prompts // updates}"
         )
 
 

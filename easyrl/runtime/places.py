@@ -14,18 +14,16 @@ def with_whole_paths(config: Config) -> Config:
 
     What is none that is there (hub ids, built-in names, modules, mistakes) stays as it is.
     """
-    model, data, reward = config.model, config.data, config.reward
+    model, data, functions = config.model.path, config.data.dataset, config.reward.functions
+    if model not in BUILT_IN_MODELS and Path(model).expanduser().is_dir():
+        model = _whole(model)
+    if data not in TASKS and Path(data).expanduser().is_file():
+        data = _whole(data)
     sections = {
-        "model": model.model_copy(
-            update={"path": model.path if model.path in BUILT_IN_MODELS else _whole(model.path)}
-        ),
-        "data": data.model_copy(
-            update={"dataset": data.dataset if data.dataset in TASKS else _whole(data.dataset)}
-        ),
-        "reward": reward.model_copy(
-            update={
-                "functions": reward.functions and [_whole_reward(spec) for spec in reward.functions]
-            }
+        "model": config.model.model_copy(update={"path": model}),
+        "data": config.data.model_copy(update={"dataset": data}),
+        "reward": config.reward.model_copy(
+            update={"functions": functions and [_whole_reward(spec) for spec in functions]}
         ),
     }
     return config.model_copy(update=sections)
@@ -33,10 +31,10 @@ def with_whole_paths(config: Config) -> Config:
 
 def _whole_reward(spec: str) -> str:
     where, colon, name = spec.rpartition(":")
-    return _whole(where) + colon + name if where.endswith(".py") else spec
+    is_file = where.endswith(".py") and Path(where).expanduser().is_file()
+    return _whole(where) + colon + name if is_file else spec
 
 
 def _whole(path: str) -> str:
     """Links in it are kept: they may be set anew."""
-    whole = Path(path).expanduser()
-    return str(whole.absolute()) if whole.exists() else path
+    return str(Path(path).expanduser().absolute())

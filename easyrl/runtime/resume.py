@@ -19,6 +19,7 @@ from typing import Any
 from easyrl.config import Config, ConfigError
 from easyrl.model.checkpoint_files import BROKEN, CHECKPOINTS, Checkpoint, newest_checkpoint
 from easyrl.runtime.run_folder import folder_of, lock_folder
+from easyrl.wording import counted
 
 MAY_CHANGE = {
     "model": ("attention",),
@@ -72,7 +73,7 @@ class Resume:
         else:
             lines = [
                 f"resumed from {self.checkpoint.path}: {self.num_iterations} of "
-                f"{config.train.iterations} iterations are done"
+                f"{counted(config.train.iterations, 'iteration')} done"
             ]
         lines += [
             f"skipped {path}: {why} (now {path.name}{BROKEN})" for path, why in self.broken.items()
@@ -168,8 +169,8 @@ def _check_settings(config: Config, found: Resume) -> None:
         )
     if config.train.iterations < found.num_iterations:
         raise ConfigError(
-            f"train.iterations (--iterations): {config.train.iterations} came, but "
-            f"{found.num_iterations} are done ({found.checkpoint.path}); accepted: the run's "
+            f"train.iterations (--iterations): {config.train.iterations} came, but the "
+            f"run has done {found.num_iterations} ({found.checkpoint.path}); accepted: the run's "
             f"total, at least {found.num_iterations}"
         )
 

@@ -22,6 +22,7 @@ from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume
 from easyrl.runtime.ring import make_ring
 from easyrl.runtime.run_folder import RunFolder, RunFolderLost, read_lines
+from easyrl.wording import counted
 
 FINISHED, FAILED, USER_ERROR = 0, 1, 2
 SIGNALLED = 128
@@ -131,7 +132,7 @@ def _what_was(resumed: Resume) -> records.RunResumed:
 def _nothing_to_do(config: Config, resumed: Resume) -> str:
     done = config.train.iterations
     return (
-        f"{resumed.folder} has finished its {done} iterations; nothing is left to do "
+        f"{resumed.folder} has finished its {counted(done, 'iteration')}; nothing is left to do "
         f"(--iterations with a total over {done} trains on)"
     )
 

@@ -27,6 +27,7 @@ class RunFolderLost(OSError):
 
 ROOM_SECONDS = 2.0
 """How long a full disk is waited for."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl", "trace.json")
 """Files that something is added to while a run goes on, whole lines at a time."""
 
@@ -187,7 +188,7 @@ class RunFolder:
         file = self.path / name
         deadline = time.monotonic() + ROOM_SECONDS
         while (error := _written(file, text, mode)) is not None:
-            if error.errno != errno.ENOSPC or time.monotonic() > deadline:
+            if error.errno not in NO_ROOM or time.monotonic() > deadline:
                 raise self._lost(name, error) from error
             time.sleep(0.05)
 

@@ -137,7 +137,10 @@ class RolloutWorker:
         if self._outbox:
             wakers.append(self.port.writable_fd)
         with self.timeline.measure("wait", shown_as="score" if self._being_scored else "wait"):
-            wait(wakers, LOOK_SECONDS if self._being_scored else None)
+            # One wait, however often it looks: a word each time would hide a silence (`silence`).
+            while not wait(wakers, LOOK_SECONDS if self._being_scored else None):
+                if self.scorer.is_lost:
+                    break
 
     def _obey(self, command: events.Command) -> bool:
         match command:
