@@ -24,7 +24,6 @@ VERSIONS = {
     "torch": "2.13.0+cpu",
     "transformers": "5.23.0",
     "peft": None,
-    "vllm": None,
     "torch_npu": None,
 }
 GPU = DeviceFacts("cuda:0", "H200", 140 * GIB, 139 * GIB, bfloat16=True)
@@ -33,6 +32,8 @@ HEALTHY = Facts(
     system="Linux x86_64",
     packages=VERSIONS,
     torch_error=None,
+    vllm=None,
+    vllm_obstacle=None,
     device_error=None,
     kind="cpu",
     accelerators=[],
@@ -183,8 +184,18 @@ def test_masks_and_quotas_are_told() -> None:
 
 def test_optional_packages_are_not_missed() -> None:
     assert line_of("peft").status == "ok"
-    assert "not used" in line_of("vllm", **versions(vllm="0.32.0")).text
+    assert line_of("vllm").status == "ok"
+    assert line_of("vllm", vllm="0.32.0").text == "0.32.0"
     assert line_of("torch_npu", **versions(torch_npu="2.13.0")).status == "ok"
+
+
+def test_a_vllm_that_cannot_be_used_is_told_with_what_mends_it() -> None:
+    obstacle = (
+        "vLLM 0.33.1 is installed, EasyRL works with 0.28 to 0.32: pip install 'easyrl[vllm]'"
+    )
+    line = line_of("vllm", vllm="0.33.1", vllm_obstacle=obstacle)
+    assert (line.status, line.remedy) == ("warning", "pip install 'easyrl[vllm]'")
+    assert "0.28 to 0.32; runs take the embedded engine" in line.text
 
 
 def test_the_versions_supported_are_those_that_the_package_asks_for() -> None:

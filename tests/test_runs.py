@@ -95,6 +95,7 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
             *("--output", str(folder), "--iterations", str(iterations), "--schedule", schedule),
             *("train.prompts_per_iteration=6", "rollout.max_completion_length=48", *words),
             *("data.max_prompt_length=32", "train.max_tokens_per_micro_batch=400"),
+            "data.num_held_out=8",
             EASYRL_RANDOM_DELAYS="0.01",
         )
         assert (code, err) == (0, "")

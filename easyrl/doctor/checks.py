@@ -67,8 +67,7 @@ def _packages(facts: Facts) -> Iterator[Line]:
     yield Line("python", "ok", f"{facts.python}, {facts.system}")
     for name in SUPPORTED:
         yield _package(facts, name)
-    if (vllm := facts.packages["vllm"]) is not None:
-        yield Line("vllm", "ok", f"{vllm}: not used, the engine is EasyRL's own")
+    yield _vllm(facts)
     torch = facts.packages["torch"]
     for name in devices.BACKEND_PACKAGES.values():
         version = facts.packages[name]
@@ -99,6 +98,15 @@ def _package(facts: Facts, name: str) -> Line:
         remedy = f"install torch again ({remedy}), or what it says is missing"
         return Line(name, "failed", f"{version} cannot be loaded: {facts.torch_error}", remedy)
     return Line(name, "ok", version)
+
+
+def _vllm(facts: Facts) -> Line:
+    if facts.vllm is None:
+        return Line("vllm", "ok", "not installed: only rollout.engine=vllm needs it")
+    if facts.vllm_obstacle is not None:
+        what, _, remedy = facts.vllm_obstacle.rpartition(": ")
+        return Line("vllm", "warning", f"{what}; runs take the embedded engine", remedy)
+    return Line("vllm", "ok", facts.vllm)
 
 
 def _accelerators(facts: Facts) -> Iterator[Line]:

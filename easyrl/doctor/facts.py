@@ -21,10 +21,11 @@ from pathlib import Path
 from easyrl import devices
 from easyrl.channels.ring_resources import available_memory_bytes
 from easyrl.cores import allowed_cores, num_cores
+from easyrl.engines import vllm_install
 
 COMMAND_SECONDS = 5.0
 """A command of a device's driver may hang with it."""
-PACKAGES = ("torch", "transformers", "peft", "vllm", *devices.BACKEND_PACKAGES.values())
+PACKAGES = ("torch", "transformers", "peft", *devices.BACKEND_PACKAGES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,10 @@ class Facts:
     """Versions; None: not installed."""
     torch_error: str | None
     """Why torch cannot be imported."""
+    vllm: str | None
+    """Its version; None: not installed."""
+    vllm_obstacle: str | None
+    """Why it cannot be used although it is installed, and what mends it."""
     device_error: str | None
     """Why the accelerators cannot be used although they, or what drives them, are there."""
     kind: str
@@ -88,6 +93,10 @@ def gather() -> Facts:
             kind, accelerators = _accelerators()
         except (ValueError, RuntimeError, OSError) as error:
             device_error = _in_one_line(error)
+    vllm = vllm_install.version()
+    obstacle = None
+    if vllm is not None and packages["torch"]:
+        obstacle = vllm_install.obstacle(on_cpu=kind == "cpu")
     files, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     runs, hub_cache = Path("runs").absolute(), _hub_cache()
     return Facts(
@@ -95,6 +104,8 @@ def gather() -> Facts:
         system=f"{platform.system()} {platform.machine()}",
         packages=packages,
         torch_error=torch_error,
+        vllm=vllm,
+        vllm_obstacle=obstacle,
         device_error=device_error,
         kind=kind,
         accelerators=accelerators,

@@ -57,6 +57,12 @@ def obstacle(*, on_cpu: bool) -> str | None:
     return None
 
 
+def version() -> str | None:
+    """Of the vLLM that is installed; None: there is none, or it does not say."""
+    found = _distribution()
+    return None if found is None else found.version
+
+
 def _distribution() -> metadata.Distribution | None:
     for name in DISTRIBUTIONS:
         try:
