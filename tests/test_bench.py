@@ -145,6 +145,7 @@ def test_the_table_fits_a_terminal_of_80_columns(
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert all(word in shown for heading in suite.COLUMNS.values() for word in heading.split())
+    assert suite is not pipeline or "colocated" in shown
 
 
 @pytest.mark.parametrize(

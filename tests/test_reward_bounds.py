@@ -18,7 +18,7 @@ from easyrl.runtime.iteration import IterationRecord
 from runs import finish, lines_of, summary_of
 
 HOSTILE = """
-import os, time, zlib
+import os, sys, time, zlib
 
 def eats(completions, **_):
     eaten = []
@@ -50,6 +50,17 @@ def floods(completions, **_):
     line = "x" * 1000
     for _ in range(2**20):
         print(line)
+    return [1.0] * len(completions)
+
+def floods_where_asked(prompts, completions, **_):
+    if prompts[0] == "flood":
+        for _ in range(2**18):
+            print("x" * 1000)
+    return [1.0] * len(completions)
+
+def closes(completions, **_):
+    sys.stdout.close()
+    sys.stderr.close()
     return [1.0] * len(completions)
 
 def good(prompts, completions, **_):
@@ -89,11 +100,17 @@ def open_scorer(own: Path) -> Iterator[Open]:
 
 def score(scorer: Scorer) -> Scored:
     scorer.submit(0, "q", ["2", "3"], [[5], [6, 7]], {})
+    return finished(scorer, 1)[0]
+
+
+def finished(scorer: Scorer, wanted: int) -> list[Scored]:
+    scored: list[Scored] = []
     latest = time.monotonic() + 30
-    while not (scored := scorer.finished()):
+    while len(scored) < wanted:
         select.select([scorer], [], [], 1.0)
-        assert time.monotonic() < latest, "nothing was scored in 30 s"
-    return scored[0]
+        scored += scorer.finished()
+        assert time.monotonic() < latest, "not all was scored in 30 s"
+    return scored
 
 
 def test_a_call_that_eats_memory_fails_and_is_told(open_scorer: Open) -> None:
@@ -121,6 +138,32 @@ def test_what_is_printed_is_passed_on_up_to_a_bound_and_the_scores_count(
     assert float(scored.errors[0].split("printed ")[1].split()[0]) > 60
     printed = capfd.readouterr().err
     assert 4096 < len(printed) < 5000 and "left out" in printed
+
+
+def test_what_is_printed_without_measure_is_told_of_the_call_that_did(
+    open_scorer: Open, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Dropped where it is printed: three calls that are answered meanwhile do not hear of it."""
+    scorer = open_scorer("floods_where_asked", "reward.num_workers=2")
+    for prompt in ("flood", "a", "b", "c"):
+        scorer.submit(prompt, prompt, ["2", "3"], [[5], [6, 7]], {})
+    errors = {each.key: list(each.errors) for each in finished(scorer, 4)}
+    assert [key for key, told in errors.items() if told] == ["flood"]
+    (error,) = errors["flood"]
+    assert "for the prompt 'flood'" in error and "before the answer" not in error
+    bytes_printed = 1001 * 2**18
+    dropped = float(error.split("printed ")[1].split()[0]) * 2**20
+    share = output.KEPT_BYTES // 2
+    assert abs(bytes_printed - share - dropped) < 2**18
+    scorer.close()
+    printed = capfd.readouterr().err
+    notice = output.NOTICE.decode()
+    assert printed.count(notice) == 1 and len(printed) == share + len(notice)
+
+
+def test_a_reward_may_close_what_it_prints_to(open_scorer: Open) -> None:
+    scorer = open_scorer("closes", "reward.num_workers=1")
+    assert [score(scorer).scores for _ in range(2)] == [[[1.0, 1.0]]] * 2
 
 
 @pytest.mark.parametrize(("function", "words"), [("says", "a word\n"), ("dies", "last words")])

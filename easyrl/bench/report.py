@@ -45,7 +45,13 @@ def print_table(suite: str, results: Sequence[Row], columns: Mapping[str, str]) 
     )
     numeric = {key for row in results for key, value in row.items() if _is_number(value)}
     for key, heading in columns.items():
-        table.add_column(heading, justify="right" if key in numeric else "left", overflow="fold")
+        words = [word for row in results for word in _shown(row.get(key)).split()]
+        table.add_column(
+            heading,
+            justify="right" if key in numeric else "left",
+            overflow="fold",
+            min_width=max(map(len, words), default=0),  # a heading breaks before a figure does
+        )
     for row in results:
         table.add_row(*(_shown(row.get(key)) for key in columns))
     Console().print(table)

@@ -39,6 +39,7 @@ from easyrl.rewards.loading import (
     reward_specs,
 )
 from easyrl.rewards.logged import START, Logged, TrainerState
+from easyrl.rewards.output import Printed
 from easyrl.rewards.signatures import Takes
 from easyrl.types import Messages
 from easyrl.wording import counted
@@ -73,6 +74,8 @@ class Answer:
     """What went wrong, where the run goes on all the same."""
     metrics: Mapping[str, float] = field(default_factory=dict)  # logged by the functions
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # logged, [G] each
+    num_dropped: int = 0
+    """Bytes printed beyond what is kept."""
 
 
 class _Loaded(NamedTuple):
@@ -84,13 +87,16 @@ class _Loaded(NamedTuple):
 _config: Config | None = None
 _functions: list[_Loaded] = []
 _loop = asyncio.Runner()
+_printed: Printed | None = None
 
 
-def start_worker(config: Config, lock_timeout_seconds: float, output: Connection) -> None:
+def start_worker(
+    config: Config, lock_timeout_seconds: float, output: Connection, kept_bytes: int
+) -> None:
     """What a process of the pool does first. It ends itself when it has waited
     `lock_timeout_seconds` for the pool's pipes: whoever has locked them is dead. What it prints
-    goes to `output`."""
-    global _config  # noqa: PLW0603  one process, one run
+    goes to `output`, up to `kept_bytes`."""
+    global _config, _printed  # noqa: PLW0603  one process, one run
     CONSTS.channel_lock_timeout = lock_timeout_seconds
     # At once, without pebble's clean-up: there is nothing to clean up, and close() waits for it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -98,6 +104,7 @@ def start_worker(config: Config, lock_timeout_seconds: float, output: Connection
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
+    _printed = Printed(kept_bytes)
     end = os._exit
     os._exit = lambda status: end(status or EXIT_ZERO)
     _config = config
@@ -107,7 +114,7 @@ def start_worker(config: Config, lock_timeout_seconds: float, output: Connection
 
 def score_group(group: Group) -> Answer:
     """The scores, and what the functions have logged."""
-    assert _config is not None
+    assert _config is not None and _printed is not None
     maybe_sleep()
     logged = Logged(len(group.completions))
     if not _functions:  # not in start_worker: an error there would be nobody's answer
@@ -125,13 +132,11 @@ def score_group(group: Group) -> Answer:
             what = f"every reward function returned None for completion {index}, {group}"
             errors.append(RewardError(what))
             scores[0][index] = 0.0
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # a function may have closed it
-            stream.flush()
+    num_dropped = _printed.take_dropped()
     if errors and _config.reward.on_error == "stop":
         raise errors[0]
     messages = [str(error) for error in errors]
-    return Answer(scores, messages, logged.metrics, logged.columns)
+    return Answer(scores, messages, logged.metrics, logged.columns, num_dropped)
 
 
 def _load(config: Config) -> None:

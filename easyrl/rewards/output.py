@@ -1,20 +1,25 @@
 """What reward processes print, on its way to the log of the worker that they belong to.
 
-    reward process ──its stdout, stderr──► pipe ──► a thread here ──► stderr of this process
-                                                      after KEPT_BYTES: dropped, and counted
+    print ──► sys.stdout, sys.stderr ──► pipe ──► a thread here ──► stderr of this process
+              of a reward process           └─ after KEPT_BYTES: dropped, and counted
+              └─ after its share: the same, at a third of the processor time
 
 A pipe, so that neither a reward that prints without end fills the disk, nor what one printed just
-before it crashed is lost with it.
+before it crashed is lost with it. What Python's streams do not see, a child's or a C library's
+output, is bounded by the thread alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 KEPT_BYTES = 16 * 2**20
 PIPE_BYTES = 2**20
@@ -36,7 +41,7 @@ class RewardOutput:
         self._thread.start()
 
     def take_dropped(self) -> int:
-        """Bytes dropped since last asked."""
+        """Bytes dropped here since last asked."""
         dropped = max(0, self._num_bytes - KEPT_BYTES)
         new, self._num_told = dropped - self._num_told, dropped
         return new
@@ -54,14 +59,64 @@ class RewardOutput:
             room = KEPT_BYTES - self._num_bytes
             self._num_bytes += num_read
             if room > 0:
-                _write(bytes(buffer[: min(room, num_read)]))
+                _write(2, memoryview(buffer)[: min(room, num_read)])
                 if room < num_read:
-                    _write(NOTICE)
+                    _write(2, memoryview(NOTICE))
             else:
                 time.sleep(PAUSE_SECONDS)
 
 
-def _write(text: bytes) -> None:
+class Printed:
+    """In a reward process: what its Python code prints, up to `room` bytes in its whole life."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._num_dropped = 0
+        sys.stdout = self._stream(1)
+        sys.stderr = self._stream(2, line_buffering=True)
+
+    def take_dropped(self) -> int:
+        """Bytes dropped since last asked, once all is flushed."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # a function may have closed it
+                stream.flush()
+        dropped, self._num_dropped = self._num_dropped, 0
+        return dropped
+
+    def write(self, descriptor: int, data: memoryview) -> None:
+        _write(descriptor, data[: self._room])
+        if 0 < self._room < len(data):
+            _write(descriptor, memoryview(NOTICE))
+        self._num_dropped += max(0, len(data) - self._room)
+        self._room = max(0, self._room - len(data))
+
+    def _stream(self, descriptor: int, *, line_buffering: bool = False) -> io.TextIOWrapper:
+        return io.TextIOWrapper(
+            io.BufferedWriter(_Stream(descriptor, self)),
+            encoding="utf-8",
+            errors="backslashreplace",
+            line_buffering=line_buffering,
+        )
+
+
+class _Stream(io.RawIOBase):
+    def __init__(self, descriptor: int, printed: Printed) -> None:
+        self._descriptor = descriptor
+        self._printed = printed
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        self._printed.write(self._descriptor, view)
+        return len(view)
+
+
+def _write(descriptor: int, data: memoryview) -> None:
     with contextlib.suppress(OSError):  # a full disk, a terminal that is gone
-        while text:
-            text = text[os.write(2, text) :]
+        while data:
+            data = data[os.write(descriptor, data) :]

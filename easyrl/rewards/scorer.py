@@ -154,10 +154,11 @@ class Scorer:
         self._wake_reader = self._wake_writer = -1
 
     def _start_pool(self) -> ProcessPool:
+        share = KEPT_BYTES // self._config.reward.num_workers
         pool = ProcessPool(
             max_workers=self._config.reward.num_workers,
             initializer=start_worker,
-            initargs=(self._config, LOCK_TIMEOUT_SECONDS, self._output.writer),
+            initargs=(self._config, LOCK_TIMEOUT_SECONDS, self._output.writer, share),
             context=get_context("spawn"),
         )
         with _sigint_blocked():  # inherited by the processes, and by the thread that renews them
@@ -212,7 +213,7 @@ class Scorer:
             return Scored(
                 call.key,
                 None if is_skipped else answer.scores,
-                [*answer.errors, *self._flood(call)],
+                [*answer.errors, *self._flood(call, answer.num_dropped)],
                 answer.metrics,
                 answer.columns,
             )
@@ -233,15 +234,16 @@ class Scorer:
             )
         return f"ended its process (exit code {0 if exit_code == EXIT_ZERO else exit_code})"
 
-    def _flood(self, call: _Call) -> list[str]:
-        """That rewards print without measure: told with the answers that come meanwhile, whose
-        scores are good."""
-        dropped = self._output.take_dropped()
+    def _flood(self, call: _Call, own: int) -> list[str]:
+        """That rewards print without measure: told with the answer of the call that did, or, where
+        that cannot be known, with those that come meanwhile. Their scores are good."""
+        dropped = own + self._output.take_dropped()
         if dropped == 0:
             return []
         return [
             f"reward ({self._names}) printed {dropped / 2**20:,.1f} MiB more than the "
-            f"{KEPT_BYTES // 2**20} MiB that are kept, {call.group}; its scores count"
+            f"{KEPT_BYTES // 2**20} MiB that are kept, {'' if own else 'before the answer '}"
+            f"{call.group}; its scores count"
         ]
 
 
