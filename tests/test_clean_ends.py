@@ -121,9 +121,10 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path, victim: str) 
 def test_a_killed_reward_process_ends_the_run_and_is_said(tmp_path: Path) -> None:
     process, processes = started(tmp_path)
     workers = [p for p in psutil.Process(process.pid).children() if is_worker(p)]
-    scorers = [c for w in workers for c in w.children() if is_worker(c)]
-    assert len(scorers) == 1
-    scorers[0].kill()
+    templates = [c for w in workers for c in w.children() if is_worker(c)]
+    assert len(templates) == 1
+    (scorer,) = templates[0].children()
+    scorer.kill()
     returned, _, err = end(process, processes)
     assert returned == 1
     assert "reward" in err

@@ -13,7 +13,7 @@ from easyrl.rewards.code import check_code, code
 from easyrl.rewards.countdown import countdown
 from easyrl.rewards.functions import RewardFunction, exact_match, format_, length_penalty, regex
 from easyrl.rewards.logged import TRAINER_ARGUMENTS
-from easyrl.rewards.maths import gsm8k, import_math_verify, math
+from easyrl.rewards.maths import gsm8k, math
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class BuiltIn:
     """That the data must have."""
     needs_answer: bool = False
     """The data must have the column `reward.answer_column`."""
-    prepare: Callable[[], None] = lambda: None
-    """Imports what is slow to import."""
+    slow_imports: tuple[str, ...] = ()
+    """Modules that are to be there before the first call's time runs."""
     check: Callable[[Config, Mapping[str, Any]], None] = lambda config, columns: None
     """Raises ConfigError for what else can be seen to be wrong from the settings and a row."""
 
@@ -55,7 +55,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     "math": BuiltIn(
         lambda config: partial(math, config.reward.answer_column),
         needs_answer=True,
-        prepare=import_math_verify,
+        slow_imports=("math_verify",),
     ),
     "gsm8k": BuiltIn(lambda config: partial(gsm8k, config.reward.answer_column), needs_answer=True),
     "code": BuiltIn(_bind_code, check=check_code),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import inspect
 import os
 import signal
@@ -34,9 +35,9 @@ from easyrl.rewards.functions import RewardError, RewardFunction
 from easyrl.rewards.loading import (
     load_reward,
     own_traceback,
-    prepare_built_in,
     reward_names,
     reward_specs,
+    slow_imports,
 )
 from easyrl.rewards.logged import START, Logged, TrainerState
 from easyrl.rewards.output import Printed
@@ -108,7 +109,11 @@ def start_worker(
     end = os._exit
     os._exit = lambda status: end(status or EXIT_ZERO)
     _config = config
-    prepare_built_in(config)
+    for module in slow_imports(config):
+        with contextlib.suppress(ImportError):  # which the call tells
+            importlib.import_module(module)
+    if "numpy.random" in sys.modules:  # forked: else all draw the same
+        np.random.seed()
     _limit_memory(config.reward.memory_limit_gib)
 
 

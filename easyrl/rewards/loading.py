@@ -6,7 +6,6 @@ what was looked for and what is there; an error in the user's own file is shown 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 import importlib
@@ -86,12 +85,10 @@ def load_reward(spec: str, config: Config) -> RewardFunction:
     return from_verl(function, answer_column=column, dataset=source)
 
 
-def prepare_built_in(config: Config) -> None:
-    """Import what built-in rewards need, before the first call's time runs."""
-    for spec in reward_specs(config):
-        if spec in BUILT_IN:
-            with contextlib.suppress(ImportError):  # which the call tells
-                BUILT_IN[spec].prepare()
+def slow_imports(config: Config) -> list[str]:
+    """The modules that built-in rewards need and that take long to import."""
+    specs = [spec for spec in reward_specs(config) if spec in BUILT_IN]
+    return [module for spec in specs for module in BUILT_IN[spec].slow_imports]
 
 
 def _check_built_in(name: str, config: Config, example: Prompt) -> None:

@@ -66,10 +66,6 @@ def _is_right(pair: tuple[str, list[Any]]) -> bool:
     return bool(verify(gold, found, timeout_seconds=None))
 
 
-def import_math_verify() -> None:
-    _extraction()
-
-
 @cache
 def _extraction() -> tuple[Any, ...]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig

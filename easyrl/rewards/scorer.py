@@ -5,8 +5,10 @@
       fileno() readable  ◄─── wake-up pipe ────  scores, or the error
       finished()  ──► [Scored(key, scores, errors)]
 
-Nothing here blocks but the constructor and `close`. The processes import no torch, ignore Ctrl-C
-(their parent decides), and die with their parent, however it dies.
+Nothing here blocks but `close`. The processes import no torch, ignore Ctrl-C (their parent
+decides), and die with their parent, however it dies. They are forked from multiprocessing's fork
+server, which has imported what they need: one in the place of a lost one costs milliseconds of
+processor time instead of 0.3 s, or 1.4 s where the reward is `math`, and they share that memory.
 
 A call that raises, hangs or ends its process costs that call alone, and is answered as
 `reward.on_error` says. The pool puts a new process in the place of one that is gone; where the
@@ -24,7 +26,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
+from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +44,7 @@ from easyrl.rewards.calls import (
     start_worker,
 )
 from easyrl.rewards.functions import RewardError
-from easyrl.rewards.loading import reward_names, reward_specs
+from easyrl.rewards.loading import reward_names, reward_specs, slow_imports
 from easyrl.rewards.logged import START, TrainerState
 from easyrl.rewards.output import KEPT_BYTES, RewardOutput
 from easyrl.types import Float32, Messages
@@ -92,7 +95,8 @@ class Scorer:
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
         self._output = RewardOutput()
-        self._pool = self._start_pool()
+        self._context = _start_template(slow_imports(config))
+        self._pool = self._make_pool()
 
     def submit(
         self,
@@ -153,17 +157,16 @@ class Scorer:
         os.close(self._wake_writer)
         self._wake_reader = self._wake_writer = -1
 
-    def _start_pool(self) -> ProcessPool:
+    def _make_pool(self) -> ProcessPool:
+        """Its processes are started with the first call: the template is then ready to be forked,
+        and nobody has waited for it."""
         share = KEPT_BYTES // self._config.reward.num_workers
-        pool = ProcessPool(
+        return ProcessPool(
             max_workers=self._config.reward.num_workers,
             initializer=start_worker,
             initargs=(self._config, LOCK_TIMEOUT_SECONDS, self._output.writer, share),
-            context=get_context("spawn"),
+            context=self._context,
         )
-        with _sigint_blocked():  # inherited by the processes, and by the thread that renews them
-            assert pool.active  # starts them
-        return pool
 
     def _on_lost_pool(self) -> None:
         if self._on_error == "stop":
@@ -178,14 +181,17 @@ class Scorer:
         """A new pool in the place of a lost one; what that one has left open is sent again."""
         self._pool.stop()  # type: ignore[no-untyped-call]
         self._pool.join()
-        self._pool = self._start_pool()
+        self._pool = self._make_pool()
         for call in self._open:
             is_done = call.future is not None and call.future.done()
             if not is_done or (_was_lost(call.future) and call.num_sent < MAX_SENT):
                 self._send(call)
 
     def _send(self, call: _Call) -> None:
-        future = self._pool.schedule(score_group, args=(call.group,), timeout=self._timeout_seconds)
+        with _sigint_blocked():  # inherited by the pool's threads, and by what they start
+            future = self._pool.schedule(
+                score_group, args=(call.group,), timeout=self._timeout_seconds
+            )
         call.future = future
         call.num_sent += 1
         future.add_done_callback(lambda done: self._on_done(call, done))
@@ -266,6 +272,19 @@ def combine(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) 
 def _was_lost(done: Future[Any] | None) -> bool:
     """Whether the answer is that its pool was lost."""
     return done is not None and isinstance(done.exception(), BrokenProcessPool)
+
+
+def _start_template(imports: Sequence[str]) -> BaseContext:
+    """Start what the processes are forked from, unless it runs; does not wait for it. Without a
+    folder for its socket, or with one whose path is too long for a socket, there is none, and each
+    process imports for itself."""
+    forkserver.set_forkserver_preload([score_group.__module__, *imports])
+    with _sigint_blocked():
+        try:
+            forkserver.ensure_running()
+        except OSError:
+            return get_context("spawn")
+    return get_context("forkserver")
 
 
 @contextlib.contextmanager

@@ -43,7 +43,9 @@ PENALTY_BYTES, TRUNCATION_BYTES = 12, 32
 """More of it with a repetition penalty (the logits that are drawn from are others), and with top-k
 or top-p (sorted, with their places and sums). Measured, like the next."""
 MATH_BYTES = 38 * MIB
-"""Of a reward process more where the reward is `math`: math-verify and sympy."""
+"""More for a rollout worker's rewards where one is `math`: math-verify and sympy."""
+REWARD_BYTES = 16 * MIB
+"""Of a reward process alone: what it shares with the one it is forked from is counted there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def estimate_memory(
     num_rewards = num_rollout * config.reward.num_workers
     controller.add(
         f"{num_rewards} reward process(es)",
-        num_rewards * _reward_bytes(config),
+        num_rollout * _reward_bytes(config),
         f"reward.num_workers={config.reward.num_workers}",
     )
     controller.add("ring buffer", ring_bytes, f"rollout.ring_slots={config.ring_slots}")
@@ -154,9 +156,11 @@ def _sample_bytes(config: Config) -> int:
 
 
 def _reward_bytes(config: Config) -> int:
+    """Of the reward processes of one rollout worker, and of what they are forked from."""
+    num_bytes = BASE_BYTES["reward"] + config.reward.num_workers * REWARD_BYTES
     with contextlib.suppress(ConfigError):  # none came: the run is refused for that, elsewhere
-        return BASE_BYTES["reward"] + MATH_BYTES * ("math" in reward_specs(config))
-    return BASE_BYTES["reward"]
+        num_bytes += MATH_BYTES * ("math" in reward_specs(config))
+    return num_bytes
 
 
 def _train_worker(

@@ -1,0 +1,218 @@
+"""Reward processes are forked from one that has imported what they need; none outlives a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from easyrl.config import load_config
+from easyrl.rewards.scorer import Scorer
+from runs import SMALL, descendants, finish, start, wait_for_line, wait_until_gone
+
+OWN = """
+import os, sys, time
+import numpy as np
+
+def parent(completions, **_):
+    return [os.getppid()] * len(completions)
+
+def process(completions, **_):
+    time.sleep(0.2)
+    return [os.getpid()] * len(completions)
+
+def draw(completions, **_):
+    return [np.random.random()] * len(completions)
+
+def stuck(completions, **_):
+    if completions[0] == "stuck":
+        sum(range(10**12))  # holds Python's lock
+    return [0.0] * len(completions)
+"""
+SCRIPT = """
+import json, select, sys
+from easyrl.config import load_config
+from easyrl.rewards import scorer
+
+def main():
+    {before}
+    functions = ["{own}:" + name for name in ("process", "draw", "parent", "stuck")]
+    made = scorer.Scorer(load_config(None, {{"reward.functions": functions}}, {words}))
+    for key in range(4):
+        made.submit(key, "q", ["0"], [[1]], {{}})
+    scored = []
+    while len(scored) < 4:
+        select.select([made], [], [])
+        scored += made.finished()
+    print(json.dumps([[score for (score,) in each.scores] for each in scored]), flush=True)
+    if "{then}" == "close":
+        made.close()
+        return
+    for key in range(4):
+        made.submit(key, "q", ["stuck"], [[1]], {{}})
+    select.select([], [], [])
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    return file
+
+
+Open = Callable[..., Scorer]
+
+
+@pytest.fixture
+def open_scorer(own: Path) -> Iterator[Open]:
+    scorers: list[Scorer] = []
+
+    def make(*functions: str) -> Scorer:
+        flags = {"reward.functions": [f"{own}:{function}" for function in functions]}
+        words = ["reward.num_workers=2", "reward.on_error=skip_group"]
+        scorers.append(Scorer(load_config(None, flags, words)))
+        return scorers[-1]
+
+    yield make
+    for scorer in scorers:
+        scorer.close()
+
+
+def scores(scorer: Scorer, calls: int) -> list[list[float | None]]:
+    """What each of the functions gives, for so many calls."""
+    for key in range(calls):
+        scorer.submit(key, "q", ["2"], [[5]], {})
+    scored: list[list[float | None]] = []
+    latest = time.monotonic() + 30
+    while len(scored) < calls:
+        select.select([scorer], [], [], 0.2)
+        for each in scorer.finished():
+            assert each.scores is not None, each.errors
+            scored.append([score for (score,) in each.scores])
+        assert time.monotonic() < latest, "not all was scored in 30 s"
+    return scored
+
+
+def started(own: Path, tmp_path: Path, **settings: Any) -> subprocess.Popen[str]:
+    """A process with a scorer of its own, which tells what four calls have given."""
+    script = tmp_path / "script.py"
+    words = json.dumps(["reward.num_workers=2"])
+    given = {"before": "pass", "then": "close", "environment": {}} | settings
+    script.write_text(
+        SCRIPT.format(own=own, words=words, before=given["before"], then=given["then"])
+    )
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | given["environment"],
+    )
+
+
+def told_by(process: subprocess.Popen[str]) -> list[list[float]]:
+    assert process.stdout is not None
+    told: list[list[float]] = json.loads(process.stdout.readline())
+    return told
+
+
+def test_all_are_forked_from_one_and_so_is_who_takes_the_place_of_another(
+    open_scorer: Open,
+) -> None:
+    scorer = open_scorer("process", "parent")
+    pids, parents = zip(*scores(scorer, 6), strict=True)
+    assert len(set(pids)) == 2 and len(set(parents)) == 1
+    template = psutil.Process(int(parents[0]))
+    assert template.ppid() == os.getpid() and "forkserver" in " ".join(template.cmdline())
+    os.kill(int(pids[0]), signal.SIGKILL)
+    again, parents_again = zip(*scores(scorer, 6), strict=True)
+    assert pids[0] not in again and set(parents_again) == set(parents)
+
+
+def test_a_template_that_is_lost_costs_nothing(open_scorer: Open) -> None:
+    scorer = open_scorer("process", "parent")
+    ((before, template),) = scores(scorer, 1)
+    os.kill(int(template or 0), signal.SIGKILL)
+    assert not wait_until_gone([psutil.Process(int(before or 0))], 5)  # with it, by the kernel
+    for pid, parent in scores(scorer, 4):
+        assert pid != before and parent != template
+
+
+def test_all_draw_numbers_of_their_own(own: Path, tmp_path: Path) -> None:
+    """Also where NumPy's generator was there, seeded, when they were forked."""
+    before = 'scorer.slow_imports = lambda config: ["numpy.random"]'
+    with started(own, tmp_path, before=before) as process:
+        drawn = {pid: draw for pid, draw, *_ in reversed(told_by(process))}  # the first of each
+    assert len(drawn) == 2 and len(set(drawn.values())) == 2
+
+
+WAYS = {
+    "forked": {},
+    "spawned, as a socket's path would be too long": {"environment": {"TMPDIR": "{long}"}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_end_with_who_started_them_though_it_is_killed_and_they_are_stuck(
+    way: str, own: Path, tmp_path: Path
+) -> None:
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    settings: dict[str, Any] = json.loads(json.dumps(WAYS[way]).replace("{long}", str(long)))
+    with started(own, tmp_path, then="stay", **settings) as process:
+        told = told_by(process)
+        time.sleep(0.5)  # they are stuck by now
+        all_processes = descendants(process.pid)
+        parents = {int(parent) for *_, parent, _ in told}
+        process.kill()
+    assert (parents == {process.pid}) == way.startswith("spawned")
+    assert {int(pid) for pid, *_ in told} <= {each.pid for each in all_processes}
+    assert not wait_until_gone(all_processes, 5)
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param("none", marks=pytest.mark.long),
+        "rollout",
+        pytest.param("controller, by SIGTERM", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_leaves_no_folder_for_sockets_behind(victim: str, tmp_path: Path) -> None:
+    """Multiprocessing makes one for the template's, and removes it where nobody is killed."""
+    folder = tmp_path / "t"  # short: a socket is to be in it
+    folder.mkdir()
+    arguments = [*SMALL, "--output", str(tmp_path / "run")]
+    if victim == "none":
+        code, _, err = finish(*arguments, "--iterations", "1", TMPDIR=str(folder))
+        assert (code, err) == (0, "")
+    else:
+        process = start(*arguments, "--iterations", "100000", TMPDIR=str(folder))
+        wait_for_line(process, "iteration 1/")
+        assert len(list(folder.glob("pymp-*/*"))) == 1
+        if victim == "rollout":
+            log = next((tmp_path / "run" / "logs").glob("rollout-0*"))
+            holders = [
+                each
+                for each in psutil.Process(process.pid).children()
+                if any(file.path == str(log) for file in each.open_files())
+            ]
+            holders[0].kill()
+        else:
+            process.terminate()
+        process.communicate(timeout=30)
+        assert process.returncode == (1 if victim == "rollout" else 143)
+    assert not list(folder.glob("pymp-*"))
