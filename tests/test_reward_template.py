@@ -18,7 +18,7 @@ import pytest
 
 from easyrl.config import load_config
 from easyrl.rewards.scorer import Scorer
-from runs import SMALL, descendants, finish, start, wait_for_line, wait_until_gone
+from runs import descendants, wait_until_gone
 
 OWN = """
 import os, sys, time
@@ -184,35 +184,21 @@ def test_all_end_with_who_started_them_though_it_is_killed_and_they_are_stuck(
 
 
 @pytest.mark.parametrize(
-    "victim",
-    [
-        pytest.param("none", marks=pytest.mark.long),
-        "rollout",
-        pytest.param("controller, by SIGTERM", marks=pytest.mark.long),
-    ],
+    ("victims", "signum"),
+    [("parent", signal.SIGKILL), ("parent", signal.SIGTERM), ("all", signal.SIGTERM)],
 )
-def test_a_run_leaves_no_folder_for_sockets_behind(victim: str, tmp_path: Path) -> None:
-    """Multiprocessing makes one for the template's, and removes it where nobody is killed."""
+def test_the_folder_of_the_socket_goes_with_whoever_is_ended(
+    victims: str, signum: signal.Signals, own: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "t"  # short: a socket is to be in it
     folder.mkdir()
-    arguments = [*SMALL, "--output", str(tmp_path / "run")]
-    if victim == "none":
-        code, _, err = finish(*arguments, "--iterations", "1", TMPDIR=str(folder))
-        assert (code, err) == (0, "")
-    else:
-        process = start(*arguments, "--iterations", "100000", TMPDIR=str(folder))
-        wait_for_line(process, "iteration 1/")
+    settings: dict[str, Any] = {"environment": {"TMPDIR": str(folder)}}
+    with started(own, tmp_path, then="stay", **settings) as process:
+        told_by(process)
         assert len(list(folder.glob("pymp-*/*"))) == 1
-        if victim == "rollout":
-            log = next((tmp_path / "run" / "logs").glob("rollout-0*"))
-            holders = [
-                each
-                for each in psutil.Process(process.pid).children()
-                if any(file.path == str(log) for file in each.open_files())
-            ]
-            holders[0].kill()
-        else:
-            process.terminate()
-        process.communicate(timeout=30)
-        assert process.returncode == (1 if victim == "rollout" else 143)
-    assert not list(folder.glob("pymp-*"))
+        processes = descendants(process.pid)
+        for each in processes if victims == "all" else []:
+            each.send_signal(signum)
+        process.send_signal(signum)
+    assert not wait_until_gone(processes, 5)
+    assert not list(folder.iterdir())

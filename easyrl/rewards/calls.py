@@ -100,7 +100,8 @@ def start_worker(
     global _config, _printed  # noqa: PLW0603  one process, one run
     CONSTS.channel_lock_timeout = lock_timeout_seconds
     # At once, without pebble's clean-up: there is nothing to clean up, and close() waits for it.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
     die_with_parent()
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)

@@ -28,6 +28,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import BaseContext
+from multiprocessing.util import get_temp_dir
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +55,8 @@ LOOK_SECONDS = 1.0
 LOCK_TIMEOUT_SECONDS = 10.0
 """A process that is killed while it reads or writes the pool's pipes leaves them locked; the others
 hold that lock for the milliseconds of one message."""
+TEMPLATE, SOCKET_FOLDER = "easyrl.rewards.template", "EASYRL_SOCKET_FOLDER"
+"""The module is the fork server's alone, and so not imported here."""
 MAX_SENT = 3
 """A call that is under way whenever the pool is lost is sent so many times: it may be the cause."""
 
@@ -278,12 +281,15 @@ def _start_template(imports: Sequence[str]) -> BaseContext:
     """Start what the processes are forked from, unless it runs; does not wait for it. Without a
     folder for its socket, or with one whose path is too long for a socket, there is none, and each
     process imports for itself."""
-    forkserver.set_forkserver_preload([score_group.__module__, *imports])
+    forkserver.set_forkserver_preload([TEMPLATE, *imports])
     with _sigint_blocked():
         try:
+            os.environ[SOCKET_FOLDER] = get_temp_dir()
             forkserver.ensure_running()
         except OSError:
             return get_context("spawn")
+        finally:
+            os.environ.pop(SOCKET_FOLDER, None)
     return get_context("forkserver")
 
 

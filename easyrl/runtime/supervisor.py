@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import multiprocessing.util
 import os
 import signal
 import threading
@@ -96,10 +95,6 @@ class Supervisor:
         self._signum: int | None = None
         self._wake_reader, self._wake_writer = os.pipe()
         self._old_handlers: dict[int, Any] = {}
-        # Multiprocessing's folder for sockets, inherited by all workers: so it goes with this
-        # process, whichever of them is killed.
-        with contextlib.suppress(OSError):
-            multiprocessing.util.get_temp_dir()
 
     def __enter__(self) -> Self:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
