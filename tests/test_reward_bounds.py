@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import select
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,6 +65,11 @@ def closes(completions, **_):
     sys.stdout.close()
     sys.stderr.close()
     return [1.0] * len(completions)
+
+def prints_and_dies(completions, **_):
+    print("said on stderr", file=sys.stderr)
+    print(f"said on {sys.stdout.name}, in part", end="")
+    os._exit(1)
 
 def good(prompts, completions, **_):
     return [len(text) % 7 / 7 for text in completions]
@@ -161,6 +169,33 @@ def test_what_is_printed_without_measure_is_told_of_the_call_that_did(
     assert printed.count(notice) == 1 and len(printed) == share + len(notice)
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_is_printed_before_a_crash_is_lost_only_where_python_buffers_it(
+    unbuffered: str, own: Path, tmp_path: Path
+) -> None:
+    code = f"""if __name__ == "__main__":
+    import select
+    from easyrl.config import load_config
+    from easyrl.rewards.scorer import Scorer
+    flags = {{"reward.functions": ["{own}:prints_and_dies"], "reward.on_error": "zero"}}
+    scorer = Scorer(load_config(None, flags, []))
+    scorer.submit(0, "q", ["2"], [[5]], {{}})
+    select.select([scorer], [], [])
+    scorer.close()
+"""
+    (tmp_path / "script.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "said on stderr\n" in done.stderr
+    assert ("said on <stdout>, in part" in done.stderr) == bool(unbuffered)
+
+
 def test_a_reward_may_close_what_it_prints_to(open_scorer: Open) -> None:
     scorer = open_scorer("closes", "reward.num_workers=1")
     assert [score(scorer).scores for _ in range(2)] == [[[1.0, 1.0]]] * 2
@@ -223,13 +258,14 @@ def test_what_rewards_log_is_in_the_runs_files(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_hostile_rewards_leave_a_run_its_speed(tmp_path: Path, own: Path) -> None:
-    """In one group of ten: endless sleep, a dead process, too much memory, a gigabyte printed."""
+    """In one group of ten: endless sleep, a dead process, too much memory, a gigabyte printed. An
+    iteration takes longer than the time that the one who sleeps has: at its end all wait for it."""
     seconds = {}
     for function in ("good", "some_are_hostile"):
         folder = tmp_path / function
         code, _, err = finish(
             *("--output", str(folder), "--iterations", "5", "--reward", f"{own}:{function}"),
-            *("train.prompts_per_iteration=24", "rollout.num_generations=16"),
+            *("train.prompts_per_iteration=48", "rollout.num_generations=16"),
             *("data.num_held_out=0", "reward.num_workers=4", "reward.on_error=zero"),
             *(
                 "reward.timeout_seconds=2",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,50 @@ def test_all_draw_numbers_of_their_own(own: Path, tmp_path: Path) -> None:
     with started(own, tmp_path, before=before) as process:
         drawn = {pid: draw for pid, draw, *_ in reversed(told_by(process))}  # the first of each
     assert len(drawn) == 2 and len(set(drawn.values())) == 2
+
+
+@pytest.mark.parametrize("module", ["token", "pebble"])
+def test_nothing_in_the_working_folder_is_imported(module: str, own: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / f"{module}.py").write_text("raise SystemExit('not to be imported')")
+    before = f"import os; os.chdir({str(folder)!r})"
+    with started(own, tmp_path, before=before) as process:
+        assert len(told_by(process)) == 4
+    assert not list(folder.glob("__pycache__"))
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "ImportError", "SystemExit"])
+def test_what_cannot_be_imported_is_told_by_the_call_that_needs_it(
+    error: str, own: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "broken"
+    (folder / "math_verify").mkdir(parents=True)
+    (folder / "math_verify" / "__init__.py").write_text(f"raise {error}('as I like')")
+    before = f"""sys.path.insert(0, {str(folder)!r})
+    config = load_config(None, {{"reward.functions": ["math"]}}, ["reward.on_error=zero"])
+    made = scorer.Scorer(config)
+    made.submit(0, "q", ["0"], [[1]], {{"answer": "0"}})
+    select.select([made], [], [])
+    print(json.dumps(made.finished()[0].errors), flush=True)
+    made.close()
+    return"""
+    with started(own, tmp_path, before=before) as process:
+        (told,) = told_by(process)
+    assert "reward 'math' failed" in str(told) and "as I like" in str(told)
+
+
+def test_without_a_template_each_imports_for_itself(open_scorer: Open) -> None:
+    """Its socket is gone: some clean up old temporary files in the midst of a run."""
+    scorer = open_scorer("process", "parent")
+    ((before, template),) = scores(scorer, 1)
+    for socket in Path(get_temp_dir()).iterdir():
+        socket.unlink()
+    os.kill(int(before or 0), signal.SIGKILL)
+    time.sleep(0.5)  # the pool has noticed
+    for pid, parent in scores(scorer, 4):
+        assert pid != before and parent == os.getpid()
+    os.kill(int(template or 0), signal.SIGKILL)  # the next scorer has another
 
 
 WAYS = {

@@ -111,7 +111,7 @@ def start_worker(
     os._exit = lambda status: end(status or EXIT_ZERO)
     _config = config
     for module in slow_imports(config):
-        with contextlib.suppress(ImportError):  # which the call tells
+        with contextlib.suppress(Exception, SystemExit):  # which the call tells
             importlib.import_module(module)
     if "numpy.random" in sys.modules:  # forked: else all draw the same
         np.random.seed()

@@ -23,6 +23,7 @@ from typing import Any
 
 KEPT_BYTES = 16 * 2**20
 PIPE_BYTES = 2**20
+TOLD_BYTES = 2**16
 PAUSE_SECONDS = 1e-3
 """Between two reads of what is dropped anyway: the thread shares Python's lock with the engine."""
 NOTICE = b"\n[more output of reward functions is left out]\n"
@@ -72,35 +73,49 @@ class Printed:
     def __init__(self, room: int) -> None:
         self._room = room
         self._num_dropped = 0
-        sys.stdout = self._stream(1)
-        sys.stderr = self._stream(2, line_buffering=True)
+        self._is_full = False
+        is_unbuffered = getattr(sys.stdout, "write_through", False)  # PYTHONUNBUFFERED
+        sys.stdout = self._stream("<stdout>", 1, is_unbuffered=is_unbuffered)
+        sys.stderr = self._stream("<stderr>", 2, is_unbuffered=is_unbuffered, line_buffering=True)
 
     def take_dropped(self) -> int:
-        """Bytes dropped since last asked, once all is flushed."""
+        """Bytes dropped since last told, once all is flushed; little is told with what follows."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # a function may have closed it
                 stream.flush()
+        if self._num_dropped < TOLD_BYTES:
+            return 0
         dropped, self._num_dropped = self._num_dropped, 0
         return dropped
 
     def write(self, descriptor: int, data: memoryview) -> None:
-        _write(descriptor, data[: self._room])
-        if 0 < self._room < len(data):
-            _write(descriptor, memoryview(NOTICE))
-        self._num_dropped += max(0, len(data) - self._room)
-        self._room = max(0, self._room - len(data))
+        kept = data[: self._room]
+        _write(descriptor, kept)
+        self._room -= len(kept)
+        if len(kept) < len(data):
+            if not self._is_full:
+                _write(descriptor, memoryview(NOTICE))
+            self._is_full = True
+            self._num_dropped += len(data) - len(kept)
 
-    def _stream(self, descriptor: int, *, line_buffering: bool = False) -> io.TextIOWrapper:
-        return io.TextIOWrapper(
-            io.BufferedWriter(_Stream(descriptor, self)),
+    def _stream(
+        self, name: str, descriptor: int, *, is_unbuffered: bool, line_buffering: bool = False
+    ) -> io.TextIOWrapper:
+        raw: Any = _Stream(name, descriptor, self)
+        stream = io.TextIOWrapper(
+            raw if is_unbuffered else io.BufferedWriter(raw),
             encoding="utf-8",
             errors="backslashreplace",
             line_buffering=line_buffering,
+            write_through=is_unbuffered,
         )
+        stream.mode = "w"  # type: ignore[misc]  # as Python's own have
+        return stream
 
 
 class _Stream(io.RawIOBase):
-    def __init__(self, descriptor: int, printed: Printed) -> None:
+    def __init__(self, name: str, descriptor: int, printed: Printed) -> None:
+        self.name = name
         self._descriptor = descriptor
         self._printed = printed
 

@@ -5,7 +5,8 @@
       fileno() readable  ◄─── wake-up pipe ────  scores, or the error
       finished()  ──► [Scored(key, scores, errors)]
 
-Nothing here blocks but `close`. The processes import no torch, ignore Ctrl-C (their parent
+Nothing here blocks but `close`, and the first `submit` for as long as what the processes are forked
+from still imports. The processes import no torch, ignore Ctrl-C (their parent
 decides), and die with their parent, however it dies. They are forked from multiprocessing's fork
 server, which has imported what they need: one in the place of a lost one costs milliseconds of
 processor time instead of 0.3 s, or 1.4 s where the reward is `math`, and they share that memory.
@@ -26,9 +27,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import forkserver, get_context
-from multiprocessing.context import BaseContext
-from multiprocessing.util import get_temp_dir
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +47,7 @@ from easyrl.rewards.functions import RewardError
 from easyrl.rewards.loading import reward_names, reward_specs, slow_imports
 from easyrl.rewards.logged import START, TrainerState
 from easyrl.rewards.output import KEPT_BYTES, RewardOutput
+from easyrl.rewards.template import start_template
 from easyrl.types import Float32, Messages
 
 LOOK_SECONDS = 1.0
@@ -55,8 +55,6 @@ LOOK_SECONDS = 1.0
 LOCK_TIMEOUT_SECONDS = 10.0
 """A process that is killed while it reads or writes the pool's pipes leaves them locked; the others
 hold that lock for the milliseconds of one message."""
-TEMPLATE, SOCKET_FOLDER = "easyrl.rewards.template", "EASYRL_SOCKET_FOLDER"
-"""The module is the fork server's alone, and so not imported here."""
 MAX_SENT = 3
 """A call that is under way whenever the pool is lost is sent so many times: it may be the cause."""
 
@@ -98,7 +96,8 @@ class Scorer:
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
         self._output = RewardOutput()
-        self._context = _start_template(slow_imports(config))
+        with _sigint_blocked():
+            self._context = start_template([score_group.__module__, *slow_imports(config)])
         self._pool = self._make_pool()
 
     def submit(
@@ -153,8 +152,7 @@ class Scorer:
         """End all processes at once, whatever they are doing."""
         if self._wake_writer < 0:
             return
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join()
+        self._end_pool()
         self._output.close()
         os.close(self._wake_reader)
         os.close(self._wake_writer)
@@ -182,8 +180,7 @@ class Scorer:
 
     def _renew_pool(self) -> None:
         """A new pool in the place of a lost one; what that one has left open is sent again."""
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join()
+        self._end_pool()
         self._pool = self._make_pool()
         for call in self._open:
             is_done = call.future is not None and call.future.done()
@@ -191,13 +188,26 @@ class Scorer:
                 self._send(call)
 
     def _send(self, call: _Call) -> None:
-        with _sigint_blocked():  # inherited by the pool's threads, and by what they start
-            future = self._pool.schedule(
-                score_group, args=(call.group,), timeout=self._timeout_seconds
-            )
+        try:
+            future = self._schedule(call)
+        except BrokenProcessPool:  # which has not even started: the template is lost
+            self._end_pool()
+            self._context = get_context("spawn")
+            self._pool = self._make_pool()
+            future = self._schedule(call)
         call.future = future
         call.num_sent += 1
         future.add_done_callback(lambda done: self._on_done(call, done))
+
+    def _schedule(self, call: _Call) -> Future[Answer]:
+        with _sigint_blocked():  # inherited by the pool's threads, and by what they start
+            return self._pool.schedule(
+                score_group, args=(call.group,), timeout=self._timeout_seconds
+            )
+
+    def _end_pool(self) -> None:
+        self._pool.stop()  # type: ignore[no-untyped-call]
+        self._pool.join()
 
     def _on_done(self, call: _Call, future: Future[Answer]) -> None:
         """Called in the pool's thread."""
@@ -251,8 +261,8 @@ class Scorer:
             return []
         return [
             f"reward ({self._names}) printed {dropped / 2**20:,.1f} MiB more than the "
-            f"{KEPT_BYTES // 2**20} MiB that are kept, {'' if own else 'before the answer '}"
-            f"{call.group}; its scores count"
+            f"{KEPT_BYTES // 2**20} MiB that are kept of all its processes together, "
+            f"{'' if own else 'before the answer '}{call.group}; its scores count"
         ]
 
 
@@ -275,22 +285,6 @@ def combine(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) 
 def _was_lost(done: Future[Any] | None) -> bool:
     """Whether the answer is that its pool was lost."""
     return done is not None and isinstance(done.exception(), BrokenProcessPool)
-
-
-def _start_template(imports: Sequence[str]) -> BaseContext:
-    """Start what the processes are forked from, unless it runs; does not wait for it. Without a
-    folder for its socket, or with one whose path is too long for a socket, there is none, and each
-    process imports for itself."""
-    forkserver.set_forkserver_preload([TEMPLATE, *imports])
-    with _sigint_blocked():
-        try:
-            os.environ[SOCKET_FOLDER] = get_temp_dir()
-            forkserver.ensure_running()
-        except OSError:
-            return get_context("spawn")
-        finally:
-            os.environ.pop(SOCKET_FOLDER, None)
-    return get_context("forkserver")
 
 
 @contextlib.contextmanager
