@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.util import get_temp_dir
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,14 @@ def told_by(process: subprocess.Popen[str]) -> list[list[float]]:
     return told
 
 
+def kill(pid: float | None, signum: signal.Signals = signal.SIGKILL) -> None:
+    assert pid is not None
+    process = psutil.Process(int(pid))
+    assert os.getpid() in [parent.pid for parent in process.parents()]
+    assert process.pid != os.getpid()
+    process.send_signal(signum)
+
+
 def test_all_are_forked_from_one_and_so_is_who_takes_the_place_of_another(
     open_scorer: Open,
 ) -> None:
@@ -138,7 +146,7 @@ def test_all_are_forked_from_one_and_so_is_who_takes_the_place_of_another(
     assert len(set(pids)) == 2 and len(set(parents)) == 1
     template = psutil.Process(int(parents[0]))
     assert template.ppid() == os.getpid() and "forkserver" in " ".join(template.cmdline())
-    os.kill(int(pids[0]), signal.SIGKILL)
+    kill(pids[0])
     again, parents_again = zip(*scores(scorer, 6), strict=True)
     assert pids[0] not in again and set(parents_again) == set(parents)
 
@@ -146,10 +154,20 @@ def test_all_are_forked_from_one_and_so_is_who_takes_the_place_of_another(
 def test_a_template_that_is_lost_costs_nothing(open_scorer: Open) -> None:
     scorer = open_scorer("process", "parent")
     ((before, template),) = scores(scorer, 1)
-    os.kill(int(template or 0), signal.SIGKILL)
+    kill(template)
     assert not wait_until_gone([psutil.Process(int(before or 0))], 5)  # with it, by the kernel
     for pid, parent in scores(scorer, 4):
         assert pid != before and parent != template
+
+
+def test_a_template_that_is_ended_is_followed_by_another(open_scorer: Open) -> None:
+    """It has taken the folder of its socket along."""
+    ((_, first),) = scores(open_scorer("process", "parent"), 1)
+    kill(first, signal.SIGTERM)
+    while psutil.Process(int(first or 0)).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    ((_, second),) = scores(open_scorer("process", "parent"), 1)
+    assert second not in (first, os.getpid())
 
 
 def test_all_draw_numbers_of_their_own(own: Path, tmp_path: Path) -> None:
@@ -195,13 +213,12 @@ def test_without_a_template_each_imports_for_itself(open_scorer: Open) -> None:
     """Its socket is gone: some clean up old temporary files in the midst of a run."""
     scorer = open_scorer("process", "parent")
     ((before, template),) = scores(scorer, 1)
-    for socket in Path(get_temp_dir()).iterdir():
-        socket.unlink()
-    os.kill(int(before or 0), signal.SIGKILL)
+    Path(forkserver._forkserver._forkserver_address).unlink()  # type: ignore[attr-defined]
+    kill(before)
     time.sleep(0.5)  # the pool has noticed
     for pid, parent in scores(scorer, 4):
         assert pid != before and parent == os.getpid()
-    os.kill(int(template or 0), signal.SIGKILL)  # the next scorer has another
+    kill(template)  # the next scorer has another
 
 
 WAYS = {
@@ -240,7 +257,7 @@ def test_the_folder_of_the_socket_goes_with_whoever_is_ended(
     settings: dict[str, Any] = {"environment": {"TMPDIR": str(folder)}}
     with started(own, tmp_path, then="stay", **settings) as process:
         told_by(process)
-        assert len(list(folder.glob("pymp-*/*"))) == 1
+        assert len(list(folder.glob("easyrl-*/*"))) == 1
         processes = descendants(process.pid)
         for each in processes if victims == "all" else []:
             each.send_signal(signum)

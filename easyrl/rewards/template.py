@@ -4,7 +4,8 @@ of them need.
     start_template ──a variable, TOLD: what to import, what to undo──► begin, in the fork server
 
 It ends with the process that has started it, however that came about, and takes the folder of its
-socket along. (Multiprocessing removes that only where the process ends in peace.)
+socket along: a folder of its own, since multiprocessing removes the one that it shares among a
+process's sockets only where the process ends in peace.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
-from multiprocessing import forkserver, get_context
+from multiprocessing import current_process, forkserver, get_context
 from multiprocessing.context import BaseContext
-from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -41,15 +43,24 @@ def start_template(imports: Sequence[str]) -> BaseContext:
     # `token.py` there would be run.
     environment = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     before = {name: os.environ.get(name) for name in environment}
+    multiprocessings: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
+    shared_folder = multiprocessings.get("tempdir")
+    folder = None
     try:
-        told = {"folder": get_temp_dir(), "imports": imports, "environment": before}
+        folder = tempfile.mkdtemp(prefix="easyrl-")
+        multiprocessings["tempdir"] = folder  # where the socket is made
+        told = {"folder": folder, "imports": imports, "environment": before}
         os.environ.update(environment, **{TOLD: json.dumps(told)})
         forkserver.ensure_running()
     except OSError:
         return get_context("spawn")
     finally:
+        multiprocessings["tempdir"] = shared_folder
         os.environ.pop(TOLD, None)
         _restore(before)
+        if folder is not None:
+            with contextlib.suppress(OSError):  # not empty: the socket is there
+                Path(folder).rmdir()
     return get_context("forkserver")
 
 
