@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from easyrl import events
-from easyrl.config import load_config
 from easyrl.rewards import output
 from easyrl.rewards.scorer import Scored, Scorer
 from easyrl.runtime.iteration import IterationRecord
 from runs import finish, lines_of, summary_of
+from scorers import Open, finished
 
 HOSTILE = """
 import os, sys, time, zlib
@@ -89,21 +86,12 @@ def own(tmp_path: Path) -> Path:
     return file
 
 
-Open = Callable[..., Scorer]
-
-
 @pytest.fixture
-def open_scorer(own: Path) -> Iterator[Open]:
-    scorers: list[Scorer] = []
+def open_scorer(own: Path, open_scorer: Open) -> Open:
+    def make(function: str, **settings: object) -> Scorer:
+        return open_scorer(f"{own}:{function}", reward__on_error="skip_group", **settings)
 
-    def make(function: str, *words: str) -> Scorer:
-        flags = {"reward.functions": [f"{own}:{function}"], "reward.on_error": "skip_group"}
-        scorers.append(Scorer(load_config(None, flags, words)))
-        return scorers[-1]
-
-    yield make
-    for scorer in scorers:
-        scorer.close()
+    return make
 
 
 def score(scorer: Scorer) -> Scored:
@@ -111,18 +99,8 @@ def score(scorer: Scorer) -> Scored:
     return finished(scorer, 1)[0]
 
 
-def finished(scorer: Scorer, wanted: int) -> list[Scored]:
-    scored: list[Scored] = []
-    latest = time.monotonic() + 30
-    while len(scored) < wanted:
-        select.select([scorer], [], [], 1.0)
-        scored += scorer.finished()
-        assert time.monotonic() < latest, "not all was scored in 30 s"
-    return scored
-
-
 def test_a_call_that_eats_memory_fails_and_is_told(open_scorer: Open) -> None:
-    scored = score(open_scorer("eats", "reward.memory_limit_gib=0.25"))
+    scored = score(open_scorer("eats", reward__memory_limit_gib=0.25))
     assert scored.scores is None
     assert "needed more than 0.25 GiB of memory (reward.memory_limit_gib)" in scored.errors[0]
 
@@ -132,7 +110,7 @@ def test_where_memory_ends_the_kernel_takes_a_reward_process_first(open_scorer: 
 
 
 def test_a_call_has_a_time_of_its_own(open_scorer: Open) -> None:
-    scored = score(open_scorer("sleeps", "reward.timeout_seconds=1"))
+    scored = score(open_scorer("sleeps", reward__timeout_seconds=1))
     assert "took longer than 1 s (reward.timeout_seconds)" in scored.errors[0]
 
 
@@ -152,7 +130,7 @@ def test_what_is_printed_without_measure_is_told_of_the_call_that_did(
     open_scorer: Open, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Dropped where it is printed: three calls that are answered meanwhile do not hear of it."""
-    scorer = open_scorer("floods_where_asked", "reward.num_workers=2")
+    scorer = open_scorer("floods_where_asked", reward__num_workers=2)
     for prompt in ("flood", "a", "b", "c"):
         scorer.submit(prompt, prompt, ["2", "3"], [[5], [6, 7]], {})
     errors = {each.key: list(each.errors) for each in finished(scorer, 4)}
@@ -197,7 +175,7 @@ def test_what_is_printed_before_a_crash_is_lost_only_where_python_buffers_it(
 
 
 def test_a_reward_may_close_what_it_prints_to(open_scorer: Open) -> None:
-    scorer = open_scorer("closes", "reward.num_workers=1")
+    scorer = open_scorer("closes", reward__num_workers=1)
     assert [score(scorer).scores for _ in range(2)] == [[[1.0, 1.0]]] * 2
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -14,11 +12,11 @@ import pytest
 from pebble import ProcessFuture
 
 from easyrl import events
-from easyrl.config import load_config
 from easyrl.rewards.functions import RewardError
-from easyrl.rewards.scorer import LOOK_SECONDS, Scored, Scorer
+from easyrl.rewards.scorer import Scored, Scorer
 from easyrl.runtime.iteration import IterationRecord
 from runs import SMALL, finish, lines_of, summary_of, without_timing
+from scorers import Open, finished
 
 FAILING = """
 import os, signal, time
@@ -50,36 +48,20 @@ def own(tmp_path: Path) -> Path:
     return file
 
 
-Open = Callable[..., Scorer]
-
-
 @pytest.fixture
-def open_scorer(own: Path) -> Iterator[Open]:
-    scorers: list[Scorer] = []
+def open_scorer(own: Path, open_scorer: Open) -> Open:
+    def make(on_error: str, *functions: str, **settings: object) -> Scorer:
+        mine = [f"{own}:{function}" for function in functions]
+        return open_scorer(*mine, reward__on_error=on_error, runtime__timeout_seconds=2, **settings)
 
-    def make(on_error: str, *functions: str, **words: object) -> Scorer:
-        flags = {"reward.functions": [f"{own}:{function}" for function in functions]}
-        settings = [f"reward.on_error={on_error}", "runtime.timeout_seconds=2"]
-        settings += [f"{key.replace('__', '.')}={value}" for key, value in words.items()]
-        scorers.append(Scorer(load_config(None, flags, settings)))
-        return scorers[-1]
-
-    yield make
-    for scorer in scorers:
-        scorer.close()
+    return make
 
 
 def score(scorer: Scorer, *prompts: str) -> list[Scored]:
     """Two completions of each prompt, scored; the prompts' numbers are the keys."""
     for key, prompt in enumerate(prompts):
         scorer.submit(key, prompt, ["2", "3"], [[5], [6, 7]], {})
-    scored: list[Scored] = []
-    latest = time.monotonic() + 30
-    while len(scored) < len(prompts):
-        select.select([scorer], [], [], LOOK_SECONDS)
-        scored += scorer.finished()
-        assert time.monotonic() < latest, "not all was scored in 30 s"
-    return sorted(scored)
+    return sorted(finished(scorer, len(prompts)))
 
 
 # One call.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from easyrl.config import load_config
 from easyrl.rewards.scorer import Scorer
 from runs import descendants, wait_until_gone
+from scorers import Open, finished
 
 OWN = """
 import os, sys, time
@@ -75,22 +73,13 @@ def own(tmp_path: Path) -> Path:
     return file
 
 
-Open = Callable[..., Scorer]
-
-
 @pytest.fixture
-def open_scorer(own: Path) -> Iterator[Open]:
-    scorers: list[Scorer] = []
-
+def open_scorer(own: Path, open_scorer: Open) -> Open:
     def make(*functions: str) -> Scorer:
-        flags = {"reward.functions": [f"{own}:{function}" for function in functions]}
-        words = ["reward.num_workers=2", "reward.on_error=skip_group"]
-        scorers.append(Scorer(load_config(None, flags, words)))
-        return scorers[-1]
+        mine = [f"{own}:{function}" for function in functions]
+        return open_scorer(*mine, reward__num_workers=2, reward__on_error="skip_group")
 
-    yield make
-    for scorer in scorers:
-        scorer.close()
+    return make
 
 
 def scores(scorer: Scorer, calls: int) -> list[list[float | None]]:
@@ -98,13 +87,9 @@ def scores(scorer: Scorer, calls: int) -> list[list[float | None]]:
     for key in range(calls):
         scorer.submit(key, "q", ["2"], [[5]], {})
     scored: list[list[float | None]] = []
-    latest = time.monotonic() + 30
-    while len(scored) < calls:
-        select.select([scorer], [], [], 0.2)
-        for each in scorer.finished():
-            assert each.scores is not None, each.errors
-            scored.append([score for (score,) in each.scores])
-        assert time.monotonic() < latest, "not all was scored in 30 s"
+    for each in finished(scorer, calls):
+        assert each.scores is not None, each.errors
+        scored.append([score for (score,) in each.scores])
     return scored
 
 
@@ -243,6 +228,25 @@ def test_all_end_with_who_started_them_though_it_is_killed_and_they_are_stuck(
     assert (parents == {process.pid}) == way.startswith("spawned")
     assert {int(pid) for pid, *_ in told} <= {each.pid for each in all_processes}
     assert not wait_until_gone(all_processes, 5)
+
+
+def test_a_template_that_is_stuck_in_an_import_ends_with_who_started_it(
+    own: Path, tmp_path: Path
+) -> None:
+    """Before it waits for its parent's end, the kernel tells it."""
+    (tmp_path / "stuck_import.py").write_text("import time; time.sleep(600)")
+    before = f"""sys.path.insert(0, {str(tmp_path)!r})
+    scorer.slow_imports = lambda config: ["stuck_import"]
+    made = scorer.Scorer(load_config(None, {{}}, []))
+    print("[[]]", flush=True)
+    select.select([], [], [])"""
+    with started(own, tmp_path, before=before) as process:
+        told_by(process)
+        templates = descendants(process.pid)
+        time.sleep(2)  # it is stuck by now
+        assert [each for each in templates if "forkserver" in " ".join(each.cmdline())]
+        process.kill()
+    assert not wait_until_gone(templates, 5)
 
 
 @pytest.mark.parametrize(

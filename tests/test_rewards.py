@@ -6,14 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import ConfigError
 from easyrl.rewards.functions import exact_match
 from easyrl.rewards.loading import (
     check_rewards,
@@ -24,6 +23,7 @@ from easyrl.rewards.loading import (
 )
 from easyrl.rewards.scorer import RewardError, Scorer, Scores, combine
 from easyrl.types import Prompt
+from scorers import Open, config_of, finished
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 OWN = """
@@ -90,37 +90,13 @@ def own(tmp_path: Path) -> Path:
     return file
 
 
-def config_of(*specs: object, **words: object) -> Config:
-    flags = {"reward.functions": [str(spec) for spec in specs]} if specs else {}
-    return load_config(None, flags, [f"{k.replace('__', '.')}={v}" for k, v in words.items()])
-
-
-Open = Callable[..., Scorer]
-
-
-@pytest.fixture
-def open_scorer() -> Iterator[Open]:
-    scorers: list[Scorer] = []
-
-    def make(*specs: object, **words: object) -> Scorer:
-        scorers.append(Scorer(config_of(*specs, **words)))
-        return scorers[-1]
-
-    yield make
-    for scorer in scorers:
-        scorer.close()
-
-
 def submit(scorer: Scorer, key: Any = 0, *, prompt: Any = "1+1=", **columns: Any) -> None:
     scorer.submit(key, prompt, ["2", "3"], [[5], [6, 7]], columns)
 
 
 def wait_for(scorer: Scorer, count: int = 1) -> list[tuple[Any, Scores]]:
-    scored: list[tuple[Any, Scores]] = []
-    while len(scored) < count:
-        assert select.select([scorer], [], [], 30)[0], "nothing was scored in 30 s"
-        scored += [(key, scores) for key, scores, *_ in scorer.finished() if scores is not None]
-    return scored
+    scored = finished(scorer, count)
+    return [(key, scores) for key, scores, *_ in scored if scores is not None]
 
 
 def error_of(scorer: Scorer, **columns: Any) -> str:

@@ -6,10 +6,10 @@
       finished()  ──► [Scored(key, scores, errors)]
 
 Nothing here blocks but `close`, and the first `submit` for as long as what the processes are forked
-from still imports. The processes import no torch, ignore Ctrl-C (their parent
-decides), and die with their parent, however it dies. They are forked from multiprocessing's fork
-server, which has imported what they need: one in the place of a lost one costs milliseconds of
-processor time instead of 0.3 s, or 1.4 s where the reward is `math`, and they share that memory.
+from still imports. The processes import no torch, ignore Ctrl-C (their parent decides), and die
+with their parent, however it dies. They are forked from multiprocessing's fork server, which has
+imported what they need: one in the place of a lost one costs milliseconds of processor time
+instead of 0.3 s, or 1.4 s where the reward is `math`, and they share that memory.
 
 A call that raises, hangs or ends its process costs that call alone, and is answered as
 `reward.on_error` says. The pool puts a new process in the place of one that is gone; where the
