@@ -46,10 +46,12 @@ check: $(VENV)/test-installed
 	$(BIN)/mypy
 
 # Checks and the second install take a core each, and run at once. (Two installs at once would both
-# write easyrl.egg-info.) The tests start processes on all cores and time some: they run alone.
+# write easyrl.egg-info.) So do the tests, but those that measure time or look at the whole machine;
+# a file's tests share what it sets up.
 test: $(VENV)/test-installed
 	@$(MAKE) --no-print-directory -j2 check $(VLLM_VENV)/installed
-	$(BIN)/python -m pytest --durations=15
+	$(BIN)/python -m pytest -m 'not long and not alone' -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -m 'alone and not long' --durations=5
 	@$(MAKE) --no-print-directory test-vllm
 
 # vLLM's CPU build brings torchvision, torchaudio and torchcodec in builds that do not fit the CPU's

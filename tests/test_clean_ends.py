@@ -16,6 +16,8 @@ from easyrl.runtime.supervisor import Supervisor
 from mistakes import change_json
 from runs import SMALL, descendants, finish, start, wait_for_line, wait_until_gone
 
+pytestmark = pytest.mark.alone
+
 ENDLESS = ("--iterations", "100000", *SMALL)
 SECONDS = 5.0  # the bound of a clean end
 

@@ -44,6 +44,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     return configs
 
 
+@pytest.mark.alone
 def test_help_is_quick_and_imports_no_torch() -> None:
     program = (
         "import sys; sys.argv = ['easyrl', '--help']\n"

@@ -144,6 +144,7 @@ def test_a_bar_leaves_room_for_a_key_that_is_pressed(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the terminal's ^C goes into the next line, and the bar stands there twice."""
+    monkeypatch.setattr("rich._console", None)  # another test's may have a width for good
     monkeypatch.setenv("COLUMNS", str(width))
     view = EvalBar()
     show(view, told())

@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -93,20 +96,27 @@ def scores(scorer: Scorer, calls: int) -> list[list[float | None]]:
     return scored
 
 
-def started(own: Path, tmp_path: Path, **settings: Any) -> subprocess.Popen[str]:
-    """A process with a scorer of its own, which tells what four calls have given."""
+@contextmanager
+def started(own: Path, tmp_path: Path, **settings: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process with a scorer of its own, which tells what four calls have given. Its end is waited
+    for, unless the test has failed."""
     script = tmp_path / "script.py"
     words = json.dumps(["reward.num_workers=2"])
     given = {"before": "pass", "then": "close", "environment": {}} | settings
     script.write_text(
         SCRIPT.format(own=own, words=words, before=given["before"], then=given["then"])
     )
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | given["environment"],
-    )
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
 
 
 def told_by(process: subprocess.Popen[str]) -> list[list[float]]:
@@ -234,7 +244,9 @@ def test_a_template_that_is_stuck_in_an_import_ends_with_who_started_it(
     own: Path, tmp_path: Path
 ) -> None:
     """Before it waits for its parent's end, the kernel tells it."""
-    (tmp_path / "stuck_import.py").write_text("import time; time.sleep(600)")
+    is_stuck = tmp_path / "is stuck"
+    code = f"import time; open({str(is_stuck)!r}, 'w'); time.sleep(600)"
+    (tmp_path / "stuck_import.py").write_text(code)
     before = f"""sys.path.insert(0, {str(tmp_path)!r})
     scorer.slow_imports = lambda config: ["stuck_import"]
     made = scorer.Scorer(load_config(None, {{}}, []))
@@ -242,9 +254,11 @@ def test_a_template_that_is_stuck_in_an_import_ends_with_who_started_it(
     select.select([], [], [])"""
     with started(own, tmp_path, before=before) as process:
         told_by(process)
+        latest = time.monotonic() + 30
+        while not is_stuck.exists():
+            assert time.monotonic() < latest
+            time.sleep(0.01)
         templates = descendants(process.pid)
-        time.sleep(2)  # it is stuck by now
-        assert [each for each in templates if "forkserver" in " ".join(each.cmdline())]
         process.kill()
     assert not wait_until_gone(templates, 5)
 
@@ -256,15 +270,15 @@ def test_a_template_that_is_stuck_in_an_import_ends_with_who_started_it(
 def test_the_folder_of_the_socket_goes_with_whoever_is_ended(
     victims: str, signum: signal.Signals, own: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "t"  # short: a socket is to be in it
-    folder.mkdir()
-    settings: dict[str, Any] = {"environment": {"TMPDIR": str(folder)}}
-    with started(own, tmp_path, then="stay", **settings) as process:
-        told_by(process)
-        assert len(list(folder.glob("easyrl-*/*"))) == 1
-        processes = descendants(process.pid)
-        for each in processes if victims == "all" else []:
-            each.send_signal(signum)
-        process.send_signal(signum)
-    assert not wait_until_gone(processes, 5)
-    assert not list(folder.iterdir())
+    with TemporaryDirectory(dir="/tmp") as name:  # short: a socket is to be in it
+        folder = Path(name)
+        settings: dict[str, Any] = {"environment": {"TMPDIR": name}}
+        with started(own, tmp_path, then="stay", **settings) as process:
+            told_by(process)
+            assert len(list(folder.glob("easyrl-*/*"))) == 1
+            processes = descendants(process.pid)
+            for each in processes if victims == "all" else []:
+                each.send_signal(signum)
+            process.send_signal(signum)
+        assert not wait_until_gone(processes, 5)
+        assert not list(folder.iterdir())

@@ -252,6 +252,7 @@ def test_reward_processes_import_no_torch(own: Path, open_scorer: Open) -> None:
     assert wait_for(scorer) == [(0, [[0.0, 0.0]])]
 
 
+@pytest.mark.alone
 def test_slow_reward_does_not_block(own: Path, open_scorer: Open) -> None:
     scorer = open_scorer(f"{own}:sleepy")
     scorer.submit(0, "q", ["0"], [[1]], {})
@@ -265,6 +266,7 @@ def test_slow_reward_does_not_block(own: Path, open_scorer: Open) -> None:
     assert select.select([scorer], [], [], 0)[0] == []  # the wake-up is used up
 
 
+@pytest.mark.alone
 def test_several_processes_score_at_once(own: Path, open_scorer: Open) -> None:
     scorer = open_scorer(f"{own}:sleepy", reward__num_workers=2)
     for key in range(2):
@@ -277,6 +279,7 @@ def test_several_processes_score_at_once(own: Path, open_scorer: Open) -> None:
     assert time.perf_counter() - began < 1.5
 
 
+@pytest.mark.alone
 def test_dispatch_takes_well_under_two_milliseconds(open_scorer: Open) -> None:
     scorer = open_scorer()
     seconds = []
@@ -339,6 +342,7 @@ def test_error_in_the_reward_file_reaches_the_parent(tmp_path: Path, open_scorer
 # The processes.
 
 
+@pytest.mark.alone
 def test_close_ends_a_hanging_reward_at_once(own: Path, open_scorer: Open) -> None:
     scorer = open_scorer(f"{own}:process", f"{own}:sleepy")
     scorer.submit(0, "q", ["0"], [[1]], {})

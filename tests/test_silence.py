@@ -21,6 +21,8 @@ from easyrl.workers import rollout
 from easyrl.workers.timeline import Timeline
 from runs import SMALL, descendants, start, wait_for_line, wait_until_gone
 
+pytestmark = pytest.mark.alone
+
 
 def notes(silence: Silence, seconds: int, *stopped: str) -> dict[int, str]:
     """What is told after how many seconds."""

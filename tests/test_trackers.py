@@ -291,6 +291,7 @@ def test_one_that_fails_in_mid_run_is_told_of_once_and_the_run_goes_on(tmp_path:
     assert [name for name, _ in calls(tmp_path)] == ["login", "init", "log"]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("trouble", ["log dies", "log hangs", "finish raises", "finish hangs"])
 @pytest.mark.usefixtures("fakes")
 def test_trouble_holds_up_nobody(

@@ -28,6 +28,8 @@ from easyrl.runtime import launch
 from easyrl.types import Weight
 from easyrl.workers.settings import WorkerSettings
 
+pytestmark = pytest.mark.alone
+
 SPAWN = multiprocessing.get_context("spawn")
 TIMEOUT_SECONDS = 2.0
 PATIENCE_SECONDS = TIMEOUT_SECONDS + 4.0  # a bounded wait, seen from outside on a busy machine
