@@ -46,8 +46,8 @@ check: $(VENV)/test-installed
 	$(BIN)/mypy
 
 # Checks and the second install take a core each, and run at once. (Two installs at once would both
-# write easyrl.egg-info.) So do the tests, but those that measure time or look at the whole machine;
-# a file's tests share what it sets up.
+# write easyrl.egg-info.) Files of tests run two at a time, too, since most of them wait for one
+# process or another; those that measure time or look at the whole machine run alone.
 test: $(VENV)/test-installed
 	@$(MAKE) --no-print-directory -j2 check $(VLLM_VENV)/installed
 	$(BIN)/python -m pytest -m 'not long and not alone' -n 2 --dist loadfile --durations=15

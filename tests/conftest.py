@@ -25,7 +25,8 @@ for signum in (signal.SIGINT, signal.SIGHUP):
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run of three iterations, for tests that only look at what one leaves."""
+    """A run of three iterations, for tests that only look at what one leaves. (Where files of tests
+    run two at a time, each of the two pytest processes has its own.)"""
     folder = tmp_path_factory.mktemp("finished") / "run"
     words = (*SMALL, "rollout.max_completion_length=100")  # so that some answers are right
     code, out, err = finish("--output", str(folder), "--iterations", "3", *words)
@@ -37,8 +38,8 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def open_scorer() -> Iterator[Open]:
     with ExitStack() as opened:
 
-        def make(*functions: object, **settings: object) -> Scorer:
-            scorer = Scorer(config_of(*functions, **settings))
+        def make(*functions: object, **keys: object) -> Scorer:
+            scorer = Scorer(config_of(*functions, **keys))
             opened.callback(scorer.close)
             return scorer
 

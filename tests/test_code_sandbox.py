@@ -21,6 +21,8 @@ from easyrl.rewards import sandbox
 from easyrl.rewards.sandbox import Level, Limits, SandboxError, Walls, find_walls, run
 from hostile_code import ATTACKS, FORGERIES, PROGRAMS, SECRET, succeeded
 
+pytestmark = pytest.mark.alone
+
 NOBODY = 65534
 TESTS = Path(__file__).parent
 FILLS_DISKS = {"thousands of files", "a folder without end"}

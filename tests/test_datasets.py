@@ -312,6 +312,7 @@ def test_hub_keys_are_refused_where_there_is_no_hub(tmp_path: Path) -> None:
     assert "data.shuffle: 'False'" in error_of("arithmetic", "data.shuffle=false")
 
 
+@pytest.mark.alone
 def test_unreachable_hub_ends_soon_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     import datasets  # noqa: F401  its import is not what is timed

@@ -23,6 +23,8 @@ from easyrl import devices
 from easyrl.channels.weights import WeightChannel
 from easyrl.types import Weight
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT_SECONDS = 0.4
 
 

@@ -176,6 +176,7 @@ def score(completions, **columns):
 """
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(len(cores.allowed_cores()) < 2, reason="one core")
 def test_workers_run_on_their_cores_and_lent_ones_and_rewards_on_any(tmp_path: Path) -> None:
     script, reward = tmp_path / "script.py", tmp_path / "reward.py"

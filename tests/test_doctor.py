@@ -271,6 +271,7 @@ def test_links_are_counted_by_pairs() -> None:
     assert line_of("links", links=MATRIX).text.startswith("SYS: 2")
 
 
+@pytest.mark.alone
 def test_a_command_that_is_not_there_or_hangs_costs_only_its_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -337,6 +338,7 @@ def doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.alone
 def test_this_machine_can_run(tmp_path: Path) -> None:
     done = doctor("--json")
     assert done.returncode == 0 and done.stderr == ""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import select
-import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from easyrl.rewards.loading import check_rewards
 from easyrl.rewards.logged import TrainerState
 from easyrl.rewards.scorer import Scored, Scorer
 from easyrl.types import Prompt
+from scorers import finished
 
 # The shapes that TRL's documentation shows: what each reads, and how.
 TRL = """
@@ -100,18 +100,11 @@ TABLE = [
 
 
 def score(config: Config, prompt: Prompt, completions: list[str]) -> Scored:
-    scorer = Scorer(config)
-    try:
+    with closing(Scorer(config)) as scorer:
         ids = [[7] * length for length in (2, 3, 1)]
         state = TrainerState(global_step=5, max_steps=20)
         scorer.submit(0, prompt.content, completions, ids, prompt.columns, trainer_state=state)
-        latest = time.monotonic() + 30
-        while not (scored := scorer.finished()):
-            select.select([scorer], [], [], 1.0)
-            assert time.monotonic() < latest, "nothing was scored in 30 s"
-    finally:
-        scorer.close()
-    return scored[0]
+        return finished(scorer, 1)[0]
 
 
 def config_of(data: Path, *specs: str, **words: object) -> Config:

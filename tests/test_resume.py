@@ -140,6 +140,7 @@ def test_trace_and_curve_go_on_where_they_were(tmp_path: Path) -> None:
 # -- signals -------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("signum", "num_updates", "devices"),
     [
@@ -169,6 +170,7 @@ def test_a_signal_saves_the_last_boundary_and_drops_what_is_begun(
     assert told_of(folder) == told_of(once)
 
 
+@pytest.mark.alone
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     """The trainer is stopped, so that it never ends its micro-batch."""
     folder = tmp_path / "run"

@@ -99,7 +99,7 @@ def scores(scorer: Scorer, calls: int) -> list[list[float | None]]:
 @contextmanager
 def started(own: Path, tmp_path: Path, **settings: Any) -> Iterator[subprocess.Popen[str]]:
     """A process with a scorer of its own, which tells what four calls have given. Its end is waited
-    for, unless the test has failed."""
+    for; where the test has failed, it is killed first."""
     script = tmp_path / "script.py"
     words = json.dumps(["reward.num_workers=2"])
     given = {"before": "pass", "then": "close", "environment": {}} | settings
@@ -260,7 +260,10 @@ def test_a_template_that_is_stuck_in_an_import_ends_with_who_started_it(
             time.sleep(0.01)
         templates = descendants(process.pid)
         process.kill()
-    assert not wait_until_gone(templates, 5)
+    left = wait_until_gone(templates, 5)
+    for each in left:
+        each.kill()
+    assert not left
 
 
 @pytest.mark.parametrize(
@@ -270,7 +273,7 @@ def test_a_template_that_is_stuck_in_an_import_ends_with_who_started_it(
 def test_the_folder_of_the_socket_goes_with_whoever_is_ended(
     victims: str, signum: signal.Signals, own: Path, tmp_path: Path
 ) -> None:
-    with TemporaryDirectory(dir="/tmp") as name:  # short: a socket is to be in it
+    with TemporaryDirectory(dir="/tmp") as name:  # in pytest's a socket's path may be too long
         folder = Path(name)
         settings: dict[str, Any] = {"environment": {"TMPDIR": name}}
         with started(own, tmp_path, then="stay", **settings) as process:

@@ -95,8 +95,11 @@ def submit(scorer: Scorer, key: Any = 0, *, prompt: Any = "1+1=", **columns: Any
 
 
 def wait_for(scorer: Scorer, count: int = 1) -> list[tuple[Any, Scores]]:
-    scored = finished(scorer, count)
-    return [(key, scores) for key, scores, *_ in scored if scores is not None]
+    pairs = []
+    for key, scores, *_ in finished(scorer, count):
+        assert scores is not None
+        pairs.append((key, scores))
+    return pairs
 
 
 def error_of(scorer: Scorer, **columns: Any) -> str:

@@ -228,6 +228,7 @@ def spawned(*calls):
             process.join(BOUND_SECONDS)
 
 
+@pytest.mark.alone
 def test_three_producers_and_two_consumers_hand_over_every_group_exactly_once(new_ring):
     ring = new_ring(num_slots=4)
     num_groups = 300
@@ -311,8 +312,8 @@ def test_producer_waits_while_no_slot_is_free(new_ring):
     lease = consumer.get(0)
     assert not producer.put(make_group(2), 0)  # being read is not free
     timer = threading.Timer(0.1, lease.release)
-    timer.start()
     start = time.monotonic()
+    timer.start()
     assert producer.put(make_group(2), BOUND_SECONDS)
     assert 0.08 <= time.monotonic() - start < 5
     timer.join()

@@ -95,6 +95,7 @@ def train_workers(pid: int) -> list[psutil.Process]:
     return sorted(workers, key=lambda p: p.create_time())[1:]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("signum", "victim"),
     [
