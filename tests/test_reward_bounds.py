@@ -174,6 +174,43 @@ def test_what_is_printed_before_a_crash_is_lost_only_where_python_buffers_it(
     assert ("said on <stdout>, in part" in done.stderr) == bool(unbuffered)
 
 
+COUNTED = """
+import sys
+from easyrl.rewards import output
+
+class Counting(output.Printed):
+    num_writes = 0
+
+    def write(self, descriptor, data):
+        self.num_writes += 1
+        super().write(descriptor, data)
+
+printed = Counting(room=4096)
+for _ in range(10_000):
+    print("x" * 99, file=sys.{stream})
+assert printed.take_dropped() == 10_000 * 100 - 4096
+assert printed.num_writes < 400, printed.num_writes
+print("and more", file=sys.{stream}, flush=True)
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_what_is_dropped_is_taken_in_large_pieces_also_where_each_line_counts(
+    stream: str, unbuffered: str
+) -> None:
+    """A gigabyte of lines would else cost two seconds of processor time, not half of one."""
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED.format(stream=stream)],
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    told, other = (done.stdout, done.stderr) if stream == "stdout" else (done.stderr, done.stdout)
+    assert told == (b"x" * 99 + b"\n") * 40 + b"x" * 96 + output.NOTICE and other == b""
+
+
 def test_a_reward_may_close_what_it_prints_to(open_scorer: Open) -> None:
     scorer = open_scorer("closes", reward__num_workers=1)
     assert [score(scorer).scores for _ in range(2)] == [[[1.0, 1.0]]] * 2

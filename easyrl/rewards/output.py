@@ -75,8 +75,11 @@ class Printed:
         self._num_dropped = 0
         self._is_full = False
         is_unbuffered = getattr(sys.stdout, "write_through", False)  # PYTHONUNBUFFERED
-        sys.stdout = self._stream("<stdout>", 1, is_unbuffered=is_unbuffered)
-        sys.stderr = self._stream("<stderr>", 2, is_unbuffered=is_unbuffered, line_buffering=True)
+        out, err = _Stream("<stdout>", 1, self), _Stream("<stderr>", 2, self)
+        sys.stdout = _text(out if is_unbuffered else io.BufferedWriter(out), is_unbuffered)
+        sys.stderr = _text(err, is_unbuffered, line_buffering=True)
+        self._prompt = [sys.stderr, sys.stdout] if is_unbuffered else [sys.stderr]
+        """Those that write each piece or line at once."""
 
     def take_dropped(self) -> int:
         """Bytes dropped since last told, once all is flushed; little is told with what follows."""
@@ -93,24 +96,17 @@ class Printed:
         _write(descriptor, kept)
         self._room -= len(kept)
         if len(kept) < len(data):
-            if not self._is_full:
-                _write(descriptor, memoryview(NOTICE))
-            self._is_full = True
             self._num_dropped += len(data) - len(kept)
+            if not self._is_full:
+                self._is_full = True
+                _write(descriptor, memoryview(NOTICE))
+                self._take_large_pieces()
 
-    def _stream(
-        self, name: str, descriptor: int, *, is_unbuffered: bool, line_buffering: bool = False
-    ) -> io.TextIOWrapper:
-        raw: Any = _Stream(name, descriptor, self)
-        stream = io.TextIOWrapper(
-            raw if is_unbuffered else io.BufferedWriter(raw),
-            encoding="utf-8",
-            errors="backslashreplace",
-            line_buffering=line_buffering,
-            write_through=is_unbuffered,
-        )
-        stream.mode = "w"  # type: ignore[misc]  # as Python's own have
-        return stream
+    def _take_large_pieces(self) -> None:
+        """All that follows is dropped: four times as fast where it does not come line by line."""
+        for stream in self._prompt:
+            with contextlib.suppress(ValueError):  # a function has closed it
+                stream.reconfigure(line_buffering=False, write_through=False)
 
 
 class _Stream(io.RawIOBase):
@@ -129,6 +125,18 @@ class _Stream(io.RawIOBase):
         view = memoryview(data).cast("B")
         self._printed.write(self._descriptor, view)
         return len(view)
+
+
+def _text(writer: Any, is_unbuffered: bool, *, line_buffering: bool = False) -> io.TextIOWrapper:
+    stream = io.TextIOWrapper(
+        writer,
+        encoding="utf-8",
+        errors="backslashreplace",
+        line_buffering=line_buffering,
+        write_through=is_unbuffered,
+    )
+    stream.mode = "w"  # type: ignore[misc]  # as Python's own have
+    return stream
 
 
 def _write(descriptor: int, data: memoryview) -> None:
