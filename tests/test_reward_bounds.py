@@ -18,7 +18,7 @@ from runs import finish, lines_of, summary_of
 from scorers import Open, finished
 
 HOSTILE = """
-import os, sys, time, zlib
+import io, os, sys, time, zlib
 
 def eats(completions, **_):
     eaten = []
@@ -56,6 +56,11 @@ def floods_where_asked(prompts, completions, **_):
     if prompts[0] == "flood":
         for _ in range(2**18):
             print("x" * 1000)
+    return [1.0] * len(completions)
+
+def replaces(completions, **_):
+    sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8")
+    print("a word")
     return [1.0] * len(completions)
 
 def closes(completions, **_):
@@ -211,12 +216,44 @@ def test_what_is_dropped_is_taken_in_large_pieces_also_where_each_line_counts(
     assert told == (b"x" * 99 + b"\n") * 40 + b"x" * 96 + output.NOTICE and other == b""
 
 
+THREADS = """
+import sys, threading
+from easyrl.rewards import output
+
+printed = output.Printed(room=2**16)
+threads = [
+    threading.Thread(target=lambda: [print("x" * 999_999, file=sys.stderr) for _ in range(4)])
+    for _ in range(4)
+]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert printed.take_dropped() == 16 * 10**6 - 2**16
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_threads_that_print_at_once_have_one_bound(unbuffered: str) -> None:
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", THREADS],
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0 and len(done.stderr) == 2**16 + len(output.NOTICE)
+
+
 def test_a_reward_may_close_what_it_prints_to(open_scorer: Open) -> None:
     scorer = open_scorer("closes", reward__num_workers=1)
     assert [score(scorer).scores for _ in range(2)] == [[[1.0, 1.0]]] * 2
 
 
-@pytest.mark.parametrize(("function", "words"), [("says", "a word\n"), ("dies", "last words")])
+@pytest.mark.parametrize(
+    ("function", "words"), [("says", "a word\n"), ("dies", "last words"), ("replaces", "a word\n")]
+)
 def test_what_is_printed_is_not_lost(
     function: str, words: str, open_scorer: Open, capfd: pytest.CaptureFixture[str]
 ) -> None:

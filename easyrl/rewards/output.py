@@ -76,14 +76,16 @@ class Printed:
         self._is_full = False
         is_unbuffered = getattr(sys.stdout, "write_through", False)  # PYTHONUNBUFFERED
         out, err = _Stream("<stdout>", 1, self), _Stream("<stderr>", 2, self)
-        sys.stdout = _text(out if is_unbuffered else io.BufferedWriter(out), is_unbuffered)
-        sys.stderr = _text(err, is_unbuffered, line_buffering=True)
-        self._prompt = [sys.stderr, sys.stdout] if is_unbuffered else [sys.stderr]
-        """Those that write each piece or line at once."""
+        stdout = _text(out if is_unbuffered else io.BufferedWriter(out), is_unbuffered)
+        stderr = _text(err, is_unbuffered, line_buffering=True)
+        self._prompt = [stderr, stdout] if is_unbuffered else [stderr]
+        """Those that write each piece or line at once: they have no buffer that would be locked."""
+        self._own = stdout, stderr  # kept: a function may replace one, and go on with its buffer
+        sys.stdout, sys.stderr = self._own
 
     def take_dropped(self) -> int:
         """Bytes dropped since last told, once all is flushed; little is told with what follows."""
-        for stream in (sys.stdout, sys.stderr):
+        for stream in (sys.stdout, sys.stderr, *self._own):
             with contextlib.suppress(Exception):  # a function may have closed it
                 stream.flush()
         if self._num_dropped < TOLD_BYTES:
@@ -92,9 +94,9 @@ class Printed:
         return dropped
 
     def write(self, descriptor: int, data: memoryview) -> None:
-        kept = data[: self._room]
+        kept = data[: max(0, self._room)]
+        self._room -= len(kept)  # before another thread may go on, and take the same room
         _write(descriptor, kept)
-        self._room -= len(kept)
         if len(kept) < len(data):
             self._num_dropped += len(data) - len(kept)
             if not self._is_full:
