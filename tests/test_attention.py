@@ -27,9 +27,9 @@ torch.set_num_threads(1)
 
 
 @cache
-def reference_and_policy(family):
-    reference = tiny_model(family)
-    policy = Policy(tiny_model(family, ATTENTION_NAME), torch.device("cpu"))
+def reference_and_policy(family, dtype=torch.float32):
+    reference = tiny_model(family).to(dtype)
+    policy = Policy(tiny_model(family, ATTENTION_NAME).to(dtype), torch.device("cpu"))
     return reference, policy
 
 
@@ -79,8 +79,9 @@ def test_soft_capping_of_this_model_is_felt():
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(0, 2**31))
 def test_any_ragged_row_equals_its_sequences_alone(lengths, seed):
-    reference, policy = reference_and_policy("mistral")
-    # In a row of two or three tokens a gradient can cancel down to float32's rounding.
+    # In a row of a few tokens the gradients of queries and keys cancel down to rounding (of a token
+    # alone they are 0): of float32's, in 1 row of 1,000, that is more than the bound.
+    reference, policy = reference_and_policy("mistral", torch.float64)
     assert_same_as_alone(reference, policy, draw_sequences(lengths, seed), floor=1e-2)
 
 
