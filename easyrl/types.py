@@ -1,6 +1,6 @@
-"""What flows through the house: Prompt → Completion × G → RolloutGroup → MicroBatch.
+"""The data that flows through a run: Prompt → Completion × G → RolloutGroup → MicroBatch.
 
-Floor 0: plain data in NumPy arrays, so that nothing here needs torch or knows a device.
+Plain data in NumPy arrays. Imports no torch.
 
 Shapes: P prompt tokens, R tokens of one completion, G completions of one prompt,
 ΣR all completion tokens of a group.
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
 Messages = list[dict[str, Any]]
@@ -28,39 +29,40 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of the data set at its place in the run's stream of prompts."""
+    """One row of the data set, at its index in the run's stream of prompts."""
 
     index: int
-    """Position in the stream, counted over the whole run: it seeds sampling."""
+    """Index in the stream, counted over the whole run. It seeds sampling."""
     content: str | Messages
     columns: Mapping[str, Any]
-    """Every other column of the row, handed to the reward functions."""
+    """The other columns of the row, passed to the reward functions."""
 
 
 SAMPLE_COLUMNS = ("iteration", "prompt_index", "prompt", "completion", "reward", "advantage")
-"""What a line of samples.jsonl always has; a reward's `log_extra` adds to it."""
-PlacedPrompt = tuple[int, Prompt]
-"""A prompt with its group's place in the iteration, 0 … prompts_per_iteration - 1."""
+"""Keys of every line of samples.jsonl; a reward function's `log_extra` adds more."""
+IndexedPrompt = tuple[int, Prompt]
+"""A group index (0 … prompts_per_iteration - 1) and the prompt of that group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The tokens that one sequence sampled."""
+    """The tokens sampled for one prompt, once."""
 
-    token_ids: Int32  # [R], the end-of-sequence token or a stop string's included
-    logprobs: Float32  # [R], under softmax(logits / temperature), whatever it was drawn from
+    token_ids: Int32  # [R], with the end-of-sequence token or stop string
+    logprobs: Float32  # [R], of softmax(logits / temperature)
     finish_reason: Literal["stop", "length"]
-    """By itself (its end token, a stop string), or cut off (a length, a time)."""
+    """`stop`: end token or stop string; `length`: cut off by a limit of length or time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """The G rollouts of one prompt, scored: what the ring buffer carries."""
+    """The G scored rollouts of one prompt: what the ring buffer carries."""
 
     iteration: int
     policy_version: int
-    place: int
-    """In its iteration, from 0: it orders groups. A group that is replaced leaves it to another."""
+    group_index: int
+    """Index in the iteration, from 0. It orders groups. A replacement has the index of the group
+    that it replaces."""
     prompt_index: int
     prompt_ids: Int32  # [P]
     completion_lengths: Int32  # [G]
@@ -80,7 +82,7 @@ class RolloutGroup:
         return len(self.completion_ids)
 
     def completion_slices(self) -> Sequence[slice]:
-        """Where each completion stands in the [ΣR] arrays."""
+        """Return the slice of each completion in the [ΣR] arrays."""
         ends = np.cumsum(self.completion_lengths)
         return [
             slice(int(end - length), int(end))
@@ -88,8 +90,8 @@ class RolloutGroup:
         ]
 
     def trained_mask(self, *, mask_truncated: bool) -> Bool:
-        """[ΣR], `loss_mask`; with `mask_truncated` False all over a completion that hit its limit
-        (overlong filtering, DAPO, arXiv 2503.14476, section 3.4)."""
+        """Return `loss_mask` [ΣR]; with `mask_truncated`, False for all tokens of a truncated
+        completion (overlong filtering, DAPO, arXiv 2503.14476, section 3.4)."""
         if not mask_truncated:
             return self.loss_mask
         mask: Bool = self.loss_mask & np.repeat(~self.truncated, self.completion_lengths)
@@ -97,19 +99,43 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The input of one forward and backward: rollouts packed into one row (`data.packing`).
+
+    Shapes: T tokens of the row, K completion tokens in it, C completions.
+    """
+
+    input_ids: np.ndarray  # [T] int64
+    position_ids: np.ndarray  # [T] int64: every completion continues from its prompt's positions
+    groups: list[tuple[int, list[int]]]
+    """Layout of the row: for each group its prompt's length and its completions' lengths. A whole
+    sequence is a prompt without completions."""
+    logits_at: np.ndarray  # [K] int64: positions whose logits predict the completion tokens
+    targets: np.ndarray  # [K] int64: the completion tokens
+    completion_of_token: np.ndarray  # [K] int64 in 0..C-1
+    rollout_logprobs: Float32  # [K]
+    loss_mask: Bool  # [K]
+    advantages: Float32  # [K], of the token's completion
+
+    @property
+    def num_completions(self) -> int:
+        return int(self.completion_of_token[-1]) + 1
+
+
+@dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight of the model as engines and saved models have it."""
+    """A weight of the model, under the name and shape that checkpoints and engines use."""
 
     name: str
-    like: Tensor
-    """Of its shape and type."""
-    make: Callable[[], Tensor]
-    """Gives it: as it lies there, or computed now."""
+    reference: Tensor
+    """Reference tensor that gives shape and dtype."""
+    materialize: Callable[[], Tensor]
+    """Return the weight: the stored tensor, or one computed now."""
     is_trained: bool
 
     @classmethod
     def kept(cls, name: str, tensor: Tensor, *, is_trained: bool) -> Weight:
-        """One that lies there as it is."""
+        """A weight that is stored as it is."""
         return cls(name, tensor, lambda: tensor, is_trained)
 
 
@@ -119,8 +145,8 @@ class WeightPiece:
 
     name: str
     start: int
-    values: Tensor  # [n], valid until the next piece is asked for
+    values: Tensor  # [n], valid until the next piece is read
     shape: tuple[int, ...] = ()
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     bucket: int = 0
-    """Number of the bucket that it came in."""
+    """Number of the bucket that carried it."""

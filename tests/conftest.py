@@ -1,15 +1,11 @@
 """Settings of all tests, and what many of them need."""
 
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 from hypothesis import settings
 
-from easyrl.rewards.scorer import Scorer
 from runs import SMALL, Finished, finish
-from scorers import Open, config_of
 
 settings.register_profile("easyrl", deadline=None)  # machines are noisy: time proves nothing here
 settings.load_profile("easyrl")
@@ -32,15 +28,3 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     code, out, err = finish("--output", str(folder), "--iterations", "3", *words)
     assert (code, err) == (0, "")
     return Finished(folder, out)
-
-
-@pytest.fixture
-def open_scorer() -> Iterator[Open]:
-    with ExitStack() as opened:
-
-        def make(*functions: object, **keys: object) -> Scorer:
-            scorer = Scorer(config_of(*functions, **keys))
-            opened.callback(scorer.close)
-            return scorer
-
-        yield make

@@ -13,13 +13,15 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from easyrl.channels.weights import WeightChannel
-from easyrl.engines.update_progress import DONE, LOADING, RankProgress
+from easyrl.channels.weights import WeightChannel, WeightEndpoint
+from easyrl.engines.vllm.processes import DONE, LOADING, RankProgress
 from easyrl.types import Weight
+from easyrl.workers.settings import WorkerSettings
 
 if __name__ == "__main__":
     os.environ["HANG"] = ",".join(sys.argv[1:4])
@@ -27,7 +29,8 @@ WHO, UPDATE, BUCKET = os.environ["HANG"].split(",")
 BUCKET_BYTES = 2**18
 """The built-in model is a dozen of them."""
 num_updates = 0
-send, tell = WeightChannel.send, RankProgress.tell
+send, report = WeightChannel.send, RankProgress.report
+weight_endpoint = WorkerSettings.weight_endpoint
 
 
 def hang() -> None:
@@ -45,9 +48,9 @@ def send_and_hang(self: WeightChannel, version: int, weights: Iterable[Weight], 
 def _late(weights: Iterable[Weight]) -> Iterator[Weight]:
     num_bytes = 0
     for weight in weights:
-        before, num_bytes = num_bytes, num_bytes + weight.like.nbytes
+        before, num_bytes = num_bytes, num_bytes + weight.reference.nbytes
         if before <= int(BUCKET) * BUCKET_BYTES < num_bytes:
-            yield Weight(weight.name, weight.like, _never, weight.is_trained)
+            yield Weight(weight.name, weight.reference, _never, weight.is_trained)
         else:
             yield weight
 
@@ -57,21 +60,24 @@ def _never() -> Tensor:
     raise AssertionError
 
 
-def tell_and_hang(self: RankProgress, doing: int, bucket: int = 0) -> None:
+def small_buckets(self: WorkerSettings, *rank: int) -> WeightEndpoint:
+    return replace(weight_endpoint(self, *rank), bucket_bytes=BUCKET_BYTES)
+
+
+def report_and_hang(self: RankProgress, state: int, bucket: int = 0) -> None:
     global num_updates  # noqa: PLW0603
-    tell(self, doing, bucket)
+    report(self, state, bucket)
     is_due = num_updates == int(UPDATE)
-    if is_due and WHO == "loading" and doing == LOADING and bucket == int(BUCKET):
+    if is_due and WHO == "loading" and state == LOADING and bucket == int(BUCKET):
         hang()
-    if doing == DONE:
+    if state == DONE:
         if is_due and WHO == "loaded":
             hang()
         num_updates += 1
 
 
-assert WeightChannel.__init__.__kwdefaults__ is not None
-WeightChannel.__init__.__kwdefaults__["bucket_bytes"] = BUCKET_BYTES
-RankProgress.tell = tell_and_hang  # type: ignore[method-assign]
+WorkerSettings.weight_endpoint = small_buckets  # type: ignore[method-assign]
+RankProgress.report = report_and_hang  # type: ignore[method-assign]
 if WHO == "trainer":
     WeightChannel.send = send_and_hang  # type: ignore[method-assign]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from easyrl.data import datasets
+from easyrl.data import datasets, sources
+from easyrl.data.presets import HubRows
 from easyrl.data.sources import Source
-from easyrl.tasks.presets import HubRows
 
 GSM8K = [
     {
@@ -62,3 +62,4 @@ def put_in_place_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         return Source(rows.name, ROWS[rows], lambda row: f"{rows.name}, row {row}")
 
     monkeypatch.setattr(datasets, "open_hub", open_hub)
+    monkeypatch.setattr(sources, "open_hub", open_hub)

@@ -1,10 +1,9 @@
-r"""Answers as models give them, each with what `math` and `gsm8k` make of it, checked by hand.
+r"""Completions with the score that `math` and `gsm8k` give them, checked by hand.
 
     (the row's answer, the completion, the score)
 
-`KNOWN` has the answers where math-verify 0.9 decides otherwise than a teacher would, or where one
-may be of two minds. Its verdict is followed all the same: a list of exceptions of our own would be
-a parser of our own.
+`KNOWN` lists completions where the verdict of math-verify 0.9 is wrong or debatable. EasyRL follows
+the library: handling exceptions would need a parser of its own.
 """
 
 MATH = [
@@ -83,7 +82,7 @@ MATH = [
     ("B", r"\boxed{C}", 0),
     (r"\text{east}", r"\boxed{\text{east}}", 1),
     (r"\text{east}", r"\boxed{\text{west}}", 0),
-    # where the answer stands
+    # position of the answer
     ("4", r"\boxed{\boxed{4}}", 1),
     ("4", r"The answer is \boxed{4}. It was hard, I tried 17 times.", 1),
     ("4", r"At first $\boxed{3}$, but looking again it is $\boxed{4}$.", 1),
@@ -100,7 +99,7 @@ MATH = [
 ]
 
 KNOWN = [
-    # Wrong: a thin space between thousands is a product or a mixed number to it.
+    # Wrong: a thin space between thousands is read as a product or a mixed number.
     ("1234", r"\boxed{1\,234}", 0),
     ("1234", r"\boxed{1 234}", 0),
     # Wrong: `e` is Euler's number, or ends the number.
@@ -110,23 +109,23 @@ KNOWN = [
     ("7", r"\boxed{7.}", 0),
     # Wrong: two signs for the empty set.
     (r"\emptyset", r"\boxed{\varnothing}", 0),
-    # Two minds: 50 % is both 0.5 and 50 to it.
+    # Debatable: 50 % is read as both 0.5 and 50.
     ("50", r"\boxed{50\%}", 1),
-    # Two minds: boxes close to each other, with a comma or "and" between them, are one answer.
+    # Debatable: boxes close to each other, with a comma or "and" between them, are one answer.
     ("4", r"First \boxed{3}, no: \boxed{4}", 0),
-    # Two minds: the set where a list in order was asked for, and the other way round.
+    # Debatable: a set for an ordered list, and the reverse.
     ("1,2,3", r"\boxed{3,2,1}", 1),
-    # Two minds: a problem given back is no interval; the interval is one for an inequality.
+    # Debatable: an inequality for an interval is wrong; the reverse is right.
     (r"(-\infty, 3]", r"\boxed{x \le 3}", 0),
-    # Two minds: a right side alone for an equation, and the other way round.
+    # Debatable: the right side alone for an equation, and the reverse.
     ("y = 2x+3", r"\boxed{2x+3}", 1),
     ("2x+3", r"\boxed{y=2x+3}", 1),
-    # Two minds: a row vector for a column.
+    # Debatable: a row vector for a column.
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{(1,2)}", 0),
-    # Two minds: a letter or a word is only found in a box, and is of one case.
+    # Debatable: letters and words are found only in a box, case-sensitive.
     ("B", "The answer is B.", 0),
     ("east", r"\boxed{East}", 0),
-    # Two minds: a box that was cut off is none.
+    # Debatable: a box that is cut off does not count.
     ("4", r"\boxed{4", 0),
 ]
 

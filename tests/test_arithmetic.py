@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from easyrl.tasks import arithmetic
+from easyrl.data import arithmetic
+from easyrl.data.hub import BUILT_IN_MODELS
 
-TINY = Path(arithmetic.__file__).parent / "tiny"
+TINY = BUILT_IN_MODELS["tiny"]
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +157,8 @@ def test_before_rl_tiny_is_right_in_a_part_of_its_samples(model, tokenizer):
 
 
 def test_warm_start_makes_a_model_that_loads(tmp_path):
-    command = [sys.executable, "-m", "easyrl.tasks.warm_start", "--output", str(tmp_path)]
-    subprocess.run(
-        [*command, "--steps", "2", "--flawed-steps", "2", "--threads", "1"], check=True, timeout=120
-    )
+    command = [sys.executable, "-m", "easyrl.model.built_in.make_tiny", "--output", str(tmp_path)]
+    subprocess.run([*command, "--steps", "2", "2", "--threads", "1"], check=True, timeout=120)
     assert {file.name for file in tmp_path.iterdir()} >= {file.name for file in TINY.iterdir()}
     made = AutoModelForCausalLM.from_pretrained(tmp_path)
     shipped = AutoModelForCausalLM.from_pretrained(TINY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -21,8 +20,8 @@ from safetensors import safe_open
 from torch.distributed.fsdp import fully_shard
 
 from easyrl.config import load_config
+from easyrl.data.hub import resolve_model
 from easyrl.events import CheckpointSaved, SaveCheckpoint
-from easyrl.hub import resolve_model
 from easyrl.model.checkpoint import copy_of_training, read_tensors, write_tensors
 from easyrl.model.checkpoint_files import (
     BrokenCheckpoint,
@@ -39,7 +38,6 @@ from easyrl.model.export import export_checkpoint
 from easyrl.model.files import fingerprint
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks
-from easyrl.model.source import find_model
 from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
 from tiny_models import tiny_model
@@ -135,7 +133,7 @@ def test_a_checkpoint_of_another_model_is_told_by_its_first_difference(tmp_path:
     other = tiny_model("qwen3")
     optimizer = torch.optim.AdamW(other.parameters(), fused=True)
     before = {name: p.clone() for name, p in other.named_parameters()}
-    with pytest.raises(ValueError, match=r"another model: the weight .* of shape \[.*\] there and"):
+    with pytest.raises(ValueError, match=r"checkpoint of another model: weight"):
         read_tensors(path, other, optimizer)
     assert all(torch.equal(before[name], p) for name, p in other.named_parameters())
 
@@ -257,6 +255,21 @@ def test_a_file_cut_anywhere_shows_and_the_one_before_is_taken(
     assert name in broken[folder / "10"]
 
 
+@pytest.mark.parametrize("start", [0, 8, 30])  # the header's length, its beginning, its middle
+def test_a_corrupt_header_falls_back_to_the_checkpoint_before(
+    two: Path, tmp_path: Path, start: int
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two, folder)
+    file = next((folder / "10").glob("*.safetensors"))
+    with file.open("r+b") as content:  # of the same size
+        content.seek(start)
+        content.write(b"\xff" * 8)
+    found, broken = newest_checkpoint(folder)
+    assert found is not None and found.path.name == "9"
+    assert file.name in broken[folder / "10"]
+
+
 def change_format(folder: Path) -> None:
     content = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(content | {"format": 99}))
@@ -268,11 +281,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: next(folder.glob("*.safetensors")).unlink(),
         "safetensors is missing",
     ),
-    "a list": (lambda folder: (folder / "state.json").write_text("[1]"), "no state"),
-    "another format": (change_format, "is of format 99"),
+    "a list": (lambda folder: (folder / "state.json").write_text("[1]"), "state"),
+    "another format": (change_format, "format 99"),
     "tensors of another": (
         lambda folder: (folder / "copy.safetensors").write_bytes(b""),
-        "copy.safetensors is no part of it: take it away",
+        "copy.safetensors",
     ),
 }
 
@@ -418,26 +431,6 @@ def test_the_exported_model_is_the_checkpoints(tmp_path: Path, kind: str) -> Non
         assert any("experts.3.gate_proj.weight" in name for name in names_in(tmp_path / "again"))
 
 
-def _refused(*_: Path) -> None:
-    raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-
-@pytest.mark.parametrize("can_link", [True, False])
-def test_a_checkpoint_that_is_evaluated_may_be_removed_by_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_link: bool
-) -> None:
-    path, _ = make_checkpoint(tmp_path, "qwen3")
-    export_checkpoint(path, tmp_path / "exported")
-    if not can_link:  # then while it is exported it is read where it is
-        monkeypatch.setattr(os, "link", _refused)
-    source = find_model(str(path)).hold(tmp_path / "held")
-    if can_link:
-        shutil.rmtree(path)
-    made = Path(source.make(tmp_path / "made"))
-    one, other = (folder / "model.safetensors" for folder in (made, tmp_path / "exported"))
-    assert one.read_bytes() == other.read_bytes()
-
-
 def names_in(folder: Path) -> set[str]:
     with safe_open(folder / "model.safetensors", framework="pt") as tensors:
         return set(tensors.keys())
@@ -457,20 +450,20 @@ def test_another_tokenizer_is_another_model(tmp_path: Path) -> None:
     assert len(seen) == 4
 
 
-def test_an_export_that_cannot_be_is_told(tmp_path: Path) -> None:
+def test_an_impossible_export_is_an_error(tmp_path: Path) -> None:
     path, _ = make_checkpoint(tmp_path, "qwen3")
     (tmp_path / "taken").mkdir()
-    with pytest.raises(ValueError, match=r"taken' exists"):
+    with pytest.raises(ValueError, match="taken"):
         export_checkpoint(path, tmp_path / "taken")
-    with pytest.raises(ValueError, match="is no folder; accepted: a checkpoint"):
+    with pytest.raises(ValueError, match="expected a checkpoint"):
         export_checkpoint(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(ValueError, match="is neither; accepted: a checkpoint"):
+    with pytest.raises(ValueError, match="expected a checkpoint"):
         export_checkpoint(tmp_path / "model", tmp_path / "out")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\x00\x00\x00\x01")
-    with pytest.raises(ValueError, match=r"model.path: the files of .* are not those"):
+    with pytest.raises(ValueError, match=r"model\.path"):
         export_checkpoint(path, tmp_path / "out")
     os.truncate(path / "state.json", 10)
-    with pytest.raises(ValueError, match=r"is not whole: state.json is cut off"):
+    with pytest.raises(ValueError, match=r"state\.json"):
         export_checkpoint(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

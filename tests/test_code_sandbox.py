@@ -1,10 +1,10 @@
-"""Hostile answers end as failed answers with nothing left behind, honest ones pass."""
+"""Hostile programs fail and leave nothing behind, as root and as another user."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,25 +12,38 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from easyrl.rewards import sandbox
-from easyrl.rewards.sandbox import Level, Limits, SandboxError, Walls, find_walls, run
-from hostile_code import ATTACKS, FORGERIES, PROGRAMS, SECRET, succeeded
+from easyrl.rewards.sandbox import SandboxError
+from hostile_code import ATTACKS, SECRET
 
 pytestmark = pytest.mark.alone
-
-NOBODY = 65534
 TESTS = Path(__file__).parent
-FILLS_DISKS = {"thousands of files", "a folder without end"}
-"""What `plain` does not keep from; see README."""
+SYSTEM_PYTHON = "/usr/bin/python3"
+"""One that any user can start, where the tests' own is in /root."""
+NOT_STOPPED_BY_LIMITS = {
+    "fills /tmp",  # several files; a folder on disk, removed at the end
+    "Unix socket outside",  # Landlock covers abstract sockets only
+    "shared memory that outlives it",
+}
 
 
-class Neighbourhood:
-    """What an answer might reach: a folder, a listener, this process and its environment."""
+def bwrap_problem() -> str | None:
+    try:
+        sandbox.find_bwrap()
+    except SandboxError as error:
+        return str(error)
+    return None
+
+
+needs_bwrap = pytest.mark.skipif(bwrap_problem() is not None, reason=str(bwrap_problem()))
+
+
+class Surroundings:
+    """What a program might reach: a folder, listeners, this process and its environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,192 +52,159 @@ class Neighbourhood:
             path.chmod(mode)
         self.internet = socket.create_server(("127.0.0.1", 0))
         self.port = int(self.internet.getsockname()[1])
-        self.listeners = [self.internet]
-        for address in (str(folder / "socket"), f"\0{SECRET}"):
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(address)
-            listener.listen()
-            self.listeners.append(listener)
-        self.before = self._state()
+        self.unix = socket.socket(socket.AF_UNIX)
+        self.unix.bind(str(folder / "socket"))
+        (folder / "socket").chmod(0o777)
+        self.unix.listen()
+        self.before = self.state()
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "files": {
-                (str(path), path.stat().st_mode, path.stat().st_size, path.stat().st_mtime_ns)
-                for path in self.folder.rglob("*")  # plain's temporary folders among them
-            },
-            "hostile names": [*Path("/dev/shm").glob("*hostile*")],
+    def state(self) -> set[object]:
+        found: set[object] = {
+            (str(path), path.stat().st_mode, path.stat().st_size) for path in self.folder.rglob("*")
         }
+        return found | {*Path("/dev/shm").glob("easyrl-hostile*")}
 
     def check(self) -> None:
-        assert self._state() == self.before
+        assert self.state() == self.before
         deadline = time.monotonic() + 5
-        while left := _sandboxed():
+        while left := sandboxed_processes():
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
-        for listener in self.listeners:
-            listener.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                listener.accept()
-
-    def close(self) -> None:
-        for listener in self.listeners:
-            listener.close()
+        self.internet.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            self.internet.accept()
 
 
-def _sandboxed() -> list[psutil.Process]:
-    """Every process of a sandbox of these tests, whoever it belongs to by now."""
+def sandboxed_processes() -> list[psutil.Process]:
+    """Every process that runs the runner or was started by it."""
     found = []
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        try:
-            words = " ".join(process.info["cmdline"] or [])
-            if "inside.launch" in words and str(TESTS.parent) in words:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return [one for one in found if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    for process in psutil.process_iter(["cmdline", "name", "status"]):
+        words = " ".join(process.info["cmdline"] or [])
+        is_ours = "Runs inside the sandbox" in words or "easyrl-hostile" in process.info["name"]
+        if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
 
 
 @pytest.fixture
-def neighbourhood(monkeypatch: pytest.MonkeyPatch) -> Iterator[Neighbourhood]:
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Surroundings]:
     monkeypatch.setenv("HOSTILE", SECRET)
     with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
-        there = Neighbourhood(Path(folder))
+        there = Surroundings(Path(folder))
         yield there
-        there.close()
+        there.internet.close()
+        there.unix.close()
 
 
-LEVEL = find_walls().level
-needs_namespaces = pytest.mark.skipif(LEVEL != "namespaces", reason="none are allowed here")
-
-
-@needs_namespaces
-@pytest.mark.parametrize(
-    "names", [ATTACKS, FORGERIES, PROGRAMS], ids=["attacks", "forgeries", "programs"]
-)
-def test_hostile_answers_fail_and_leave_nothing(
-    names: dict[str, str], neighbourhood: Neighbourhood
-) -> None:
-    assert not succeeded(list(names), "namespaces", str(neighbourhood.folder), neighbourhood.port)
-    neighbourhood.check()
-
-
-def as_nobody(*command: str, temporary: Path = Path("/tmp")) -> subprocess.CompletedProcess[str]:
-    environment = {
-        "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "HOSTILE": SECRET,
-        "TMPDIR": str(temporary),
-    }
-    return subprocess.run(
-        command,
-        user=NOBODY,
-        group=NOBODY,
-        extra_groups=[],
-        env=environment,
+def hostile(kind: str, surroundings: Surroundings, python: str, user: int | None) -> set[str]:
+    """The attacks that succeeded in a process of this user."""
+    done = subprocess.run(
+        [python, TESTS / "hostile_code.py", kind, surroundings.folder, str(surroundings.port)],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "HOSTILE": SECRET,
+        },
         cwd="/",
-        check=False,
         capture_output=True,
         text=True,
         timeout=300,
+        check=False,
+        **({} if user is None else {"user": user, "group": user, "extra_groups": []}),  # type: ignore
     )
+    assert done.returncode == 0, done.stderr
+    surroundings.check()
+    return set(json.loads(done.stdout))
 
 
-def python_of_nobody() -> str | None:
-    """A Python that another user can start and that can read this code, if there is one."""
+def can_start(python: str, user: int) -> bool:
+    """Whether this user can start this Python and read this code."""
     if os.geteuid() != 0:
-        return None
-    check = "import sys, hostile_code; assert sys.version_info >= (3, 11)"
-    for python in (sys.executable, "/usr/bin/python3"):
-        with contextlib.suppress(OSError):
-            if as_nobody(python, "-c", check).returncode == 0:
-                return python
-    return None
+        return False
+    code = f"import sys; sys.path[:0] = {[str(TESTS.parent), str(TESTS)]}; import hostile_code"
+    try:
+        done = subprocess.run(
+            [python, "-B", "-c", code],
+            user=user,
+            group=user,
+            extra_groups=[],
+            cwd="/",
+            capture_output=True,
+            check=False,
+        )
+    except OSError:
+        return False
+    return done.returncode == 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("level", ["namespaces", "plain"])
-def test_hostile_answers_fail_where_the_user_is_not_root(
-    level: Level, neighbourhood: Neighbourhood
+OTHER_USER = 12345
+needs_users = pytest.mark.skipif(
+    not can_start(SYSTEM_PYTHON, OTHER_USER),
+    reason="needs root, and a Python and a checkout that other users can read",
+)
+
+
+def test_there_are_25_hostile_programs() -> None:
+    assert len(ATTACKS) == 25
+
+
+@needs_bwrap
+def test_hostile_programs_fail_in_bwrap(surroundings: Surroundings) -> None:
+    """As this user, with this Python."""
+    assert hostile("bwrap", surroundings, sys.executable, None) == set()
+
+
+@needs_bwrap
+@needs_users
+@pytest.mark.parametrize("user", [None, OTHER_USER], ids=["root", "user"])
+def test_hostile_programs_fail_in_bwrap_with_the_system_python(
+    surroundings: Surroundings, user: int | None
 ) -> None:
-    """In `plain` a program may fill the disk, and its memory is counted process by process."""
-    python = python_of_nobody()
-    if python is None:
-        pytest.skip("there is no other user whose Python could be used")
-    names = [*ATTACKS, *FORGERIES, *PROGRAMS]
-    if level == "plain":
-        names = [name for name in names if name not in FILLS_DISKS]
-    arguments = [level, str(neighbourhood.folder), str(neighbourhood.port), json.dumps(names)]
-    script = str(TESTS / "hostile_code.py")
-    done = as_nobody(python, script, *arguments, temporary=neighbourhood.folder)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
-    neighbourhood.check()
+    assert hostile("bwrap", surroundings, SYSTEM_PYTHON, user) == set()
 
 
-@needs_namespaces
-def test_a_killed_reward_process_takes_the_answer_with_it(neighbourhood: Neighbourhood) -> None:
+@needs_users
+@pytest.mark.parametrize("user", [None, OTHER_USER], ids=["root", "user"])
+def test_limits_stop_what_the_docs_say(surroundings: Surroundings, user: int | None) -> None:
+    found = hostile("limits", surroundings, SYSTEM_PYTHON, user)
+    assert found == NOT_STOPPED_BY_LIMITS
+
+
+@needs_bwrap
+def test_killed_reward_process_takes_the_program_with_it(surroundings: Surroundings) -> None:
     script = (
-        "from easyrl.rewards.sandbox import Limits, run\n"
-        "job = {'kind': 'asserts', 'code': 'import time', 'tests': [['time.sleep(99)'], None]}\n"
+        "from easyrl.rewards import sandbox\n"
+        "sandbox.find_bwrap()\n"
         "print('started', flush=True)\n"
-        "list(run(job, Limits(99, 1 << 30), 'namespaces'))"
+        "job = {'kind': 'stdin', 'program': 'import time; time.sleep(99)', 'tests': ['']}\n"
+        "sandbox.run(job, 'bwrap', 99)"
     )
     command = [sys.executable, "-c", script]
-    scoring = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=TESTS.parent)
-    assert scoring.stdout is not None and scoring.stdout.readline()
-    deadline = time.monotonic() + 20
-    while len(_sandboxed()) < 4:  # launcher, init, answer, tester
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    scoring.kill()
-    scoring.wait()
-    scoring.stdout.close()
-    neighbourhood.check()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=TESTS.parent) as scoring:
+        assert scoring.stdout is not None and scoring.stdout.readline()
+        deadline = time.monotonic() + 20
+        while len(sandboxed_processes()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        scoring.kill()
+    surroundings.check()
 
 
-def test_where_there_are_no_namespaces_the_other_walls_are_taken(
+def test_where_bwrap_cannot_run_the_error_names_both_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lines = sandbox._lines
-
-    def refuse(job: dict[str, Any], *arguments: Any) -> Any:
-        if job["level"] == "namespaces":
-            raise SandboxError("unshare: Operation not permitted")
-        return lines({**job, "level": LEVEL}, *arguments)  # as it looks to a user like this one
-
-    monkeypatch.setattr(sandbox, "_lines", refuse)
-    find_walls.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    sandbox.find_bwrap.cache_clear()
     try:
-        walls = find_walls()
+        with pytest.raises(SandboxError, match=r"docker run .*reward.code_sandbox=limits"):
+            sandbox.check("bwrap")
     finally:
-        find_walls.cache_clear()
-    assert walls.level == "plain"
-    assert "fill the disk" in walls.missing()[-1]
+        sandbox.find_bwrap.cache_clear()
 
 
-def test_walls_tell_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Walls("namespaces", 0, False, True).is_strict
-    assert not Walls("namespaces", 7, True, True).missing()
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert Walls("plain", 1, True, False).is_strict
-    assert not Walls("plain", 0, True, True).is_strict
-    assert not Walls("plain", 7, False, True).is_strict
-    assert "reach the network" in Walls("plain", 7, False, True).missing()
-    assert "end other processes of its user" in Walls("plain", 5, True, False).missing()
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert Walls("plain", 1, True, True).is_strict
-    assert not Walls("plain", 7, True, False).is_strict
-    assert "start processes without end" in Walls("plain", 7, True, False).missing()
-
-
-def test_a_sandbox_that_does_not_work_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    job: dict[str, Any] = {"kind": "program", "code": "print(1)", "cases": [""]}
-    with pytest.raises(SandboxError, match="output_bytes"):
-        list(run(job, Limits(5, 1 << 30), LEVEL))
-    with monkeypatch.context() as patch:  # where there is no room for its folder
-        patch.setattr(tempfile, "tempdir", "/nowhere")
-        with pytest.raises(SandboxError, match="No such file or directory: '/nowhere/"):
-            list(run({**job, "output_bytes": 9}, Limits(5, 1 << 30), "plain"))
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(SandboxError, match="ended with code 1"):
-        list(run(job, Limits(5, 1 << 30), LEVEL))
+@needs_bwrap
+def test_sandbox_that_does_not_start_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_runner_source", lambda: "raise SystemExit('broken')")
+    with pytest.raises(SandboxError, match="broken"):
+        sandbox.run({"kind": "stdin", "program": "print(1)", "tests": [""]}, "bwrap", 5)

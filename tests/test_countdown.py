@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from easyrl.hub import BUILT_IN_MODELS
-from easyrl.tasks import countdown, warm_start_countdown
-from easyrl.tasks.countdown import FULL, SMALL, Countdown, Problem
+from easyrl.data import countdown
+from easyrl.data.countdown import FULL, SMALL, Countdown, Problem
+from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.model.built_in import make_tiny
 from runs import finish, summary_of
 
 LEVELS = pytest.mark.parametrize("level", [FULL, SMALL], ids=lambda level: level.name)
@@ -72,27 +73,24 @@ def test_problems_are_the_same_on_every_machine() -> None:
     assert SMALL.train_prompts(0)[2].content == "7 9 1 = 17\n"
 
 
-# The model that is made for it.
-
-
-def test_every_try_is_right_in_itself_and_all_solutions_are_among_them() -> None:
+def test_tries_of_the_built_in_model_are_correct_and_include_all_solutions() -> None:
     for index in range(300):
         problem = SMALL.problem(0, index)
-        for each in warm_start_countdown.tries(problem):
+        for each in make_tiny.tries(problem):
             first, second = each.working.partition(";")[0].split(",")
             for step in (first, second):
                 made, _, value = step.partition("=")
                 assert eval(made) == int(value)
             assert eval(each.expression) == each.value
             assert each.working.endswith("=\n") == (each.value == problem.target)
-        assert problem.target in {each.value for each in warm_start_countdown.tries(problem)}
+        assert problem.target in {each.value for each in make_tiny.tries(problem)}
 
 
-def test_a_search_ends_with_the_right_answer_unless_it_is_given_up() -> None:
+def test_search_ends_with_the_correct_answer_unless_given_up() -> None:
     rng = random.Random(0)
     problems = [SMALL.problem(0, index) for index in range(200)]
     for give_up, least, most in ((0.0, 200, 200), (0.2, 60, 160), (1.0, 5, 80)):
-        searches = [warm_start_countdown.search(problem, rng, give_up) for problem in problems]
+        searches = [make_tiny.search(problem, rng, give_up) for problem in problems]
         assert all(text.count("<answer>") == text.count("</answer>") == 1 for text in searches)
         right = sum(
             eval(text.partition("<answer>")[2].removesuffix("</answer>")) == problem.target
@@ -101,8 +99,8 @@ def test_a_search_ends_with_the_right_answer_unless_it_is_given_up() -> None:
         assert least <= right <= most
 
 
-def test_the_warm_start_makes_the_model_that_is_shipped(tmp_path: Path) -> None:
-    warm_start_countdown.warm_start(tmp_path, num_steps=1, num_hasty_steps=1, seed=0)
+def test_training_script_makes_a_model_like_the_built_in_one(tmp_path: Path) -> None:
+    make_tiny.make("tiny-countdown", tmp_path, num_steps=(1, 1), seed=0)
     made = AutoModelForCausalLM.from_pretrained(tmp_path)
     shipped = AutoModelForCausalLM.from_pretrained(BUILT_IN_MODELS["tiny-countdown"])
     shapes = {name: tensor.shape for name, tensor in shipped.state_dict().items()}

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from easyrl.config import ConfigError, load_config
-from easyrl.data import streams
+from easyrl.data import sources, streams
 from easyrl.data.chat import render_prompt
 from easyrl.data.datasets import open_prompts
+from easyrl.data.presets import HubRows
 from easyrl.data.streams import PromptStream
 
 CHAT = [{"role": "user", "content": "What is 1+1?"}]
@@ -108,9 +109,9 @@ def test_a_packed_file_gives_what_it_gave_unpacked(tmp_path: Path) -> None:
         opened(plain).prompt(i) for i in range(40)
     ]
     packed.write_bytes(gzip.compress(plain.read_bytes())[:-20])
-    assert f"'{packed}' cannot be read: " in error_of(packed)
+    assert str(packed) in error_of(packed)
     packed.write_bytes(plain.read_bytes())
-    assert f"'{packed}' cannot be read: " in error_of(packed)
+    assert str(packed) in error_of(packed)
 
 
 def test_values_of_a_csv_file_are_the_texts_they_are(tmp_path: Path) -> None:
@@ -124,23 +125,19 @@ def test_values_of_a_csv_file_are_the_texts_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "why"),
+    ("text", "line"),
     [
-        ("prompt,answer\na,b\nc\n", 3, "as many values as the first line has names (2)"),
-        ("prompt,answer\na,b\nc,d,e\n", 3, "as many values as the first line has names (2)"),
-        ('prompt,answer\na,b\n"c"d,e\n', 3, "not readable as CSV"),
-        ("prompt,prompt\na,b\n", 1, "no name twice"),
-        ("prompt,answer\na,b\n,d\n", 3, "column 'prompt' (data.prompt_column): an empty string"),
+        ("prompt,answer\na,b\nc\n", 3),
+        ("prompt,answer\na,b\nc,d,e\n", 3),
+        ('prompt,answer\na,b\n"c"d,e\n', 3),
+        ("prompt,prompt\na,b\n", 1),
+        ("prompt,answer\na,b\n,d\n", 3),
     ],
 )
-def test_broken_line_of_a_csv_file_is_named(
-    text: str, place: int, why: str, tmp_path: Path
-) -> None:
+def test_broken_line_of_a_csv_file_is_named(text: str, line: int, tmp_path: Path) -> None:
     file = tmp_path / "data.csv"
     file.write_text(text)
-    message = error_of(file)
-    assert message.startswith(f"{file}:{place}: ")
-    assert why in message
+    assert error_of(file).startswith(f"{file}:{line}: ")
 
 
 def saved_to_disk(folder: Path) -> Path:
@@ -161,15 +158,14 @@ def test_folders_of_save_to_disk_are_data_sets(tmp_path: Path) -> None:
         from_jsonl.prompt(i) for i in range(40)
     ]
     assert opened(folder / "splits").fingerprint() == from_jsonl.fingerprint()
-    assert opened(folder / "splits", "data.split=test").epoch_length == 3
+    assert opened(folder / "splits" / "test").epoch_length == 3
     one = opened(folder / "one", "data.shuffle=false")
     assert [one.prompt(i).content for i in range(2)] == ["5+1=", "3+1="]
     assert one.examples() == ["5+1=", "3+1="]
-    assert "'dev' came; " in error_of(folder / "splits", "data.split=dev")
-    assert "has: train, test" in error_of(folder / "splits", "data.split=dev")
-    assert "has no splits; accepted: leave it out" in error_of(folder / "one", "data.split=train")
     (folder / "one" / "state.json").write_text("{}")
-    assert "cannot be loaded" in error_of(folder / "one")
+    assert str(folder / "one") in error_of(folder / "one")
+    (folder / "splits" / "train").rename(folder / "elsewhere")
+    assert str(folder / "splits" / "test") in error_of(folder / "splits")
 
 
 def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path: Path) -> None:
@@ -214,52 +210,33 @@ def test_chat_messages_are_prompts_too(tmp_path: Path) -> None:
 # Mistakes.
 
 
-def test_missing_file_is_told(tmp_path: Path) -> None:
-    for name in ("none.jsonl", "none.jsonl.gz", "none.csv", "none.parquet"):
-        assert f"there is no file '{tmp_path / name}'" in error_of(tmp_path / name)
-
-
-def test_unknown_extension_is_told(tmp_path: Path) -> None:
-    for name in ("data/train.tsv", "train.json", "train.txt.gz"):
-        assert "accepted: a .jsonl, .csv or .parquet file, or a folder" in error_of(name)
-    assert "or a folder that save_to_disk" in error_of(tmp_path)
-
-
-def test_unknown_task_names_the_nearest() -> None:
-    message = error_of("arithmetics")
-    assert "did you mean arithmetic?" in message
-    assert "hub id" in message
+@pytest.mark.parametrize(
+    "name", ["none.jsonl", "none.jsonl.gz", "none.csv", "none.parquet", "train.tsv", ""]
+)
+def test_missing_or_unknown_file_is_named(name: str, tmp_path: Path) -> None:
+    message = error_of(tmp_path / name)
+    assert message.startswith("data.dataset") and str(tmp_path / name) in message
 
 
 def test_missing_prompt_column_lists_those_there_are(tmp_path: Path) -> None:
-    file = jsonl(tmp_path, {"question": "a", "answer": "b"})
-    assert "no column 'prompt'; the data has: question, answer" in error_of(file)
-    assert "the data has: q" in error_of(parquet(tmp_path, q=["a"]))
+    for file in (jsonl(tmp_path, {"q": "a"}), parquet(tmp_path, q=["a"])):
+        assert error_of(file).startswith("data.prompt_column") and " q" in error_of(file)
 
 
-def test_empty_data_set_is_told(tmp_path: Path) -> None:
-    assert "has no rows" in error_of(jsonl(tmp_path, "", "  "))
+def test_empty_data_set_is_refused(tmp_path: Path) -> None:
     import pyarrow
 
-    empty = pyarrow.array([], pyarrow.string())
-    assert "has no rows" in error_of(parquet(tmp_path, prompt=empty))  # type: ignore[arg-type]
+    empty: Any = pyarrow.array([], pyarrow.string())
+    for file in (jsonl(tmp_path, "", "  "), parquet(tmp_path, prompt=empty)):
+        assert error_of(file).startswith("data.dataset")
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ('{"prompt": "a"', "not readable as JSON"),
-        ("prompt: a", "not readable as JSON"),
-        ('["a"]', "one JSON object per line"),
-        ('"a"', "one JSON object per line"),
-        ('{"prompt": ' + "1" * 5000 + "}", "not readable as JSON"),
-    ],
+    "line", ['{"prompt": "a"', "prompt: a", '["a"]', '"a"', '{"prompt": ' + "1" * 5000 + "}"]
 )
-def test_broken_line_is_named(line: str, why: str, tmp_path: Path) -> None:
+def test_broken_line_is_named(line: str, tmp_path: Path) -> None:
     file = jsonl(tmp_path, {"prompt": "a"}, "", line)
-    message = error_of(file)
-    assert message.startswith(f"{file}:3: ")
-    assert why in message
+    assert error_of(file).startswith(f"{file}:3: ")
 
 
 def test_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
@@ -274,17 +251,6 @@ def test_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 def test_prompt_that_is_neither_string_nor_messages_is_named(content: Any, tmp_path: Path) -> None:
     message = error_of(jsonl(tmp_path, {"prompt": "a"}, {"prompt": content}))
     assert message.startswith(f"{tmp_path / 'data.jsonl'}:2: column 'prompt'")
-    assert "accepted: a string, or chat messages" in message
-
-
-def test_null_prompt_in_parquet_is_named_by_its_row(tmp_path: Path) -> None:
-    assert "row 1 (counted from 0): column" in error_of(parquet(tmp_path, prompt=["a", None]))
-
-
-def test_broken_parquet_is_told(tmp_path: Path) -> None:
-    file = tmp_path / "data.parquet"
-    file.write_text("no parquet")
-    assert f"'{file}' is not readable as parquet: " in error_of(file)
 
 
 def test_column_named_like_an_argument_is_refused(tmp_path: Path) -> None:
@@ -297,19 +263,28 @@ def test_column_named_like_an_argument_is_refused(tmp_path: Path) -> None:
 def test_one_string_among_chats_is_named(tmp_path: Path) -> None:
     message = error_of(jsonl(tmp_path, {"prompt": CHAT}, "", {"prompt": "1+1="}))
     file = tmp_path / "data.jsonl"
-    assert message.startswith(f"{file}:3: the prompt is a string, but that of {file}:1 is a list")
-    assert "data.chat=true" in message
+    assert message.startswith(f"{file}:3: ") and "data.chat=true" in message
     assert opened(file, "data.chat=true").epoch_length == 2
     parts = {"prompt": "1+1="}, {"prompt": CHAT}
-    message = error_of(jsonl(tmp_path, *parts))
-    assert message.startswith(f"{file}:2: the prompt is a list of chat messages, but that of")
+    assert error_of(jsonl(tmp_path, *parts)).startswith(f"{file}:2: ")
 
 
-def test_hub_keys_are_refused_where_there_is_no_hub(tmp_path: Path) -> None:
-    assert "data.split: 'test'" in error_of(jsonl(tmp_path, *ROWS), "data.split=test")
-    assert "data.subset: 'main'" in error_of("arithmetic", "data.subset=main")
-    assert "data.prompt_column: 'q'" in error_of("arithmetic", "data.prompt_column=q")
-    assert "data.shuffle: 'False'" in error_of("arithmetic", "data.shuffle=false")
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("a/b", HubRows("a/b")),
+        ("a/b:main", HubRows("a/b", "main")),
+        ("a/b:main:test", HubRows("a/b", "main", "test")),
+        ("a/b::test", HubRows("a/b", None, "test")),
+    ],
+)
+def test_hub_id_may_name_subset_and_split(
+    name: str, rows: HubRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened_rows: list[HubRows] = []
+    monkeypatch.setattr(sources, "open_hub", opened_rows.append)
+    sources.open_source(name)
+    assert opened_rows == [rows]
 
 
 @pytest.mark.alone

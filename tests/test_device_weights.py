@@ -1,6 +1,6 @@
-"""What the weight channel asks of an accelerator's backend, and of torch's sharing of its memory.
+"""The weight channel on an accelerator's backend, and torch's sharing of device memory.
 
-No accelerator is needed: the channel is on torch's `meta` device, and a stand-in is its backend.
+Needs no accelerator: the channel is on torch's `meta` device, with a stand-in for its backend.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from easyrl import devices
-from easyrl.channels.weights import WeightChannel
+from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.types import Weight
 
 pytestmark = pytest.mark.alone
@@ -29,21 +29,21 @@ TIMEOUT_SECONDS = 0.4
 
 
 class Work:
-    """A broadcast: done when it has been looked at so often, or never (None)."""
+    """A broadcast: done after this many polls, or never (None)."""
 
-    def __init__(self, log: list[str], name: str, looks: int | None, error: str = "") -> None:
-        self._log, self._name, self._looks, self._error = log, name, looks, error
+    def __init__(self, log: list[str], name: str, polls: int | None, error: str = "") -> None:
+        self._log, self._name, self._polls, self._error = log, name, polls, error
 
     def is_completed(self) -> bool:
-        if self._looks is None:
+        if self._polls is None:
             return False
-        self._looks -= 1
-        if self._looks < 0:
+        self._polls -= 1
+        if self._polls < 0:
             self._log.append(f"{self._name} done")
-        return self._looks < 0
+        return self._polls < 0
 
     def wait(self, *timeout: Any) -> bool:
-        assert not timeout, "with one, a backend rests a millisecond between two looks"
+        assert not timeout, "with one, a backend rests a millisecond between two polls"
         self._log.append(f"{self._name} waited")
         if self._error:
             raise RuntimeError(self._error)
@@ -51,11 +51,11 @@ class Work:
 
 
 class Backend:
-    """In the place of a process group on an accelerator."""
+    """Stands for a process group on an accelerator."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.looks: int | None = 3
+        self.polls: int | None = 3
         self.error = ""
         self._number = 0
 
@@ -63,7 +63,7 @@ class Backend:
         name = f"{self._number}"
         self._number += 1
         self.log.append(f"{name} begun")
-        return Work(self.log, name, self.looks, self.error)
+        return Work(self.log, name, self.polls, self.error)
 
 
 @pytest.fixture
@@ -82,13 +82,16 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
 
 def join(store: str, rank: int = 0, size: int = 1, bucket_bytes: int = 2**21) -> WeightChannel:
     return WeightChannel(
-        store,
-        membership=0,
-        rank=rank,
-        size=size,
-        device="meta",
-        timeout_seconds=TIMEOUT_SECONDS,
-        bucket_bytes=bucket_bytes,
+        WeightEndpoint(
+            store,
+            0,
+            rank,
+            size,
+            "meta",
+            TIMEOUT_SECONDS,
+            shared_device=None,
+            bucket_bytes=bucket_bytes,
+        )
     )
 
 
@@ -97,39 +100,37 @@ def weights(number: int, num_elements: int = 2**19) -> list[Weight]:
     return [Weight(f"w{n}", values, lambda: values, is_trained=True) for n in range(number)]
 
 
-def test_members_on_accelerators_meet_in_the_store_where_waits_have_a_bound(
+def test_ranks_on_accelerators_meet_in_the_store_where_waits_are_bounded(
     store: str, backend: Backend
 ) -> None:
-    """The backend itself meets at the first broadcast, and then for ever."""
+    """The backend itself connects at the first broadcast, without a bound."""
     joined: list[WeightChannel] = []
     other = threading.Thread(target=lambda: joined.append(join(store, rank=1, size=2)))
     other.start()
     joined.append(join(store, rank=0, size=2))
     other.join()
     assert len(joined) == 2 and not backend.log
-    words = r"the trainer of 3 members, making the process group: .*runtime\.timeout_seconds"
+    words = r"the trainer of 3 ranks, making the process group: .*runtime\.timeout_seconds"
     with pytest.raises(TimeoutError, match=words):
-        WeightChannel(
-            *(store,), membership=1, rank=0, size=3, device="meta", timeout_seconds=TIMEOUT_SECONDS
-        )
+        WeightChannel(WeightEndpoint(store, 1, 0, 3, "meta", TIMEOUT_SECONDS))
 
 
 def test_a_bucket_is_done_on_the_device_before_it_is_filled_again(
     store: str, backend: Backend
 ) -> None:
-    """And the device's next work stands behind each broadcast (`wait`)."""
+    """And the device's next work is ordered after each broadcast (`wait`)."""
     channel = join(store, bucket_bytes=2**20)
     backend.log.clear()
-    channel.send(0, weights(8, num_elements=2**17))  # two to a bucket, of which there are two
-    numbers = {line: place for place, line in enumerate(backend.log)}  # 0, 1: version and names
+    channel.send(0, weights(8, num_elements=2**17))  # two per bucket
+    numbers = {line: index for index, line in enumerate(backend.log)}  # 0, 1: version and names
     for bucket in (4, 5):
         assert numbers[f"{bucket - 2} waited"] < numbers[f"{bucket} begun"]
-        assert numbers[f"{bucket} begun"] < numbers[f"{bucket - 1} done"], "two are under way"
+        assert numbers[f"{bucket} begun"] < numbers[f"{bucket - 1} done"], "two are in progress"
     assert backend.log[-2:] == ["5 done", "5 waited"]
 
 
 def test_between_accelerators_matrices_share_buckets(store: str, backend: Backend) -> None:
-    """A copy costs less there than another broadcast. What fills buckets alone needs none."""
+    """A copy costs less there than a broadcast. A weight that fills buckets is not copied."""
     channel = join(store, bucket_bytes=2**23)
     channel.send(0, weights(8))  # of 2 MiB
     assert sum(line.endswith("begun") for line in backend.log) == 2 + 2
@@ -138,7 +139,7 @@ def test_between_accelerators_matrices_share_buckets(store: str, backend: Backen
     assert sum(line.endswith("begun") for line in backend.log) == 2 + 2
 
 
-def test_what_goes_straight_is_done_before_the_next_one_is_made(
+def test_a_direct_broadcast_ends_before_the_next_weight_is_gathered(
     store: str, backend: Backend
 ) -> None:
     channel = join(store)
@@ -162,9 +163,9 @@ def test_a_broadcast_that_never_ends_is_named_within_the_bound(
 ) -> None:
     channel = join(store)
     channel.send(0, weights(1))
-    backend.looks = None
+    backend.polls = None
     started = time.monotonic()
-    with pytest.raises(TimeoutError, match="the trainer of 1 members, announcing a version"):
+    with pytest.raises(TimeoutError, match="the trainer of 1 ranks, announcing a version"):
         channel.send(1, weights(1))
     assert TIMEOUT_SECONDS <= time.monotonic() - started <= TIMEOUT_SECONDS + 2.0
 
@@ -180,10 +181,10 @@ def test_a_broadcast_that_never_ends_is_named_within_the_bound(
         ("NCCL error: remote process exited or there was a network error", ConnectionError),
     ],
 )
-def test_what_a_backend_says_of_a_broken_broadcast_is_told_as_what_it_is(
+def test_a_backends_timeout_and_its_broken_connection_are_distinguished(
     error: str, kind: type[Exception], store: str, backend: Backend
 ) -> None:
-    """It may have begun long before it is waited for."""
+    """The broadcast may have begun long before the wait."""
     channel = join(store)
     channel.send(0, weights(1))
     backend.error = error
@@ -195,7 +196,7 @@ def test_what_a_backend_says_of_a_broken_broadcast_is_told_as_what_it_is(
 
 
 def arguments_of(function: Any, name: str) -> list[str]:
-    """What `function` of torch calls `name` with: the arguments, as they are called there."""
+    """Names of the arguments with which `function` of torch calls `name`."""
     tree = ast.parse(inspect.getsource(function))
     (call,) = (
         node
@@ -206,7 +207,7 @@ def arguments_of(function: Any, name: str) -> list[str]:
 
 
 def results_of(function: Any, name: str) -> list[str]:
-    """What `function` of torch calls the parts of what `name` gives."""
+    """Names that `function` of torch gives to the results of `name`."""
     tree = ast.parse(inspect.getsource(function))
     (assigned,) = (
         node
@@ -220,8 +221,8 @@ def results_of(function: Any, name: str) -> list[str]:
     return [ast.unparse(part) for part in names.elts]
 
 
-def test_torch_shares_memory_with_the_parts_that_it_is_opened_with() -> None:
-    """By its own code for tensors that cross between processes."""
+def test_torch_opens_shared_memory_with_the_parts_that_sharing_returns() -> None:
+    """Read from torch's own code for tensors sent between processes."""
     shared = results_of(reductions.reduce_tensor, "_share_cuda_")
     opened = arguments_of(reductions.rebuild_cuda_tensor, "_new_shared_cuda")
     assert [name.removeprefix("storage_") for name in opened] == [
@@ -232,7 +233,7 @@ def test_torch_shares_memory_with_the_parts_that_it_is_opened_with() -> None:
 
 
 class Shared:
-    """In the place of a storage on a device that torch shares."""
+    """Stands for a storage on a device that torch shares."""
 
     parts = (5, b"\x03c handle \x00\xff", 64, 128, b"/torch_easyrl_test", 7, b"event\x00", True)
 
@@ -240,8 +241,8 @@ class Shared:
         return self.parts
 
 
-def test_a_handle_brings_every_part_and_leaves_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's number is the one by which whoever opens it knows it."""
+def test_a_handle_carries_every_part_and_leaves_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device number is that of the process that opens it."""
     counter = Path("/dev/shm/torch_easyrl_test")
     counter.touch()
     buffer: Any = type("Buffer", (), {"untyped_storage": Shared, "device": torch.device("meta")})()

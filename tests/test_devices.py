@@ -8,17 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from easyrl import cores, devices
-from easyrl.config import ConfigError, load_config
-from easyrl.device_sets import count_devices
-from easyrl.model.files import ModelFiles
-from easyrl.runtime import launch, memory
-from easyrl.runtime.crew import Crew
+from easyrl import devices, processes
+from easyrl.config import load_config
+from easyrl.engines.vllm import platforms as vllm_platforms
+from easyrl.runtime import launch
 from easyrl.runtime.placement import Placement, describe, device_names, resolve_placement
+from easyrl.runtime.workers import Workers
 from easyrl.workers.settings import WorkerSettings
 from runs import SMALL, lines_of
 
@@ -35,25 +34,20 @@ from runs import SMALL, lines_of
         (["not a number"], 8),
     ],
 )
-def test_a_containers_quota_counts(
+def test_num_cores_respects_a_containers_quota(
     lines: list[str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [tmp_path / str(number) for number in range(len(lines))]
     for file, line in zip(files, lines, strict=True):
         file.write_text(line + "\n")
     quotas = (("/no/such/file",), tuple(map(str, files)))
-    monkeypatch.setattr(cores, "CPU_QUOTAS", quotas)
+    monkeypatch.setattr(processes, "CPU_QUOTAS", quotas)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    assert cores.num_cores() == expected
-
-
-def test_the_cpu_counts_once_per_worker_and_a_shared_device_once() -> None:
-    assert count_devices(["cpu", "cpu", "cpu"]) == 3
-    assert count_devices(["cuda:0", "cuda:1", "cuda:0", "cpu"]) == 3
+    assert processes.num_cores() == expected
 
 
 @pytest.mark.parametrize("node", ["nvidia0", "kfd"])
-def test_a_gpu_is_found_where_torch_alone_knows_the_way_to_its_driver(
+def test_a_gpu_is_found_by_its_device_node_without_a_driver_library(
     node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some systems tell torch's libraries where the driver is, and no others."""
@@ -77,31 +71,24 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text("0\n")
         (folder / "core_id").write_text(f"{core % 4}\n")
-    monkeypatch.setattr(cores, "TOPOLOGY", tmp_path)
-    monkeypatch.setattr(cores, "CPU_QUOTAS", ())
+    monkeypatch.setattr(processes, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(processes, "CPU_QUOTAS", ())
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     return monkeypatch
 
 
-def test_workers_get_disjoint_cores_and_share_no_physical_one(machine: pytest.MonkeyPatch) -> None:
-    assert cores.split_cores(2) == ((0, 1, 4, 5), (2, 3, 6, 7))
-    assert cores.split_cores(3) == ((0, 4), (1, 5), (2, 6))
-
-
-def test_the_mask_that_a_run_was_started_with_is_what_is_split(machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 3, 7})
-    assert cores.split_cores(2) == ((1, 5), (3, 7))
-
-
-def test_without_more_cores_than_workers_nobody_is_pinned(machine: pytest.MonkeyPatch) -> None:
-    assert cores.split_cores(8) == () and cores.split_cores(9) == ()
-    assert len(cores.split_cores(7)) == 7
-
-
-def test_under_a_quota_nobody_is_pinned(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_workers_get_disjoint_physical_cores_of_the_process(
+    machine: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert processes.split_cores(2) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert processes.split_cores(3) == ((0, 4), (1, 5), (2, 6))
+    assert len(processes.split_cores(7)) == 7 and processes.split_cores(8) == ()
     (tmp_path / "cpu.max").write_text("400000 100000")
-    machine.setattr(cores, "CPU_QUOTAS", ((str(tmp_path / "cpu.max"),),))
-    assert cores.num_cores() == 4 and cores.split_cores(2) == ()
+    with machine.context() as patch:
+        patch.setattr(processes, "CPU_QUOTAS", ((str(tmp_path / "cpu.max"),),))
+        assert processes.num_cores() == 4 and processes.split_cores(2) == ()  # under a quota
+    machine.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 3, 7})
+    assert processes.split_cores(2) == ((1, 5), (3, 7))
 
 
 def placed(*words: str) -> Placement:
@@ -116,16 +103,15 @@ def test_each_cpu_worker_has_its_cores_unless_threads_are_chosen(
     assert placement.cores_of("train", 0) == (2, 6)
     assert placement.infer_threads == placement.train_threads == 2
     assert "rollout-1: cpu, 2 CPU thread(s) on the cores 1,5" in describe(placement)
-    for key in ("infer_threads", "train_threads"):  # as in `easyrl bench pipeline`
-        chosen = placed("devices.infer=cpu", "devices.train=cpu", f"devices.{key}=8")
-        assert chosen.cores_of("rollout", 0) == chosen.cores_of("train", 0) == ()
-        assert "cores" not in describe(chosen)
+    chosen = placed("devices.infer=cpu", "devices.train=cpu", "devices.threads=8")
+    assert chosen.cores_of("rollout", 0) == chosen.cores_of("train", 0) == ()
+    assert "cores" not in describe(chosen)
 
 
 PIN = """
 import json, os
 import torch
-from easyrl.cores import pin
+from easyrl.processes import pin
 pin(())
 before = os.sched_getaffinity(0)
 others = set(os.listdir("/proc/self/task"))  # NumPy's, which torch does not compute with
@@ -151,7 +137,7 @@ RUN = """
 import json, os, sys
 from pathlib import Path
 import psutil
-from easyrl import records
+from easyrl import events
 from easyrl.config import load_config
 from easyrl.runtime import placement, run
 
@@ -161,7 +147,7 @@ if __name__ == "__main__":
     seen = []
 
     def watch(record):
-        if isinstance(record, records.Evaluated):
+        if isinstance(record, events.Evaluated):
             workers = [p for p in psutil.Process().children() if "spawn_main" in p.cmdline()[-2]]
             seen.append(sorted(p.cpu_affinity() for p in workers))
 
@@ -177,12 +163,12 @@ def score(completions, **columns):
 
 
 @pytest.mark.alone
-@pytest.mark.skipif(len(cores.allowed_cores()) < 2, reason="one core")
+@pytest.mark.skipif(len(processes.allowed_cores()) < 2, reason="one core")
 def test_workers_run_on_their_cores_and_lent_ones_and_rewards_on_any(tmp_path: Path) -> None:
     script, reward = tmp_path / "script.py", tmp_path / "reward.py"
     script.write_text(RUN)
     reward.write_text(REWARD)
-    own = sorted(cores.allowed_cores())
+    own = sorted(processes.allowed_cores())
     words = [
         *SMALL,
         f"output.dir={tmp_path / 'run'}",
@@ -234,16 +220,16 @@ def of_gpus(infer: str, train: str) -> Placement:
         return resolve_placement(config)
 
 
-def test_lanes_have_the_users_numbers_and_accelerators_leave_cores_alone() -> None:
+def test_device_names_have_the_users_numbers() -> None:
     placement = of_gpus("1,4", "5")
     names = {"rollout-0": "cuda:1", "rollout-1": "cuda:4", "train-0": "cuda:5"}
     assert device_names(placement) == names
     assert placement.cores == () and placement.memory_fraction("train") is None
 
 
-def settings_on_gpu(index: int) -> WorkerSettings:
+def settings_on_gpu(index: int, name: str = "rollout-1", **others: Any) -> WorkerSettings:
     return WorkerSettings(
-        name="rollout-1",
+        name=name,
         owner_id=1,
         config=load_config(),
         device="cuda:0",
@@ -253,10 +239,11 @@ def settings_on_gpu(index: int) -> WorkerSettings:
         store_path="",
         log_file=None,
         device_indices=(index,),
+        **others,
     )
 
 
-def test_an_error_on_a_device_is_told_with_the_users_number() -> None:
+def test_an_error_on_a_device_names_the_users_number() -> None:
     try:
         raise RuntimeError("CUDA out of memory. GPU 0 has a total capacity of 140 GiB")
     except RuntimeError as error:
@@ -266,24 +253,16 @@ def test_an_error_on_a_device_is_told_with_the_users_number() -> None:
 
 
 def settings_of(placement: Placement, role: str, number: int) -> WorkerSettings:
-    """What a worker of the run's crew is told when it is spawned."""
+    """Settings with which a worker is spawned."""
     told: dict[str, WorkerSettings] = {}
     supervisor: Any = SimpleNamespace(
         spawn=lambda name, target, settings, ring: told.update({name: settings})
     )
-    Crew(
-        load_config(),
-        placement,
-        folder=cast(Any, SimpleNamespace(log_of=lambda name: name)),
-        supervisor=supervisor,
-        ring=cast(Any, SimpleNamespace(close=lambda: None)),
-        store_path="",
-        checkpoint=None,
-    )
+    Workers(load_config(), placement, supervisor, log_of=Path, notify=lambda event: None)
     return told[f"{role}-{number}"]
 
 
-def test_every_worker_is_told_to_see_its_device_as_the_first() -> None:
+def test_every_worker_sees_its_device_as_number_0() -> None:
     placement = of_gpus("1,4", "5")
     told = [settings_of(placement, *worker) for worker in (("rollout", 1), ("train", 0))]
     assert [(settings.device, settings.device_indices) for settings in told] == [
@@ -315,31 +294,57 @@ def test_a_shared_accelerators_memory_is_split_between_the_groups() -> None:
         assert settings.memory_fraction == 0.5 and settings.weights_cross_on_cpu
 
 
-def test_a_part_of_the_memory_that_cannot_hold_a_group_is_refused() -> None:
-    model = ModelFiles("m", {}, 2**28)  # a GiB of weights in float32
-    placement = of_gpus("0", "0")
+@pytest.mark.parametrize(
+    ("name", "engine", "is_limited"),
+    [("rollout-0", "embedded", True), ("train-0", "vllm", True), ("rollout-0", "vllm", False)],
+)
+def test_a_worker_limits_its_memory_on_a_shared_device(
+    name: str, engine: str, is_limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM computes in processes of its own, which are given its limit."""
+    limits: list[Any] = []
+    monkeypatch.setattr(devices, "limit_memory", lambda *limit: limits.append(limit))
+    monkeypatch.setattr(launch.os, "environ", dict(launch.os.environ))
+    monkeypatch.setattr(vllm_platforms, "ENVIRONMENT", {})
+    launch._set_up_environment(settings_on_gpu(0, name, memory_fraction=0.25, engine=engine))
+    assert [fraction for _, fraction in limits] == [0.25] * is_limited
 
-    def check(fraction: float, total: int, *words: str, num_trained: int | None = None) -> None:
-        config = load_config(None, {}, ["rollout.max_completion_length=10", *words])
-        split = Placement(
-            *(placement.infer, placement.train, "cuda", 1, 1, 1), infer_memory_fraction=fraction
-        )
-        memory.check_shared_device(
-            config, split, model, total_bytes=total * 2**30, num_trained=num_trained
-        )
 
-    check(0.3, 6)  # 1.8 for 1 GiB, 4.2 for 4
-    message = r"devices.infer_memory_fraction: 0.1 came, .* rollout worker 0.60 GiB .* 1.00 GiB"
-    with pytest.raises(ConfigError, match=message):
-        check(0.1, 6)
-    with pytest.raises(ConfigError, match=r"train worker 2.40 GiB .* 4.00 GiB"):
-        check(0.6, 6)
-    with pytest.raises(ConfigError, match=r"at least 5\.00 GiB"):
-        check(0.5, 4)
-    check(0.15, 6, "model.dtype=bfloat16")  # half a GiB for the rollout worker, 4 for the other
-    with pytest.raises(ConfigError, match=r"rollout worker 0.30 GiB .* 0.50 GiB"):
-        check(0.05, 6, "model.dtype=bfloat16")
-    check(0.8, 6, "model.lora.rank=2", num_trained=9)  # the frozen weights are a GiB
-    with pytest.raises(ConfigError, match=r"train worker 0.60 GiB .* 1.00 GiB"):
-        check(0.9, 6, "model.lora.rank=2", num_trained=9)
-    check(0.9, 6, "model.lora.rank=2", "train.offload=[optimizer]", num_trained=9)
+# The environment of a worker.
+
+
+SCRIPT = """
+import json, os, sys
+from easyrl.config import load_config
+from easyrl.runtime import launch
+from easyrl.workers.settings import WorkerSettings
+
+assert "torch" not in sys.modules
+settings = WorkerSettings(
+    name="rollout-0", owner_id=0, device="cpu", weights_cross_on_cpu=True, num_threads=1,
+    config=load_config(words=["runtime.deterministic=true"]), max_concurrent_groups=1,
+    store_path="", log_file=None,
+)
+launch._set_up_environment(settings)
+import torch
+names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"]
+print(json.dumps({
+    **{name: os.environ[name] for name in names},
+    "threads": torch.get_num_threads(),
+    "deterministic": torch.are_deterministic_algorithms_enabled(),
+}))
+"""
+
+
+def test_a_worker_is_bound_to_loopback_and_to_its_threads_before_torch_is_loaded() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert json.loads(done.stdout) == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "GOMP_SPINCOUNT": "10000",
+        "threads": 1,
+        "deterministic": True,
+    }

@@ -1,10 +1,10 @@
-"""Groups that are not worth training leave their places to fresh prompts, round by round."""
+"""Groups of equal rewards are replaced by fresh prompts, round by round."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from easyrl import events
 from easyrl.config import load_config
-from easyrl.runtime.dispatch import Dispatcher
+from easyrl.runtime.dispatch import Dispatcher, Rounds
 from easyrl.runtime.iteration import IterationRecord
-from easyrl.runtime.rounds import Rounds
-from easyrl.types import PlacedPrompt, Prompt
+from easyrl.types import IndexedPrompt, Prompt
 from runs import finish, lines_of, summary_of, without_timing
 
 FIRST = 100
@@ -31,13 +30,13 @@ class Numbers:
         return Prompt(index, str(index), {})
 
 
-def open_rounds(num_places: int, max_replacements: int) -> Rounds:
+def open_rounds(num_groups: int, max_replacements: int) -> Rounds:
     stream = cast(Any, Numbers())
-    return Rounds(stream, FIRST, num_places=num_places, max_replacements=max_replacements)
+    return Rounds(stream, FIRST, num_groups=num_groups, max_replacements=max_replacements)
 
 
-def scored(placed: PlacedPrompt, *, rejected: bool = False, **changes: Any) -> events.GroupScored:
-    place, prompt = placed
+def scored(indexed: IndexedPrompt, *, rejected: bool = False, **changes: Any) -> events.GroupScored:
+    group_index, prompt = indexed
     fields: dict[str, Any] = {
         "rewards": [1.0, 1.0] if rejected else [0.0, 1.0],
         "completion_lengths": [3, 5],
@@ -45,22 +44,22 @@ def scored(placed: PlacedPrompt, *, rejected: bool = False, **changes: Any) -> e
         "busy_seconds": 0.0,
     }
     fields |= {"rewards_by_function": [fields["rewards"]], "is_unwanted": rejected} | changes
-    return events.GroupScored(0, place, prompt.index, is_rejected=rejected, **fields)
+    return events.GroupScored(0, group_index, prompt.index, is_rejected=rejected, **fields)
 
 
 def play(rounds: Rounds, is_equal: Callable[[int], bool], order: random.Random) -> dict[int, int]:
-    """Go through the rounds, groups coming in a random order; of each place its prompt."""
+    """Go through the rounds, with groups in a random order; return the prompt of each index."""
     kept: dict[int, int] = {}
-    while not rounds.is_filled:
+    while not rounds.is_complete:
         waiting = rounds.start()
         order.shuffle(waiting)
-        for place, prompt in waiting:
+        for group_index, prompt in waiting:
             assert not rounds.is_over
             rejected = is_equal(prompt.index) and not rounds.is_last
-            rounds.add(scored((place, prompt), rejected=rejected))
+            rounds.add(scored((group_index, prompt), rejected=rejected))
             if not rejected:
-                assert place not in kept
-                kept[place] = prompt.index
+                assert group_index not in kept
+                kept[group_index] = prompt.index
         assert rounds.is_over
     return kept
 
@@ -69,14 +68,14 @@ def play(rounds: Rounds, is_equal: Callable[[int], bool], order: random.Random) 
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.sets(st.integers(FIRST, FIRST + 40)), st.integers())
-def test_what_is_rolled_out_does_not_depend_on_who_is_faster(
-    num_places: int, max_replacements: int, equal: set[int], seed: int
+def test_replacements_do_not_depend_on_order_of_arrival(
+    num_groups: int, max_replacements: int, equal: set[int], seed: int
 ) -> None:
     ends = []
     for order in (random.Random(seed), random.Random(seed + 1)):
-        rounds = open_rounds(num_places, max_replacements)
+        rounds = open_rounds(num_groups, max_replacements)
         kept = play(rounds, equal.__contains__, order)
-        assert kept.keys() == set(range(num_places))
+        assert kept.keys() == set(range(num_groups))
         assert rounds.number <= max_replacements
         if rounds.number < max_replacements:
             # Every prompt of the stream up to here, without a gap, but for those of equal rewards.
@@ -85,19 +84,19 @@ def test_what_is_rolled_out_does_not_depend_on_who_is_faster(
     assert ends[0] == ends[1]
 
 
-def test_rejected_places_get_the_next_prompts_in_ascending_order() -> None:
+def test_rejected_indices_get_the_next_prompts_in_ascending_order() -> None:
     rounds = open_rounds(4, 3)
     first = rounds.start()
-    assert first == [(place, Prompt(FIRST + place, str(FIRST + place), {})) for place in range(4)]
-    for place in (3, 0, 2):
-        rounds.add(scored(first[place], rejected=place != 0))
-        assert not rounds.is_over, "place 1 has not come yet"
+    assert first == [(i, Prompt(FIRST + i, str(FIRST + i), {})) for i in range(4)]
+    for i in (3, 0, 2):
+        rounds.add(scored(first[i], rejected=i != 0))
+        assert not rounds.is_over, "group 1 is missing"
     rounds.add(scored(first[1]))
-    assert rounds.is_over and not rounds.is_filled
-    assert [(place, prompt.index) for place, prompt in rounds.start()] == [(2, 104), (3, 105)]
+    assert rounds.is_over and not rounds.is_complete
+    assert [(i, prompt.index) for i, prompt in rounds.start()] == [(2, 104), (3, 105)]
 
 
-def test_where_every_group_is_rejected_there_is_an_end() -> None:
+def test_rounds_end_where_every_group_is_rejected() -> None:
     rounds = open_rounds(3, 2)
     kept = play(rounds, lambda index: True, random.Random(0))
     assert kept == {0: FIRST + 6, 1: FIRST + 7, 2: FIRST + 8}
@@ -108,7 +107,7 @@ def test_where_every_group_is_rejected_there_is_an_end() -> None:
 
 
 class Mailbox:
-    """In the place of a worker: keeps what it is sent."""
+    """Stands for a worker: keeps what it is sent."""
 
     def __init__(self) -> None:
         self.commands: list[events.Generate] = []
@@ -116,28 +115,27 @@ class Mailbox:
     def send(self, command: events.Generate) -> None:
         self.commands.append(command)
 
+    def prompts(self) -> list[int]:
+        return [index for command in self.commands for index, _ in command.prompts]
 
-def open_dispatcher(num_workers: int, *words: str) -> tuple[Dispatcher, list[Any]]:
-    workers: list[Any] = [Mailbox() for _ in range(num_workers)]
+
+def open_dispatcher(*words: str) -> tuple[Dispatcher, list[Any]]:
+    workers: list[Any] = [Mailbox(), Mailbox()]
     placement = cast(Any, type("", (), {"max_concurrent_groups": 2}))
     return Dispatcher(workers, load_config(words=words), placement), workers
 
 
-def prompts_of(commands: Sequence[events.Generate]) -> list[int]:
-    return [place for command in commands for place, _ in command.prompts]
+def indexed(num_prompts: int) -> list[IndexedPrompt]:
+    return [(index, Prompt(index, "", {})) for index in range(num_prompts)]
 
 
-def placed(num_prompts: int) -> list[PlacedPrompt]:
-    return [(place, Prompt(place, "", {})) for place in range(num_prompts)]
-
-
-def test_in_deterministic_mode_each_worker_has_its_whole_list_at_once() -> None:
-    dispatcher, workers = open_dispatcher(2, "runtime.deterministic=true")
+def test_in_deterministic_mode_each_worker_gets_its_whole_list_at_once() -> None:
+    dispatcher, workers = open_dispatcher("runtime.deterministic=true")
     for round_, num_prompts in enumerate((9, 3, 1)):
-        dispatcher.start(0, placed(num_prompts), is_last_round=round_ == 2)
-        for place in range(num_prompts):
-            dispatcher.on_group(workers[place % 2])  # whoever it was: nothing is handed out
-        received = [prompts_of(worker.commands) for worker in workers]
+        dispatcher.start(0, indexed(num_prompts), is_last_round=round_ == 2)
+        for index in range(num_prompts):
+            dispatcher.on_group(workers[index % 2])  # nothing is dispatched for it
+        received = [worker.prompts() for worker in workers]
         assert received == [list(range(0, num_prompts, 2)), list(range(1, num_prompts, 2))]
         for worker in workers:
             assert len(worker.commands) <= 1
@@ -145,21 +143,20 @@ def test_in_deterministic_mode_each_worker_has_its_whole_list_at_once() -> None:
             worker.commands.clear()
 
 
-def test_otherwise_the_faster_worker_gets_more_and_every_prompt_is_handed_out_once() -> None:
-    dispatcher, workers = open_dispatcher(2)
-    dispatcher.start(0, placed(20), is_last_round=False)
-    assert [len(prompts_of(worker.commands)) for worker in workers] == [3, 3]
+def test_otherwise_the_faster_worker_gets_more_and_every_prompt_is_dispatched_once() -> None:
+    dispatcher, workers = open_dispatcher()
+    dispatcher.start(0, indexed(20), is_last_round=False)
+    assert [len(worker.prompts()) for worker in workers] == [3, 3]
     for _ in range(14):
         dispatcher.on_group(workers[1])
-    assert [len(prompts_of(worker.commands)) for worker in workers] == [3, 17]
-    handed_out = prompts_of([command for worker in workers for command in worker.commands])
-    assert sorted(handed_out) == list(range(20))
+    assert [len(worker.prompts()) for worker in workers] == [3, 17]
+    assert sorted(workers[0].prompts() + workers[1].prompts()) == list(range(20))
 
 
 # -- metrics --------------------------------------------------------------------------------------
 
 
-def test_metrics_tell_of_all_that_was_generated() -> None:
+def test_metrics_include_replaced_groups() -> None:
     record = IterationRecord(0, num_replacement_rounds=2)
     arrivals = [
         scored((1, Prompt(1, "", {})), rejected=True, busy_seconds=3.0),
@@ -179,7 +176,7 @@ def test_metrics_tell_of_all_that_was_generated() -> None:
     assert record.infer_seconds == 4.0
 
 
-def test_an_iteration_that_trains_nothing_is_told() -> None:
+def test_an_iteration_that_trains_nothing_is_reported() -> None:
     """All that is trained hit its limit, and is masked for it; what was replaced did not."""
     masked = load_config(words=["algorithm.mask_truncated_completions=true"])
     record = IterationRecord(2, num_replacement_rounds=1)
@@ -196,7 +193,7 @@ def test_an_iteration_that_trains_nothing_is_told() -> None:
 
 # -- runs -----------------------------------------------------------------------------------------
 
-NUM_PLACES = 10
+NUM_GROUPS = 10
 REWARD = """
 import os, zlib
 
@@ -220,7 +217,7 @@ def run(folder: Path, *words: str, iterations: int, seed: int = 0) -> dict[str, 
         *("--reward", f"{folder}/r.py:score", "--iterations", str(iterations)),
         *("--seed", str(seed), "--infer-devices", "cpu:2", "algorithm.dynamic_sampling=true"),
         *("data.shuffle=false", "data.max_prompt_length=32", "rollout.max_concurrent_groups=2"),
-        *(f"train.prompts_per_iteration={NUM_PLACES}", "rollout.num_generations=4"),
+        *(f"train.prompts_per_iteration={NUM_GROUPS}", "rollout.num_generations=4"),
         *("rollout.max_completion_length=32", "train.max_tokens_per_micro_batch=200", *words),
         EASYRL_RANDOM_DELAYS="0.01",
         ROWS=str(folder / "rows"),
@@ -236,16 +233,16 @@ def run(folder: Path, *words: str, iterations: int, seed: int = 0) -> dict[str, 
 
 def assert_consistent(ended: dict[str, Any]) -> None:
     metrics, summary = ended["metrics"], ended["summary"]
-    num_groups = NUM_PLACES * len(metrics)
+    num_groups = NUM_GROUPS * len(metrics)
     assert summary["groups_trained"] == num_groups
     num_generated = num_groups + summary["groups_replaced"]
     # The next prompts of the stream, each once: iterations follow each other without a gap.
     assert ended["rows"] == list(range(num_generated))
     for line in metrics:
         unwanted = line["groups_replaced"] + line["groups_not_replaced"]
-        share = unwanted / (NUM_PLACES + line["groups_replaced"])
+        share = unwanted / (NUM_GROUPS + line["groups_replaced"])
         assert line["frac_reward_zero_std"] == pytest.approx(share)
-        assert line["groups_not_replaced"] == 0 or line["replacement_rounds"] == 2
+        assert line["groups_not_replaced"] == 0 or line["replacement_rounds"] == 3
     assert 0 < summary["completion_tokens"] < summary["generated_tokens"]
 
 
@@ -261,12 +258,11 @@ def test_two_workers_and_replaced_groups_end_in_the_same_bits_under_both_schedul
             tmp_path / schedule,
             f"runtime.schedule={schedule}",
             "runtime.deterministic=true",
-            "algorithm.dynamic_sampling_max_rounds=2",
             iterations=iterations,
             seed=seed,
         )
         assert_consistent(ended)
         assert f"replaced {ended['metrics'][0]['groups_replaced']}\n" in ended["out"]
-        assert f"of {NUM_PLACES} groups, and no round" in ended["out"]
+        assert f"of {NUM_GROUPS} groups, and no round" in ended["out"]
         ends[schedule] = ended["summary"]["weights_sha256"], ended["metrics"]
     assert ends["sync"] == ends["periodic"]

@@ -1,4 +1,4 @@
-"""What `easyrl eval` shows: lines or a bar, and the tables."""
+"""What `easyrl eval` prints: lines or a bar, then tables."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.segment import Segment
 
-from easyrl import records
-from easyrl.observe.eval_view import EvalBar, EvalLines
+from easyrl import events
+from easyrl.evaluate import view as eval_view
+from easyrl.evaluate.view import EvalView
 
 ABOUT = {
     "model": "my [bold]model",
@@ -38,69 +38,58 @@ RESULTS: dict[str, Any] = {
     "wall_seconds": 10.0,
     "tokens_per_second": 1234.5,
 }
-STARTED = records.EvalStarted(0.0, Path("ev"), ABOUT, {"rollout-0": "cpu"}, "so", 100, 40)
+STARTED = events.EvalStarted(0.0, Path("ev"), ABOUT, {"rollout-0": "cpu"}, "so", 100, 40)
+RUN: list[events.Event] = [
+    STARTED,
+    events.FromWorker("rollout-0", 1.0, events.Starting("loading the model")),
+    events.FromWorker("rollout-1", 1.1, events.Starting("loading the model")),
+    events.EvaluationStarted(10.0, 0, 60),
+    events.ProblemsAnswered(11.0, 41, 0.5, 0.1, 100),
+    events.ProblemsAnswered(20.0, 70, 0.5, 0.1, 900),
+    *(
+        events.FromWorker("rollout-0", 20.0, events.PromptEvaluated(0, n, [], errors=[message]))
+        for n, message in ((3, "reward 'f' failed\x1b[2J"), (4, "reward 'f' failed again"))
+    ),
+    events.ProblemsAnswered(30.0, 100, 0.5, 0.1, 900),
+]
 
 
-def told(*more: records.Record) -> list[records.Record]:
-    return [
-        STARTED,
-        records.WorkerStarting(1.0, "rollout-0", "loading the model"),
-        records.WorkerStarting(1.1, "rollout-1", "loading the model"),
-        records.EvaluationStarted(10.0, 0, 60),
-        records.ProblemsAnswered(11.0, 41, 0.5, 0.1, 100),
-        records.ProblemsAnswered(20.0, 70, 0.5, 0.1, 900),
-        records.RewardFailed(20.0, None, 3, "reward 'f' failed\x1b[2J"),
-        records.RewardFailed(20.0, None, 4, "reward 'f' failed again"),
-        records.ProblemsAnswered(30.0, 100, 0.5, 0.1, 900),
-        *more,
-    ]
+def output_of(run: list[events.Event], capsys: pytest.CaptureFixture[str]) -> str:
+    view = EvalView(live=False)
+    for event in run:
+        view(event)
+    return re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
-def show(view: Any, run: list[records.Record]) -> None:
-    for record in run:
-        view(record)
+def test_lines_show_progress_and_remaining_time(capsys: pytest.CaptureFixture[str]) -> None:
+    output = output_of(RUN, capsys)
+    assert "my [bold]model on gsm8k: 100 problems, 8 samples each" in output
+    assert output.count("loading the model") == 1 and "41/100" not in output
+    # 30 in 10 s, and 30 remain.
+    assert "70/100 accuracy 0.500 ± 0.100 100 tokens/s ETA 0:10" in output
+    assert "100/100" in output and output.count("reward 'f' failed") == 1 and "\x1b" not in output
 
 
-def test_lines_tell_how_far_it_is_and_how_long_it_will_take(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    show(EvalLines(), told())
-    shown = capsys.readouterr().out
-    assert "evaluation of my [bold]model on gsm8k: 100 problems, 8 samples each at" in shown
-    assert "temperature 0.6, top_p 0.95" in shown and "40 of them are answered" in shown
-    assert shown.count("loading the model") == 1 and "41/100" not in shown
-    # 30 in 10 s, and 30 are left.
-    assert "70/100  accuracy 0.500 ± 0.100  100 tokens/s  ETA 0:10" in shown
-    assert "100/100" in shown and shown.count("reward 'f' failed") == 1 and "\x1b" not in shown
-
-
-def test_the_table_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    show(EvalLines(), [STARTED, records.EvalFinished(0.0, Path("ev"), RESULTS)])
-    shown = capsys.readouterr().out
+def test_result_table_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    output = output_of([STARTED, events.EvalFinished(0.0, Path("ev"), RESULTS)], capsys)
     for line in (
         "accuracy 0.500 ± 0.050",
         "pass@k 1: 0.100 2: 0.200 4: 0.400 8: 0.800",
         "avg@k 1: 0.500 2: 0.500 4: 0.500 8: 0.500",
         "mean reward 0.750 ± 0.030",
-        "of each function right: 0.500 format: 0.250",
-        "10 more whose reward call failed",
-        "truncated 12.5%",
+        "right: 0.500 format: 0.250",
+        "12.5%",
         "12,345 tokens in 10.0 s, 1,234 tokens/s",
     ):
-        assert line in re.sub(r"\s+", " ", shown), line
-
-
-def test_nothing_scored_is_told_as_none(capsys: pytest.CaptureFixture[str]) -> None:
+        assert line in output, line
     nothing = {**RESULTS, "accuracy": None, "standard_error": None, "tokens_per_second": None}
     for name in ("pass_at_k", "avg_at_k", "reward", "rewards"):
         del nothing[name]
-    show(EvalLines(), [STARTED, records.EvalFinished(0.0, Path("ev"), nothing)])
-    assert "accuracy     none" in capsys.readouterr().out
+    output = output_of([STARTED, events.EvalFinished(0.0, Path("ev"), nothing)], capsys)
+    assert "accuracy none" in output
 
 
-def test_a_comparison_names_the_problems_that_differ_most(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_comparison_shows_the_problems_that_differ_most(capsys: pytest.CaptureFixture[str]) -> None:
     comparison = {
         "with": "other",
         "model": None,
@@ -123,34 +112,20 @@ def test_a_comparison_names_the_problems_that_differ_most(
         {"prompt": f"[red]problem\n{n}\x1b[2J", "accuracy": 1.0, "other_accuracy": n / 12}
         for n in range(13)
     ]
-    show(EvalLines(), [records.EvalCompared(RESULTS, comparison, problems, Path("c.jsonl"))])
-    shown = capsys.readouterr().out
-    words = " ".join(shown.split())
-    assert "0.500 ± 0.100 0.400" in words and "difference +0.100 ± 0.050, p = 0.04" in words
-    assert "[red]problem 0" in shown and "[red]problem 10" not in shown
-    assert "and 2 problems more" in shown and "\x1b" not in shown and "c.jsonl" in shown
+    record = events.EvalCompared(RESULTS, comparison, problems, Path("c.jsonl"))
+    output = output_of([record], capsys)
+    assert "0.500 ± 0.100 0.400" in output and "+0.100 ± 0.050, p = 0.04" in output
+    assert "[red]problem 0" in output and "[red]problem 10" not in output
+    assert "2 more" in output and "\x1b" not in output and "c.jsonl" in output
 
 
-def test_a_bar_is_gone_whatever_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(len(told()) + 1):
-        view = EvalBar()
-        show(view, [*told()[:number], records.RunEnded(130, "stopped by SIGINT")])
-        assert not view._progress.live.is_started and not view._start_up.live.is_started
-        assert "stopped by SIGINT" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_a_bar_leaves_room_for_a_key_that_is_pressed(
-    width: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_records", range(len(RUN) + 1))
+def test_bar_is_removed_however_the_evaluation_ends(
+    num_records: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the terminal's ^C goes into the next line, and the bar stands there twice."""
-    monkeypatch.setattr("rich._console", None)  # another test's may have a width for good
-    monkeypatch.setenv("COLUMNS", str(width))
-    view = EvalBar()
-    show(view, told())
-    view.close()
-    console = view._progress.console
-    lines = console.render_lines(view._progress.get_renderable(), pad=False)
-    assert console.width == width
-    assert max(Segment.get_line_length(line) for line in lines) <= width - 4
-    assert "ETA" in "".join(segment.text for line in lines for segment in line)
+    monkeypatch.setattr(eval_view, "is_live_terminal", lambda: True)
+    view = EvalView(live=True)
+    for event in [*RUN[:num_records], events.RunEnded(130, "stopped by SIGINT")]:
+        view(event)
+    assert view._bar is not None and not view._bar.live.is_started
+    assert "stopped by SIGINT" in capsys.readouterr().out

@@ -11,23 +11,26 @@ from typing import Any, NoReturn
 import pytest
 
 from easyrl.config import Config, ConfigError, load_config
-from easyrl.records import RunEnded
 from easyrl.runtime import run
+from easyrl.runtime.controller import Controller
 from easyrl.runtime.places import with_whole_paths
 from easyrl.runtime.preflight import check_run
 from easyrl.runtime.resume import find_resume
 from mistakes import TINY, make_run
 
 AUTO = ("runtime.resume=auto",)
-_ENDED = RunEnded(0, "")
+
+
+class Started(BaseException):
+    """A run would have spawned its workers."""
 
 
 @pytest.fixture(autouse=True)
-def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*arguments: Any, **options: Any) -> NoReturn:
-        raise AssertionError("a run was started")
+def _no_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(controller: Controller) -> NoReturn:
+        raise Started
 
-    monkeypatch.setattr(run, "_train", start)
+    monkeypatch.setattr(Controller, "run", start)
 
 
 def config_of(folder: Path, *words: str) -> Config:
@@ -52,7 +55,7 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(
     for words, resume in ((AUTO, None), ((), folder)):
         told: list[Any] = []
         assert run.run(config_of(folder, *words), [told.append], resume) == 0
-        assert "has finished its 60 iterations; nothing is left to do" in told[-1].message
+        assert "has finished its 60 iterations" in told[-1].message
     assert sorted(folder.rglob("*")) == there
 
 
@@ -86,11 +89,11 @@ def test_what_a_run_names_relatively_is_found_from_another_folder(
     words = ("model.path=models/mine", "data.dataset=data.jsonl")
     words = (*words, "reward.functions=[r.py:score, exact_match]")
     monkeypatch.chdir(here)
-    with pytest.raises(AssertionError, match="a run was started"):
+    with pytest.raises(Started):
         run.run(load_config(None, {"output.dir": "run"}, words))
     monkeypatch.chdir(tmp_path / "there")
     config = load_config(here / "run" / "config.yaml", {"output.dir": str(here / "run")}, AUTO)
-    with pytest.raises(AssertionError, match="a run was started"):
+    with pytest.raises(Started):
         run.run(config)
 
 
@@ -116,8 +119,7 @@ def test_rows_that_have_changed_are_told(tmp_path: Path) -> None:
 
 def test_what_is_no_file_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("tiny", "arithmetic"):  # the built-in ones win
-        (tmp_path / name).mkdir()
+    (tmp_path / "arithmetic").mkdir()  # the built-in data set wins
     assert with_whole_paths(load_config()) == load_config()
     (tmp_path / "gpt2").write_text("a file beside the hub's model of that name")
     for model in ("owner/name", "gpt2"):
@@ -155,22 +157,23 @@ def test_accuracies_of_other_problems_are_not_compared(
     }
     make_run(folder, {10: state})
     (folder / "metrics.jsonl").write_text(lines)
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(run, "_train", lambda *_, **options: given.update(options) or _ENDED)
+    given: list[Controller] = []
+    monkeypatch.setattr(Controller, "run", lambda controller: given.append(controller) or {})
     told: list[Any] = []
     changed = config_of(folder, *words, *(word.format(tmp_path) for word in OTHER_MEASURES[other]))
     assert run.run(changed, [told.append]) == 0
-    _, started, resumed, _ = told
-    found = given["resumed"].checkpoint.state
+    _, started, resumed, *_ = told
+    assert given[0].resumed is not None and given[0].resumed.state is not None
+    found = given[0].resumed.state
     if other == "the same":
         assert resumed.accuracies == [(0, 0.25), (5, 0.5), (10, 0.75)]
-        assert (found["accuracy_before"], found["best"]) == (0.25, best)
-        assert "of other problems" not in started.description
+        assert (found.accuracy_before, found.best) == (0.25, best)
+        assert "eval.correct_reward" not in started.description
     else:
         assert resumed.accuracies == []
-        assert (found["accuracy_before"], found["best"], found["measured_since"]) == (
+        assert (found.accuracy_before, found.best, found.measured_since) == (
             None,
             None,
             10,
         )
-        assert "accuracy is from here on of other problems" in started.description
+        assert "eval.correct_reward" in started.description

@@ -1,6 +1,5 @@
 """The engine for models that the embedded one cannot serve: sampling as ever, by `generate`."""
 
-import warnings
 from dataclasses import replace
 from functools import cache
 
@@ -16,6 +15,7 @@ from easyrl.model.policy import Policy
 from easyrl.types import WeightPiece
 from tiny_models import SPREAD, UNSHARED, WINDOW, draw_sequences, tiny_model
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 torch.set_num_threads(1)
 
 EOS = 2
@@ -27,17 +27,10 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 @cache
 def policy_of(model_type):
     model = tiny_model(model_type, None, SPREAD, **MODELS[model_type])
-    return Policy(model, torch.device("cpu"), obstacle="layer 0 is of another kind")
+    return Policy(model, torch.device("cpu"), unsupported_reason="layer 0 is of another kind")
 
 
 def make_engine(model_type="mamba", **changes):

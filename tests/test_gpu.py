@@ -1,7 +1,7 @@
-"""What only an NVIDIA GPU can show: compiled FlexAttention, half precision, a shared device, NCCL.
+"""Tests that need an NVIDIA GPU: compiled FlexAttention, half precision, a shared device, NCCL.
 
-One command on a machine with a GPU: `pytest -m gpu tests/test_gpu.py`; what takes two is skipped
-where there is one. The figures come from `easyrl bench loop`, `weights` and `attention`.
+One command on a machine with a GPU: `pytest -m gpu tests/test_gpu.py`. Tests that need two
+GPUs are skipped if there is one. For figures: `easyrl bench loop`, `weights` and `attention`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from test_attention import FAMILIES, largest_gradient_gap, tiny_model
 from easyrl.bench import attention as bench
 from easyrl.bench import loop as bench_loop
 from easyrl.bench import weights as bench_weights
-from easyrl.bench.random_load import ON_CPU
-from easyrl.channels.weights import WeightChannel
+from easyrl.bench.loop import ON_CPU
+from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.attention_kernels import AttentionSettings
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
@@ -38,7 +38,7 @@ pytestmark = [
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 ANSWERS = (*SMALL, "rollout.max_completion_length=100")
-"""Some of which are right, so that there is something to train."""
+"""Long enough that some answers are right; otherwise nothing is trained."""
 SHARED = ("--infer-devices", "0", "--train-devices", "0", "--no-live")
 FEW_LAYERS = bench.QWEN3_06B | {"num_hidden_layers": 3, "vocab_size": 30_000}
 """78 million weights: norms that share a bucket, matrices that need none, one in several pieces."""
@@ -82,9 +82,9 @@ def test_a_shared_row_equals_each_sequence_alone_in_float32(family):
     reference = tiny_model(family).to("cuda").double()
     policy = Policy(tiny_model(family, ATTENTION_NAME).to("cuda"), torch.device("cuda"))
     shape = bench.Shape(prompt_len=20, shortest=2, longest=30, num_generations=5)
-    group = bench._Group(shape, 61, policy.device)
-    expected = group.each_alone(Policy(reference, policy.device))
-    got = bench._Row(group, policy, shares_prompts=True)()
+    group = bench.make_group(shape, 61, policy.device)
+    expected = bench.each_alone(group, Policy(reference, policy.device))
+    got = bench.packed(group, policy, shares_prompts=True)()
     assert float((got.logprobs.double() - expected.logprobs).abs().max()) <= 1e-5
     gap = largest_gradient_gap(
         {name: g.double() for name, g in got.gradients.items()}, expected.gradients, floor=1e-4
@@ -92,10 +92,10 @@ def test_a_shared_row_equals_each_sequence_alone_in_float32(family):
     assert gap <= 1e-5
 
 
-def test_bfloat16_shares_as_exactly_as_it_repeats():
-    """Against float64. What bfloat16 itself costs is what the repeated row shows."""
+def test_bfloat16_with_shared_prompts_is_as_exact_as_with_repeated_ones():
+    """Compared with float64. The row with repeated prompts shows the error of bfloat16 itself."""
     size = bench.QWEN3_06B | {"num_hidden_layers": 4, "vocab_size": 1000}
-    row = bench._compare(bench.Shape(200, 30, 90, 6), size, torch.bfloat16, "cuda", 1)
+    row = bench.compare(bench.Shape(200, 30, 90, 6), size, torch.bfloat16, "cuda", 1)
     for error in ("max_logprob_error", "max_grad_error"):
         assert row[error] <= 1.5 * row[f"{error}_repeated"]
 
@@ -116,11 +116,11 @@ def test_a_run_on_one_shared_gpu_is_deterministic(schedule, tmp_path: Path):
     assert len({summary_of(folder)["weights_sha256"] for folder in folders}) == 1
 
 
-def test_on_one_gpu_weights_cross_in_its_memory_and_each_group_has_its_part(tmp_path: Path):
+def test_weights_stay_in_the_memory_of_a_shared_gpu_and_each_group_has_its_fraction(tmp_path: Path):
     segments = set(Path("/dev/shm").iterdir())
     words = ("--infer-devices", "0", "--train-devices", "0", "--no-live", "--iterations", "2")
     code, out, err = finish(
-        *words, "--output", str(tmp_path / "run"), "devices.infer_memory_fraction=0.3",
+        *words, "--output", str(tmp_path / "run"), "rollout.memory_fraction=0.3",
         "data.num_held_out=16", "train.prompts_per_iteration=4",
     )  # fmt: skip
     assert code == 0, out + err
@@ -128,11 +128,11 @@ def test_on_one_gpu_weights_cross_in_its_memory_and_each_group_has_its_part(tmp_
     assert "weights cross through the CPU" not in out + err
     assert set(Path("/dev/shm").iterdir()) <= segments
     code, out, err = finish(*words, "--output", str(tmp_path / "small"),
-        "devices.infer_memory_fraction=0.00001")  # fmt: skip
-    assert code == 2 and "devices.infer_memory_fraction" in err
+        "rollout.memory_fraction=0.00001")  # fmt: skip
+    assert code == 2 and "rollout.memory_fraction" in err
 
 
-def test_a_worker_knows_its_gpu_as_the_first_and_messages_as_the_users():
+def test_worker_sees_one_gpu_and_messages_use_the_users_number():
     last = torch.cuda.device_count() - 1
     script = """
 import sys
@@ -161,7 +161,7 @@ except torch.OutOfMemoryError as error:
     assert lines[1] == f"(on cuda:{last}, which the worker sees as cuda:0)"
 
 
-def test_flex_attention_is_what_half_precision_trains_with():
+def test_half_precision_trains_with_flex_attention():
     layout = PackedGroups(GROUPS, "cuda")
     settings = AttentionSettings(0, 0.2, None, None)
     layout.attend(*tensors(torch.bfloat16), settings)
@@ -175,40 +175,42 @@ def test_flex_attention_is_what_half_precision_trains_with():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_cross_whole_in_the_memory_of_a_shared_gpu(dtype):
-    """That every bit arrives the benchmark looks at by itself, with an update into zeros."""
+def test_every_bit_of_the_weights_arrives_on_a_shared_gpu(dtype):
+    """The benchmark itself compares every bit, after an update of zeros."""
     (row,) = bench_weights.run("0", "0", dtype, repetitions=3, size=FEW_LAYERS)
-    assert row["obstacle"] is None
+    assert row["unsupported_reason"] is None
     assert row["peak_extra_bytes"] <= 3 * row["bucket_bytes"]
     print(f"{dtype}: {row['gigabytes_per_second']:.1f} GB/s on one GPU")
 
 
 @TWO_GPUS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_cross_whole_from_gpu_to_gpu(dtype):
+def test_every_bit_of_the_weights_arrives_on_another_gpu(dtype):
     """Over NCCL, between processes that see one GPU each."""
     (row,) = bench_weights.run("0", "1", dtype, repetitions=3, size=bench.QWEN3_06B)
     assert row["peak_extra_bytes"] <= 3 * row["bucket_bytes"]
-    assert row["share_of_bare"] >= bench_weights.LEAST_SHARE, row
+    assert row["share_of_bare"] >= bench_weights.MIN_SHARE, row
     print(f"{dtype}: {row['gigabytes_per_second']:.1f} GB/s between GPUs")
 
 
-def lonely_channel(membership: int, size: int = 1) -> WeightChannel:
+def trainer_channel(generation: int, size: int = 1) -> WeightChannel:
     fd = os.memfd_create("test-store")
     return WeightChannel(
-        f"/proc/{os.getpid()}/fd/{fd}",
-        membership=membership,
-        rank=0,
-        size=size,
-        device="cuda:0",
-        timeout_seconds=10.0 if size == 1 else 1.0,
-        bucket_bytes=2**22,
+        WeightEndpoint(
+            f"/proc/{os.getpid()}/fd/{fd}",
+            generation=generation,
+            rank=0,
+            world_size=size,
+            device="cuda:0",
+            timeout_seconds=10.0 if size == 1 else 1.0,
+            bucket_bytes=2**22,
+        )
     )
 
 
 def test_the_channel_broadcasts_over_nccl():
-    """One member, as many as NCCL takes on one GPU: in buckets, straight, cast, and again."""
-    channel = lonely_channel(0)
+    """With one rank, the most that NCCL supports on one GPU: in buckets, direct, cast, repeated."""
+    channel = trainer_channel(0)
     big = torch.randn(3 * 2**20, device="cuda")
     tensors = {"big": big, "half": big[:999].bfloat16(), "scalar": torch.tensor(1.0).cuda()}
     every = [Weight.kept(*each, is_trained=True) for each in tensors.items()]
@@ -221,9 +223,9 @@ def test_the_channel_broadcasts_over_nccl():
     assert time.monotonic() - started < 2.0
 
 
-def test_a_member_that_does_not_come_to_nccl_is_waited_for_within_the_bound():
-    with pytest.raises(TimeoutError, match="the trainer of 2 members, making the process group"):
-        lonely_channel(0, size=2)
+def test_missing_nccl_rank_is_waited_for_until_the_timeout():
+    with pytest.raises(TimeoutError, match="the trainer of 2 ranks, making the process group"):
+        trainer_channel(0, size=2)
 
 
 # -- whole runs ------------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ def test_a_member_that_does_not_come_to_nccl_is_waited_for_within_the_bound():
 
 @pytest.mark.parametrize("schedule", ["sync", "periodic"])
 def test_a_run_in_bfloat16_on_one_shared_gpu(schedule, tmp_path: Path):
-    """The trainer's weights are float32 there, gathered as bfloat16 a layer at a time."""
+    """The trainer's weights are float32 and are gathered as bfloat16, a layer at a time."""
     code, out, err = finish(
         *SHARED, "--iterations", "3", "--output", str(tmp_path / "run"), "--schedule", schedule,
         *ANSWERS, "model.dtype=bfloat16",
@@ -245,9 +247,9 @@ def test_a_run_in_bfloat16_on_one_shared_gpu(schedule, tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_offloaded_changes_nothing_that_is_trained(dtype, tmp_path: Path):
-    """The reference and the old policy are written over weights on the CPU, which the GPU reads
-    layer by layer: were the policy's written back too early, the second update would have no KL."""
+def test_offloading_does_not_change_training(dtype, tmp_path: Path):
+    """The reference and the old policy are loaded into the policy's weights. If the policy's were
+    restored too early, the second update would have no KL."""
     of = {}
     for offload in ("[]", "[optimizer, reference, old]"):
         folder = tmp_path / str(len(of))
@@ -266,7 +268,7 @@ def test_what_is_offloaded_changes_nothing_that_is_trained(dtype, tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_goes_on_from_its_checkpoint_to_the_last_bit(dtype, tmp_path: Path):
+def test_resumed_run_ends_in_the_same_bits(dtype, tmp_path: Path):
     words = (*ANSWERS, f"model.dtype={dtype}", "runtime.deterministic=true")
     words += ("train.lr_scheduler_type=constant",)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
@@ -285,7 +287,7 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_last_bit(dtype, tmp_path: Path
 def test_vllm_and_the_trainer_share_a_gpu(dtype, tmp_path: Path):
     code, out, err = finish(
         *SHARED, "--iterations", "3", "--output", str(tmp_path / "run"), *ANSWERS,
-        f"model.dtype={dtype}", "rollout.engine=vllm", "devices.infer_memory_fraction=0.4",
+        f"model.dtype={dtype}", "rollout.engine=vllm", "rollout.memory_fraction=0.4",
         timeout=600,
     )  # fmt: skip
     assert code == 0, out + err
@@ -314,8 +316,8 @@ def test_a_run_where_each_group_has_devices_of_its_own(infer, train, tmp_path: P
     assert summary["groups_off_policy"] == 0 and summary["groups_trained"] == 12
 
 
-def test_bench_loop_tells_figures_of_a_shared_gpu():
+def test_bench_loop_measures_a_shared_gpu():
     (row,) = bench_loop.run("0", "0", "small", "bfloat16", iterations=1, load=ON_CPU)
-    assert row["peak_memory_bytes"] > 0 and row["weight_gigabytes_per_second"] > 0
+    assert row["weight_gigabytes_per_second"] > 0
     assert 0.0 < row["both_busy"] <= 1.0
     assert row["device"] == torch.cuda.get_device_name(0)

@@ -11,7 +11,7 @@ import pytest
 PAGE_FAULTS = """
 import resource, sys
 import numpy as np
-from easyrl.heap import keep_freed_memory
+from easyrl.processes import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()

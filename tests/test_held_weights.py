@@ -1,4 +1,4 @@
-"""What an engine holds after an update is compared with what it was sent."""
+"""Parameter checksums: the weights an engine holds are compared with those it was sent."""
 
 from __future__ import annotations
 
@@ -6,53 +6,53 @@ from dataclasses import replace
 
 import pytest
 
-from easyrl.engines.held_weights import Held, HeldWeights
+from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
 
-MATRIX = Held("model.qkv.weight", 2, ["q", "k", "v"], is_matrix=True)
-VECTOR = Held("model.decay", 0, ["decay"])
-
-
-def check(held: HeldWeights, version: int, *ranks: Held) -> None:
-    held.check(version, [[rank] for rank in ranks])
+MATRIX = ParameterChecksum("model.qkv.weight", 2, ["q", "k", "v"], is_matrix=True)
+VECTOR = ParameterChecksum("model.decay", 0, ["decay"])
 
 
-def told(of: Held, sent: int, held: int) -> Held:
+def check(verifier: ChecksumVerifier, version: int, *ranks: ParameterChecksum) -> None:
+    verifier.check(version, [[rank] for rank in ranks])
+
+
+def reported(of: ParameterChecksum, sent: int, held: int) -> ParameterChecksum:
     return replace(of, sent=sent, held=held)
 
 
-def test_a_skipped_load_is_told_with_its_bucket_and_weights() -> None:
-    held = HeldWeights()
-    check(held, 0, told(MATRIX, 10, 10))
+def test_a_skipped_load_is_reported_with_its_bucket_and_weights() -> None:
+    verifier = ChecksumVerifier()
+    check(verifier, 0, reported(MATRIX, 10, 10))
     message = r"weights 1 .* 1 of 1 .* bucket 3 \(the first: model.qkv.weight, from q, k, v\)"
     with pytest.raises(RuntimeError, match=message):
-        check(held, 1, told(MATRIX, 11, 10))
+        check(verifier, 1, reported(MATRIX, 11, 10))
 
 
 def test_a_matrix_must_be_right_from_the_first_update_on() -> None:
     with pytest.raises(RuntimeError, match="weights 0"):
-        check(HeldWeights(), 0, told(MATRIX, 10, 9))
+        check(ChecksumVerifier(), 0, reported(MATRIX, 10, 9))
 
 
 def test_a_vector_that_is_kept_in_another_form_must_change_with_what_is_sent() -> None:
-    held = HeldWeights()
-    check(held, 0, told(VECTOR, 10, -77))
-    check(held, 1, told(VECTOR, 11, -78))
-    check(held, 2, told(VECTOR, 11, -78))
+    verifier = ChecksumVerifier()
+    check(verifier, 0, reported(VECTOR, 10, -77))
+    check(verifier, 1, reported(VECTOR, 11, -78))
+    check(verifier, 2, reported(VECTOR, 11, -78))
     with pytest.raises(RuntimeError, match=r"weights 3 .* model.decay"):
-        check(held, 3, told(VECTOR, 12, -78))
+        check(verifier, 3, reported(VECTOR, 12, -78))
 
 
 @pytest.mark.parametrize("shares", [(4, 6), (10, 10)], ids=["cut", "whole on each"])
 def test_several_ranks_hold_shares_or_the_whole(shares: tuple[int, int]) -> None:
-    held = HeldWeights()
-    check(held, 0, *(told(MATRIX, 10, share) for share in shares))
+    verifier = ChecksumVerifier()
+    check(verifier, 0, *(reported(MATRIX, 10, share) for share in shares))
     with pytest.raises(RuntimeError, match="weights 1"):
-        check(held, 1, *(told(MATRIX, 11, share) for share in shares))
+        check(verifier, 1, *(reported(MATRIX, 11, share) for share in shares))
 
 
 def test_ranks_that_share_some_heads_must_change_with_what_is_sent() -> None:
-    held = HeldWeights()
-    check(held, 0, told(MATRIX, 10, 7), told(MATRIX, 10, 8))
-    check(held, 1, told(MATRIX, 12, 8), told(MATRIX, 12, 9))
+    verifier = ChecksumVerifier()
+    check(verifier, 0, reported(MATRIX, 10, 7), reported(MATRIX, 10, 8))
+    check(verifier, 1, reported(MATRIX, 12, 8), reported(MATRIX, 12, 9))
     with pytest.raises(RuntimeError, match="weights 2"):
-        check(held, 2, told(MATRIX, 13, 8), told(MATRIX, 13, 9))
+        check(verifier, 2, reported(MATRIX, 13, 8), reported(MATRIX, 13, 9))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from easyrl import devices
-from easyrl.model.linear import OneDNNLinear, speed_up_linear_layers
+from easyrl.model.cpu_layers import OneDNNLinear, speed_up_linear_layers
 from easyrl.model.policy import Policy
 
 pytestmark = pytest.mark.skipif(

@@ -1,468 +1,322 @@
-"""The live view: its picture fits and tells the truth, and the terminal is left as it was."""
+"""The live view: what it shows, that it fits, and that the terminal is restored after any end."""
 
 from __future__ import annotations
 
-import io
-import math
-import re
-import shlex
+import dataclasses
+import os
 import signal
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rich.cells import cell_len
 from rich.console import Console
 
-from easyrl import records
+from easyrl import events
 from easyrl.config import load_config
-from easyrl.events import Activity, Span, SpanKind, UnderWay
-from easyrl.observe.curve import curve
-from easyrl.observe.guard import Guard
-from easyrl.observe.live_view import LiveView, render
-from easyrl.observe.observers import make_observers
-from easyrl.observe.plain_lines import PlainLines
-from easyrl.observe.run_state import RunState
-from easyrl.records import Record
-from runs import SMALL, command
+from easyrl.events import Activity, Event, FromWorker, GroupScored, Note, Sample, Span, UnderWay
+from easyrl.observe.observers import Guard
+from easyrl.observe.state import RunState
+from easyrl.observe.view import render
+from runs import SMALL
 from terminals import Terminal, after_the_view, shell
 
-SIZES = [(40, 15), (80, 24), (120, 40), (200, 60), (20, 5), (1, 1)]
+METRICS = {
+    "iteration": 0,
+    "reward": 0.25,
+    "perf/iteration_seconds": 10.0,
+    "perf/tokens_per_second": 1200.0,
+    "perf/infer_seconds": 8.0,
+    "perf/train_seconds": 5.0,
+    "perf/weights_seconds": 1.0,
+}
+HOSTILE = "[red]no markup[/red] \x1b[2J\x07 \u202ereversed 日本"
 
 
-def metrics(iteration: int, reward: float = 0.5, seconds: float = 2.0) -> dict[str, float]:
-    return {
-        "iteration": iteration,
-        "reward": reward,
-        "perf/iteration_seconds": seconds,
-        "perf/tokens_per_second": 1000.0,
-        "perf/infer_seconds": 1.5,
-        "perf/train_seconds": 1.0,
-        "perf/weights_seconds": 0.0,
-    }
+def run_started(num_rollout: int = 1, **more: Any) -> events.RunStarted:
+    config = load_config(None, {"train.iterations": 4, "train.prompts_per_iteration": 8})
+    names = [*(f"rollout-{n}" for n in range(num_rollout)), "train-0"]
+    devices = dict.fromkeys(names, "cpu")
+    return events.RunStarted(100.0, Path("run"), config, devices, "two workers", **more)
 
 
-def run_state(*told: Record, num_rollout: int = 1, ready: bool = True) -> RunState:
-    """The state of a run of 10 iterations that began at 0, after these records."""
+def scored(index: int, **more: Any) -> FromWorker:
+    sample = Sample(f"completion {index} {HOSTILE}", 1.0, 0.0, {})
+    group = GroupScored(
+        1, index, index, [1.0, 0.0], [], [5, 5], 0, 1.0, prompt="2+3=", samples=[sample]
+    )
+    return FromWorker("rollout-0", 121.0, dataclasses.replace(group, **more))
+
+
+def worked(worker: str, *spans: Span, **more: Any) -> FromWorker:
+    return FromWorker(worker, 0.0, Activity(spans, **{"num_tokens": 0, "num_groups": 0, **more}))
+
+
+def state_after(*more: Event, num_rollout: int = 1) -> RunState:
+    """A run in its second iteration."""
     state = RunState()
-    workers = [*(f"rollout-{number}" for number in range(num_rollout)), "train-0"]
-    config = load_config(None, {"train.iterations": 10})
-    devices = dict.fromkeys(workers, "cpu")
-    state.apply(records.RunStarted(0.0, Path("runs/x"), config, devices, 16, "placed so"))
-    for worker in workers if ready else ():
-        state.apply(records.WorkerReady(5.0, worker))
-    for record in told:
-        state.apply(record)
+    for event in (
+        run_started(num_rollout),
+        FromWorker("rollout-0", 102.0, events.Ready()),
+        FromWorker("train-0", 103.0, events.Ready()),
+        events.EvaluationStarted(104.0, 0, 10),
+        events.Evaluated(106.0, 0, 0.125, 10),
+        events.IterationStarted(108.0, 0),
+        events.IterationFinished(118.0, METRICS),
+        events.IterationStarted(118.0, 1),
+        worked("rollout-0", Span("weights", 118.0, 118.1)),
+        worked("rollout-0", Span("generate", 118.2, 121.0), num_tokens=2800),
+        worked("train-0", Span("wait", 118.0, 120.0), Span("train", 120.0, 121.0), num_groups=1),
+        scored(0),
+        scored(1),
+        *more,
+    ):
+        state.apply(event)
+    for worker in state.workers.values():
+        worker.phase = ""
     return state
 
 
-def active(worker: str, *spans: Span, tokens: int = 0, groups: int = 0) -> records.WorkerActive:
-    return records.WorkerActive(worker, Activity(spans, tokens, groups))
-
-
-def sampled(completion: str, prompt: str = "2+3=") -> records.Sampled:
-    return records.Sampled(
-        {"iteration": 0, "prompt": prompt, "completion": completion, "reward": 1.0}
+def picture(state: RunState, now: float = 121.4, width: int = 80, height: int = 24) -> str:
+    console = Console(width=width, height=height, color_system=None, force_terminal=False)
+    lines = console.render_lines(
+        render(state, now, width, height), console.options.update(width=width, height=height)
     )
-
-
-def shown(state: RunState, now: float, width: int = 80, height: int = 24) -> list[str]:
-    """The picture's lines as a terminal without colours shows them."""
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=True)
-    with console.capture() as captured:
-        console.print(render(state, now, width, height), end="")
-    assert "\x1b[3" not in re.sub(r"\x1b\[[012]m", "", captured.get()), "a colour"
-    return re.sub(r"\x1b\[[0-9;]*m", "", captured.get()).split("\n")[:-1]
-
-
-def lane_of(lines: list[str], worker: str) -> str:
-    return next(line for line in lines if line.startswith(worker))
-
-
-# -- it fits -------------------------------------------------------------------------------------
-
-HARD_TEXTS = {
-    "long": "word " * 50_000,
-    "wide": "漢字かな交じり文" * 300,
-    "markup": "[red]not red[/red] [/] [bold",
-    "escapes": "\x1b[2J\x1b]0;title\x07\x1b[31mred\r\n\x9b31m\x00\u202eback\ttab",
-    "empty": "",
-    "lines": "\n" * 500,
-    "emoji": "👩‍👩‍👧‍👦👍🏽e\u0301" * 100,
-}
-
-
-def busy_states() -> dict[str, RunState]:
-    spans = [Span("generate", 60 + n, 60.8 + n) for n in range(40)]
-    begun: list[Record] = [
-        records.Evaluated(8.0, 0, 0.4, 512),
-        *(records.IterationFinished(10.0 + n, metrics(n, 0.1 * n)) for n in range(5)),
-        records.IterationStarted(20.0, 5),
-        active("rollout-0", *spans, tokens=10_000),
-    ]
-    return {
-        "nothing": RunState(),
-        "starting": run_state(ready=False),
-        "ready": run_state(),
-        "evaluating": run_state(records.EvaluationStarted(6.0, 0, 512)),
-        "many workers": run_state(*begun, num_rollout=8),
-        "very many workers": run_state(*begun, num_rollout=64),
-        "not finite": run_state(records.IterationFinished(9.0, metrics(0, math.nan))),
-        "saving": run_state(*begun, records.SavingModel(90.0, Path("x"))),
-        "failed": run_state(*begun, records.RunEnded(1, "rollout-0 failed: …")),
-        **{name: run_state(*begun, sampled(text, text)) for name, text in HARD_TEXTS.items()},
-    }
-
-
-@pytest.mark.parametrize(("width", "height"), SIZES)
-@pytest.mark.parametrize("name", busy_states())
-def test_the_picture_fits_the_terminal(name: str, width: int, height: int) -> None:
-    lines = shown(busy_states()[name], 100.0, width, height)
     assert len(lines) <= height
-    assert all(cell_len(line) <= width for line in lines), lines
-    assert all(line.isprintable() for line in lines), lines
+    for line in lines:
+        assert sum(segment.cell_length for segment in line) <= width
+    return "\n".join("".join(segment.text for segment in line) for line in lines)
 
 
-def test_a_completion_is_shown_as_it_is_written() -> None:
-    lines = shown(run_state(sampled("[red]5[/red]\x1b[2J")), 9.0)
-    assert any(line.startswith("[red]5[/red]\N{REPLACEMENT CHARACTER}[2J") for line in lines)
+def test_shows_progress_rates_workers_reward_and_completion() -> None:
+    shown = picture(state_after())
+    assert "iteration 2/4  groups 2/8" in shown
+    assert "ETA 0:27" in shown  # 3 of 10 s each, 3.4 s of the first gone
+    assert "overlap 80%" in shown  # 8 + 5 + 1 - 10 of the shorter, 5
+    assert "generated 560" in shown  # 2800 tokens in the last 5 s
+    assert "per device 600" in shown
+    assert "reward 0.250" in shown and "held-out accuracy 0.125" in shown
+    rewards = [{**METRICS, "reward": number / 100} for number in range(200)]
+    many = events.RunResumed(rewards, [(0, 0.1)])
+    assert "▁▁" in picture(state_after(many)) and "██" in picture(state_after(many))
+    assert "completion 1" in shown and "2+3=" in shown
 
 
-def test_of_a_long_completion_beginning_and_end_are_shown() -> None:
-    numbers = "\n".join(f"line {number}" for number in range(1000))
-    lines = [line.rstrip() for line in shown(run_state(sampled(numbers)), 9.0)]
-    assert "line 0" in lines and "line 999" in lines
-
-
-def test_a_tall_terminal_shows_older_completions_below_the_newest() -> None:
-    state = run_state(*(sampled(f"number {number}") for number in range(20)))
-    lines = [line.rstrip() for line in shown(state, 9.0, height=24)]
-    assert lines.index("number 19") < lines.index("number 18")
-    assert not any("number 18" in line for line in shown(state, 9.0, height=15))
-
-
-# -- it tells the truth --------------------------------------------------------------------------
-
-
-def test_lanes_show_that_generation_and_training_overlap() -> None:
-    state = run_state(
-        active("rollout-0", Span("weights", 58, 58.01), Span("generate", 58.01, 59.5)),
-        active("train-0", Span("wait", 58, 58.5), Span("train", 58.5, 60)),
+def test_shows_what_each_worker_did_and_does() -> None:
+    state = state_after(
+        worked("rollout-0", under_way=UnderWay("score", 121.0)),
+        worked("train-0", under_way=UnderWay("wait", 121.0)),
     )
-    lines = shown(state, 60.4)  # lanes end 0.4 s before now
-    generating, training = lane_of(lines, "rollout-0"), lane_of(lines, "train-0")
-    both = [n for n in range(len(generating)) if generating[n] == "█" and training[n] == "▓"]
-    only_generating = [n for n in range(70) if generating[n] == "█" and training[n] == "·"]
-    slice_ = 0.05  # seconds, at this width
-    assert len(both) == pytest.approx(1.0 / slice_, abs=1)
-    assert len(only_generating) == pytest.approx(0.5 / slice_, abs=1)
-    assert max(only_generating) < min(both)
-    assert generating.count("W") == 1
+    rollout, train = (
+        line
+        for line in picture(state, now=124.4).splitlines()
+        if line.startswith(("roll", "train"))
+    )
+    lane = rollout.split("cpu ")[1]
+    assert lane.index("W") < lane.index("█") < lane.index("▪")
+    assert rollout.split()[-2] == "14%"  # 2.8 of 20 s
+    lane = train.split("cpu ")[1]
+    assert lane.index("·") < lane.index("▓") < lane.rindex("·")
 
 
-def test_every_kind_of_work_has_a_character_of_its_own() -> None:
-    kinds: tuple[SpanKind, ...] = ("prefill", "generate", "train", "weights", "wait")
-    characters = set()
-    for kind in kinds:
-        state = run_state(active("rollout-0", Span(kind, 50, 60)))
-        characters |= {lane_of(shown(state, 60.4), "rollout-0")[40]}
-    state = run_state(active("rollout-0", Span("wait", 50, 60), Span("score", 50, 60)))
-    characters |= {lane_of(shown(state, 60.4), "rollout-0")[40]}
-    assert len(characters) == 6
+def test_shows_the_steps_of_the_start_and_the_placement() -> None:
+    state = RunState()
+    for event in (
+        run_started(),
+        FromWorker("rollout-0", 101.0, events.Starting("loading the model")),
+        FromWorker("train-0", 104.0, events.Ready()),
+    ):
+        state.apply(event)
+    shown = picture(state, now=105.0)
+    assert "loading the model, 4.0 s" in shown and "ready" in shown and "two workers" in shown
 
 
-def test_what_no_worker_has_told_is_blank_and_not_idle() -> None:
-    state = run_state(active("rollout-0", Span("generate", 58, 59)))
-    line = lane_of(shown(state, 60.0), "rollout-0 cpu")[14:70]
-    assert "·" not in line and line.count("█") == 20
+def test_shows_what_goes_wrong() -> None:
+    losses = {"groups_skipped": 2, "reward_errors": 3, "num_updates_not_finite": 1.0}
+    state = state_after(
+        events.IterationFinished(128.0, {**METRICS, **losses, "reward": None}),
+        events.NoEvents(200.0, "no events for 60 s: train-0 wait"),
+        Note(f"careful {HOSTILE}"),
+        events.NoEvents(201.0, "no events for 61 s"),
+    )
+    shown = picture(state)
+    for text in ("2 groups skipped", "3 reward calls failed", "1 update dropped", "for 61 s"):
+        assert text in shown
+    assert "careful" in shown and "\x1b" not in shown and "\u202e" not in shown
+    assert "[red]no markup[/red]" in picture(state_after())
+    # Rejected groups are not counted, but their errors are shown.
+    state = state_after(scored(2, is_rejected=True, errors=["reward f failed"]))
+    assert (state.num_groups, state.note) == (2, "reward f failed")
+
+
+@pytest.mark.parametrize("width", [1, 10, 40, 59, 80, 300])
+@pytest.mark.parametrize("height", [1, 2, 5, 10, 24, 100])
+@pytest.mark.parametrize("num_rollout", [1, 40])
+def test_fits_into_any_terminal(width: int, height: int, num_rollout: int) -> None:
+    state = state_after(num_rollout=num_rollout)
+    shown = picture(state, width=width, height=height)
+    if height >= 24 and width >= 40:
+        assert "train-0" in shown and "iteration 2/4" in shown
+    state.apply(events.RunEnded(1, "no more memory"))
+    picture(state, width=width, height=height)
 
 
 @pytest.mark.parametrize(
-    ("kind", "character"), [("train", "▓"), ("wait", "·"), ("score", "▪"), ("weights", "W")]
+    ("event", "text"),
+    [
+        (events.EvaluationStarted(122.0, 2, 10), "after iteration 1 0/10"),
+        (events.SavingModel(122.0, Path("model")), "saving the model, 2.0 s"),
+        (events.Stopping(122.0, "SIGTERM: saving"), "SIGTERM: saving"),
+        (events.RoundStarted(122.0, 1, 2, 3), "round 2"),
+        (events.RunEnded(0, ""), "finished after 1/4 iterations"),
+        (events.RunEnded(1, "killed"), "ended after 1/4 iterations"),
+    ],
 )
-def test_what_is_under_way_is_drawn_until_now(kind: SpanKind, character: str) -> None:
-    begun = records.WorkerActive(
-        "rollout-0", Activity((Span("generate", 50, 51),), 0, 0, UnderWay(kind, 51.0))
-    )
-    state = run_state(begun)
-    line = lane_of(shown(state, 60.4), "rollout-0 cpu")[14:70]
-    assert set(line) == {character}
-    assert (character in lane_of(shown(state, 60.4), "  rewards")) == (kind == "score")
-    shown(state, 51.1)  # before the lag is over
-    state.apply(active("rollout-0", Span("generate", 60, 61)))  # it has ended: its span was lost
-    assert "█" in lane_of(shown(state, 61.4), "rollout-0 cpu")
+def test_shows_what_the_run_does(event: Event, text: str) -> None:
+    assert text in picture(state_after(event), now=124.0)
 
 
-def test_a_long_silence_is_told_until_somebody_speaks() -> None:
-    state = run_state(records.Quiet(60.0, "no worker has told"), records.Quiet(61.0, ""))
-    assert any("no worker has told" in line for line in shown(state, 62.0))
-    state.apply(active("train-0", Span("train", 61, 62)))
-    assert not any("no worker has told" in line for line in shown(state, 62.5))
+def test_resumed_run_shows_its_earlier_iterations() -> None:
+    state = RunState()
+    for event in (
+        run_started(num_iterations=2),
+        events.RunResumed([METRICS, {**METRICS, "reward": 0.75}], [(0, 0.1), (2, 0.9)]),
+        FromWorker("rollout-0", 1.0, events.Ready()),
+        FromWorker("train-0", 1.0, events.Ready()),
+    ):
+        state.apply(event)
+    shown = picture(state)
+    assert "iteration 3/4" in shown and "reward 0.750" in shown and "0.100 -> 0.900" in shown
 
 
-def test_time_left_is_that_of_the_iterations_left() -> None:
-    state = run_state(
-        records.IterationStarted(10.0, 0),
-        records.IterationFinished(14.0, metrics(0, seconds=4.0)),
-        records.IterationStarted(14.0, 1),
-        records.IterationFinished(16.0, metrics(1, seconds=2.0)),
-        records.IterationStarted(16.0, 2),
-    )
-    assert state.seconds_left(17.0) == pytest.approx(8 * 3.0 - 1.0)
-    assert state.seconds_left(100.0) == pytest.approx(7 * 3.0)  # late, but the others are to come
-    assert "ETA 0:23" in shown(state, 17.0)[1]
-    assert "iteration 3/10" in shown(state, 17.0)[1]
-    assert run_state().seconds_left(9.0) is None
+# Observers that fail.
 
 
-def test_tokens_per_second_are_those_of_the_last_seconds() -> None:
-    state = run_state(
-        active("rollout-0", Span("generate", 0, 50), tokens=10**6),
-        active("rollout-0", Span("generate", 50, 60), tokens=3000),
-        active("rollout-1", Span("generate", 50, 60), tokens=1000),
-        active("train-0", Span("train", 58, 60), tokens=500),
-        num_rollout=2,
-    )
-    assert state.tokens_generated_per_second(60.0) == pytest.approx(400)
-    assert state.tokens_trained_per_second(60.0) == pytest.approx(100)
-    assert state.tokens_generated_per_second(70.0) == 0
-    assert "generated 400" in shown(state, 60.4)[2]
+class Fails:
+    def __init__(self, at: type) -> None:
+        self.at = at
+        self.is_closed = False
+
+    def __call__(self, event: Event) -> Note | None:
+        if isinstance(event, self.at):
+            raise KeyError("a bug")
+        return None
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
-def test_the_ring_holds_what_arrived_and_was_not_taken() -> None:
-    arrived = [records.GroupArrived(50.0, 0, n, 0.5, 100) for n in range(5)]
-    state = run_state(*arrived, active("train-0", Span("train", 50, 51), groups=3))
-    assert state.num_in_ring == 2
-    assert any(line.startswith("ring") and "2 of 16" in line for line in shown(state, 60.0))
+def test_observer_that_fails_is_replaced_with_one_note() -> None:
+    received: list[Event] = []
+    observer = Fails(events.FirstRollout)
+    guard = Guard(observer, fallback=received.append)  # type: ignore[arg-type]
+    run, first, second = run_started(), events.FirstRollout(1.0), events.IterationStarted(2.0, 0)
+    assert guard(run) is None
+    note = guard(first)
+    assert note is not None and "KeyError: 'a bug'" in note.text and observer.is_closed
+    assert guard(second) is None
+    assert received == [run, first, second]
+    with pytest.raises(KeyError):  # before the run has started, the failure is the run's
+        Guard(Fails(events.RunStarted))(run)
 
 
-def test_fresh_prompts_are_told_while_and_after_they_take_the_place_of_groups() -> None:
-    started = (records.IterationStarted(1.0, 0), records.GroupArrived(2.0, 0, 0, 0.5, 100))
-    state = run_state(*started, records.RoundStarted(3.0, 0, 2, 15))
-    assert "groups 1/16, round 2" in shown(state, 4.0)[1]
-    left = {**metrics(0), "groups_not_replaced": 3}
-    state = run_state(
-        *started, records.IterationFinished(5.0, left), records.IterationStarted(5, 1)
-    )
-    lines = shown(state, 6.0)
-    assert "round" not in lines[1]
-    assert any("3 groups without an advantage, no round left" in line for line in lines)
+def test_end_of_the_run_and_notes_reach_every_observer() -> None:
+    received: list[Event] = []
+    end, note = events.RunEnded(1, ""), Note("half of it is lost")
+    with pytest.raises(KeyError):
+        events.combine_observers([Fails(events.RunEnded), received.append])(end)  # type: ignore[list-item]
+    assert received == [end]
+    received.clear()
+
+    def add_note(event: Event) -> Note | None:
+        return note if isinstance(event, events.RunEnded) else None
+
+    events.combine_observers([received.append, add_note, received.append])(end)  # type: ignore[list-item]
+    assert received == [end, end, note, note]
 
 
-def test_start_up_says_what_each_worker_does_and_for_how_long() -> None:
-    state = run_state(
-        records.WorkerStarting(1.0, "rollout-0", "importing torch"),
-        records.WorkerStarting(4.0, "rollout-0", "loading the model"),
-        records.WorkerStarting(2.0, "train-0", "importing torch"),
-        records.WorkerReady(4.5, "train-0"),
-        ready=False,
-    )
-    lines = shown(state, 5.2)
-    assert "loading the model, 1.2 s" in lane_of(lines, "rollout-0")
-    assert "importing torch 3.0 s" in lane_of(lines, "rollout-0")
-    assert "ready after 4.5 s" in lane_of(lines, "train-0")
-
-
-def test_held_out_accuracy_and_its_progress_are_shown() -> None:
-    asked = (records.EvaluationStarted(6.0, 0, 512), records.PromptsEvaluated(7.0, 0, 128))
-    assert "before training 128/512" in shown(run_state(*asked), 7.0)[1]
-    state = run_state(*asked, records.Evaluated(8.0, 0, 0.25, 512))
-    assert any("held-out accuracy 0.250" in line for line in shown(state, 9.0))
-
-
-def test_an_evaluation_on_the_way_stands_behind_its_iteration() -> None:
-    """In the curve too, although the iteration's reward is told after it."""
-    asked = records.EvaluationStarted(6.0, 4, 512)
-    assert "after iteration 3 0/512" in shown(run_state(asked), 7.0)[1]
-    state = run_state(asked, records.Evaluated(8.0, 4, 0.25, 512, 0.02, num_iterations=3))
-    assert state.accuracies == [(3, 0.25)]
-
-
-def test_a_curve_rises_with_its_values() -> None:
-    def heights(values: list[float]) -> list[int]:
-        lines = curve(values, [], num_planned=len(values), width=len(values) + 5, height=4)
-        texts = ["".join(segment.text for segment in line) for line in lines]
-        columns = zip(*(text[-len(values) :] for text in texts), strict=True)
-        return [sum(" ▁▂▃▄▅▆▇█".index(character) for character in column) for column in columns]
-
-    assert heights([0.10, 0.20, 0.30, 0.40, 0.50]) == [1, 8, 16, 24, 32]
-    assert heights([0.10, math.nan, 0.50])[1] == 0
-
-
-def test_a_curve_over_more_iterations_than_columns_is_of_means() -> None:
-    values = [0.0] * 5000 + [1.0] * 5000
-    (line,) = curve(values, [], num_planned=10_000, width=102, height=1)
-    text = "".join(segment.text for segment in line)
-    assert len(text) <= 102
-    assert abs(text.count("▁") - text.count("█")) <= 1
-
-
-# -- it leaves the terminal as it was ------------------------------------------------------------
+# Real terminals.
 
 
 def grpo(folder: Path, *words: str) -> tuple[str, ...]:
-    return tuple(command("--output", str(folder), *SMALL, *words))
+    return (sys.executable, "-m", "easyrl", "grpo", "--output", str(folder), *SMALL, *words)
 
 
-def test_a_shorter_picture_leaves_nothing_of_a_longer_one() -> None:
-    program = (
-        "import os; from pathlib import Path; from easyrl.observe.screen import Screen\n"
-        "screen = Screen(Path(os.devnull))\n"
-        "screen.draw('one\\ntwo\\nthree', (20, 3)); screen.draw('four', (20, 3))\n"
-    )
-    terminal = Terminal(*command()[:1], "-c", program)
-    assert terminal.end() == 0
-    second = terminal.output.split("\x1b[?2026h")[2]
-    assert second.count(" " * 20) == 2  # the second and third line
-
-
-@pytest.mark.parametrize(("no_color", "num_colours"), [("", 1), ("1", 0)])
-def test_no_color_is_respected(no_color: str, num_colours: int) -> None:
-    program = (
-        "import os; from pathlib import Path; from easyrl.observe.screen import Screen\n"
-        "from rich.text import Text\n"
-        "Screen(Path(os.devnull)).draw(Text('green', style='green'), (20, 3))\n"
-    )
-    terminal = Terminal(*command()[:1], "-c", program, NO_COLOR=no_color)
-    assert terminal.end() == 0
-    assert terminal.output.count("\x1b[32m") == num_colours
-
-
-def test_a_finished_run_leaves_its_table_on_a_sane_terminal(tmp_path: Path) -> None:
-    terminal = Terminal(*grpo(tmp_path / "run", "--iterations", "3"))
+def test_terminal_is_restored_after_a_finished_run(tmp_path: Path) -> None:
+    terminal = Terminal(*grpo(tmp_path / "run", "--iterations", "2"))
     assert terminal.end() == 0
     after = after_the_view(terminal.output)
-    assert "finished after 3/3 iterations" in after
-    assert "held-out accuracy" in after and "groups" in after and "what to type next" in after
-    assert terminal.output.startswith("checking the model")
-    assert "loading the model" in terminal.output
-
-
-@pytest.mark.long  # as it does after Ctrl-Z, below
-def test_ctrl_c_leaves_a_sane_terminal(tmp_path: Path) -> None:
-    terminal = Terminal(*grpo(tmp_path / "run", "--iterations", "100000"))
-    terminal.read_until("overlap")  # of an iteration that is done
-    terminal.process.send_signal(signal.SIGINT)
-    assert terminal.end() == 130
-    assert "stopped by SIGINT" in after_the_view(terminal.output)
+    assert "finished after 2/2 iterations" in after and "next commands" in after
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_torch_is_imported_leaves_a_sane_terminal(
-    tmp_path: Path, signum: signal.Signals
-) -> None:
-    terminal = Terminal(*grpo(tmp_path / "run"))
-    terminal.read_until("starting the process")
-    terminal.process.send_signal(signum)
-    assert terminal.end() == 128 + signum
-    after = after_the_view(terminal.output)
-    assert f"stopped by {signum.name}" in after and "Traceback" not in after
-
-
-def test_ctrl_z_gives_the_terminal_back_and_fg_takes_it_again(tmp_path: Path) -> None:
-    terminal = shell()
-    terminal.type(f"{shlex.join(grpo(tmp_path / 'run', '--iterations', '100000'))}\n")
-    for _ in range(2):
-        terminal.read_until("ETA")
-        terminal.type("\x1a")
-        terminal.read_until("Stopped")
-        after_the_view(terminal.output)
-        terminal.output = ""
-        terminal.type("echo b''ack\n")
-        assert "\x1b[?1049h" not in terminal.read_until("back\r\n")
-        terminal.type("fg\n")
+def test_terminal_is_restored_after_a_signal(tmp_path: Path, signum: signal.Signals) -> None:
+    terminal = Terminal(*grpo(tmp_path / "run", "--iterations", "100000"))
     terminal.read_until("ETA")
-    terminal.type("\x03")
-    terminal.read_until("stopped by SIGINT")
-    after_the_view(terminal.output)
-    terminal.type("exit $?\n")
-    assert terminal.end() == 130
+    os.kill(terminal.process.pid, signum)
+    assert terminal.end() == 128 + signum
+    assert f"stopped by {signum.name}" in after_the_view(terminal.output)
 
 
-@pytest.mark.long
-def test_in_the_background_nothing_is_drawn(tmp_path: Path) -> None:
-    terminal = shell()
-    terminal.type(f"{shlex.join(grpo(tmp_path / 'run', '--iterations', '3'))} & wait; exit\n")
-    terminal.end()
-    assert "iteration 3/3" in terminal.output and "\x1b[?1049h" not in terminal.output
-    terminal = shell()
-    terminal.type(f"{shlex.join(grpo(tmp_path / 'again', '--iterations', '100000'))}\n")
+def test_terminal_is_restored_after_an_error(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def score(completions, **rest):\n    raise SystemExit(3)\n"
+    )
+    reward = f"reward.functions=[{tmp_path / 'reward.py'}:score]"
+    terminal = Terminal(*grpo(tmp_path / "run", "--iterations", "2", reward))
+    assert terminal.end() != 0
+    assert "easyrl: " in after_the_view(terminal.output)
+
+
+def test_other_output_does_not_disturb_the_view(tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(
+        "import os, sys\n"
+        "from easyrl.cli import app\n"
+        "from easyrl import events\n"
+        "from easyrl.observe import view\n"
+        "apply = view.RunState.apply\n"
+        "def noisy(state, event):\n"
+        "    apply(state, event)\n"
+        "    if isinstance(event, events.IterationStarted):\n"
+        "        print('from Python'); os.write(2, b'from C')\n"
+        "view.RunState.apply = noisy\n"
+        "if __name__ == '__main__':\n"
+        "    app()\n"
+    )
+    folder = tmp_path / "run"
+    words = grpo(folder, "--iterations", "1")[3:]
+    terminal = Terminal(sys.executable, str(tmp_path / "noisy.py"), *words)
+    assert terminal.end() == 0
+    log = (folder / "logs" / "controller.log").read_text()
+    for text in ("from Python", "from C"):
+        assert text in log and text not in terminal.output
+
+
+def test_ctrl_z_gives_the_terminal_back_until_fg(tmp_path: Path) -> None:
+    terminal = shell(PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    command = " ".join(grpo(tmp_path / "run", "--iterations", "100000"))
+    terminal.type(f"{command}; echo ended=$?\n")
     terminal.read_until("ETA")
     terminal.type("\x1a")
     terminal.read_until("Stopped")
-    terminal.output = ""
-    terminal.type("bg; sleep 2; echo d''one; kill -INT %1; wait %1; exit $?\n")
-    assert "\x1b[?1049h" not in terminal.read_until("done\r\n")
-    assert terminal.end() == 130
+    assert terminal.output.rindex("\x1b[?1049l") < terminal.output.rindex("Stopped")
+    num_frames = terminal.output.count("ETA")
+    terminal.type("fg\n")
+    deadline = time.monotonic() + 30
+    while terminal.output.count("ETA") == num_frames and time.monotonic() < deadline:
+        terminal.output += os.read(terminal._primary, 65536).decode(errors="replace")
+    terminal.type("\x03")
+    terminal.read_until("ended=")
+    terminal.type("exit\n")
+    terminal.end()
+    assert terminal.output.count("\x1b[?1049h") == terminal.output.count("\x1b[?1049l") == 2
 
 
-@pytest.mark.long  # its line is in test_clean_ends, its terminal in what follows
-def test_a_failed_run_says_why_on_a_sane_terminal(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text(
-        "def score(prompts, completions, **columns):\n    raise KeyError('no such thing')\n"
-    )
-    terminal = Terminal(*grpo(tmp_path / "run", "--reward", f"{tmp_path}/bad.py:score"))
-    assert terminal.end() == 1
-    assert "KeyError: 'no such thing'" in after_the_view(terminal.output)
-
-
-STRAY = """
-import os, sys, warnings
-from pathlib import Path
-from easyrl import records
-from easyrl.config import Config
-from easyrl.observe.live_view import LiveView
-folder = Path(sys.argv[1])
-(folder / "logs").mkdir()
-view = LiveView()
-view(records.RunStarted(0.0, folder, Config(), {"rollout-0": "cpu", "train-0": "cpu"}, 16, ""))
-print("stray line"); warnings.warn("stray warning"); os.write(1, b"from C\\n"); sys.stdout.flush()
-os.system("echo from a child")
-END
-"""
-
-
-def test_nothing_prints_over_the_view(tmp_path: Path) -> None:
-    end = 'view(records.RunEnded(1, "that was it"))'
-    terminal = Terminal(*command()[:1], "-c", STRAY.replace("END", end), str(tmp_path))
+@pytest.mark.parametrize("how", ["--no-live", "TERM"])
+def test_plain_lines_without_a_live_view(tmp_path: Path, how: str) -> None:
+    environment = {"TERM": "dumb"} if how == "TERM" else {}
+    words = grpo(tmp_path / "run", "--iterations", "1", *(["--no-live"] if how != "TERM" else []))
+    terminal = Terminal(*words, **environment)
     assert terminal.end() == 0
-    assert "stray" not in terminal.output and "from" not in after_the_view(terminal.output)
-    log = (tmp_path / "logs" / "controller.log").read_text()
-    assert all(text in log for text in ("stray line", "stray warning", "from C", "from a child"))
-    assert "that was it" in after_the_view(terminal.output)
-
-
-def test_a_program_that_forgets_the_end_leaves_a_sane_terminal(tmp_path: Path) -> None:
-    terminal = Terminal(*command()[:1], "-c", STRAY.replace("END", ""), str(tmp_path))
-    assert terminal.end() == 0
-    after_the_view(terminal.output)
-
-
-def test_no_live_and_a_dumb_terminal_mean_plain_lines(tmp_path: Path) -> None:
-    program = (
-        "from easyrl.config import Config; from easyrl.observe.observers import make_observers\n"
-        "import os\n"
-        "name = lambda **o: type(make_observers(Config(), **o)[-1].observer).__name__\n"
-        "print(name(live=True), name(live=False))\n"
-        "os.environ['TERM'] = 'dumb'\n"
-        "print(name())\n"
-    )
-    terminal = Terminal(*command()[:1], "-c", program)
-    assert terminal.end() == 0
-    assert terminal.output.split() == ["LiveView", "PlainLines", "PlainLines"]
-    guard = make_observers(load_config())[-1]  # pytest has no terminal
-    assert isinstance(guard, Guard) and isinstance(guard.observer, PlainLines)
-
-
-def test_the_end_of_a_run_reaches_the_view_whatever_another_observer_does() -> None:
-    told: list[Record] = []
-
-    def raises(record: Record) -> None:
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        records.tell_all([raises, told.append])(records.RunEnded(1, ""))
-    assert told == [records.RunEnded(1, "")]
-
-
-def test_a_view_that_was_never_started_can_be_closed() -> None:
-    LiveView().close()
+    assert "iteration 1/1  reward" in terminal.output and "\x1b[?1049h" not in terminal.output

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -101,6 +101,9 @@ def test_chunks_change_neither_numbers_nor_gradients(
     wanted = torch.randn(num_tokens, generator=generator)  # what the loss makes of each token
 
     expected = plain_logprobs(hidden @ weight.T, targets, temperature)
+    # If all targets are nearly certain, their gradient is the small difference 1 - p: float32
+    # rounding is then large relative to it, in any implementation.
+    assume(float(expected[0].detach().exp().min()) < 0.9)
     loss = (expected[0] * wanted).sum() + bonus * (expected[1] * wanted.flip(0)).sum()
     of_hidden, of_weight = torch.autograd.grad(loss, (hidden, weight))
 

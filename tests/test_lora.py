@@ -13,8 +13,8 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from easyrl.config import ConfigError, load_config
-from easyrl.config_lora import LoraConfig
-from easyrl.hub import resolve_model
+from easyrl.config.model import LoraConfig
+from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
 from easyrl.model.lora import Adapter, BaseWeights, check_lora
 from easyrl.model.policy import Policy
@@ -308,13 +308,13 @@ def test_a_weight_is_merged_when_its_turn_comes(tmp_path: Path) -> None:
     policy = adapted(saved("qwen2", tmp_path))
     weights = policy.weights(only_trained=True)
     for weight in weights:  # nothing is made yet: what is listed is the base's
-        assert weight.like.data_ptr() in {p.data_ptr() for p in policy.model.parameters()}
-    first = weights[0].make()
+        assert weight.reference.data_ptr() in {p.data_ptr() for p in policy.model.parameters()}
+    first = weights[0].materialize()
     with torch.no_grad():
         for parameter in policy.trained_parameters():
             parameter.zero_()
-    assert not torch.equal(first, weights[0].make())
-    assert torch.equal(weights[0].make(), weights[0].like)
+    assert not torch.equal(first, weights[0].materialize())
+    assert torch.equal(weights[0].materialize(), weights[0].reference)
 
 
 # -- which layers ---------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def error_of(kind: str, *targets: str, **changes: Any) -> str:
     return str(caught.value)
 
 
-QWEN = "accepted: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+QWEN = "use down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 
 
 def test_layers_that_cannot_be_adapted_are_named_with_those_that_can() -> None:
@@ -336,19 +336,19 @@ def test_layers_that_cannot_be_adapted_are_named_with_those_that_can() -> None:
     message = error_of("qwen2", "q_proj", "query")
     assert message == f"{start}m has no module 'query'; {QWEN}"
     message = error_of("qwen2", "embed_tokens")
-    told = "'embed_tokens': model.embed_tokens of m is no linear layer (Embedding)"
+    told = "'embed_tokens': model.embed_tokens of m is not a linear layer (Embedding)"
     assert message == f"{start}{told}; {QWEN}"
     message = error_of("qwen2", "input_layernorm")
-    assert "model.layers.0.input_layernorm of m is no linear layer (Qwen2RMSNorm)" in message
+    assert "model.layers.0.input_layernorm of m is not a linear layer (Qwen2RMSNorm)" in message
     assert "shares its weight with the embedding" in error_of("qwen3", "lm_head")
 
 
 def test_experts_in_one_tensor_are_left_out_and_said_to_be() -> None:
-    accepted = "accepted: k_proj, o_proj, q_proj, v_proj"
+    accepted = "use k_proj, o_proj, q_proj, v_proj"
     assert error_of("qwen3_moe", "experts").endswith(accepted)
-    assert "is no linear layer (Qwen3MoeTopKRouter)" in error_of("qwen3_moe", "gate")
+    assert "is not a linear layer (Qwen3MoeTopKRouter)" in error_of("qwen3_moe", "gate")
     message = error_of("deepseek_v3", "up_proj")  # of layers without experts
-    assert "layers.0.mlp.up_proj of m is to peft a part of experts" in message
+    assert "layers.0.mlp.up_proj of m is treated by peft as part of fused experts" in message
 
 
 def test_what_peft_refuses_is_told() -> None:
@@ -379,7 +379,7 @@ def test_preflight_counts_what_the_trainer_will_train() -> None:
     expected = sum(parameter.numel() for parameter in policy.trained_parameters())
     assert check_lora(LORA, "tiny", config) == expected
     names = {name.rpartition(".")[2] for name in _layers(policy.adapter)}
-    assert names == set(QWEN.removeprefix("accepted: ").split(", "))
+    assert names == set(QWEN.removeprefix("use ").split(", "))
 
 
 def _layers(adapter: Adapter | None) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from easyrl.hub import resolve_model
+from easyrl.data.hub import resolve_model
 from easyrl.model.export import export_checkpoint
 from runs import SMALL, complaints, finish, lines_of, summary_of, without_timing
 

@@ -29,7 +29,6 @@ PLAIN = LossSettings(
     importance_sampling_level="token",
     epsilon=0.2,
     epsilon_high=0.3,
-    delta=None,
     beta=0.0,
     entropy_coef=0.0,
     importance_sampling_correction="none",
@@ -117,24 +116,6 @@ def test_one_token(*, level, loss_type, ratio, advantage, loss, gradient, clippe
     assert metrics["tokens"] == 1
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient"),
-    [
-        (3.0, -1.0, 3.0, 3.0),  # under delta
-        (6.0, -1.0, 4.0, 0.0),  # bounded at delta: no gradient
-        (0.5, -1.0, 0.8, 0.0),  # clipped below as without it
-        (6.0, 1.0, -1.3, 0.0),  # where the advantage is positive the clip is lower
-        (1.2, 1.0, -1.2, -1.2),
-    ],
-)
-@pytest.mark.parametrize("loss_type", CLIPPED)
-def test_delta_bounds_the_ratio_where_the_advantage_is_negative(
-    loss_type, ratio, advantage, loss, gradient
-):
-    got, got_gradient, _ = loss_of([ratio], [advantage], loss_type=loss_type, delta=4.0)
-    assert got == pytest.approx(loss) and got_gradient == pytest.approx([gradient])
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("ratio", "advantage", "weight", "clipped_high"),
@@ -160,28 +141,27 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient(
 
 # -- what is averaged -----------------------------------------------------------------------------
 
-RAGGED = {"completion_of_token": [0, 0, 0, 1, 2, 2]}
 
-
-def test_grpo_averages_ragged_completions_over_their_own_tokens():
-    # First: (-1.0 - 1.2 - 0.9) / 3; second, of one token: +2; third: (-0.5 - 0.5) / 2.
-    loss, gradient, _ = loss_of(
-        [1.0, 1.2, 0.9, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, -2.0, 0.5, 0.5], layout=RAGGED
-    )
-    assert loss == pytest.approx(-3.1 / 3 + 2.0 - 0.5)
-    assert gradient == pytest.approx([-1 / 3, -1.2 / 3, -0.9 / 3, 2.0, -0.25, -0.25])
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo"])
-def test_the_token_sums_do_not_know_completions(loss_type):
+@pytest.mark.parametrize(
+    ("loss_type", "expected", "expected_gradient"),
+    [
+        # First: (-1.0 - 1.2 - 0.9) / 3; second, of one token: +2; third: (-0.5 - 0.5) / 2.
+        ("grpo", -3.1 / 3 + 2.0 - 0.5, [-1 / 3, -1.2 / 3, -0.9 / 3, 2.0, -0.25, -0.25]),
+        ("dapo", -3.1 + 2.0 - 1.0, [-1.0, -1.2, -0.9, 2.0, -0.5, -0.5]),
+        ("dr_grpo", -3.1 + 2.0 - 1.0, [-1.0, -1.2, -0.9, 2.0, -0.5, -0.5]),
+    ],
+)
+def test_grpo_averages_each_completion_and_others_sum_tokens(
+    loss_type, expected, expected_gradient
+):
     loss, gradient, _ = loss_of(
         [1.0, 1.2, 0.9, 1.0, 1.0, 1.0],
         [1.0, 1.0, 1.0, -2.0, 0.5, 0.5],
-        layout=RAGGED,
+        layout={"completion_of_token": [0, 0, 0, 1, 2, 2]},
         loss_type=loss_type,
     )
-    assert loss == pytest.approx(-3.1 + 2.0 - 1.0)
-    assert gradient == pytest.approx([-1.0, -1.2, -0.9, 2.0, -0.5, -0.5])
+    assert loss == pytest.approx(expected)
+    assert gradient == pytest.approx(expected_gradient)
 
 
 def test_cispo_sums_over_tokens():
@@ -197,18 +177,20 @@ def test_cispo_sums_over_tokens():
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "expected"), [("grpo", 6.0), ("dapo", 20.0), ("cispo", 20.0), ("dr_grpo", 48.0)]
+    ("loss_type", "num_tokens", "expected"),
+    [
+        ("grpo", 20, 6.0),
+        ("dapo", 20, 20.0),
+        ("cispo", 20, 20.0),
+        ("dr_grpo", 20, 48.0),
+        ("dapo", 0, 1.0),  # all tokens are masked
+        ("cispo", 0, 1.0),
+    ],
 )
-def test_the_denominator_of_an_update(loss_type, expected):
-    """Six completions with 20 unmasked tokens, of 8 at most each."""
+def test_the_denominator_of_an_update(loss_type, num_tokens, expected):
+    """Six completions of at most 8 tokens each."""
     chosen = with_settings(loss_type=loss_type)
-    assert loss_denominator(chosen, num_completions=6, num_tokens=20) == expected
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
-def test_an_update_whose_tokens_are_all_masked_is_divided_by_one(loss_type):
-    chosen = with_settings(loss_type=loss_type)
-    assert loss_denominator(chosen, num_completions=6, num_tokens=0) == 1.0
+    assert loss_denominator(chosen, num_completions=6, num_tokens=num_tokens) == expected
 
 
 # -- the sequence's ratio (GSPO) ------------------------------------------------------------------
@@ -433,7 +415,7 @@ TENSORS = (
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1e4, 1e4])
 @pytest.mark.parametrize("name", TENSORS)
-def test_what_stands_at_a_masked_token_does_not_matter(name, bad, loss_type, level):
+def test_values_at_masked_tokens_do_not_matter(name, bad, loss_type, level):
     """A tool's token may be one that the policy would never have sampled."""
     chosen = with_settings(loss_type=loss_type, importance_sampling_level=level, **EVERYTHING)
     found = []
@@ -462,7 +444,7 @@ def test_what_stands_at_a_masked_token_does_not_matter(name, bad, loss_type, lev
 
 
 def by_definition(inputs: LossInputs, chosen: LossSettings) -> torch.Tensor:
-    """Completion by completion, token by token, in the formula's own words."""
+    """Completion by completion, token by token, as in the formula."""
     total = torch.zeros((), dtype=torch.float64)
     for completion in range(inputs.num_completions):
         is_mine = (inputs.completion_of_token == completion) & inputs.loss_mask
@@ -479,8 +461,6 @@ def by_definition(inputs: LossInputs, chosen: LossSettings) -> torch.Tensor:
                 loss = -weight * advantage * inputs.logprobs[t]
             else:
                 clip = torch.clamp(ratio, 1 - chosen.epsilon, 1 + chosen.epsilon_high)
-                if chosen.delta is not None:
-                    ratio = torch.clamp(ratio, max=chosen.delta)
                 loss = -torch.minimum(ratio * advantage, clip * advantage)
             weight = math.exp((inputs.old_logprobs[t] - inputs.rollout_logprobs[t]).item())
             if chosen.importance_sampling_correction == "truncate":
@@ -507,6 +487,8 @@ def random_inputs(lengths: list[int], seed: int) -> LossInputs:
     old = -3 * torch.rand(num_tokens, generator=generator, dtype=torch.float64)
     advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     completion_of_token = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    # The tokens of a completion need not be adjacent.
+    completion_of_token = completion_of_token[torch.randperm(num_tokens, generator=generator)]
     return LossInputs(
         logprobs=near(old).requires_grad_(),
         old_logprobs=old,
@@ -524,7 +506,6 @@ SETTINGS = st.builds(
     with_settings,
     loss_type=st.sampled_from(LOSS_TYPES),
     importance_sampling_level=st.sampled_from(LEVELS),
-    delta=st.sampled_from([None, 1.5]),
     beta=st.sampled_from([0.0, 0.3]),
     entropy_coef=st.sampled_from([0.0, 0.2]),
     importance_sampling_correction=st.sampled_from(["none", "truncate", "mask"]),
@@ -573,20 +554,3 @@ def test_any_split_into_micro_batches_has_the_same_sums(lengths, chosen, seed, r
     torch.testing.assert_close(gradients(inputs, summed), gradients(inputs, whole.loss))
     for name, value in whole.metrics.items():
         torch.testing.assert_close(sum(part.metrics[name] for part in parts), value)
-
-
-def test_the_tokens_of_a_completion_need_not_stand_together():
-    apart = {"completion_of_token": [0, 1, 0]}
-    together = {"completion_of_token": [0, 0, 1]}
-    for level in LEVELS:
-        chosen = {"importance_sampling_level": level}
-        one = loss_of([1.0, 1.1, 0.9], [1.0, 1.0, -1.0], layout=together, **chosen)
-        other = loss_of([1.0, 0.9, 1.1], [1.0, -1.0, 1.0], layout=apart, **chosen)
-        assert one[0] == pytest.approx(other[0])
-
-
-def test_on_policy_the_loss_is_minus_the_sum_of_advantages():
-    layout = {"completion_of_token": [0, 0, 1, 2, 2]}
-    loss, _, metrics = loss_of([1.0] * 5, [0.5, 0.5, -2, 1, 1], layout=layout)
-    assert loss == pytest.approx(-(0.5 - 2 + 1))
-    assert metrics["clipped_low"] == metrics["clipped_high"] == 0

@@ -1,8 +1,10 @@
-"""Our losses against TRL's for the same tensors: `pip install 'easyrl[trl]'`, else it is skipped.
+"""Our losses against TRL's for the same tensors (skipped unless TRL is installed).
 
-TRL's trainer computes its loss from a model and a padded batch. It is given the built-in model and
-a batch, and its log-probabilities become ours, so that both see the same tensors; then the losses
-and their gradients by the model's parameters are compared.
+TRL's trainer computes its loss from a model and a padded batch. It gets the built-in model and a
+batch, whose log-probabilities become ours, so that both see the same tensors. Compared are the
+losses and their gradients by the model's parameters.
+
+Shapes: B completions of one group, T tokens of the longest, P of the prompt.
 """
 
 from __future__ import annotations
@@ -17,25 +19,25 @@ import torch
 from torch import Tensor
 
 from easyrl.algorithm.losses import LossInputs, LossSettings, loss_denominator, policy_loss
+from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.model.logprobs import token_logprobs
-from easyrl.tasks import arithmetic
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'easyrl[trl]'")
 
 torch.set_num_threads(1)
 
-TINY = Path(arithmetic.__file__).parent / "tiny"
-LENGTHS = (5, 2, 7, 3)  # of the completions; the padded batch is 7 wide
-TRUNCATED = 2  # the completion that a mask of truncated completions takes out
-PROMPT_LENGTH, LONGEST, MAX_COMPLETION_LENGTH = 4, 7, 12
+TINY = BUILT_IN_MODELS["tiny"]
+LENGTHS = torch.tensor([5, 2, 7, 3])
+B, T, P, MAX_COMPLETION_LENGTH = 4, 7, 4, 12
+TRUNCATED = 2  # the completion that a mask of truncated completions removes
 CAP = 1.3
+IS_TOKEN = torch.arange(T) < LENGTHS.unsqueeze(1)  # [B, T], False: padding
 
 PLAIN = LossSettings(
     loss_type="grpo",
     importance_sampling_level="token",
     epsilon=0.2,
     epsilon_high=0.28,
-    delta=None,
     beta=0.0,
     entropy_coef=0.0,
     importance_sampling_correction="none",
@@ -48,15 +50,13 @@ CASES = [
     for changes in (
         {},
         {"importance_sampling_level": "sequence"},
-        {"delta": 1.5},
         {"beta": 0.3},
         {"importance_sampling_correction": "truncate"},
         {"importance_sampling_correction": "mask"},
-        {"beta": 0.3, "delta": 1.5, "importance_sampling_correction": "truncate"},
-        # TRL's bonus is the mean over tokens whatever the loss: as ours of these two.
+        {"beta": 0.3, "importance_sampling_correction": "truncate"},
+        # TRL's bonus is the mean over tokens for every loss, ours for these two.
         *([{"entropy_coef": 0.2}] if loss_type in ("dapo", "cispo") else []),
     )
-    if not (loss_type == "cispo" and "delta" in changes)
 ]
 
 
@@ -71,24 +71,20 @@ def trl_trainer(settings: LossSettings, folder: Path) -> Any:
     from datasets import Dataset
     from transformers import AutoTokenizer
 
+    names = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "beta")
     config = trl.GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
         bf16=False,
         report_to=[],
-        per_device_train_batch_size=len(LENGTHS),
-        num_generations=len(LENGTHS),
+        per_device_train_batch_size=B,
+        num_generations=B,
         max_completion_length=MAX_COMPLETION_LENGTH,
         temperature=1.0,
-        loss_type=settings.loss_type,
-        importance_sampling_level=settings.importance_sampling_level,
-        epsilon=settings.epsilon,
-        epsilon_high=settings.epsilon_high,
-        delta=settings.delta,
-        beta=settings.beta,
         entropy_coef=settings.entropy_coef,
-        use_bias_correction_kl=False,  # k3 as GRPO has it
+        use_bias_correction_kl=False,  # k3 as in GRPO
         vllm_importance_sampling_correction=settings.importance_sampling_correction != "none",
+        **{name: getattr(settings, name) for name in names},
     )
     trainer = trl.GRPOTrainer(
         model=tiny(),
@@ -97,16 +93,14 @@ def trl_trainer(settings: LossSettings, folder: Path) -> Any:
         reward_funcs=lambda prompts, **columns: [0.0] * len(prompts),
         train_dataset=Dataset.from_list([{"prompt": "1+1="}]),
     )
-    # The correction belongs to vLLM there; the loss itself only multiplies by the batch's weights.
+    # TRL computes the weights with vLLM only; its loss multiplies by those of the batch.
     trainer.use_vllm = settings.importance_sampling_correction != "none"
-    trainer.model.eval()  # one batch is the whole update, nothing is accumulated
+    trainer.model.eval()  # one batch is the whole update
     return trainer
 
 
 @dataclasses.dataclass
 class Batch:
-    """Padded to [B, T] = [4, 7]."""
-
     prompts: Tensor  # [B, P]
     completions: Tensor  # [B, T]
     mask: Tensor  # [B, T] bool
@@ -120,27 +114,26 @@ class Batch:
 
 def make_batch(*, mask_truncated: bool) -> Batch:
     generator = torch.Generator().manual_seed(7)
-    vocabulary = tiny().config.vocab_size
-    shape = (len(LENGTHS), LONGEST)
-    prompts = torch.randint(3, vocabulary, (len(LENGTHS), PROMPT_LENGTH), generator=generator)
-    completions = torch.randint(3, vocabulary, shape, generator=generator)
-    mask = torch.arange(LONGEST) < torch.tensor(LENGTHS).unsqueeze(1)
-    if mask_truncated:
-        mask[TRUNCATED] = False
-    logits = tiny()(torch.cat([prompts, completions], dim=1)).logits[:, -LONGEST - 1 : -1]
+    prompts, completions = (
+        torch.randint(3, tiny().config.vocab_size, (B, width), generator=generator)
+        for width in (P, T)
+    )
+    mask = IS_TOKEN.clone()
+    mask[TRUNCATED] &= not mask_truncated
+    logits = tiny()(torch.cat([prompts, completions], dim=1)).logits[:, -T - 1 : -1]
     logprobs, _ = token_logprobs(logits.flatten(0, 1), completions.flatten(), 1.0)
+    logprobs = logprobs.view(B, T)
     all_logprobs = torch.log_softmax(logits, dim=-1)
 
     def near(values: Tensor) -> Tensor:
-        return values.detach() + 0.3 * torch.randn(shape, generator=generator)
+        return values.detach() + 0.3 * torch.randn((B, T), generator=generator)
 
-    logprobs = logprobs.view(shape)
     old_logprobs = near(logprobs)
     return Batch(
-        prompts=prompts,
-        completions=completions,
-        mask=mask,
-        logprobs=logprobs,
+        prompts,
+        completions,
+        mask,
+        logprobs,
         entropy=-(all_logprobs.exp() * all_logprobs).sum(-1),
         old_logprobs=old_logprobs,
         ref_logprobs=near(logprobs),
@@ -150,35 +143,25 @@ def make_batch(*, mask_truncated: bool) -> Batch:
 
 
 def our_loss(batch: Batch, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """Padding left out, as in a packed row."""
-    there = torch.arange(LONGEST) < torch.tensor(LENGTHS).unsqueeze(1)
-    completion_of_token = torch.arange(len(LENGTHS)).unsqueeze(1).expand_as(there)[there]
+    """Without padding, as in a packed row."""
+    completion_of_token = torch.arange(B).unsqueeze(1).expand(B, T)[IS_TOKEN]
     outputs = policy_loss(
         LossInputs(
-            logprobs=batch.logprobs[there],
-            old_logprobs=batch.old_logprobs[there],
-            rollout_logprobs=batch.rollout_logprobs[there],
-            ref_logprobs=batch.ref_logprobs[there] if settings.beta > 0 else None,
-            entropy=batch.entropy[there],
+            logprobs=batch.logprobs[IS_TOKEN],
+            old_logprobs=batch.old_logprobs[IS_TOKEN],
+            rollout_logprobs=batch.rollout_logprobs[IS_TOKEN],
+            ref_logprobs=batch.ref_logprobs[IS_TOKEN] if settings.beta > 0 else None,
+            entropy=batch.entropy[IS_TOKEN],
             advantages=batch.advantages[completion_of_token],
-            loss_mask=batch.mask[there],
+            loss_mask=batch.mask[IS_TOKEN],
             completion_of_token=completion_of_token,
-            num_completions=len(LENGTHS),
+            num_completions=B,
         ),
         settings,
     )
-    denominator = loss_denominator(
-        settings, num_completions=len(LENGTHS), num_tokens=int(batch.mask.sum())
-    )
+    num_tokens = int(batch.mask.sum())
+    denominator = loss_denominator(settings, num_completions=B, num_tokens=num_tokens)
     return outputs.loss / denominator, outputs.metrics
-
-
-def trl_weights(batch: Batch, kind: str) -> Tensor:
-    """As its documentation of `vllm_importance_sampling_mode` has them, with our cap."""
-    weights = torch.exp(batch.old_logprobs - batch.rollout_logprobs)
-    if kind == "truncate":
-        return weights.clamp(max=CAP)
-    return weights.masked_fill(weights > CAP, 0.0)
 
 
 def trl_loss(trainer: Any, batch: Batch, settings: LossSettings) -> Tensor:
@@ -192,20 +175,23 @@ def trl_loss(trainer: Any, batch: Batch, settings: LossSettings) -> Tensor:
         "ref_per_token_logps": batch.ref_logprobs,
         "num_items_in_batch": batch.mask.sum(),
     }
-    kind = settings.importance_sampling_correction
-    if kind != "none":
-        inputs["importance_sampling_ratio"] = trl_weights(batch, kind)
+    # As TRL documents `vllm_importance_sampling_mode`, with our cap.
+    weights = torch.exp(batch.old_logprobs - batch.rollout_logprobs)
+    match settings.importance_sampling_correction:
+        case "truncate":
+            inputs["importance_sampling_ratio"] = weights.clamp(max=CAP)
+        case "mask":
+            inputs["importance_sampling_ratio"] = weights.masked_fill(weights > CAP, 0.0)
     return trainer.compute_loss(trainer.model, inputs)
 
 
 def gradient_of(loss: Tensor) -> Tensor:
-    parameters = list(tiny().parameters())
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(tiny().parameters()))])
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
 @pytest.mark.parametrize("changes", CASES, ids=lambda c: " ".join(map(str, c.values())))
-def test_loss_and_gradient_are_trls(
+def test_loss_and_gradient_equal_trls(
     changes: dict[str, Any], mask_truncated: bool, tmp_path: Path
 ) -> None:
     high = {"epsilon_high": 1.2} if changes["loss_type"] == "cispo" else {}

@@ -113,8 +113,8 @@ def test_generated_problems_can_be_part_of_a_mixture(files: dict[str, str]) -> N
 def test_an_example_is_named_by_its_own_data_set(files: dict[str, str]) -> None:
     stream = opened(files)
     assert len(stream.examples()) == 37
-    assert stream.place_of(29) == f"{files['long']}:30"
-    assert stream.place_of(30) == f"{files['short']}:1"
+    assert stream.location(29) == f"{files['long']}:30"
+    assert stream.location(30) == f"{files['short']}:1"
 
 
 def test_examples_are_left_out_of_their_own_data_set(files: dict[str, str]) -> None:
@@ -130,8 +130,6 @@ def test_strings_and_chats_do_not_mix(tmp_path: Path, files: dict[str, str]) -> 
     chat = [{"role": "user", "content": "a"}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": chat}))
     mixed = {**files, "chat": str(tmp_path / "chat.jsonl")}
-    with pytest.raises(
-        ConfigError, match=r"'.*chat.jsonl' are each a list of chat .*data.chat=true"
-    ):
+    with pytest.raises(ConfigError, match=r"^data.dataset .*chat.jsonl"):
         opened(mixed)
     assert isinstance(opened(mixed, "data.chat=true").prompt(0).content, list)

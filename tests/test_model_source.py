@@ -1,23 +1,31 @@
-"""What `--model` may name where a model is only used."""
+"""Models that `--model` accepts for evaluation."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from easyrl.config import ConfigError
-from easyrl.model.source import find_model, held_checkpoint
+from easyrl.config import ConfigError, load_config
+from easyrl.data.hub import describe_model, model_config_from_hub, resolve_model
+from easyrl.model.files import fingerprint, max_positions
+from easyrl.model.source import find_model
+from easyrl.runtime.places import with_whole_paths
+from easyrl.runtime.preflight import check_run
+from easyrl.runtime.resume import find_resume
 from mistakes import TINY, make_run
 
 
-def test_a_run_folder_is_its_final_model_or_else_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_run_folder_gives_its_final_model_or_else_its_newest_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_run(run, {10: {}, 20: {}})
     found = find_model(str(run))
@@ -32,7 +40,7 @@ def test_a_run_folder_is_its_final_model_or_else_its_newest_checkpoint(tmp_path:
     assert found.make(tmp_path / "made") == found.path and not (tmp_path / "made").exists()
 
 
-def test_a_checkpoint_is_known_by_its_state(tmp_path: Path) -> None:
+def test_identity_of_a_checkpoint_is_that_of_its_state(tmp_path: Path) -> None:
     make_run(tmp_path / "run", {10: {}, 20: {}})
     (tmp_path / "run" / "checkpoints" / "best").symlink_to("10")
     ids = [
@@ -87,12 +95,12 @@ def test_an_adapter_is_merged_into_the_model_it_was_trained_on(tmp_path: Path) -
     assert other.identity() == source.identity()
 
 
-def test_an_adapter_without_its_base_is_a_mistake(tmp_path: Path) -> None:
+def test_adapter_without_its_base_is_refused(tmp_path: Path) -> None:
     alone = adapter(tmp_path / "alone", None)
-    with pytest.raises(ConfigError, match="and it names none; accepted: --base MODEL, or the mod"):
+    with pytest.raises(ConfigError, match="--base"):
         find_model(str(alone))
     gone = adapter(tmp_path / "gone", str(tmp_path / "gone model"))
-    with pytest.raises(ConfigError, match="gone model', and there is no such folder"):
+    with pytest.raises(ConfigError, match="gone model"):
         find_model(str(gone))
     with pytest.raises(ConfigError, match=r"is an adapter.*\n.*has no config\.json"):
         find_model(str(alone), base=str(tmp_path))
@@ -101,7 +109,7 @@ def test_an_adapter_without_its_base_is_a_mistake(tmp_path: Path) -> None:
         find_model(str(alone), base="tiny")
 
 
-def test_an_adapter_of_another_model_is_a_mistake(tmp_path: Path) -> None:
+def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter", "tiny")
     weights = load_file(folder / "adapter_model.safetensors")
     save_file(
@@ -113,52 +121,121 @@ def test_an_adapter_of_another_model_is_a_mistake(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_a_run_that_has_nothing_yet_is_a_mistake(tmp_path: Path) -> None:
+def test_run_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
     make_run(tmp_path / "none", {})
-    with pytest.raises(ConfigError, match="neither a final model nor a whole checkpoint; accepted"):
+    with pytest.raises(ConfigError, match="neither a final model nor a complete checkpoint"):
         find_model(str(tmp_path / "none"))
     make_run(tmp_path / "broken", {10: '{"format": 1'})
-    with pytest.raises(ConfigError, match=r"whole checkpoint\n.*cut off"):
+    with pytest.raises(ConfigError, match=r"complete checkpoint\n.*state.json"):
         find_model(str(tmp_path / "broken"))
-    with pytest.raises(ConfigError, match="is not whole"):
+    with pytest.raises(ConfigError, match="is not complete"):
         find_model(str(tmp_path / "broken" / "checkpoints" / "10"))
 
 
-def test_a_checkpoint_that_is_held_outlives_its_run(tmp_path: Path) -> None:
+def test_best_checkpoint_is_the_folder_that_it_links_to(tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_run(run, {10: {}, 20: {}})
     (run / "checkpoints" / "best").symlink_to("10")
     best = find_model(str(run / "checkpoints" / "best"))
     assert best.path == str(run / "checkpoints" / "10"), "another one may be the best later"
-    held = find_model(str(run)).hold(tmp_path / "held")
-    identity = held.identity()
-    shutil.rmtree(run / "checkpoints" / "20")
-    assert held.path == str(run / "checkpoints" / "20") and held.identity() == identity
-    assert held_checkpoint(held.path, tmp_path / "held") == held
-    assert held_checkpoint(held.path, tmp_path / "nothing") is None
-    assert held.hold(tmp_path / "other") == held
-    assert best.hold(tmp_path / "held").identity() == best.identity() != identity
 
 
-def test_where_files_cannot_be_linked_a_checkpoint_is_known_by_its_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_run(tmp_path / "run", {10: {}})
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", refuse)
-    held = find_model(str(tmp_path / "run")).hold(tmp_path / "held")
-    assert held == held_checkpoint(held.path, tmp_path / "held")
-    assert [file.name for file in (tmp_path / "held").iterdir()] == ["state.json"]
-
-
-def test_a_checkpoint_that_is_removed_before_it_is_held_is_told(tmp_path: Path) -> None:
+def test_checkpoint_removed_while_it_is_read_is_reported(tmp_path: Path) -> None:
     make_run(tmp_path / "run", {10: {}})
     source = find_model(str(tmp_path / "run"))
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "10")
-    for use in (source.identity, lambda: source.hold(tmp_path / "held")):
-        with pytest.raises(ConfigError, match=r"'.*/10' was removed meanwhile.*keep_checkpoints"):
+    for use in (source.identity, lambda: source.make(tmp_path / "made")):
+        with pytest.raises(ConfigError, match="keep_checkpoints"):
             use()
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_a_local_folder_wins_over_the_built_in_model_but_a_resumed_run_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    make_run(run, {10: {}})
+    monkeypatch.chdir(tmp_path)
+    assert Path(resolve_model("tiny")) == TINY and "built-in" in describe_model("tiny")
+    own = shutil.copytree(TINY, tmp_path / "tiny")
+    (own / "tokenizer.json").write_text("{}")
+    started = with_whole_paths(load_config(words=["model.path=tiny"])).model.path
+    assert started == str(own) and str(own) in describe_model(started)
+    assert find_model(started).identity() != find_model(str(TINY)).identity()
+    # The run recorded `tiny` where no such folder was.
+    words = ("devices.infer=cpu", "devices.train=cpu")
+    config = with_whole_paths(load_config(run / "config.yaml", words=words), is_resumed=True)
+    assert config.model.path == "tiny"
+    found = find_resume(config, run)
+    assert found is not None
+    try:
+        assert check_run(config, found).identity["model.path"] == fingerprint(str(TINY))
+    finally:
+        os.close(found.lock)
+
+
+# -- the hub --------------------------------------------------------------------------------------
+
+GATED = {"X-Error-Code": "GatedRepo", "X-Error-Message": "You must be approved by its owner."}
+HUB_ANSWERS = {
+    "gated": (403, GATED, ("approved by its owner", "log in")),
+    "disabled": (
+        403,
+        {"X-Error-Message": "Access to this resource is disabled."},
+        ("Access to this resource is disabled",),
+    ),
+    "missing": (404, {"X-Error-Code": "RepoNotFound"}, ("Not Found",)),
+    "no config.json": (404, {"X-Error-Code": "EntryNotFound"}, ("Not Found",)),
+}
+
+
+@pytest.fixture
+def hub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub that answers every request for a model's file alike."""
+    status, headers, _ = HUB_ANSWERS[request.param]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            is_file = "/resolve/" in self.path
+            self.send_response(status if is_file else 200)
+            for name, value in headers.items() if is_file else ():
+                self.send_header(name, value)
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("hub", "answer"), [(name, name) for name in HUB_ANSWERS], indirect=["hub"]
+)
+def test_error_of_the_hub_is_reported(hub: None, answer: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        model_config_from_hub("owner/name")
+    message = str(error.value)
+    assert "model.path" in message and all(words in message for words in HUB_ANSWERS[answer][2])
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"text_config": {"max_position_embeddings": 64}}, 64),
+        ({"n_positions": 32}, 32),
+        ({"vocab_size": 99}, None),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "llama3"}}, 64),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn"}}, None),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear"}}, None),
+        ({"max_position_embeddings": 64, "rope_parameters": {"a": {"rope_type": "yarn"}}}, None),
+    ],
+)
+def test_max_positions_of_model_configs(config: dict[str, Any], positions: int | None) -> None:
+    assert max_positions(config) == positions

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from test_train_ranks import Ranks, ranks
-from test_updates import largest_gap, model, train
+from test_updates import model, train
 
 from easyrl.config import DType, load_config
 from easyrl.model import policy as policy_module
 from easyrl.model.attention import PackedGroups
 from easyrl.model.policy import Policy
 from runs import SMALL, finish, lines_of, summary_of
+from tiny_models import UNSHARED, largest_gradient_gap, tiny_model
 
 torch.set_num_threads(1)
 
@@ -62,7 +64,7 @@ def test_two_ranks_with_checkpointed_activations_give_the_gradient_of_one(ranks:
     expected = train(*HARDER)
     for outcome in ranks.train(*HARDER, "train.activation_checkpointing=true"):
         for got, gradient in zip(outcome.gradients, expected.gradients, strict=True):
-            assert largest_gap(got, gradient) <= 1e-5
+            assert largest_gradient_gap(got, gradient) <= 1e-5
 
 
 LORA = ("model.lora.rank=3",)
@@ -82,14 +84,14 @@ def test_in_bfloat16_gradients_are_float32_sums_close_to_the_exact_ones(
         assert outcome.owned_bytes == other.owned_bytes  # nothing that is kept is smaller
         assert outcome.all_bytes == other.all_bytes
         assert all(gradient.dtype == torch.float32 for gradient in got.values())
-        assert 1e-4 < largest_gap(got, exact) < 0.3
+        assert 1e-4 < largest_gradient_gap(got, exact) < 0.3
         # Of the ranks' bfloat16 gradients the sum is none.
         sums = outcome.after_one_step.values()
         assert any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in sums)
     # However the row is cut, rounding differs; the sums themselves lose nothing.
     words = (*HARDER, *lora, BFLOAT16, SAME_LOSS, "train.max_tokens_per_micro_batch=19")
     small = ranks.train(*words)[0].gradients[0]
-    assert largest_gap(small, outcomes[0].gradients[0]) < 0.1
+    assert largest_gradient_gap(small, outcomes[0].gradients[0]) < 0.1
 
 
 def test_the_correction_for_the_engines_numerics_is_on_below_float32() -> None:
@@ -129,19 +131,53 @@ def test_the_engines_policy_is_kept_in_bfloat16_and_its_positions_in_float32() -
 
 
 @pytest.mark.parametrize(("dtype", "checked_on"), [("float32", "meta"), ("bfloat16", "cpu")])
-def test_a_device_has_an_engines_weights_never_larger_than_they_are_kept(
+def test_weights_are_loaded_in_the_type_they_are_kept_in_and_checked_in_float32(
     dtype: DType, checked_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are looked at in float32. `meta` stands for an accelerator."""
-    looked: list[tuple[str, torch.dtype]] = []
+    """Neither the host nor the device (`meta` stands for one) ever holds the whole model in a
+    wider type: the check widens a layer at a time."""
+    loaded, checked = [], []
+    load = transformers.AutoModelForCausalLM.from_pretrained
 
     def look(model: Any) -> None:
-        weight = next(model.parameters())
-        looked.append((weight.device.type, weight.dtype))
+        weights = list(model.parameters())
+        used = model.model.embed_tokens.weight
+        checked.append((used.device.type, used.dtype))
+        layers = [weight.dtype for layer in model.model.layers for weight in layer.parameters()]
+        assert set(layers) == {getattr(torch, dtype)} and len(layers) > 0.9 * len(weights)
 
+    def spy(*arguments: Any, **options: Any) -> Any:
+        loaded.append(options["dtype"])
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", spy)
     monkeypatch.setattr(policy_module, "attend_packed", look)
     monkeypatch.setattr(Policy, "_check_head", lambda policy, path: look(policy.model))
     policy = Policy.load("tiny", "meta", dtype=dtype)
-    assert looked == [(checked_on, torch.float32)] * 2
+    assert loaded == [getattr(torch, dtype)]
+    assert checked == [(checked_on, torch.float32)] * 2
     kept = {(weight.device.type, weight.dtype) for weight in policy.model.parameters()}
     assert kept == {("meta", getattr(torch, dtype))} and policy.device.type == "meta"
+
+
+def test_a_bfloat16_models_check_is_the_float32_models(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """While a layer runs its weights are float32, and afterwards those that were loaded."""
+    seen: set[torch.dtype] = set()
+    forward = torch.nn.Linear.forward
+
+    def watched(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        seen.update((layer.weight.dtype, x.dtype))
+        return forward(layer, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", watched)
+    tiny_model("qwen2_moe", None, **UNSHARED["qwen2_moe"][0]).save_pretrained(tmp_path)
+    narrow = Policy.load(str(tmp_path), dtype="bfloat16")
+    assert seen == {torch.float32}
+    wide = Policy.load(str(tmp_path))
+    assert narrow.unsupported_reason == wide.unsupported_reason is not None
+    for (name, got), expected in zip(
+        narrow.model.named_parameters(), wide.model.parameters(), strict=True
+    ):
+        assert torch.equal(got, expected.bfloat16()), name

@@ -9,11 +9,11 @@ import pytest
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets
-from easyrl.data.datasets import check_trainable, open_prompts
+from easyrl.data.datasets import open_prompts
+from easyrl.data.presets import PRESETS, TRAINED, HubRows, eval_sampling
 from easyrl.data.problems import problems_of, with_eval_data
 from easyrl.data.streams import PromptStream
 from easyrl.rewards.loading import reward_specs
-from easyrl.tasks.presets import PRESETS, TRAINED, HubRows, eval_sampling
 from hub_rows import DEEPSCALER, GSM8K, put_in_place_of_the_hub
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -66,15 +66,13 @@ def test_every_preset_brings_prompts_and_a_reward(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "answer"), [("gsm8k", GSM8K[0]["answer"]), ("math500", "2"), ("aime24", "100")]
 )
-def test_presets_for_evaluations_have_prompts_settings_and_a_source(name: str, answer: str) -> None:
+def test_presets_for_evaluations_have_prompts_and_sampling(name: str, answer: str) -> None:
     config = load_config(None, {"data.dataset": name})
     stream = open_prompts(config)
     problems = stream.held_out() or [stream.prompt(i) for i in range(stream.epoch_length or 0)]
     assert problems[0].columns["answer"] == answer
     assert str(problems[0].content[0]["content"]).endswith(BOXED)  # type: ignore[index, call-overload]
-    sampling = PRESETS[name].sampling
-    assert sampling is not None and "arXiv" in sampling.source
-    assert eval_sampling(config.data)["temperature"] == sampling.temperature
+    assert eval_sampling(config.data)["temperature"] == (0.0 if name == "gsm8k" else 0.6)
     for others in ("arithmetic", "a.jsonl", [name]):
         assert eval_sampling(load_config(None, {"data.dataset": others}).data) == {}
 
@@ -106,7 +104,7 @@ def test_what_the_user_gives_wins() -> None:
         "role": "system",
         "content": "Be brief.",
     }
-    assert opened("gsm8k", "data.split=test", "data.num_held_out=0").epoch_length == 2
+    assert opened("openai/gsm8k:main:test", "data.preset=gsm8k").epoch_length == 2
     assert opened("gsm8k", "data.num_held_out=0").held_out() == []
     config = load_config(None, {"data.dataset": "gsm8k"}, ["reward.functions=[a.py:f]"])
     assert reward_specs(config) == ["a.py:f"]
@@ -150,12 +148,9 @@ def test_a_preset_for_ones_own_rows_leaves_presets_as_they_are(own_rows: str) ->
 
 
 def test_a_preset_that_is_none_or_has_no_rows_to_be_for_is_told(own_rows: str) -> None:
-    assert "'gsm8' is no preset (did you mean gsm8k?); accepted: arithmetic" in error_of(
-        own_rows, "data.preset=gsm8"
-    )
-    assert "'math' is a preset itself" in error_of("math", "data.preset=gsm8k")
-    message = error_of(own_rows, "data.preset=math500")
-    assert "no column 'problem'; the data has: question, answer" in message
+    assert "did you mean gsm8k?" in error_of(own_rows, "data.preset=gsm8")
+    assert error_of("math", "data.preset=gsm8k").startswith("data.preset")
+    assert error_of(own_rows, "data.preset=math500").startswith("data.prompt_template")
 
 
 def test_generated_problems_take_templates_and_names_too() -> None:
@@ -164,14 +159,13 @@ def test_generated_problems_take_templates_and_names_too() -> None:
     plain = opened("arithmetic").prompt(0)
     assert prompt.content == f"{plain.content} {plain.columns['answer']}?"
     assert prompt.columns == {"solution": plain.columns["answer"]}
-    message = error_of("arithmetic", "data.prompt_template={question}")
-    assert "no column 'question'; the data has: prompt, answer" in message
+    assert error_of("arithmetic", "data.prompt_template={question}").startswith("data.prompt_temp")
 
 
 def test_a_held_out_row_that_is_too_long_is_left_out() -> None:
     stream = opened("math", "data.shuffle=false")
     num_rows = len(DEEPSCALER)
-    assert stream.place_of(num_rows + 2) == "held out, HuggingFaceH4/MATH-500, row 2"
+    assert stream.location(num_rows + 2) == "held out, HuggingFaceH4/MATH-500, row 2"
     fewer = stream.without([0, num_rows + 2])
     assert fewer.epoch_length == num_rows - 1
     assert [prompt.columns["answer"] for prompt in fewer.held_out()] == ["2", "4", "8", "10", "12"]
@@ -179,7 +173,7 @@ def test_a_held_out_row_that_is_too_long_is_left_out() -> None:
 
 def test_presets_mix_where_their_rewards_agree() -> None:
     config = load_config(None, {"data.dataset": ["math", "gsm8k"]})
-    with pytest.raises(ConfigError, match="bring several \\(math of 'math', gsm8k of 'gsm8k'\\)"):
+    with pytest.raises(ConfigError, match=r"^reward\.functions"):
         reward_specs(config)
     mixed = open_prompts(config)
     assert {mixed.prompt(i).columns["data_source"] for i in range(4)} == {"math", "gsm8k"}
@@ -189,15 +183,6 @@ def test_presets_mix_where_their_rewards_agree() -> None:
     assert reward_specs(load_config(None, both)) == ["countdown"]
 
 
-def test_unknown_presets_are_told_with_those_there_are() -> None:
-    message = error_of("gsm8")
-    assert "'gsm8' is no preset (did you mean gsm8k?)" in message
-    assert "accepted: arithmetic, countdown, countdown-small, gsm8k, math, for eval" in message
-    assert "evaluations also math500 and aime24, a .jsonl" in message
-    with pytest.raises(ConfigError, match="'aime24' is for evaluations, not for training"):
-        check_trainable(load_config(None, {"data.dataset": ["arithmetic", "aime24"]}).data)
-
-
 def test_a_hub_without_the_held_out_problems_says_how_to_do_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -205,5 +190,5 @@ def test_a_hub_without_the_held_out_problems_says_how_to_do_without(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     for name in ("gsm8k", "math"):
         message = error_of(name)
-        assert "the hub cannot be reached for" in message and "HF_ENDPOINT" in message
+        assert "HF_ENDPOINT" in message
         assert message.endswith(f"--dataset FILE data.preset={name}")

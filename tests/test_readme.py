@@ -1,94 +1,116 @@
-"""The README's commands run as they stand there, on its own data and reward."""
+"""The commands of README.md and docs/*.md run, made small.
+
+A block is fenced as bash, or indented and begins with `easyrl`. A block under a line
+`<!-- not run: reason -->` is left out, as are benchmarks and commands for numbered devices.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from easyrl.tasks import arithmetic
-from runs import SMALL
-
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-TINY = Path(arithmetic.__file__).parent / "tiny"
-SUITES = ("ring", "engine", "attention", "weights", "pipeline", "loop")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EASYRL = """#!/bin/bash
+# `easyrl`, with runs of two short iterations
+words=("$@")
+case "$1 $*" in
+  grpo*--dry-run*|grpo*--help*) ;;
+  grpo*--resume*) words+=(--iterations 2 --no-live) ;;
+  grpo*) words+=(--iterations 2 --no-live train.prompts_per_iteration=2 rollout.num_generations=2
+    rollout.max_completion_length=8 data.num_held_out=2 data.max_prompt_length=32) ;;
+  eval*) words+=(--no-live data.num_held_out=2 eval.max_completion_length=8) ;;
+  watch*) words+=(--no-live) ;;
+esac
+exec "$PYTHON" -m easyrl "${words[@]}"
+"""
+REWARDS = """
+def score(prompts, completions, completion_ids, answer, **columns):
+    return [float(right in text) for text, right in zip(completions, answer)]
+"""
+SKIPPED = re.compile(
+    r"pip install|bench|devices [0-9]|log_to|docker|\[--|SUITE|--install-completion"
+)
 
 
-def commands() -> list[str]:
-    """What stands after four spaces and begins with `easyrl`, without its comment."""
-    text = README.replace("\\\n", " ")
-    lines = re.findall(r"^    (easyrl .*)$", text, flags=re.MULTILINE)
-    return list(dict.fromkeys(re.sub(r"\s+#.*|\s\s+", " ", line).strip() for line in lines))
+def blocks(page: Path) -> Iterator[str]:
+    """The shell code of a page, block by block."""
+    left_out = r"<!-- not run:.*?-->\n(?:```bash\n.*?```|(?:    [^\n]*\n)+)"
+    text = re.sub(left_out, "", page.read_text(), flags=re.DOTALL)
+    block = r"^```bash\n(.*?)^```|((?:^    easyrl [^\n]*\n(?:^     [^\n]*\n)*)+)"
+    for fenced, indented in re.findall(block, text, flags=re.DOTALL | re.MULTILINE):
+        if fenced:
+            yield fenced
+            continue
+        for command in indented.replace("\\\n", " ").splitlines():
+            yield re.sub(r"\s+#.*", "", command).strip()
 
 
-def call(command: str, folder: Path, *more: str) -> str:
-    words = [sys.executable, "-m", *shlex.split(command), *more]
-    done = subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+COMMANDS = [
+    (page, [block for block in blocks(page) if not SKIPPED.search(block)]) for page in PAGES
+]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder: the README's data and reward, a model, a config file, and a run on them."""
-    folder = tmp_path_factory.mktemp("user")
-    (row, *_) = re.findall(r'^    (\{"prompt": "[^\n]*\})$', README, flags=re.MULTILINE)
-    (folder / "data.jsonl").write_text(f"{row}\n")
-    (reward,) = re.findall(r"```python\n# my_rewards\.py\n(.*?)```", README, flags=re.DOTALL)
-    (folder / "my_rewards.py").write_text(reward)
-    (folder / "FILE.yaml").write_text((ROOT / "configs" / "arithmetic.yaml").read_text())
-    (folder / "PATH_OR_HUB_ID").symlink_to(TINY)
-    (folder / "BASELINE").symlink_to("EVAL")
-    (own,) = [command for command in commands() if "PATH_OR_HUB_ID" in command]
-    call(own, folder, "--output", "RUN", "--iterations", "2", *SMALL[:-1])
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages take for granted: a run, data and a reward."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "bin").mkdir()
+    for name, program in (("easyrl", EASYRL), ("python", '#!/bin/bash\nexec "$PYTHON" "$@"\n')):
+        (folder / "bin" / name).write_text(program)
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "data.jsonl").write_text('{"prompt": "17+58=", "answer": "75"}\n')
+    (folder / "my_rewards.py").write_text(REWARDS)
+    run("easyrl grpo --output RUN", folder, folder)
     return folder
 
 
-def test_the_run_on_ones_own_model_data_and_reward_is_whole(folder: Path) -> None:
-    written = {path.name for path in (folder / "RUN").iterdir()}
-    assert written >= {"config.yaml", "metrics.jsonl", "summary.json", "trace.json", "model"}
-
-
-@pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_readme_runs(command: str, folder: Path) -> None:
-    match command.split():
-        case ["easyrl", "bench", suite, *_]:
-            assert suite in (*SUITES, "SUITE")  # minutes long; tests/test_bench.py has them
-        case ["easyrl", "grpo", *words] if "--dry-run" in words or "--config" in words:
-            assert "prompts_per_iteration" in call(command, folder, "--dry-run")
-        case ["easyrl", "grpo", "--resume", "RUN"]:
-            assert "has finished its 2 iterations" in call(command, folder)
-        case ["easyrl", "grpo", *words]:
-            assert not words or "PATH_OR_HUB_ID" in words  # run above; `make demo` is the other
-        case ["easyrl", "eval", *words]:
-            if words:  # the built-in model on its task is the other
-                evaluated = call(command.partition(" --compare")[0], folder, "--no-live")
-                assert "accuracy" in evaluated
-            if "--compare" in words:  # nothing is left to be answered
-                assert "1 common problem" in call(command, folder)
-        case ["easyrl", "--install-completion"]:
-            assert "--install-completion" in call("easyrl --help", folder)  # it edits one's shell
-        case _:
-            assert call(command, folder)
-
-
-def test_every_suite_is_named() -> None:
-    assert all(f"easyrl bench {suite}" in README for suite in SUITES)
-
-
-def test_pictures_files_and_headings_it_points_to_are_there() -> None:
-    headings = re.findall(r"^#+ (.*)", README, flags=re.MULTILINE)
-    anchors = {
-        "#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+def run(code: str, folder: Path, tools: Path) -> None:
+    environment = {
+        **os.environ,
+        "PATH": f"{tools / 'bin'}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
     }
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
-        assert target in anchors or (ROOT / target).is_file(), target
-    for file in re.findall(r"`((?:configs|easyrl)/[\w/.]+)`", README):
-        assert (ROOT / file).exists(), file
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, f"{code}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize(
+    ("page", "commands"),
+    [each for each in COMMANDS if each[1]],
+    ids=lambda value: value.name if isinstance(value, Path) else "",
+)
+def test_commands_of_a_page_run(
+    page: Path, commands: list[str], finished_run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished_run / "RUN", tmp_path / "RUN")
+    for name in ("data.jsonl", "my_rewards.py"):
+        shutil.copy(finished_run / name, tmp_path / name)
+    for command in commands:
+        run(command, tmp_path, finished_run)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        file, _, anchor = target.partition("#")
+        assert (page.parent / file).exists() if file else anchor in anchors, target

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from easyrl.cli import app
 from easyrl.config import load_config
-from easyrl.hub import BUILT_IN_MODELS
+from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.runtime.preflight import check_run
 from hub_rows import put_in_place_of_the_hub
 from mistakes import TINY, change_json
@@ -39,6 +39,7 @@ def _user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What recipes name of the user's own, and the hub's rows."""
     monkeypatch.chdir(tmp_path)
     put_in_place_of_the_hub(monkeypatch)
+    monkeypatch.setattr("easyrl.rewards.sandbox.check", lambda kind: None)  # the machine's matter
     (tmp_path / "data.jsonl").write_text('{"prompt": "What is 17+58?", "answer": "75"}\n')
     (tmp_path / "my_rewards.py").write_text("def score(completions, answer, **columns): ...\n")
     row = {"question": "Write add(a, b).", "tests": ["assert add(1, 2) == 3"]}

@@ -1,4 +1,7 @@
-"""Runs that are cut off and go on with `easyrl grpo --resume`, as a user starts them."""
+"""Runs that are killed or stopped and continue with `easyrl grpo --resume`.
+
+Each is compared with a run of the same settings that nothing interrupted (`uninterrupted`).
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file
+from test_sharded_runs import train_workers
 
-from easyrl.model.checkpoint_files import checkpoints_in, read_checkpoint
+from easyrl.model.checkpoint_files import UNFINISHED, checkpoints_in, read_checkpoint
+from mistakes import TINY
 from runs import (
     SMALL,
     command,
@@ -32,11 +39,13 @@ from runs import (
 )
 
 SAME = ("runtime.deterministic=true", "rollout.max_completion_length=100", "train.save_every=1")
-SMALL_AND_SAME = (*(word for word in SMALL if "completion" not in word), *SAME)
+SMALL_AND_SAME = (*SMALL, *SAME)
+
+Outcome = tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]
 
 
-def told_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """What two equal runs tell alike: metrics, samples, summary."""
+def outcome_of(folder: Path) -> Outcome:
+    """What two equal runs have in common: metrics, samples, summary."""
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
     summary = {
         name: value
@@ -44,6 +53,24 @@ def told_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], d
         if "seconds" not in name and name not in ("overlap", "tokens_per_second_per_device")
     }
     return metrics, lines_of(folder / "samples.jsonl"), summary
+
+
+Uninterrupted = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    """Folder of a whole run with these words; made once for all tests of this file."""
+    folders: dict[tuple[str, ...], Path] = {}
+
+    def run(*words: str) -> Path:
+        if words not in folders:
+            folders[words] = tmp_path_factory.mktemp("whole") / "run"
+            code, _, err = finish("--output", str(folders[words]), *SMALL_AND_SAME, *words)
+            assert (code, err) == (0, "")
+        return folders[words]
+
+    return run
 
 
 def kill(process: subprocess.Popen[str]) -> None:
@@ -73,6 +100,11 @@ WAYS = {
 }
 
 
+FAST = ("--iterations", "6", "train.learning_rate=1e-3")
+TWO_UPDATES = (*WAYS["a reference and two updates"], *FAST)
+ONE_UPDATE = ("--iterations", "6", "--train-devices")
+
+
 @pytest.mark.parametrize(
     "way",
     [
@@ -80,32 +112,34 @@ WAYS = {
         for way in WAYS
     ],
 )
-def test_ten_iterations_in_one_go_or_in_two_end_in_the_same_bits(tmp_path: Path, way: str) -> None:
-    words = (*SMALL_AND_SAME, "train.learning_rate=1e-3", *WAYS[way])
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    code, _, err = finish("--output", str(once), "--iterations", "10", *words)
-    assert (code, err) == (0, "")
-    process = start("--output", str(twice), "--iterations", "10", *words)
-    wait_for_line(process, "checkpoint of iteration 5:")
+def test_a_killed_and_resumed_run_ends_in_the_same_bits(
+    tmp_path: Path, uninterrupted: Uninterrupted, way: str
+) -> None:
+    words, folder = (*WAYS[way], *FAST), tmp_path / "run"
+    once = uninterrupted(*words)
+    process = start("--output", str(folder), *SMALL_AND_SAME, *words)
+    wait_for_line(process, "checkpoint of iteration 3:")
     kill(process)
-    assert not (twice / "summary.json").exists()
-    done = int(checkpoints_in(twice / "checkpoints")[-1].name) // (2 if "two updates" in way else 1)
-    out = resume(twice, EASYRL_RANDOM_DELAYS="0.01")
-    assert f"{done} of 10 iterations done" in out and f"iteration {done + 1}/10" in out
-    assert f"iteration {done}/10" not in out and "iteration 10/10" in out
-    assert told_of(twice) == told_of(once)
-    assert summary_of(twice)["wall_seconds"] > 0
+    assert not (folder / "summary.json").exists()
+    done = int(checkpoints_in(folder / "checkpoints")[-1].name)
+    done //= 2 if "two updates" in way else 1
+    out = resume(folder, EASYRL_RANDOM_DELAYS="0.01")
+    assert f"{done} of 6 iterations done" in out and f"iteration {done + 1}/6" in out
+    assert f"iteration {done}/6" not in out and "iteration 6/6" in out
+    assert outcome_of(folder) == outcome_of(once)
+    assert summary_of(folder)["wall_seconds"] > 0
 
 
 @pytest.mark.long
-def test_the_total_of_iterations_may_grow_and_what_is_finished_is_left(tmp_path: Path) -> None:
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    words = (*SMALL_AND_SAME, "train.lr_scheduler_type=constant")
-    assert finish("--output", str(once), "--iterations", "4", *words)[0] == 0
+def test_more_iterations_continue_a_finished_run(
+    tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
+    once = uninterrupted("train.lr_scheduler_type=constant", "--iterations", "4")
+    twice, words = tmp_path / "twice", (*SMALL_AND_SAME, "train.lr_scheduler_type=constant")
     code, out, _ = finish("--output", str(twice), "--iterations", "2", *words)
     assert code == 0 and f"easyrl grpo --resume {twice}" in out
     before = (twice / "metrics.jsonl").read_bytes()
-    assert "has finished its 2 iterations; nothing is left to do" in resume(twice)
+    assert "has finished its 2 iterations" in resume(twice)
     assert (twice / "metrics.jsonl").read_bytes() == before
     # The newest is cut off: the one before is taken, and what came after it is done again.
     (tensors,) = (twice / "checkpoints" / "2").glob("*.safetensors")
@@ -113,12 +147,12 @@ def test_the_total_of_iterations_may_grow_and_what_is_finished_is_left(tmp_path:
     out = resume(twice, "--iterations", "4")
     assert f"resumed from {twice}/checkpoints/1: 1 of 4 iterations done" in out
     assert f"skipped {twice}/checkpoints/2: {tensors.name} has" in out
-    assert told_of(twice) == told_of(once)
+    assert outcome_of(twice) == outcome_of(once)
     assert summary_of(twice)["iterations"] == 4
 
 
 @pytest.mark.long
-def test_trace_and_curve_go_on_where_they_were(tmp_path: Path) -> None:
+def test_trace_and_watch_continue_after_a_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start("--output", str(folder), "--iterations", "4", *SMALL_AND_SAME)
     wait_for_line(process, "checkpoint of iteration 2:")
@@ -142,59 +176,33 @@ def test_trace_and_curve_go_on_where_they_were(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("signum", "num_updates", "devices"),
+    ("signum", "words"),
     [
-        (signal.SIGTERM, 1, "cpu"),
-        pytest.param(signal.SIGINT, 2, "cpu", marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, 2, "cpu:2", marks=pytest.mark.long),
+        (signal.SIGTERM, TWO_UPDATES),
+        pytest.param(signal.SIGINT, (*ONE_UPDATE, "cpu"), marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, (*ONE_UPDATE, "cpu:2"), marks=pytest.mark.long),
     ],
 )
-def test_a_signal_saves_the_last_boundary_and_drops_what_is_begun(
-    tmp_path: Path, signum: int, num_updates: int, devices: str
+def test_a_signal_saves_the_last_whole_iteration(
+    tmp_path: Path, uninterrupted: Uninterrupted, signum: int, words: tuple[str, ...]
 ) -> None:
-    folder, once = tmp_path / "run", tmp_path / "once"
-    words = (*SMALL_AND_SAME, f"train.updates_per_iteration={num_updates}", "--iterations", "6")
-    words = (*words, "train.save_every=null", "--train-devices", devices)
-    assert finish("--output", str(once), *words)[0] == 0
-    process = start("--output", str(folder), *words, EASYRL_RANDOM_DELAYS="0.05")
+    once, folder = uninterrupted(*words), tmp_path / "run"
+    saving = (*SMALL_AND_SAME, *words, "train.save_every=null")
+    process = start("--output", str(folder), *saving, EASYRL_RANDOM_DELAYS="0.05")
     wait_for_line(process, "iteration 2/")
-    time.sleep(random.Random(num_updates * signum).random())
+    time.sleep(random.Random(len(words) * signum).random())
     process.send_signal(signum)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signum and err == ""
-    assert out.count("stopped by") == 1 and f"to go on: easyrl grpo --resume {folder}" in out
+    assert out.count("stopped by") == 1 and f"to resume: easyrl grpo --resume {folder}" in out
     (saved,) = checkpoints_in(folder / "checkpoints")
     done = len(lines_of(folder / "metrics.jsonl"))
-    assert read_checkpoint(saved).state["num_iterations"] == done >= 2  # nothing whole is lost
+    assert read_checkpoint(saved).state["num_iterations"] == done >= 2  # no whole one is lost
     resume(folder)
-    assert told_of(folder) == told_of(once)
+    assert outcome_of(folder) == outcome_of(once)
 
 
-@pytest.mark.alone
-def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
-    """The trainer is stopped, so that it never ends its micro-batch."""
-    folder = tmp_path / "run"
-    process = start("--output", str(folder), "--iterations", "100000", *SMALL)
-    try:
-        wait_for_line(process, "iteration 2/")
-        workers = [
-            p for p in descendants(process.pid) if "resource_tracker" not in str(p.cmdline())
-        ]
-        children = [p for p in workers if p.ppid() == process.pid]
-        max(children, key=lambda p: p.create_time()).suspend()
-        process.send_signal(signal.SIGINT)
-        assert process.stdout is not None
-        while "(again: stop without it)" not in process.stdout.readline():
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=30)
-        assert process.returncode == 130 and out.count("stopped by SIGINT") == 1
-        assert wait_until_gone(workers, 5.0) == []
-    finally:
-        process.kill()
-
-
-def test_a_checkpoint_that_finds_no_room_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_does_not_end_the_run(tmp_path: Path) -> None:
     """No file may have more than 4 MiB: the model can be written, a checkpoint cannot."""
     folder = tmp_path / "run"
     limit = (resource.RLIMIT_FSIZE, (2**22, 2**22))
@@ -208,9 +216,27 @@ def test_a_checkpoint_that_finds_no_room_is_told_and_the_run_goes_on(tmp_path: P
     )
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stdout.splitlines() if "could not be written" in line]
-    assert len(told) == 2 and "File too large; the run goes on" in told[0]
+    assert len(told) == 2 and "File too large" in told[0]
     assert list((folder / "checkpoints").iterdir()) == []
     assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_may_take_longer_to_write_than_the_next_iterations(tmp_path: Path) -> None:
+    """The run must wait in the controller: a train worker that waited for its writer would keep the
+    rollout workers waiting for weights until runtime.timeout_seconds are over."""
+    folder = tmp_path / "run"
+    script = str(Path(__file__).with_name("slow_writer_run.py"))
+    words = ("--iterations", "3", "train.save_every=1", "train.keep_checkpoints=3", *SMALL)
+    done = subprocess.run(
+        [sys.executable, script, str(folder), *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    whole = [read_checkpoint(path) for path in checkpoints_in(folder / "checkpoints")]
+    assert [checkpoint.state["num_iterations"] for checkpoint in whole] == [1, 2, 3]
 
 
 # -- kills ---------------------------------------------------------------------------------------
@@ -230,13 +256,17 @@ def kill_somewhere(process: subprocess.Popen[str], chance: random.Random) -> str
     return kind
 
 
-def killed_again_and_again(tmp_path: Path, *, num_kills: int, iterations: int, seed: int) -> None:
-    """Kills at random moments until the run has ended; then it must be the run of one go."""
-    chance = random.Random(seed)
-    once, folder = tmp_path / "once", tmp_path / "run"
-    words = (*SMALL_AND_SAME, "--iterations", str(iterations), "train.keep_checkpoints=3")
-    words = (*words, "runtime.resume=auto")
-    assert finish("--output", str(once), *words)[0] == 0
+@pytest.mark.long
+@pytest.mark.parametrize(("num_kills", "iterations", "seed"), [(3, 6, 1), (10, 30, 0), (10, 30, 1)])
+def test_kills_at_random_moments_repeat_and_skip_no_group(
+    tmp_path: Path, uninterrupted: Uninterrupted, num_kills: int, iterations: int, seed: int
+) -> None:
+    chance, folder = random.Random(seed), tmp_path / "run"
+    once = uninterrupted("--iterations", str(iterations), "--train-devices", "cpu")
+    words = (
+        *(*SMALL_AND_SAME, "--iterations", str(iterations), "--train-devices", "cpu"),
+        *("train.keep_checkpoints=3", "runtime.resume=auto"),
+    )
     num_done = 0
     for _ in range(num_kills):
         process = start("--output", str(folder), *words)
@@ -257,18 +287,119 @@ def killed_again_and_again(tmp_path: Path, *, num_kills: int, iterations: int, s
             num_done = int(read_checkpoint(path).state["num_iterations"])  # whole, every one
     code, _, err = finish("--output", str(folder), *words)
     assert (code, err) == (0, "")
-    assert told_of(folder) == told_of(once)
+    assert outcome_of(folder) == outcome_of(once)
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert all(name.isdecimal() for name in names) and len(names) == 3  # and nothing left over
 
 
 @pytest.mark.long
-def test_a_run_killed_three_times_repeats_and_skips_no_group(tmp_path: Path) -> None:
-    killed_again_and_again(tmp_path, num_kills=3, iterations=6, seed=1)
+def test_a_resumed_mixture_of_data_continues_with_the_next_prompts(
+    tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
+    twice = tmp_path / "twice"
+    rows = [f"{number}+{number + 1}=,{2 * number + 1}\n" for number in range(20, 25)]
+    (tmp_path / "five.csv").write_text("question,sum\n" + "".join(rows))
+    (tmp_path / "one.jsonl").write_text('{"question": "1+1=", "sum": "2"}\n')
+    words = (
+        f"data.dataset=[{tmp_path}/five.csv, {tmp_path}/one.jsonl]",
+        *("data.weights=[2, 1]", "data.prompt_template={question}", "data.columns={answer: sum}"),
+        "reward.functions=[easyrl.data.arithmetic:score]",
+        *("train.prompts_per_iteration=5", "--iterations", "12"),
+    )
+    once = uninterrupted(*words)
+    process = start("--output", str(twice), *SMALL_AND_SAME, *words)
+    wait_for_line(process, "checkpoint of iteration 4:")
+    kill(process)
+    resume(twice)
+    assert outcome_of(twice) == outcome_of(once)
+    asked = [sample["prompt"] for sample in lines_of(twice / "samples.jsonl")]
+    assert len(set(asked)) == 6  # of each data set, several times around
+
+
+# -- several train ranks --------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_twenty_kills_at_random_moments_repeat_and_skip_no_group(tmp_path: Path) -> None:
-    for seed in range(2):
-        (tmp_path / str(seed)).mkdir()
-        killed_again_and_again(tmp_path / str(seed), num_kills=10, iterations=30, seed=seed)
+@pytest.mark.parametrize(("before", "after"), [("cpu:2", "cpu"), ("cpu", "cpu:2")])
+def test_another_number_of_ranks_continues_to_the_same_weights(
+    tmp_path: Path, uninterrupted: Uninterrupted, before: str, after: str
+) -> None:
+    words, twice = ("algorithm.beta=0.05", *ONE_UPDATE, before), tmp_path / "twice"
+    once = uninterrupted(*words)
+    process = start("--output", str(twice), *SMALL_AND_SAME, *words)
+    wait_for_line(process, "checkpoint of iteration 3:")
+    kill(process)
+    newest = checkpoints_in(twice / "checkpoints")[-1]
+    assert len(list(newest.glob("*.safetensors"))) == (2 if before == "cpu:2" else 1)
+    out = resume(twice, "--train-devices", after)
+    assert ("train-1: cpu" in out) == (after == "cpu:2")
+    assert f"{newest.name} of 6 iterations done" in out
+    got, expected = (load_file(folder / "model/model.safetensors") for folder in (twice, once))
+    start_weights = load_file(TINY / "model.safetensors")
+    for name, weight in expected.items():
+        gap = float((got[name] - weight).norm() / weight.norm())
+        moved = float((start_weights[name] - weight).norm() / weight.norm())
+        assert gap <= 1e-5 and gap < moved / 100, name
+    assert summary_of(twice)["groups_trained"] == summary_of(once)["groups_trained"] == 24
+    assert summary_of(twice)["groups_off_policy"] == 0
+
+
+def wait_for_saving(process: subprocess.Popen[str], folder: Path, beyond: int) -> None:
+    """Until a checkpoint later than the iteration `beyond` is being written."""
+    deadline = time.monotonic() + 120
+    while not any(
+        int(path.name.removesuffix(UNFINISHED)) > beyond
+        for path in (folder / "checkpoints").glob(f"*{UNFINISHED}")
+    ):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+@pytest.mark.long
+def test_ranks_killed_while_they_save_repeat_and_skip_no_group(
+    tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
+    chance, folder = random.Random(5), tmp_path / "run"
+    settings = ("--iterations", "9", "--train-devices", "cpu:2")
+    once = uninterrupted(*settings)
+    words = (*SMALL_AND_SAME, *settings, "train.keep_checkpoints=1", "runtime.resume=auto")
+    num_done = 0
+    for victim in ("controller", "rank 0", "rank 1"):
+        process = start("--output", str(folder), *words)
+        wait_for_line(process, f"iteration {num_done + 1}/")  # nothing is left over any more
+        wait_for_saving(process, folder, num_done + 1)
+        time.sleep(chance.random() * 0.03)
+        processes = descendants(process.pid)
+        if victim == "controller":
+            process.kill()
+        else:
+            train_workers(process.pid)[int(victim[-1])].kill()
+        _, err = process.communicate(timeout=60)
+        assert wait_until_gone(processes, 10.0) == []
+        if victim != "controller":
+            assert f"train-{victim[-1]} was killed by SIGKILL" in err
+        for path in checkpoints_in(folder / "checkpoints"):
+            num_done = int(read_checkpoint(path).state["num_iterations"])  # whole, every one
+        assert num_done >= 1
+    code, _, err = finish("--output", str(folder), *words)
+    assert (code, err) == (0, "")
+    assert outcome_of(folder) == outcome_of(once)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["9"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
+def test_a_signal_while_a_checkpoint_is_written_waits_for_the_last_one(
+    tmp_path: Path, uninterrupted: Uninterrupted, devices: str
+) -> None:
+    once, folder = uninterrupted(*ONE_UPDATE, devices), tmp_path / "run"
+    process = start("--output", str(folder), *SMALL_AND_SAME, *ONE_UPDATE, devices)
+    wait_for_saving(process, folder, 1)
+    psutil.Process(process.pid).send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and err == ""
+    assert not list((folder / "checkpoints").glob(f"*{UNFINISHED}"))
+    newest = read_checkpoint(checkpoints_in(folder / "checkpoints")[-1])
+    assert newest.state["num_iterations"] == len(lines_of(folder / "metrics.jsonl")) >= 2
+    resume(folder)
+    assert outcome_of(folder) == outcome_of(once)

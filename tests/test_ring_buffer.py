@@ -1,18 +1,18 @@
-"""The ring buffer: hand-over, order, back-pressure, and what happens when a process is killed."""
+"""The ring buffer: hand-over, order, back-pressure, and killed processes."""
 
 import contextlib
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import sys
 import threading
 import time
-import warnings
 from collections import Counter
 from dataclasses import fields, replace
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.channels import ring_layout
-from easyrl.channels.ring_buffer import InOrderReader, RingBuffer, RingPort
-from easyrl.channels.ring_layout import ARRAYS, HEADER, RingLayout
-from easyrl.channels.ring_resources import TokenPipe, available_memory_bytes
+from easyrl.channels import ring_buffer
+from easyrl.channels.memory import available_memory_bytes
+from easyrl.channels.ring_buffer import ARRAYS, HEADER, RingBuffer, RingLayout, TokenPipe
 from easyrl.types import RolloutGroup
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -51,7 +50,7 @@ def make_group(index, lengths=None, prompt_length=None):
     return RolloutGroup(
         iteration=index // 10,
         policy_version=index // 20,
-        place=index % 20,
+        group_index=index % 20,
         prompt_index=index,
         prompt_ids=rng.integers(0, 2**31 - 1, prompt_length, dtype=np.int32),
         completion_lengths=np.asarray(lengths, np.int32),
@@ -72,7 +71,7 @@ def assert_same(got, expected):
 
 
 def take_all(port):
-    """Read and release everything that is ready; the prompts' indexes, in order."""
+    """Read and release all ready groups; return their prompt indices in order."""
     indexes = []
     while (lease := port.get(0)) is not None:
         with lease as group:
@@ -82,11 +81,11 @@ def take_all(port):
 
 
 def assert_whole(ring, port):
-    """An empty ring has every slot free, each once."""
-    num_slots = ring.layout.num_slots
-    assert [port.put(make_group(i), 0) for i in range(num_slots)] == [True] * num_slots
+    """An empty ring has every slot free, each once, and delivers in order of arrival."""
+    indexes = [*reversed(range(ring.layout.num_slots))]
+    assert all(port.put(make_group(index), 0) for index in indexes)
     assert not port.put(make_group(0), 0)
-    assert take_all(port) == list(range(num_slots))
+    assert take_all(port) == indexes
 
 
 @pytest.fixture
@@ -124,12 +123,6 @@ def test_ragged_groups_come_out_as_they_went_in(groups):
                 assert_same(got, group)
 
 
-def test_layout_covers_every_field_of_a_group():
-    assert {f.name for f in fields(RolloutGroup)} == {name for name, _, _ in ARRAYS} | (
-        {"iteration", "policy_version", "place", "prompt_index"} & set(HEADER)
-    )
-
-
 def test_arrays_in_a_slot_are_aligned_and_apart():
     dtype = layout(num_generations=5, max_prompt=7, max_completion=3).slot_dtype()
     end = 0
@@ -142,14 +135,9 @@ def test_arrays_in_a_slot_are_aligned_and_apart():
     assert dtype.itemsize % 64 == 0
 
 
-def test_total_bytes_is_known_before_the_memory_is_made_and_is_what_is_made(new_ring):
-    limits = layout(num_slots=5)
+def test_memory_has_the_size_known_before_and_cannot_grow(new_ring):
     ring = new_ring(num_slots=5)
-    assert os.fstat(ring._memory_fd).st_size == limits.total_bytes
-
-
-def test_memory_cannot_grow(new_ring):
-    ring = new_ring()
+    assert os.fstat(ring._memory_fd).st_size == layout(num_slots=5).total_bytes
     with pytest.raises(PermissionError):
         os.ftruncate(ring._memory_fd, 2 * ring.layout.total_bytes)
 
@@ -165,23 +153,6 @@ def test_group_is_read_in_place_not_copied(new_ring):
     assert lease.group.completion_ids[0] == 77
     with pytest.raises(ValueError, match="read-only"):
         lease.group.completion_ids[0] = 1
-
-
-def test_group_can_be_read_in_place_as_torch_tensors_without_a_warning(new_ring):
-    import torch
-
-    ring = new_ring()
-    port = ring.attach(0)
-    group = make_group(1, [3, 5, 8], 16)
-    port.put(group, 0)
-    lease = port.get(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tensors = lease.tensors()
-    for name, _, _ in ARRAYS:
-        view = getattr(lease.group, name)
-        assert tensors[name].data_ptr() == view.__array_interface__["data"][0]
-        assert torch.equal(tensors[name], torch.from_numpy(getattr(group, name)))
 
 
 def test_released_slot_is_used_again_and_second_release_does_nothing(new_ring):
@@ -200,7 +171,7 @@ def produce(ring, owner, indexes, result):
 
 
 def consume(ring, owner, stop, result):
-    """Take groups until told to stop."""
+    """Take groups until the test sends a stop."""
     port = ring.attach(owner)
     deadline = time.monotonic() + BOUND_SECONDS
     while not stop.poll() and time.monotonic() < deadline:
@@ -241,7 +212,7 @@ def test_three_producers_and_two_consumers_hand_over_every_group_exactly_once(ne
         seen, readers = [], [reader for reader, _ in gets]
         while readers:
             ready = wait(readers, BOUND_SECONDS)
-            assert ready, f"only {len(seen)} groups came"
+            assert ready, f"only {len(seen)} groups arrived"
             for reader in ready:
                 index = reader.recv()
                 if index is None:
@@ -257,46 +228,12 @@ def test_three_producers_and_two_consumers_hand_over_every_group_exactly_once(ne
     assert_whole(ring, ring.attach(0))
 
 
-def test_ring_does_not_pickle_except_for_a_spawned_process(new_ring):
-    import pickle
-
+def test_ring_is_pickled_only_to_spawn_a_process(new_ring):
     with pytest.raises(RuntimeError, match="inheritance"):
         pickle.dumps(new_ring())
 
 
 # Order and back-pressure
-
-
-def test_arrival_order(new_ring):
-    port = new_ring(num_slots=6).attach(0)
-    for index in (4, 2, 9, 0):
-        port.put(make_group(index), 0)
-    assert take_all(port) == [4, 2, 9, 0]
-
-
-def test_in_order_reader_follows_places_whatever_the_arrival(new_ring):
-    ring = new_ring(num_slots=8)
-    port, reader = ring.attach(0), InOrderReader(ring.attach(1))
-    arrivals = [23, 21, 20, 22, 27, 24, 25, 26]
-    delivered = []
-    for index in arrivals:
-        port.put(make_group(index), 0)
-        while (lease := reader.get(0)) is not None:
-            with lease as group:
-                assert_same(group, make_group(group.prompt_index))
-                delivered.append((index, group.prompt_index))
-    assert [prompt for _, prompt in delivered] == list(range(20, 28))
-    assert delivered[:3] == [(20, 20), (20, 21), (22, 22)]  # each as soon as it can be
-    assert_whole(ring, port)
-
-
-def test_in_order_reader_refuses_a_place_that_comes_twice(new_ring):
-    ring = new_ring()
-    port, reader = ring.attach(0), InOrderReader(ring.attach(1))
-    port.put(make_group(1), 0)
-    port.put(make_group(1), 0)
-    with pytest.raises(RuntimeError, match="place 1 came twice"):
-        reader.get(0)
 
 
 def test_producer_waits_while_no_slot_is_free(new_ring):
@@ -310,7 +247,7 @@ def test_producer_waits_while_no_slot_is_free(new_ring):
     assert 0.05 <= time.monotonic() - start < 5
 
     lease = consumer.get(0)
-    assert not producer.put(make_group(2), 0)  # being read is not free
+    assert not producer.put(make_group(2), 0)  # a slot being read is not free
     timer = threading.Timer(0.1, lease.release)
     start = time.monotonic()
     timer.start()
@@ -348,7 +285,7 @@ def test_event_loop_can_wait_on_ring_and_connection_together(new_ring):
 
 def test_reader_that_loses_the_race_for_a_group_does_not_wait(new_ring, monkeypatch):
     port = new_ring().attach(0)
-    monkeypatch.setattr(TokenPipe, "wait", lambda self, timeout: True)  # another one was faster
+    monkeypatch.setattr(TokenPipe, "wait", lambda self, timeout: True)  # another reader was faster
     start = time.monotonic()
     assert port.get(0.05) is None
     assert time.monotonic() - start < 5
@@ -361,9 +298,9 @@ def test_reader_that_loses_the_race_for_a_group_does_not_wait(new_ring, monkeypa
 @pytest.mark.parametrize(
     ("group", "sizes"),
     [
-        (make_group(0, [1, 1, 1], 17), "num_prompt_tokens is 17, a slot holds 16"),
-        (make_group(0, [1] * 4, 1), "num_generations is 4, a slot holds 3"),
-        (make_group(0, [8, 9, 8], 1), "num_completion_tokens is 25, a slot holds 24"),
+        (make_group(0, [1, 1, 1], 17), "num_prompt_tokens: .*16.*17"),
+        (make_group(0, [1] * 4, 1), "num_generations: .*3.*4"),
+        (make_group(0, [8, 9, 8], 1), "num_completion_tokens: .*24.*25"),
     ],
 )
 def test_group_too_large_for_a_slot_is_refused_with_its_sizes(new_ring, group, sizes):
@@ -374,7 +311,7 @@ def test_group_too_large_for_a_slot_is_refused_with_its_sizes(new_ring, group, s
     assert_whole(ring, port)
 
 
-def test_group_whose_arrays_do_not_fit_together_is_refused(new_ring):
+def test_group_whose_arrays_do_not_match_is_refused(new_ring):
     ring = new_ring()
     port = ring.attach(0)
     group = make_group(0, [2, 2, 2])
@@ -384,10 +321,10 @@ def test_group_whose_arrays_do_not_fit_together_is_refused(new_ring):
     assert_whole(ring, port)
 
 
-def test_ring_larger_than_memory_is_refused_by_the_keys_that_mend_it(monkeypatch):
+def test_ring_larger_than_memory_is_refused_with_the_keys_to_lower(monkeypatch):
     limits = layout()
     limits.check_memory(limits.total_bytes)
-    monkeypatch.setattr(ring_layout, "available_memory_bytes", lambda: limits.total_bytes - 1)
+    monkeypatch.setattr(ring_buffer, "available_memory_bytes", lambda: limits.total_bytes - 1)
     with pytest.raises(ValueError) as error:
         RingBuffer(limits)
     for key in (
@@ -406,7 +343,7 @@ def test_ring_with_more_slots_than_a_pipe_carries_is_refused():
     assert open_files() == files
 
 
-def test_pipe_holds_its_capacity_even_when_its_first_page_is_nearly_used_up():
+def test_pipe_holds_its_capacity_when_its_first_page_is_nearly_used_up():
     pipe = TokenPipe.create()
     capacity = pipe.capacity()
     for _ in range(511):
@@ -422,49 +359,44 @@ def test_pipe_holds_its_capacity_even_when_its_first_page_is_nearly_used_up():
 
 @pytest.mark.parametrize("key", ["num_slots", "num_generations", "max_prompt", "num_owners"])
 def test_limits_below_one_are_refused(key):
-    with pytest.raises(ValueError, match="expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="at least 1"):
         layout(**{key: 0})
 
 
-def write_tree(root: Path, files):
+MEMORY_V2 = {
+    "proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n",
+    "proc/self/cgroup": "0::/pod/job\n",
+    "sys/fs/cgroup/pod/memory.max": str(3 << 20),
+    "sys/fs/cgroup/pod/memory.current": str(2 << 20),
+    "sys/fs/cgroup/pod/memory.stat": f"anon 5\ninactive_file {1 << 19}\n",
+    "sys/fs/cgroup/pod/job/memory.max": "max",
+    "sys/fs/cgroup/pod/job/memory.current": "5",
+    "sys/fs/cgroup/pod/job/memory.stat": "anon 5\n",
+}
+MEMORY_V1 = {  # a container sees its own group at the mount
+    "proc/meminfo": "MemAvailable: 4096 kB\n",
+    "proc/self/cgroup": "5:cpu:/docker/x\n4:memory:/docker/x\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2 << 20),
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": str(1 << 20),
+    "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 7\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected_bytes"),
+    [
+        (MEMORY_V2, 3 << 19),
+        (MEMORY_V2 | {"sys/fs/cgroup/pod/memory.max": "max"}, 4096 << 10),
+        (MEMORY_V1, (1 << 20) + 7),
+    ],
+    ids=["cgroup v2", "no limit", "cgroup v1"],
+)
+def test_available_memory_is_the_minimum_of_machine_and_cgroups(tmp_path, files, expected_bytes):
     for name, text in files.items():
-        path = root / name
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-
-
-def test_available_memory_is_the_least_of_machine_and_cgroups(tmp_path):
-    write_tree(
-        tmp_path,
-        {
-            "proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n",
-            "proc/self/cgroup": "0::/pod/job\n",
-            "sys/fs/cgroup/pod/memory.max": str(3 << 20),
-            "sys/fs/cgroup/pod/memory.current": str(2 << 20),
-            "sys/fs/cgroup/pod/memory.stat": f"anon 5\ninactive_file {1 << 19}\n",
-            "sys/fs/cgroup/pod/job/memory.max": "max",
-            "sys/fs/cgroup/pod/job/memory.current": "5",
-            "sys/fs/cgroup/pod/job/memory.stat": "anon 5\n",
-        },
-    )
-    assert available_memory_bytes(tmp_path) == (3 << 19)
-    write_tree(tmp_path, {"sys/fs/cgroup/pod/memory.max": "max"})
-    assert available_memory_bytes(tmp_path) == 4096 * 1024
-
-
-def test_available_memory_in_a_version_1_cgroup(tmp_path):
-    folder = "sys/fs/cgroup/memory"  # a container sees its own group at the mount
-    write_tree(
-        tmp_path,
-        {
-            "proc/meminfo": "MemAvailable: 4096 kB\n",
-            "proc/self/cgroup": "5:cpu:/docker/x\n4:memory:/docker/x\n",
-            f"{folder}/memory.limit_in_bytes": str(2 << 20),
-            f"{folder}/memory.usage_in_bytes": str(1 << 20),
-            f"{folder}/memory.stat": "total_inactive_file 7\n",
-        },
-    )
-    assert available_memory_bytes(tmp_path) == (1 << 20) + 7
+    assert available_memory_bytes(tmp_path) == expected_bytes
 
 
 def segment_names():
@@ -472,7 +404,7 @@ def segment_names():
 
 
 def open_files():
-    """What this process's descriptors of pipes and shared memory stand for."""
+    """Pipes and shared memory of this process's descriptors."""
     links = []
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the one that lists them
@@ -487,7 +419,7 @@ def test_no_name_and_no_descriptor_is_left(monkeypatch, has_memfd):
         resource_tracker.ensure_running()  # Python's own, one a process, has a pipe
     names, files = segment_names(), open_files()
     ring = RingBuffer(layout())
-    assert segment_names() == names  # not even while it lives
+    assert segment_names() == names  # not even while it exists
     assert open_files() != files
     assert_whole(ring, ring.attach(0))
     ring.close()
@@ -496,11 +428,11 @@ def test_no_name_and_no_descriptor_is_left(monkeypatch, has_memfd):
     assert open_files() == files
 
 
-# Killed processes. The killed are forked, so that hundreds of kills take seconds.
+# Killed processes. They are forked, so that hundreds of kills take seconds.
 
 
 def fork(action):
-    """Run `action` in a forked child that outlives neither it nor the bound; its process id."""
+    """Run `action` in a forked child, which ends with it or at the bound; return its process id."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(int(BOUND_SECONDS))
@@ -523,7 +455,7 @@ EVERY_LINE = pytest.mark.parametrize(
 
 
 def kill_at(step, event_kind):
-    """Kill this process before the step-th line (or bytecode) it runs in the ring's module."""
+    """Kill this process before the step-th line (or bytecode) that it runs in the ring's module."""
     steps_left = step
 
     def trace(frame, event, _):
@@ -619,7 +551,7 @@ def test_consumer_killed_anywhere_in_get_loses_no_group(new_ring, event_kind):
 
 
 @EVERY_LINE
-def test_consumer_killed_anywhere_in_release_gives_its_group_back_or_has_released_it(
+def test_consumer_killed_anywhere_in_release_returns_its_group_or_has_released_it(
     new_ring, event_kind
 ):
     ring = new_ring(num_slots=3)
@@ -637,7 +569,7 @@ def test_consumer_killed_anywhere_in_release_gives_its_group_back_or_has_release
         assert_whole(ring, living)
         living.put(make_group(1), 0)
         living.put(make_group(2), 0)
-    assert outcomes == sorted(outcomes, reverse=True)  # once released it never comes back
+    assert outcomes == sorted(outcomes, reverse=True)  # once released it is never delivered again
     assert set(outcomes) == {1, 2}
 
 
@@ -653,44 +585,24 @@ def test_reclaim_does_not_take_slots_from_the_living(new_ring):
     assert_same(ours.group, make_group(0))
 
 
-def test_reclaim_waits_for_a_living_owner_in_the_middle_of_a_move(new_ring):
-    ring = new_ring(num_slots=2)
-    port = ring.attach(0)
-    port.put(make_group(1), 0)
-    slot = ring.ready.receive()  # owner 2 has just taken the number …
-    ring.moves[2] = 1
-
-    def arrive():
-        ring.slots["status"][slot] = 2 << 2 | 3  # … and now says so
-        ring.moves[2] = 2
-
-    timer = threading.Timer(0.1, arrive)
-    timer.start()
-    assert ring.reclaim(VICTIM, timeout_seconds=BOUND_SECONDS).returned == []
-    timer.join()
-    assert port.get(0) is None
-    assert ring.reclaim(2).returned == [(0, 1)]
-    assert take_all(port) == [1]
-
-
 class SlowPipe(TokenPipe):
-    """Says when a number is in nobody's hands, and leaves it there for a while."""
+    """Signals when a number has no owner, and keeps it so for a while."""
 
-    def __init__(self, pipe, told_fd):
+    def __init__(self, pipe, signal_fd):
         super().__init__(*pipe.fds)
-        self.told_fd = told_fd
+        self.signal_fd = signal_fd
 
-    def dawdle(self):
-        os.write(self.told_fd, b"x")
+    def pause(self):
+        os.write(self.signal_fd, b"x")
         time.sleep(0.1)
 
     def send(self, slot):
-        self.dawdle()
+        self.pause()
         super().send(slot)
 
     def receive(self):
         slot = super().receive()
-        self.dawdle()
+        self.pause()
         return slot
 
 
@@ -708,24 +620,24 @@ def test_reclaim_leaves_a_slow_move_of_the_living_alone(new_ring, operation, slo
     port = ring.attach(0)
     port.put(make_group(1), 0)
     port.put(make_group(2), 0)
-    told, tell = os.pipe()
+    signalled, signal_fd = os.pipe()
 
     def slow_one():
-        setattr(ring, slow, SlowPipe(getattr(ring, slow), tell))
+        setattr(ring, slow, SlowPipe(getattr(ring, slow), signal_fd))
         if operation == "put":
             ring.attach(1).put(make_group(7), 0)
         else:
             ring.attach(1).get(0).release()
 
     pid = fork(slow_one)
-    assert os.read(told, 1) == b"x"
+    assert os.read(signalled, 1) == b"x"
     reclaimed = ring.reclaim(VICTIM, timeout_seconds=BOUND_SECONDS)
     assert (reclaimed.unfinished, reclaimed.returned) == ([], [])
     assert exit_code(pid) == 0
     assert take_all(port) == groups_left
     assert_whole(ring, port)
-    os.close(told)
-    os.close(tell)
+    os.close(signalled)
+    os.close(signal_fd)
 
 
 def test_two_owners_dead_in_the_middle_of_moves_are_reclaimed_together(new_ring):
@@ -733,14 +645,14 @@ def test_two_owners_dead_in_the_middle_of_moves_are_reclaimed_together(new_ring)
     port = ring.attach(0)
     port.put(make_group(1), 0)
     port.put(make_group(2), 0)
-    ring.ready.receive()  # each died with a number in hand
+    ring.ready.receive()  # each died while it held a number
     ring.free.receive()
     ring.moves[[1, 2]] = 1
     with pytest.raises(ValueError, match="reclaim it first"):
         ring.attach(1)
-    with pytest.raises(TimeoutError, match=r"owners \[2\] are still moving"):
+    with pytest.raises(TimeoutError, match=r"\[2\]"):
         ring.reclaim(1, timeout_seconds=0.05)
-    with port.get(0) as group:  # the ring goes on meanwhile
+    with port.get(0) as group:  # the ring still works meanwhile
         assert group.prompt_index == 2
     assert ring.reclaim(1, 2).returned == [(0, 1)]
     assert take_all(port) == [1]
@@ -771,9 +683,7 @@ def stress_consumer(ring, owner, log_fd):
 
 
 @pytest.mark.parametrize("num_kills", [60, pytest.param(1500, marks=pytest.mark.long)])
-def test_processes_killed_at_random_moments_lose_nothing_and_repeat_nothing(
-    new_ring, tmp_path, num_kills
-):
+def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(new_ring, tmp_path, num_kills):
     ring = new_ring(num_slots=5)
     rng = random.Random(num_kills)
     log = tmp_path / "log"
@@ -813,7 +723,7 @@ def test_processes_killed_at_random_moments_lose_nothing_and_repeat_nothing(
 
     deliveries = Counter(event[1:] for event in events if event[0] == "B")
     put, tried = ({e[1:] for e in events if e[0] == mark} for mark in "DP")
-    assert len(put) > num_kills, "hardly anything went through the ring"
+    assert len(put) > num_kills, "hardly any group went through the ring"
     assert put <= set(deliveries)  # nothing lost
     assert set(deliveries) <= tried
     released = set()
@@ -821,31 +731,5 @@ def test_processes_killed_at_random_moments_lose_nothing_and_repeat_nothing(
         assert not (event[0] == "B" and event[1:] in released), "delivered after its release"
         if event[0] == "E":
             released.add(event[1:])
-    # A second delivery only of a group whose reader was killed before it said to be done.
+    # Only a group whose reader was killed before its release is delivered again.
     assert sum(deliveries.values()) - len(deliveries) <= consumer_kills
-
-
-def hold_group(ring: RingBuffer, result: Connection):
-    port: RingPort = ring.attach(VICTIM)
-    lease = port.get(BOUND_SECONDS)
-    result.send(lease.group.prompt_index)
-    time.sleep(BOUND_SECONDS)
-
-
-def test_group_held_by_a_spawned_worker_that_is_killed_is_delivered_again(new_ring):
-    ring = new_ring(num_slots=2)
-    port = ring.attach(0)
-    port.put(make_group(3), 0)
-    reader, writer = SPAWN.Pipe(duplex=False)
-    process = SPAWN.Process(target=hold_group, args=(ring, writer))
-    process.start()
-    try:
-        assert reader.poll(BOUND_SECONDS)
-        assert reader.recv() == 3
-        assert port.get(0) is None
-    finally:
-        process.kill()
-        process.join(BOUND_SECONDS)
-    assert ring.reclaim(VICTIM).returned == [(0, 3)]
-    assert take_all(port) == [3]
-    assert_whole(ring, port)

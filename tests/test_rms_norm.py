@@ -12,8 +12,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from easyrl.model.cpu_layers import FusedRMSNorm, speed_up_rms_norms
 from easyrl.model.policy import Policy
-from easyrl.model.rms_norm import FusedRMSNorm, speed_up_rms_norms
 
 
 def both(size: int, norm_class: Any = Qwen3RMSNorm, eps: float = 1e-6) -> list[nn.Module]:

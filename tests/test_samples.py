@@ -1,4 +1,4 @@
-"""`easyrl samples`: what it shows, and of which folders."""
+"""`easyrl samples`: what it shows, and for which folders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def completions(output: str) -> list[str]:
     return re.findall(r"completion (\S+)", output)
 
 
-def test_each_prompt_stands_once_before_its_completions(tmp_path: Path) -> None:
+def test_shows_each_prompt_once_before_its_completions(tmp_path: Path) -> None:
     shown = call(write(tmp_path / "run", SAMPLES)).output
     assert [shown.count(f"prompt {n}-{k}\n") for n in range(3) for k in range(2)] == [1] * 6
     assert len(completions(shown)) == 18 and "18 samples" in shown
@@ -54,7 +54,7 @@ def test_each_prompt_stands_once_before_its_completions(tmp_path: Path) -> None:
     assert title in shown and "reward none" in shown
     place = shown.index("prompt 1-1\n")
     assert shown.index("completion 1-0-2") < place < shown.index("completion 1-1-0")
-    assert "\x1b" not in shown and "[bold]" in shown, "a completion is anybody's text"
+    assert "\x1b" not in shown and "[bold]" in shown
 
 
 FILTERS: dict[str, tuple[tuple[object, ...], list[str]]] = {
@@ -66,41 +66,41 @@ FILTERS: dict[str, tuple[tuple[object, ...], list[str]]] = {
 
 
 @pytest.mark.parametrize("wanted", FILTERS)
-def test_only_what_is_asked_for_is_shown(tmp_path: Path, wanted: str) -> None:
+def test_options_select_samples(tmp_path: Path, wanted: str) -> None:
     words, expected = FILTERS[wanted]
     found = completions(call(write(tmp_path / "run", SAMPLES), *words).output)
     assert found[:4] == expected and len(found) == (7 if wanted == "iterations" else len(expected))
 
 
-def test_of_an_evaluation_it_shows_samples_and_lengths(tmp_path: Path) -> None:
+def test_shows_sample_numbers_and_lengths_of_an_evaluation(tmp_path: Path) -> None:
     line = {"problem": "a", "prompt_index": 3, "sample": 1, "prompt": "p", "completion": "c"}
     line |= {"reward": 1.0, "length": 7, "truncated": True, "answer": "42"}
     shown = call(write(tmp_path / "ev", [line])).output
-    assert "prompt 3  sample 2  reward 1  answer 42  7 tokens, cut off" in shown
+    assert "prompt 3  sample 2  reward 1  answer 42  7 tokens, truncated" in shown
 
 
-def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     run = write(tmp_path / "run", SAMPLES[:2], rest=json.dumps(SAMPLES[2])[:40])
     assert len(completions(call(run).output)) == 2
 
 
-def test_lines_that_are_no_samples_are_passed_over(tmp_path: Path) -> None:
+def test_lines_that_are_no_samples_are_skipped(tmp_path: Path) -> None:
     broken = "[1]\n7\n{}\n" + json.dumps({**SAMPLES[2], "reward": "1"}) + "\n" + "{" + "\n"
     run = write(tmp_path / "run", SAMPLES[:2], rest=broken + json.dumps(SAMPLES[3]) + "\n")
     for words in ((), ("--min-reward", 0), ("--iteration", 1)):
         assert completions(call(run, *words).output) == ["0-0-0", "0-0-1", "0-1-0"]
 
 
-def test_a_mistake_is_told(tmp_path: Path) -> None:
+def test_mistakes_are_user_errors(tmp_path: Path) -> None:
     mistakes = {
         ("nothing",): "is no folder",
-        ("plain",): "has no samples.jsonl; accepted",
-        ("none",): "has no samples.jsonl yet (output.sample_groups=0",
+        ("plain",): "has no samples.jsonl",
+        ("none",): "has no samples.jsonl",
         ("empty",): "has no samples yet",
-        ("other",): "is of another kind",
-        ("run", "--min-reward", "7"): "no sample is like that",
-        ("run", "--iteration", "0"): "'0' came; accepted: an iteration counted from 1",
-        ("run", "--iteration", "5-3"): "'5-3' came",
+        ("other",): "has no samples yet",
+        ("run", "--min-reward", "7"): "--min-reward",
+        ("run", "--iteration", "0"): "--iteration",
+        ("run", "--iteration", "5-3"): "--iteration",
         ("run", "--limit", "0"): "'--limit'",
     }
     write(tmp_path / "run", SAMPLES)
@@ -114,7 +114,7 @@ def test_a_mistake_is_told(tmp_path: Path) -> None:
         assert refused.exit_code == 2 and told in " ".join(refused.output.split()), refused.output
 
 
-def test_on_a_terminal_a_pager_shows_them(tmp_path: Path) -> None:
+def test_terminal_gets_a_pager_that_may_be_left_early(tmp_path: Path) -> None:
     """One that is left early: not all of a long file is read."""
     run = write(tmp_path / "run", SAMPLES * 200)
     command = (sys.executable, "-m", "easyrl", "samples", str(run))

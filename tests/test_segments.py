@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easyrl.model.segments import BUCKET_SCORES, LANES, make_buckets, padded_length
+from easyrl.model.shared_prompt import BUCKET_SCORES, LANES, make_buckets, padded_length
 
 CPU = torch.device("cpu")
 lengths_of_segments = st.lists(st.integers(1, 200), min_size=1, max_size=12)

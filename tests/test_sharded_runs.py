@@ -58,7 +58,9 @@ def test_two_train_ranks_end_in_the_weights_of_one(tmp_path: Path, words: tuple[
         assert ("train-1: cpu" in out) == (devices == TWO)
         ends.append((load_file(folder / "model/model.safetensors"), summary_of(folder), folder))
     (one, _, _), (two, summary, folder) = ends
-    before = load_file(Path(__file__).parent.parent / "easyrl/tasks/tiny/model.safetensors")
+    before = load_file(
+        Path(__file__).parent.parent / "easyrl/model/built_in/tiny/model.safetensors"
+    )
     digest = hashlib.sha256()
     for name, weight in sorted(one.items()):
         gap = float((two[name] - weight).norm() / weight.norm())

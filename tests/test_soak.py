@@ -13,7 +13,8 @@ FIRST, LAST = 10, 70
 """Iterations, between which nothing may pile up."""
 LARGEST_GROWTH = 1.05
 """Of a process's memory: longer completions may still come, and their activations are kept. (What a
-trainer on the CPU has freed it keeps, `easyrl.heap`: a leak shows once it is larger than that.)"""
+trainer on the CPU has freed it keeps, `easyrl.processes`: a leak
+shows once it is larger than that.)"""
 AT_A_TIME = 3
 """Files and threads that come and go: a checkpoint is being written."""
 

@@ -1,4 +1,4 @@
-"""What a worker tells of what it did when."""
+"""Reports of what a worker did when."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_spans_of_one_kind_that_follow_each_other_are_one(clock: Clock) -> None:
-    told: list[Activity] = []
-    line = Timeline(told.append)
+def test_adjacent_spans_of_one_kind_are_merged(clock: Clock) -> None:
+    reports: list[Activity] = []
+    line = Timeline(reports.append)
     for seconds in (0.01, 0.02, 0.03):
         started = clock.now
         clock.now += seconds
@@ -34,7 +34,7 @@ def test_spans_of_one_kind_that_follow_each_other_are_one(clock: Clock) -> None:
     clock.now += 0.01
     line.add("generate", started, num_groups=2)
     line.report()
-    (activity,) = told
+    (activity,) = reports
     assert [(s.kind, s.started, s.ended) for s in activity.spans] == [
         ("generate", 100.0, pytest.approx(100.06)),
         ("generate", pytest.approx(100.11), pytest.approx(100.12)),
@@ -42,9 +42,9 @@ def test_spans_of_one_kind_that_follow_each_other_are_one(clock: Clock) -> None:
     assert (activity.num_tokens, activity.num_groups) == (15, 2)
 
 
-def test_scoring_beside_generation_breaks_nothing_up(clock: Clock) -> None:
-    told: list[Activity] = []
-    line = Timeline(told.append)
+def test_concurrent_scoring_does_not_split_generation(clock: Clock) -> None:
+    reports: list[Activity] = []
+    line = Timeline(reports.append)
     sent = clock.now
     for _ in range(3):
         started = clock.now
@@ -52,59 +52,59 @@ def test_scoring_beside_generation_breaks_nothing_up(clock: Clock) -> None:
         line.add("generate", started)
         line.add("score", sent)
     line.report()
-    assert [span.kind for span in told[0].spans] == ["generate", "score"]
-    assert {span.ended for span in told[0].spans} == {clock.now}
+    assert [span.kind for span in reports[0].spans] == ["generate", "score"]
+    assert {span.ended for span in reports[0].spans} == {clock.now}
 
 
-def test_it_is_told_a_few_times_a_second(clock: Clock) -> None:
-    told: list[Activity] = []
-    line = Timeline(told.append)
+def test_reports_a_few_times_a_second(clock: Clock) -> None:
+    reports: list[Activity] = []
+    line = Timeline(reports.append)
     for _ in range(1000):  # 5 seconds
         started = clock.now
         clock.now += 0.005
         line.add("train", started)
-    assert 15 <= len(told) <= 20
+    assert 15 <= len(reports) <= 20
     line.report()
-    line.report()  # nothing new: nothing told
-    assert len(told) <= 21
+    line.report()  # nothing new, no report
+    assert len(reports) <= 21
 
 
 def test_spans_of_one_kind_never_overlap(clock: Clock) -> None:
-    """Calls under way at once, answered in any order: Chrome's format has no place for both."""
-    told: list[Activity] = []
-    line = Timeline(told.append)
+    """Concurrent calls, answered in any order: Chrome's format allows no overlap in a row."""
+    reports: list[Activity] = []
+    line = Timeline(reports.append)
     sent = [100.0, 100.1, 100.2, 100.9, 100.3]
     for answered, began in zip((100.5, 101.0, 101.0005, 101.6, 102.4), sent, strict=True):
         clock.now = answered
         assert line.add("score", began) == pytest.approx(answered - began)
     line.report()
-    spans = [span for activity in told for span in activity.spans]
+    spans = [span for activity in reports for span in activity.spans]
     for before, after in pairwise(spans):
         assert before.started < before.ended <= after.started < after.ended
     assert (spans[0].started, spans[-1].ended) == (100.0, 102.4)
 
 
-def test_what_may_last_is_told_when_it_begins_and_what_is_quick_is_not(clock: Clock) -> None:
-    told: list[Activity] = []
-    line = Timeline(told.append)
+def test_long_work_is_reported_when_it_begins_and_quick_work_is_not(clock: Clock) -> None:
+    reports: list[Activity] = []
+    line = Timeline(reports.append)
 
     def work(seconds: float) -> UnderWay | None:
-        told.clear()
+        reports.clear()
         started = line.begin("train")
-        begun = told[-1].under_way if told else None
+        begun = reports[-1].under_way if reports else None
         clock.now += seconds
         line.add("train", started)
         return begun
 
     assert work(0.01) == UnderWay("train", 100.0)  # the first
     assert work(0.01) is None
-    assert work(5.0) is None  # nobody knew
+    assert work(5.0) is None  # not known to be long
     assert work(5.0) == UnderWay("train", clock.now - 5.0)
     assert work(0.01) is not None
     assert work(0.01) is None
     with line.measure("wait", shown_as="score"):
-        assert told[-1].under_way == UnderWay("score", clock.now)
-        assert [span.kind for span in told[-1].spans] == ["train"]
+        assert reports[-1].under_way == UnderWay("score", clock.now)
+        assert [span.kind for span in reports[-1].spans] == ["train"]
         clock.now += 1.0
-    (ended,) = told[-1].spans
-    assert (ended.kind, told[-1].under_way) == ("wait", None)
+    (ended,) = reports[-1].spans
+    assert (ended.kind, reports[-1].under_way) == ("wait", None)

@@ -1,5 +1,6 @@
-"""Two train ranks give one rank's gradients: hand-made groups cross a real ring into two real train
-workers, each a process, on the CPU over Gloo."""
+"""Two train ranks have one rank's gradients.
+
+Hand-made groups cross a real ring into two real train workers (processes) on the CPU, over Gloo."""
 
 from __future__ import annotations
 
@@ -25,7 +26,6 @@ from test_updates import (  # noqa: F401
     LOSSES,
     NUM_GROUPS,
     SHUFFLED,
-    largest_gap,
     make_ring,
     model,
     train,
@@ -34,13 +34,13 @@ from torch import Tensor, nn
 
 from easyrl.channels.ring_buffer import RingBuffer, RingPort
 from easyrl.config import load_config
-from easyrl.data.packing import MicroBatch
 from easyrl.devices import LOOPBACK_ENVIRONMENT
 from easyrl.model.sharding import TrainRanks, own_part, whole
-from easyrl.types import RolloutGroup
+from easyrl.types import MicroBatch, RolloutGroup
 from easyrl.workers.learner import Learner
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.train import TrainWorker
+from tiny_models import largest_gradient_gap
 
 torch.set_num_threads(1)
 
@@ -55,21 +55,21 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Of one rank."""
+    """What one rank did."""
 
     gradients: list[dict[str, Tensor]]
     after_one_step: dict[str, Tensor]
-    """The first micro-step's gradients, not normalised yet."""
+    """Gradients of the first micro-step, not normalised yet."""
     metrics: dict[str, float]
     batches: list[MicroBatch]
     owned_bytes: int
-    """Of what is trained: weights, gradients and optimizer state."""
+    """Trained weights, their gradients and optimizer state."""
     all_bytes: int
-    """Of all weights, frozen ones as well."""
+    """All weights, frozen ones included."""
 
 
 def shake(worker: TrainWorker, scale: float) -> None:
-    """As `test_updates.shake`, on a sharded policy."""
+    """`test_updates.shake` for a sharded policy."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     generator = torch.Generator().manual_seed(5)
@@ -112,7 +112,7 @@ def run_case(case: Case, settings: WorkerSettings, port: RingPort, producer: Rin
     step = learner.optimizer.step
     learner.optimizer.step = descend  # type: ignore[method-assign, assignment]
     shake(worker, 0.02)
-    trained = worker._trained_iteration(ITERATION)
+    trained = worker._train(ITERATION)
     outcome.metrics = dict(trained.metrics)
     assert trained.groups_trained == (len(case.arrivals) if settings.rank == 0 else 0)
     assert not arrivals or settings.rank > 0
@@ -162,7 +162,7 @@ def settings_of(rank: int, store: str, pipes: tuple[Connection, ...]) -> WorkerS
 
 
 class Ranks:
-    """Both processes, which run one case after another."""
+    """Both processes; they run one case after another."""
 
     def __init__(self, ring: RingBuffer, store: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -180,7 +180,7 @@ class Ranks:
     def train(
         self, *words: str, order: tuple[int, ...] | None = None, groups: Any = GROUPS
     ) -> list[Outcome]:
-        arrivals = [groups[place] for place in order or range(NUM_GROUPS)]
+        arrivals = [groups[index] for index in order or range(NUM_GROUPS)]
         case = Case((f"model.path={test_updates.MODEL}", *words), arrivals)
         for each in self.orders:
             each.send(case)
@@ -214,8 +214,8 @@ BUDGETS = ("train.max_tokens_per_micro_batch=19", "train.max_tokens_per_micro_ba
 
 
 FEW = ("grpo", "dapo, kl")
-"""For these any number of updates each time; all others, of which one rank alone has them as well
-(`test_updates`), only in the long tests."""
+"""Tested with any number of updates. The other losses, which `test_updates` tests on one rank, have
+them only in the long tests."""
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ FEW = ("grpo", "dapo, kl")
         for num in (1, 2, 6)
     ],
 )
-def test_two_ranks_give_the_gradients_and_metrics_of_one(
+def test_two_ranks_have_the_gradients_and_metrics_of_one(
     ranks: Ranks, loss: str, num_updates: int
 ) -> None:
     """Updates of six groups, three, and one, of which the fifth has no gradient at all."""
@@ -238,7 +238,7 @@ def test_two_ranks_give_the_gradients_and_metrics_of_one(
             assert len(outcome.gradients) == num_updates
             for got, one in zip(outcome.gradients, expected.gradients, strict=True):
                 if any(bool(gradient.any()) for gradient in one.values()):
-                    assert largest_gap(got, one) <= 1e-5
+                    assert largest_gradient_gap(got, one) <= 1e-5
                 else:  # the fifth group's
                     assert not any(bool(gradient.any()) for gradient in got.values())
             for name, value in expected.metrics.items():
@@ -259,30 +259,22 @@ LORA = {
 
 
 @pytest.mark.parametrize("lora", LORA)
-def test_two_ranks_give_the_gradients_of_one_with_lora(ranks: Ranks, lora: str) -> None:
-    """With the model without adapters as the reference, which runs before the policy ever has."""
+def test_two_ranks_have_the_gradients_of_one_with_lora(ranks: Ranks, lora: str) -> None:
+    """The reference is the model without adapters. It runs before the policy ever has."""
     words = (*HARDER, *LORA[lora])
     expected = train(*words)
     for outcome in ranks.train(*words, BUDGETS[0], order=SHUFFLED):
         for got, one in zip(outcome.gradients, expected.gradients, strict=True):
             assert all(".lora_" in name and bool(one[name].any()) for name in one)
-            assert largest_gap(got, one) <= 1e-5
+            assert largest_gradient_gap(got, one) <= 1e-5
         for name in ("kl", "loss", "grad_norm"):
             assert outcome.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4), name
 
 
-def test_with_lora_each_rank_owns_half_of_frozen_weights_and_adapters(ranks: Ranks) -> None:
-    full, (outcome, _) = ranks.train(), ranks.train("model.lora.rank=4")
-    num_trained = sum(gradient.numel() for gradient in outcome.gradients[0].values())
-    assert outcome.owned_bytes == pytest.approx(16 * num_trained / NUM_RANKS, rel=0.05)
-    adapters = outcome.all_bytes - full[0].all_bytes
-    assert adapters == pytest.approx(4 * num_trained / NUM_RANKS, rel=0.05)
-
-
-def test_a_rank_that_is_gone_while_the_others_load_is_told_as_such(
+def test_a_rank_that_dies_while_the_others_load_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not in gloo's words alone: what tore the others along is then told instead of it."""
+    """Not by Gloo's message alone."""
 
     def lose_the_others(*_: Any) -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
@@ -304,7 +296,7 @@ def test_ranks_share_a_micro_step_by_tokens(ranks: Ranks) -> None:
 
 
 def test_a_rank_without_a_rollout_takes_part_all_the_same(ranks: Ranks) -> None:
-    """Each update has one rollout with a gradient."""
+    """Every update has a single rollout with a gradient."""
     sparse = copy.deepcopy(GROUPS)
     for group in sparse:
         group.advantages[:] = [1.0, 0.0, 0.0]
@@ -317,28 +309,28 @@ def test_a_rank_without_a_rollout_takes_part_all_the_same(ranks: Ranks) -> None:
         assert all(bool(g[name].any()) for g in gradients for name in g if "q_proj" in name)
 
 
-def test_in_deterministic_mode_the_order_of_arrival_changes_no_bit(ranks: Ranks) -> None:
-    words = ("runtime.deterministic=true", "train.max_tokens_per_micro_batch=30")
-    words = (*words, "algorithm.beta=0.3", "train.updates_per_iteration=2")
-    one, other = ranks.train(*words), ranks.train(*words, order=SHUFFLED)
-    for a, b in zip(one, other, strict=True):
+HARD = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "runtime.deterministic=true")
+
+
+@pytest.mark.parametrize(
+    ("words", "order"),
+    [
+        ((), SHUFFLED),
+        # On the CPU the same memory, but the same code: gathered from there, stepped on there.
+        (("train.offload=[reference, old, optimizer]",), None),
+    ],
+    ids=["order of arrival", "offloading"],
+)
+def test_in_deterministic_mode_no_bit_depends_on(
+    ranks: Ranks, words: tuple[str, ...], order: tuple[int, ...] | None
+) -> None:
+    budget = "train.max_tokens_per_micro_batch=30"
+    expected, got = ranks.train(*HARD, budget), ranks.train(*HARD, budget, *words, order=order)
+    for a, b in zip(expected, got, strict=True):
         assert a.metrics == b.metrics
-        assert [x.input_ids.tolist() for x in a.batches] == [
-            x.input_ids.tolist() for x in b.batches
-        ]
+        rows = [[x.input_ids.tolist() for x in outcome.batches] for outcome in (a, b)]
+        assert rows[0] == rows[1]
         for x, y in zip(a.gradients, b.gradients, strict=True):
-            assert all(torch.equal(x[name], y[name]) for name in x)
-
-
-def test_what_is_offloaded_changes_no_bit(ranks: Ranks) -> None:
-    """On the CPU the same memory, but the same way: gathered from there, stepped on there."""
-    words = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "runtime.deterministic=true")
-    expected = ranks.train(*words)
-    for got, plain in zip(
-        ranks.train(*words, "train.offload=[reference, old, optimizer]"), expected, strict=True
-    ):
-        assert got.metrics == plain.metrics
-        for x, y in zip(got.gradients, plain.gradients, strict=True):
             assert all(torch.equal(x[name], y[name]) for name in x)
 
 
@@ -357,12 +349,17 @@ def test_all_ranks_drop_an_update_that_is_not_finite_on_one(ranks: Ranks) -> Non
         assert all(bool(g.isfinite().all()) for g in outcome.gradients[0].values())
 
 
-def test_each_rank_owns_half_of_weights_gradients_and_optimizer_state(ranks: Ranks) -> None:
-    sizes = [outcome.owned_bytes for outcome in ranks.train()]
-    gradients = ranks.train()[0].gradients[0]
-    num_weights = sum(gradient.numel() for gradient in gradients.values())
-    for size in sizes:  # 4 numbers of 4 bytes for each weight, rows cut as evenly as they can be
-        assert size == pytest.approx(16 * num_weights / NUM_RANKS, rel=0.05)
+@pytest.mark.parametrize("lora", [(), ("model.lora.rank=4",)], ids=["all weights", "lora"])
+def test_each_rank_owns_half_of_weights_gradients_and_optimizer_state(
+    ranks: Ranks, lora: tuple[str, ...]
+) -> None:
+    outcomes = ranks.train(*lora)
+    num_trained = sum(gradient.numel() for gradient in outcomes[0].gradients[0].values())
+    for outcome in outcomes:  # 4 numbers of 4 bytes per weight; rows are cut as evenly as possible
+        assert outcome.owned_bytes == pytest.approx(16 * num_trained / NUM_RANKS, rel=0.05)
+    if lora:  # frozen weights are sharded too
+        adapter_bytes = outcomes[0].all_bytes - ranks.train()[0].all_bytes
+        assert adapter_bytes == pytest.approx(4 * num_trained / NUM_RANKS, rel=0.05)
 
 
 class Experts(nn.Module):
@@ -376,7 +373,7 @@ class Experts(nn.Module):
 
 
 class OneExpertEach(nn.Module):
-    """Each token takes the expert of its number alone; nobody takes the last one."""
+    """Each token uses only the expert of its number; no token uses the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,9 +394,8 @@ def train_own_expert(ranks: TrainRanks) -> list[Tensor]:
     return [whole(cast(Tensor, weight.grad)) for weight in own.parameters()]
 
 
-def test_what_one_ranks_tokens_miss_gets_the_others_gradient(ranks: Ranks) -> None:
-    """Each rank sums the gradients of all weights, and so the same ones: what a rank lacks is not
-    mistaken for what another has."""
+def test_a_weight_that_one_rank_does_not_use_gets_the_other_ranks_gradient(ranks: Ranks) -> None:
+    """Every rank sums the gradients of the same weights, in the same order."""
     alone = OneExpertEach()
     for token in (0, 1) * 3:
         alone(token).backward()
@@ -410,9 +406,6 @@ def test_what_one_ranks_tokens_miss_gets_the_others_gradient(ranks: Ranks) -> No
 
 
 def test_an_empty_weight_is_gathered_by_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 does not ask for it, since nothing of it is sent: the others would wait."""
+    """Rank 0 sends nothing of it and does not gather it: the others would wait."""
     monkeypatch.setattr("easyrl.model.sharding.is_sharded", lambda weight: True)
-    assert whole(torch.empty(4, 0, dtype=torch.float64)).shape == (
-        4,
-        0,
-    )  # no `full_tensor` is asked
+    assert whole(torch.empty(4, 0, dtype=torch.float64)).shape == (4, 0)  # without `full_tensor`

@@ -1,9 +1,9 @@
-"""The train worker's gradient: the same however an iteration's groups come, and of the right
-weights. Hand-made groups cross a real ring into a real train worker."""
+"""The train worker's gradient: the same in any order of arrival, and of the right weights.
+
+Hand-made groups cross a real ring into a real train worker."""
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import sys
 from collections.abc import Iterator
@@ -20,8 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
-from easyrl.channels.ring_buffer import RingBuffer
-from easyrl.channels.ring_layout import RingLayout
+from easyrl.channels.ring_buffer import RingBuffer, RingLayout
 from easyrl.config import Config, load_config
 from easyrl.model import tri_model
 from easyrl.model.attention import PackedGroups
@@ -29,11 +28,11 @@ from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.model.tri_model import OtherWeights
 from easyrl.types import RolloutGroup, Weight
-from easyrl.workers.group_stream import GroupStream
 from easyrl.workers.learner import Learner, loss_settings
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 from easyrl.workers.train import TrainWorker
+from tiny_models import largest_gradient_gap
 
 torch.set_num_threads(1)
 
@@ -55,18 +54,18 @@ BASE = (
 )
 
 
-def make_group(place: int) -> RolloutGroup:
-    """Ragged, some tokens masked, one completion of advantage 0, one group of nothing but."""
-    rng = np.random.default_rng(place)
+def make_group(index: int) -> RolloutGroup:
+    """Ragged, with masked tokens and completions of advantage 0; group 4 has no others."""
+    rng = np.random.default_rng(index)
     lengths = rng.integers(1, LONGEST_COMPLETION + 1, NUM_GENERATIONS)
     num_tokens = int(lengths.sum())
     advantages = rng.standard_normal(NUM_GENERATIONS).astype(np.float32)
-    advantages[: NUM_GENERATIONS if place == 4 else place % 2] = 0.0
+    advantages[: NUM_GENERATIONS if index == 4 else index % 2] = 0.0
     return RolloutGroup(
         iteration=ITERATION,
         policy_version=0,
-        prompt_index=FIRST_PROMPT + place,
-        place=place,
+        prompt_index=FIRST_PROMPT + index,
+        group_index=index,
         prompt_ids=rng.integers(3, VOCABULARY, rng.integers(2, LONGEST_PROMPT + 1), dtype=np.int32),
         completion_lengths=lengths.astype(np.int32),
         completion_ids=rng.integers(3, VOCABULARY, num_tokens, dtype=np.int32),
@@ -74,7 +73,7 @@ def make_group(place: int) -> RolloutGroup:
         loss_mask=rng.random(num_tokens) < 0.85,
         rewards=rng.random(NUM_GENERATIONS, dtype=np.float32),
         advantages=advantages,
-        truncated=np.array([place == 3, False, False]),
+        truncated=np.array([index == 3, False, False]),
     )
 
 
@@ -104,12 +103,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-GROUPS = [make_group(place) for place in range(NUM_GROUPS)]
+GROUPS = [make_group(index) for index in range(NUM_GROUPS)]
 
 
 @dataclass
 class Trained:
-    """What one iteration did, update by update."""
+    """One iteration, update by update."""
 
     config: Config
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -135,7 +134,7 @@ def state_of(policy: Policy) -> dict[str, Tensor]:
 
 
 def shake(policy: Policy, scale: float) -> None:
-    """Other weights: a policy that has left its reference."""
+    """Move the policy away from its reference."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in policy.model.parameters():
@@ -143,11 +142,11 @@ def shake(policy: Policy, scale: float) -> None:
 
 
 def train(*words: str, order: tuple[int, ...] | None = None) -> Trained:
-    """One iteration of a train worker, whose groups arrive in this order, one when it waits."""
+    """Train one iteration; groups arrive in this order, one for each wait."""
     config = load_config(words=[f"model.path={MODEL}", *BASE, *words])
     ring = make_ring()
     producer = ring.attach(1)
-    arrivals = [GROUPS[place] for place in order or range(NUM_GROUPS)]
+    arrivals = [GROUPS[index] for index in order or range(NUM_GROUPS)]
 
     def arrive() -> None:
         assert producer.put(arrivals.pop(0), 0.0), "the ring is full"
@@ -171,7 +170,7 @@ def train(*words: str, order: tuple[int, ...] | None = None) -> Trained:
         watch(worker, trained)
         shake(worker.learner.policy, 0.02)
         trained.weights_before.append(state_of(worker.learner.policy))
-        event = worker._trained_iteration(ITERATION)
+        event = worker._train(ITERATION)
         trained.metrics = dict(event.metrics)
         assert event.groups_trained == NUM_GROUPS and not arrivals
         assert event.policy_version == config.train.updates_per_iteration
@@ -184,8 +183,8 @@ def train(*words: str, order: tuple[int, ...] | None = None) -> Trained:
 
 
 def watch(worker: TrainWorker, trained: Trained) -> None:
-    """Note batches and gradients. Steps are plain descent: Adam's first ones are of the same size
-    whatever the gradient's, which makes much of its last bits."""
+    """Note batches and gradients. Steps are plain descent: Adam's first steps have the same size
+    for any gradient, which amplifies rounding."""
     learner = worker.learner
     loss_inputs = learner._loss_inputs
     named = {n: p for n, p in learner.policy.model.named_parameters() if p.requires_grad}
@@ -207,19 +206,11 @@ def watch(worker: TrainWorker, trained: Trained) -> None:
     learner.optimizer.step = descend  # type: ignore[method-assign, assignment]
 
 
-def largest_gap(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """DESIGN.md, invariant 4."""
-    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    return max(
-        float((got[name] - g).norm() / max(g.norm(), 1e-4 * norm)) for name, g in expected.items()
-    )
-
-
 # -- by definition --------------------------------------------------------------------------------
 
 
 def plain_model(weights: dict[str, Tensor] | None = None) -> Any:
-    """transformers' own, with its own attention, in float64."""
+    """The model of transformers with its own attention, in float64."""
     model = AutoModelForCausalLM.from_pretrained(
         MODEL, attn_implementation="eager", dtype=torch.float64
     )
@@ -239,7 +230,7 @@ def sequence_logprobs(
 
 
 def gradient_by_definition(trained: Trained, update: int) -> dict[str, Tensor]:
-    """Sequence by sequence, each model one of its own, nothing left out."""
+    """Sequence by sequence, with three separate models, nothing left out."""
     config, settings = trained.config, loss_settings(trained.config)
     policy = plain_model(trained.weights_before[update])
     old, reference = plain_model(trained.weights_before[0]), plain_model()
@@ -304,28 +295,29 @@ WAYS: list[tuple[tuple[str, ...], tuple[int, ...] | None]] = [
 
 @pytest.mark.parametrize("num_updates", [1, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_is_the_same_however_the_groups_come(loss: str, num_updates: int) -> None:
-    """Any budget, any order, streamed or whole: and the one that the formula has."""
+def test_the_gradient_is_that_of_the_formula_in_any_order(loss: str, num_updates: int) -> None:
+    """In any order, streamed or all at once."""
     words = (*LOSSES[loss], f"train.updates_per_iteration={num_updates}")
     expected = train(*words, "runtime.schedule=sync")
     assert len(expected.gradients) == num_updates
     for update, gradient in enumerate(expected.gradients):
-        assert largest_gap(gradient, gradient_by_definition(expected, update)) <= 1e-5
+        assert largest_gradient_gap(gradient, gradient_by_definition(expected, update)) <= 1e-5
     for more, order in WAYS:
         got = train(*words, *more, order=order)
         for gradient, other in zip(got.gradients, expected.gradients, strict=True):
-            assert largest_gap(gradient, other) <= 1e-5, (more, order)
+            assert largest_gradient_gap(gradient, other) <= 1e-5, (more, order)
         for name, value in expected.metrics.items():
             assert got.metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), name
 
 
 def test_every_setting_shows_in_the_gradient() -> None:
-    """Else the test above could pass without looking."""
+    """Otherwise the test above could pass for any setting."""
     found = {loss: train(*words, "train.updates_per_iteration=2") for loss, words in LOSSES.items()}
     for loss, trained in found.items():
         for other, theirs in found.items():
             gaps = [
-                largest_gap(a, b) for a, b in zip(trained.gradients, theirs.gradients, strict=True)
+                largest_gradient_gap(a, b)
+                for a, b in zip(trained.gradients, theirs.gradients, strict=True)
             ]
             assert loss == other or max(gaps) > 1e-3, (loss, other)
 
@@ -404,11 +396,10 @@ def test_other_weights_leave_the_module_as_it_was() -> None:
         assert policy.weights_sha256() == after
 
 
-def test_weights_on_the_cpu_that_a_device_reads_are_not_written_before_it_has(
+def test_offloaded_weights_are_not_written_before_the_device_has_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It reads parts of a sharded model when it comes to their layer: after the forward that asked
-    for them has returned here."""
+    """It reads parts of a sharded model after the forward that needs them has returned here."""
     policy = Policy.load(MODEL)
     weight = next(policy.model.parameters())
     policy.device = torch.device("meta")  # stands for an accelerator
@@ -423,13 +414,13 @@ def test_weights_on_the_cpu_that_a_device_reads_are_not_written_before_it_has(
     torch.testing.assert_close(seen, [own, others], rtol=0, atol=0)
 
 
-def test_training_is_told_when_the_device_is_done_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not when it has been asked for: a device works on for seconds."""
+def test_training_is_reported_when_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when it is queued: a device works on for seconds."""
     log: list[str] = []
 
-    def logging(told: str, call: Any) -> Any:
+    def logging(name: str, call: Any) -> Any:
         def wrapper(*arguments: Any, **more: Any) -> Any:
-            log.append(told)
+            log.append(name)
             return call(*arguments, **more)
 
         return wrapper
@@ -437,10 +428,10 @@ def test_training_is_told_when_the_device_is_done_with_it(monkeypatch: pytest.Mo
     for owner, name in ((Learner, "accumulate"), (devices, "synchronize"), (Timeline, "add")):
         monkeypatch.setattr(owner, name, logging(name, getattr(owner, name)))
     train("train.max_tokens_per_micro_batch=64")
-    asked = [place for place, name in enumerate(log) if name == "accumulate"]
-    assert len(asked) > 1
-    for place in asked:
-        assert log[place : place + 3] == ["accumulate", "synchronize", "add"]
+    starts = [index for index, name in enumerate(log) if name == "accumulate"]
+    assert len(starts) > 1
+    for start in starts:
+        assert log[start : start + 3] == ["accumulate", "synchronize", "add"]
 
 
 # -- updates --------------------------------------------------------------------------------------
@@ -458,46 +449,13 @@ def prompts_of(batches: list[tuple[Any, LossInputs]]) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("order", [(5, 4, 3, 2, 1, 0), SHUFFLED])
 @pytest.mark.parametrize("schedule", ["periodic", "sync"])
-def test_an_update_trains_the_groups_of_its_places_whoever_comes_first(
+def test_an_update_trains_the_groups_of_its_indices_in_any_order_of_arrival(
     schedule: str, order: tuple[int, ...]
 ) -> None:
     words = ("train.updates_per_iteration=3", "algorithm.beta=0.1", f"runtime.schedule={schedule}")
     trained = train(*words, order=order)
     expected = [{tuple(g.prompt_ids.tolist()) for g in GROUPS[i : i + 2]} for i in (0, 2, 4)]
     assert [prompts_of(batches) for batches in trained.batches] == expected
-
-
-def test_the_first_update_does_not_wait_for_groups_of_the_second() -> None:
-    """Streaming goes on: half of the groups are enough for the first step."""
-    ring = make_ring()
-    producer = ring.attach(1)
-    waits: list[None] = []
-    stream = GroupStream(
-        ring.attach(0),
-        iteration=ITERATION,
-        policy_version=0,
-        num_groups=NUM_GROUPS,
-        num_updates=2,
-        in_order=False,
-        wait_for_all=False,
-        wait_for_group=lambda: waits.append(None),
-    )
-    for place in (4, 0, 2, 1):
-        producer.put(GROUPS[place], 0.0)
-    places = []
-    while not stream.is_exhausted:
-        lease = stream.next(wait=True)
-        assert lease is not None
-        places.append(lease.group.place)
-        lease.release()
-    assert places == [0, 2, 1] and not waits
-    assert stream.next(wait=True) is None
-    stream.begin_next_update()
-    lease = stream.next(wait=False)
-    assert lease is not None and lease.group.place == 4
-    lease.release()
-    assert stream.next(wait=False) is None and not stream.is_exhausted
-    ring.close()
 
 
 def test_metrics_are_means_over_the_updates() -> None:
@@ -513,25 +471,9 @@ def test_metrics_are_means_over_the_updates() -> None:
     assert "kl" not in train().metrics
 
 
-def test_an_update_that_is_not_finite_is_dropped_and_the_next_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    poisoned = copy.deepcopy(GROUPS)
-    poisoned[1].rollout_logprobs[:] = -np.inf  # the correction's weight: infinite
-    monkeypatch.setattr("test_updates.GROUPS", poisoned)
-    trained = train(
-        "algorithm.importance_sampling_correction=truncate",
-        "algorithm.importance_sampling_cap=1e38",
-        "train.updates_per_iteration=2",
-    )
-    assert len(trained.gradients) == 1  # of the second update alone
-    assert trained.metrics["num_updates_not_finite"] == 1
-    assert all(bool(g.isfinite().all()) for g in trained.gradients[0].values())
-
-
-def test_a_follower_waits_for_rank_0_weight_by_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each wait has the bound to itself. A device would take all of them at once, and the last one
-    would be as long as the whole exchange, engines' part of it included."""
+def test_other_ranks_wait_for_rank_0_weight_by_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait has its own bound. A device would queue them all at once, and the last one would
+    then take as long as the whole exchange, the engines' part included."""
     log: list[str] = []
 
     def make(name: str) -> Tensor:
@@ -540,7 +482,7 @@ def test_a_follower_waits_for_rank_0_weight_by_weight(monkeypatch: pytest.Monkey
 
     weights = [Weight(n, torch.zeros(2), partial(make, n), is_trained=True) for n in "ab"]
     monkeypatch.setattr(devices, "synchronize", lambda device: log.append("synchronize"))
-    follower: Any = SimpleNamespace(
+    worker: Any = SimpleNamespace(
         learner=SimpleNamespace(
             policy_version=3, policy=SimpleNamespace(weights=lambda only_trained: weights)
         ),
@@ -548,7 +490,7 @@ def test_a_follower_waits_for_rank_0_weight_by_weight(monkeypatch: pytest.Monkey
         channel=None,
         device=torch.device("cpu"),
         timeline=Timeline(lambda activity: None),
-        _send=lambda event: log.append("told"),
+        _send=lambda event: log.append("sent"),
     )
-    TrainWorker._exchange_weights(follower, 3, only_trained=False)
-    assert log == ["a", "synchronize", "b", "synchronize", "told"]
+    TrainWorker._exchange_weights(worker, 3, only_trained=False)
+    assert log == ["a", "synchronize", "b", "synchronize", "sent"]

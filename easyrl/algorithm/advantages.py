@@ -1,4 +1,4 @@
-"""Advantages of a whole group, computed where the group is whole: in the rollout worker."""
+"""Advantages of a group, computed in the rollout worker, where the group is complete."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def group_advantages(
     scale_rewards: Literal["group", "none"],
     estimator: Literal["group", "rloo"] = "group",
 ) -> Float32:
-    """Advantages relative to the group's other rollouts: rewards [G] -> [G].
+    """Compute advantages relative to the group's other rollouts: rewards [G] -> [G].
 
         group   A_i = r_i - mean                    GRPO (arXiv 2402.03300, section 4.1.2)
         rloo    A_i = r_i - mean of the others      RLOO (arXiv 2402.14740, section 2.2)
 
-    With `scale_rewards="group"` either is divided by (std + 1e-4), std the group's sample standard
-    deviation (n - 1): so GRPO does it. With `"none"` it is not: so Dr. GRPO (arXiv 2503.20783) and
-    RLOO do it. A group of equal rewards has advantages of exactly 0.
+    With `scale_rewards="group"` they are divided by (std + 1e-4), as in GRPO; std is the group's
+    sample standard deviation (n - 1). With `"none"` they are not, as in Dr. GRPO (arXiv 2503.20783)
+    and RLOO. A group of equal rewards has advantages of exactly 0.
     """
     values = rewards.astype(np.float64)
     if np.all(values == values[0]):

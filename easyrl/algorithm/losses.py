@@ -1,7 +1,7 @@
-"""The policy loss as a pure function of tensors: it knows no trainer, no device, no config file.
+"""The policy loss, a pure function of tensors.
 
-A completion is never split between micro-batches. So the gradient of an update is that of the sum
-of its micro-batches' losses, divided once by a denominator that is known when its last group is in.
+A completion is never split between micro-batches. So an update's gradient is the gradient of the
+sum of its micro-batches' losses, divided once by a denominator that is known after its last group.
 
 Shapes: K completion tokens of a micro-batch, C completions in it.
 """
@@ -19,15 +19,15 @@ from easyrl.algorithm.corrections import correction_weights, kl_k3
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What a micro-batch knows of its completion tokens. What stands at a masked token of any of
-    them, finite or not, changes neither the loss, nor its gradient, nor a metric."""
+    """Completion tokens of a micro-batch. Values at masked tokens, finite or not, change neither
+    the loss, nor its gradient, nor a metric."""
 
     logprobs: Tensor  # [K], of the policy, with gradient
     old_logprobs: Tensor  # [K], of the policy before the iteration's first update, no gradient
     rollout_logprobs: Tensor  # [K], what the engine reported
     ref_logprobs: Tensor | None  # [K], of the frozen reference; None where beta is 0
     entropy: Tensor  # [K] nats, with gradient where there is an entropy bonus
-    advantages: Tensor  # [K], each token its completion's
+    advantages: Tensor  # [K], of the token's completion
     loss_mask: Tensor  # [K] bool, False where a token is not trained
     completion_of_token: Tensor  # [K] int64 in 0..C-1
     num_completions: int  # C
@@ -35,13 +35,12 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
-    """Section `algorithm` of the config, its defaults resolved."""
+    """Section `algorithm` of the config with its defaults resolved (`learner.loss_settings`)."""
 
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"]
     importance_sampling_level: Literal["token", "sequence"]
     epsilon: float
-    epsilon_high: float  # above 1; of cispo the largest ratio itself
-    delta: float | None  # the largest ratio where the advantage is negative
+    epsilon_high: float  # relative to 1; cispo: the largest ratio itself
     beta: float
     entropy_coef: float
     importance_sampling_correction: Literal["none", "truncate", "mask"]
@@ -51,46 +50,43 @@ class LossSettings:
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """Sums over a micro-batch, to be added up over an update's micro-batches."""
+    """Sums over a micro-batch; add them up over an update's micro-batches."""
 
     loss: Tensor  # scalar, with gradient: divide the update's sum by `loss_denominator`
     metrics: dict[str, Tensor]
-    """Scalars without gradient, sums over the micro-batch's unmasked tokens; divided by `tokens`
-    they are means per token:
+    """Scalars without gradient: sums over the unmasked tokens. Divided by `tokens` they are means:
 
     tokens                      unmasked tokens
     entropy                     nats
-    clipped_low, clipped_high   tokens whose ratio (their completion's, if so chosen) is clipped at
-                                1 - epsilon, at 1 + epsilon_high, counted where that takes the
-                                gradient away; of cispo high alone, where it makes it smaller. As
-                                in TRL what delta bounds is not counted
-    kl                          k3 in nats, before beta; only where beta > 0
-    importance_sampling_ratio   weights of the correction as applied; only where there is one
-    importance_sampling_capped  tokens whose weight was over the cap; only where there is one
+    clipped_low, clipped_high   tokens whose ratio is clipped at 1 - epsilon, at 1 + epsilon_high,
+                                so that they have no gradient; cispo: high only, where clipping
+                                reduces the gradient
+    kl                          k3 in nats, without the factor beta; only with beta > 0
+    importance_sampling_ratio   weights of the correction as applied; only with a correction
+    importance_sampling_capped  tokens whose weight exceeded the cap; only with a correction
     """
 
 
 def policy_loss(inputs: LossInputs, settings: LossSettings) -> LossOutputs:
-    """The sum over a micro-batch of what each token adds to the loss.
+    """Return the loss summed over a micro-batch.
 
         r_t = exp(logprobs_t - old_logprobs_t)                                      token
             = exp(mean of logprobs - old_logprobs over t's completion)              sequence
-        s_t = -min(min(r_t, delta) A, clip(r_t, 1 - epsilon, 1 + epsilon_high) A)   not cispo
+        s_t = -min(r_t A, clip(r_t, 1 - epsilon, 1 + epsilon_high) A)               not cispo
             = -detach(min(r_t, epsilon_high)) A logprobs_t                          cispo
         l_t = w_t s_t + beta k3_t - entropy_coef entropy_t
         loss = sum over completions of (mean over the completion's tokens of l_t)   grpo
              = sum over tokens of l_t                                               the others
 
-    `w_t` corrects for the engine's numerics (`correction_weights`); `k3_t` is the KL divergence
-    from the reference (`kl_k3`). Masked tokens are in no sum and in no mean.
+    `w_t` corrects for the engine's numerics (`correction_weights`); `k3_t` estimates the KL
+    divergence from the reference (`kl_k3`). No sum and no mean includes masked tokens.
 
     Sources: the clipped surrogate and grpo's mean, GRPO (arXiv 2402.03300, equation 3); dapo
     (arXiv 2503.14476, section 3.3); dr_grpo (arXiv 2503.20783, section 3); cispo, MiniMax-M1
-    (arXiv 2506.13585, section 3.1), as there without a lower clip; the sequence's ratio, GSPO
-    (arXiv 2507.18071, equations 5 and 7); delta, the two-sided clipping of INTELLECT-2 (arXiv
-    2505.07291).
+    (arXiv 2506.13585, section 3.1), without a lower clip as there; the sequence's ratio, GSPO
+    (arXiv 2507.18071, equations 5 and 7).
     """
-    inputs = _silence_masked(inputs)
+    inputs = _zero_masked(inputs)
     lengths = _completion_lengths(inputs)
     ratio = torch.exp(_log_ratio(inputs, lengths, settings))
     per_token, is_low, is_high = _surrogate(inputs, ratio, settings)
@@ -123,15 +119,15 @@ def policy_loss(inputs: LossInputs, settings: LossSettings) -> LossOutputs:
 
 
 def loss_denominator(settings: LossSettings, *, num_completions: int, num_tokens: int) -> float:
-    """What the gradient of a whole update's summed loss is divided by.
+    """Return the divisor of an update's gradient, which is summed over its micro-batches.
 
-    `num_completions` are all completions of the update's groups. `num_tokens` are their unmasked
-    tokens. Both also count completions that are never computed, because their advantage is 0.
-    A completion that is masked as a whole (`algorithm.mask_truncated_completions`) has no unmasked
-    tokens and still is a completion, as in TRL.
+    `num_completions` counts all completions of the update's groups, `num_tokens` their unmasked
+    tokens. Both include completions that are not computed because their advantage is 0. A
+    completion that is masked as a whole (`algorithm.mask_truncated_completions`) counts as a
+    completion without tokens, as in TRL.
 
         grpo           num_completions
-        dapo, cispo    num_tokens (at least 1: where all is masked there is no gradient to divide)
+        dapo, cispo    num_tokens (at least 1; if all are masked the gradient is 0)
         dr_grpo        num_completions * max_completion_length
     """
     if settings.loss_type == "grpo":
@@ -144,9 +140,9 @@ def loss_denominator(settings: LossSettings, *, num_completions: int, num_tokens
 def _surrogate(
     inputs: LossInputs, ratio: Tensor, settings: LossSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`s_t` [K] of `policy_loss`, and which tokens' ratios are clipped below and above [K] bool.
+    """Return `s_t` [K] of `policy_loss`, and which tokens are clipped below and above [K] bool.
 
-    At a masked token the advantage is 0: it adds nothing and is not counted.
+    Masked tokens have advantage 0: they add nothing and are not counted.
     """
     advantages = inputs.advantages
     if settings.loss_type == "cispo":
@@ -155,40 +151,38 @@ def _surrogate(
         per_token = -weight * advantages * inputs.logprobs
         return per_token, torch.zeros_like(is_above), is_above & (advantages != 0)
     lower, upper = 1.0 - settings.epsilon, 1.0 + settings.epsilon_high
-    # Where the advantage is positive, delta changes nothing: it is above the clip.
-    bounded = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
-    per_token = -torch.minimum(bounded * advantages, ratio.clamp(lower, upper) * advantages)
+    per_token = -torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
     return per_token, (ratio < lower) & (advantages < 0), (ratio > upper) & (advantages > 0)
 
 
-def _silence_masked(inputs: LossInputs) -> LossInputs:
-    """Zeros at masked tokens: before any exp, so that not even a gradient sees what stood there.
+def _zero_masked(inputs: LossInputs) -> LossInputs:
+    """Set values at masked tokens to 0 before any exp, so that they reach no gradient either.
 
-    A tool's token may be one that the policy would never have sampled.
+    The policy may give a tool's token any log-probability, -inf included.
     """
 
-    def silenced(values: Tensor) -> Tensor:
+    def zeroed(values: Tensor) -> Tensor:
         return torch.where(inputs.loss_mask, values, 0.0)
 
     ref_logprobs = inputs.ref_logprobs
     return replace(
         inputs,
-        logprobs=silenced(inputs.logprobs),
-        old_logprobs=silenced(inputs.old_logprobs),
-        rollout_logprobs=silenced(inputs.rollout_logprobs),
-        ref_logprobs=None if ref_logprobs is None else silenced(ref_logprobs),
-        entropy=silenced(inputs.entropy),
-        advantages=silenced(inputs.advantages),
+        logprobs=zeroed(inputs.logprobs),
+        old_logprobs=zeroed(inputs.old_logprobs),
+        rollout_logprobs=zeroed(inputs.rollout_logprobs),
+        ref_logprobs=None if ref_logprobs is None else zeroed(ref_logprobs),
+        entropy=zeroed(inputs.entropy),
+        advantages=zeroed(inputs.advantages),
     )
 
 
 def _completion_lengths(inputs: LossInputs) -> Tensor:
-    """[K] unmasked tokens of each token's completion, at least 1."""
+    """Return the number of unmasked tokens in each token's completion [K], at least 1."""
     return _sum_over_completion(inputs.loss_mask.to(inputs.logprobs.dtype), inputs).clamp(min=1.0)
 
 
 def _log_ratio(inputs: LossInputs, lengths: Tensor, settings: LossSettings) -> Tensor:
-    """[K], of each token or, the same for all its tokens, of its completion."""
+    """Return the log ratio [K] of each token, or the mean over its completion."""
     log_ratio = inputs.logprobs - inputs.old_logprobs
     if settings.importance_sampling_level == "token":
         return log_ratio
@@ -196,7 +190,7 @@ def _log_ratio(inputs: LossInputs, lengths: Tensor, settings: LossSettings) -> T
 
 
 def _sum_over_completion(values: Tensor, inputs: LossInputs) -> Tensor:
-    """[K] -> [K]: at each token the sum over its completion."""
+    """Sum over each completion [K] -> [K]; every token gets its completion's sum."""
     sums = values.new_zeros(inputs.num_completions)
     sums = sums.index_add(0, inputs.completion_of_token, values)
     return sums[inputs.completion_of_token]

@@ -1,4 +1,4 @@
-"""The learning rate over a run."""
+"""Learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def learning_rate_factor(
     warmup_iterations: int,
     kind: Literal["constant", "linear", "cosine"],
 ) -> float:
-    """What the peak learning rate is multiplied by in `iteration` (from 0).
+    """Return the factor of the peak learning rate in `iteration` (from 0).
 
-    Warm-up rises linearly and reaches 1 in iteration `warmup_iterations`; `linear` and `cosine`
-    then fall, and would reach 0 just after the last iteration.
+    Warm-up rises linearly and reaches 1 in iteration `warmup_iterations`. `linear` and `cosine`
+    then fall to 0, which they would reach just after the last iteration.
     """
     if iteration < warmup_iterations:
         return (iteration + 1) / (warmup_iterations + 1)

@@ -1,1 +1,1 @@
-"""Where every figure comes from: `easyrl bench SUITE`."""
+"""`easyrl bench SUITE`: each suite has `run`, which returns rows, and `COLUMNS`, which it shows."""

@@ -1,34 +1,34 @@
-"""The embedded engine against transformers' `generate` on the demo's model and prompts, one core.
+"""The embedded engine against transformers' `generate`: the demo's model and prompts, one core.
 
-Two loads: all completions of one length, and predrawn geometric lengths, as in reinforcement
-learning. `generate` works in batches of ROWS, each of which runs to its longest completion; the
-engine refills its ROWS rows. Both sample at temperature 1 from the same prompts and generate the
-same number of tokens that count. Repetitions alternate, so that noise hits both alike.
+Two loads: completions of one length, and geometric lengths as in reinforcement learning. `generate`
+works in batches of NUM_ROWS, each of which runs to its longest completion; the engine refills its
+NUM_ROWS rows. Both sample at temperature 1 and generate the same number of tokens that count.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from easyrl.bench.measure import median_ratio, seconds_of_each
+from easyrl.data.arithmetic import held_out_prompts
 from easyrl.data.chat import render_prompt
+from easyrl.data.hub import resolve_model
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
-from easyrl.hub import resolve_model
+from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
-from easyrl.model.pretrained import load_tokenizer
-from easyrl.tasks.arithmetic import held_out_prompts
 
-ROWS = 128
+NUM_ROWS = 128
 EQUAL_LENGTH = 88
-NUM_RAGGED, MEAN_LENGTH, LONGEST = 512, 92, 256  # capped at LONGEST, the mean is about 88
+NUM_RAGGED, MEAN_LENGTH, MAX_LENGTH = 512, 92, 256  # capped at MAX_LENGTH, the mean is about 88
 GREEDY_LENGTH = 96
 MAX_PROMPT_LENGTH = 64
+CPU = torch.device("cpu")
 COLUMNS = {
     "load": "load",
     "sequences": "sequences",
@@ -41,100 +41,95 @@ COLUMNS = {
 
 
 def run(repetitions: int = 5) -> list[dict[str, Any]]:
-    """One row per load: `load`, `sequences`, `completion_tokens`, `engine_tokens_per_second`,
-    `generate_tokens_per_second`, `speedup` (median over repetitions); and one row that says how
-    many greedy completions differ (`greedy_mismatches`)."""
+    """One row per load, and one with the number of greedy completions that differ
+    (`greedy_mismatches`)."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tokenizer = load_tokenizer("tiny")
     prompts = [render_prompt(p.content, tokenizer) for p in held_out_prompts()[:NUM_RAGGED]]
-    equal = [EQUAL_LENGTH] * ROWS
     drawn = np.random.default_rng(0).geometric(1 / MEAN_LENGTH, NUM_RAGGED)
-    ragged = np.minimum(drawn, LONGEST).tolist()
-    baseline = _Generate()
+    ragged = np.minimum(drawn, MAX_LENGTH).tolist()
+    baseline = Generate()
     return [
-        _compare("equal lengths", prompts[:ROWS], equal, baseline, repetitions),
-        _compare("geometric lengths", prompts, ragged, baseline, repetitions),
-        _check_greedy(prompts[:ROWS], baseline),
+        compare(
+            "equal lengths", prompts[:NUM_ROWS], [EQUAL_LENGTH] * NUM_ROWS, baseline, repetitions
+        ),
+        compare("geometric lengths", prompts, ragged, baseline, repetitions),
+        check_greedy(prompts[:NUM_ROWS], baseline),
     ]
 
 
-def _compare(
+def compare(
     load: str,
     prompts: Sequence[list[int]],
     lengths: Sequence[int],
-    baseline: _Generate,
+    baseline: Generate,
     repetitions: int,
 ) -> dict[str, Any]:
-    engine = _make_engine(temperature=1.0, ignore_eos=True)
-
-    def by_engine() -> None:
-        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-            engine.submit(GroupRequest((number,), prompt, 1, [length]))
-        while engine.has_work:
-            engine.step()
+    engine = _make_engine(temperature=1.0)
 
     def by_generate() -> None:
-        for start in range(0, len(prompts), ROWS):
-            longest = max(lengths[start : start + ROWS])
-            baseline(prompts[start : start + ROWS], longest, temperature=1.0)
+        for start in range(0, len(prompts), NUM_ROWS):
+            batch = slice(start, start + NUM_ROWS)
+            baseline(prompts[batch], max(lengths[batch]), temperature=1.0)
 
-    by_engine()  # warm up
-    by_generate()
-    seconds = [(_seconds(by_engine), _seconds(by_generate)) for _ in range(repetitions)]
-    tokens = sum(lengths)
+    actions = {"engine": lambda: _generate(engine, prompts, lengths), "generate": by_generate}
+    seconds = seconds_of_each(actions, repetitions, CPU)
+    num_tokens = sum(lengths)
     return {
         "load": load,
         "sequences": len(lengths),
-        "completion_tokens": tokens,
-        "engine_tokens_per_second": tokens / statistics.median(ours for ours, _ in seconds),
-        "generate_tokens_per_second": tokens / statistics.median(theirs for _, theirs in seconds),
-        "speedup": statistics.median(theirs / ours for ours, theirs in seconds),
+        "completion_tokens": num_tokens,
+        "engine_tokens_per_second": num_tokens / statistics.median(seconds["engine"]),
+        "generate_tokens_per_second": num_tokens / statistics.median(seconds["generate"]),
+        "speedup": median_ratio(seconds["generate"], seconds["engine"]),
     }
 
 
-def _check_greedy(prompts: Sequence[list[int]], baseline: _Generate) -> dict[str, Any]:
-    engine = _make_engine(temperature=0.0, ignore_eos=True)
-    for number, prompt in enumerate(prompts):
-        engine.submit(GroupRequest((number,), prompt, 1, [GREEDY_LENGTH]))
-    finished = []
-    while engine.has_work:
-        finished += engine.step()
+def check_greedy(prompts: Sequence[list[int]], baseline: Generate) -> dict[str, Any]:
+    lengths = [GREEDY_LENGTH] * len(prompts)
+    got = _generate(_make_engine(temperature=0.0), prompts, lengths)
     expected = baseline(prompts, GREEDY_LENGTH, temperature=0.0)
-    mismatches = sum(
-        group.completions[0].token_ids.tolist() != expected[group.request.key[0]]
-        for group in finished
-    )
     return {
         "load": "greedy",
         "sequences": len(prompts),
-        "completion_tokens": len(prompts) * GREEDY_LENGTH,
-        "greedy_mismatches": mismatches,
+        "completion_tokens": sum(lengths),
+        "greedy_mismatches": sum(
+            ours != theirs for ours, theirs in zip(got, expected, strict=True)
+        ),
     }
 
 
-def _make_engine(*, temperature: float, ignore_eos: bool) -> EmbeddedEngine:
-    return EmbeddedEngine(
-        Policy.load("tiny"),
-        SamplingSettings(
-            max_prompt_length=MAX_PROMPT_LENGTH,
-            max_completion_length=LONGEST,
-            temperature=temperature,
-        ),
-        num_rows=ROWS,
-        ignore_eos=ignore_eos,
+def _make_engine(*, temperature: float) -> EmbeddedEngine:
+    settings = SamplingSettings(
+        max_prompt_length=MAX_PROMPT_LENGTH,
+        max_completion_length=MAX_LENGTH,
+        temperature=temperature,
     )
+    return EmbeddedEngine(Policy.load("tiny"), settings, num_rows=NUM_ROWS, ignore_eos=True)
 
 
-class _Generate:
-    """transformers' own generation with its defaults (SDPA, dynamic cache), left-padded."""
+def _generate(
+    engine: EmbeddedEngine, prompts: Sequence[list[int]], lengths: Sequence[int]
+) -> list[list[int]]:
+    """One completion per prompt, in the order of the prompts."""
+    for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        engine.submit(GroupRequest((number,), prompt, 1, [length]))
+    finished = []
+    while engine.has_work:
+        finished += engine.step()
+    finished.sort(key=lambda group: group.request.key)
+    return [group.completions[0].token_ids.tolist() for group in finished]
+
+
+class Generate:
+    """transformers' `generate` with its defaults (SDPA, dynamic cache), left-padded."""
 
     def __init__(self) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            resolve_model("tiny"), dtype=torch.float32
-        )
+        path = resolve_model("tiny")
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     @torch.inference_mode()
     def __call__(
@@ -146,19 +141,11 @@ class _Generate:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
-        sampling: dict[str, Any] = (
-            {"do_sample": True, "temperature": temperature, "top_k": 0}
-            if temperature
-            else {"do_sample": False}
-        )
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
         output = self._model.generate(
             ids, attention_mask=mask, max_new_tokens=length, eos_token_id=[], **sampling
         )
         completions: list[list[int]] = output[:, longest:].tolist()
         return completions
-
-
-def _seconds(action: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started

@@ -1,23 +1,53 @@
-"""What a benchmark shows: a table on the screen, and JSON that says which machine it was."""
+"""Run a benchmark suite, print its table, and write JSON that describes the machine."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
+import re
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from easyrl.cores import num_cores
+from easyrl.processes import num_cores
+from easyrl.runtime.supervisor import SIGNALLED, Interrupted, WorkerFailure
 
 Row = Mapping[str, Any]
-CPUINFO_NAMES = ("model name", "Model", "Hardware")
+
+
+def run_suite(name: str, json_file: Path | None, **options: Any) -> int:
+    """Run the suite with `options` and return the exit code. Raises ValueError if `json_file`
+    cannot be written, before anything is measured."""
+    if json_file is not None:
+        _check_writable(json_file)
+    suite = importlib.import_module(f"easyrl.bench.{name}")
+    try:
+        rows = suite.run(**options)
+    except Interrupted as interrupted:
+        return SIGNALLED + interrupted.signum
+    except KeyboardInterrupt:
+        return SIGNALLED + signal.SIGINT
+    except WorkerFailure as failure:
+        print(f"easyrl: {failure}", file=sys.stderr)
+        return 1
+    print_table(name, rows, suite.COLUMNS)
+    if json_file is not None:
+        write_json(json_file, name, rows)
+    return 0
+
+
+def progress(text: str) -> None:
+    """Print a line to standard error while a long suite runs."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on, besides the code."""
+    """What the figures depend on besides the code."""
     return {
         "cpu": _cpu_model(),
         "cores": num_cores(),
@@ -29,8 +59,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def print_table(suite: str, results: Sequence[Row], columns: Mapping[str, str]) -> None:
-    """One row per result; `columns`: the keys that are shown, and their headings."""
+def print_table(suite: str, rows: Sequence[Row], columns: Mapping[str, str]) -> None:
+    """Print a row per result. `columns`: the keys to show, and their headings."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -38,53 +68,42 @@ def print_table(suite: str, results: Sequence[Row], columns: Mapping[str, str]) 
     about = machine()
     table = Table(
         title=f"easyrl bench {suite}",
-        box=SIMPLE_HEAD,  # leaves room for figures at 80 columns
+        box=SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
         caption=f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}",
     )
-    numeric = {key for row in results for key, value in row.items() if _is_number(value)}
     for key, heading in columns.items():
-        words = [word for row in results for word in _shown(row.get(key)).split()]
+        cells = [_cell(row.get(key)) for row in rows]
+        is_number = any(isinstance(row.get(key), (int, float)) for row in rows)
         table.add_column(
             heading,
-            justify="right" if key in numeric else "left",
+            justify="right" if is_number else "left",
             overflow="fold",
-            min_width=max(map(len, words), default=0),  # a heading breaks before a figure does
+            # A narrow terminal breaks headings, not figures.
+            min_width=max((len(word) for cell in cells for word in cell.split()), default=0),
         )
-    for row in results:
-        table.add_row(*(_shown(row.get(key)) for key in columns))
+    for row in rows:
+        table.add_row(*(_cell(row.get(key)) for key in columns))
     Console().print(table)
 
 
-def check_writable(file: Path) -> None:
-    """Raise ValueError where `write_json` could not write."""
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(
-            f"--json: '{file}' cannot be written; accepted: a file in a folder there is"
-        )
-
-
-def write_json(file: Path, suite: str, results: Sequence[Row]) -> None:
-    report = {"suite": suite, "machine": machine(), "results": [dict(row) for row in results]}
+def write_json(file: Path, suite: str, rows: Sequence[Row]) -> None:
+    report = {"suite": suite, "machine": machine(), "results": [dict(row) for row in rows]}
     file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def _shown(value: Any) -> str:
+def _check_writable(file: Path) -> None:
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"--json: expected a file in an existing folder, got '{file}'")
+
+
+def _cell(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in CPUINFO_NAMES:
-                return value.strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(errors="replace"))
+    return found[1] if found is not None else platform.machine()

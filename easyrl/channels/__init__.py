@@ -1,12 +1,11 @@
-"""The two things that cross between the groups: finished rollouts (ring) and weights.
+"""What crosses between rollout and train workers: finished groups (ring) and weights.
 
-Nothing here knows a model, a loss or an engine.
+Knows no model, loss or engine.
 """
 
+# Here, and not in `weights`, for those who count memory without torch.
 BUCKET_BYTES, NUM_BUCKETS = 64 * 2**20, 2
-"""Of weights: one is on its way while the other is filled, or loaded. They stand here for those who
-count memory without torch."""
+"""Buckets of weights: one is broadcast while the other is filled, or loaded."""
 ALONE_BYTES = 2**20
-"""A weight of so many bytes has no bucket where it goes through the CPU: a broadcast takes some
-0.1 ms besides its bytes, which there take several times as long. (Not so between accelerators:
-`WeightChannel`.)"""
+"""A weight of this size or more skips the buckets on the CPU, where a copy of its bytes costs more
+than the 0.1 ms of a broadcast of its own. Between accelerators a bucket's size decides."""

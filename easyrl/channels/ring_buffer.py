@@ -6,72 +6,273 @@
       publishes the slot     ─────► ready pipe: slot numbers ─────► waits for a ready slot
                                                                     reads the group in place
 
-A slot number on a pipe (8 bytes) is the right to use that slot: whoever reads it has the slot,
-alone, and nobody else is held up. There is no lock that a killed process could leave held, reads
-and writes of 8 bytes are atomic, and the system call orders memory on Arm as well, so a reader
-that has the number sees what was written before it was sent. Every wait has a bound.
+A slot number on a pipe (8 bytes) is the right to use that slot. The process that reads the number
+owns the slot alone, and nobody else has to wait. There is no lock that a killed process could leave
+held. Reads and writes of 8 bytes are atomic, and the system call orders memory on Arm as well: a
+reader that has the number sees everything written before it was sent. Every wait has a bound.
 
-What a killed process had is found by the supervisor (`RingBuffer.reclaim`). A slot's status word
-names its holder; only while a number is between a pipe and a status word is a slot nobody's. An
-owner's move counter is odd for just that moment. So: take all numbers off the pipes, and once no
-living owner is in such a moment, a slot that is neither on a pipe nor held by the living was the
-dead one's. The living meanwhile see empty pipes, and wait.
+The slots of a killed process are found by the supervisor (`RingBuffer.reclaim`). A slot's status
+word names its owner. A slot has no owner only while its number moves between a pipe and a status
+word, and the move counter of the process that moves it is odd for that time. `reclaim` takes all
+numbers off the pipes and waits until no living process is in a move. A slot that is then neither on
+a pipe nor owned by a living process belonged to a dead one. Living processes meanwhile see empty
+pipes, and wait.
 
-Delivery is in order of arrival; `InOrderReader` makes it the order of places.
+Groups are delivered in order of arrival. This module knows RolloutGroup, and no model, loss, engine
+or config.
 
-This room knows RolloutGroup and nothing of models, losses, engines or configs.
+Shapes: P prompt tokens, G completions of one prompt, ΣR completion tokens of a group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import math
 import mmap
 import os
+import select
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.context import assert_spawning
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from easyrl.channels.ring_layout import ARRAYS, DIMENSIONS, NO_PROMPT, RingLayout
-from easyrl.channels.ring_resources import TokenPipe, anonymous_memory
+from easyrl.channels.memory import anonymous_memory, available_memory_bytes
+from easyrl.formatting import counted
 from easyrl.types import RolloutGroup
-
-if TYPE_CHECKING:
-    import torch
 
 FREE, WRITING, READY, READING = range(4)
 STATE_BITS = 2  # status word: owner << STATE_BITS | state
 
-SETTLE_SECONDS = 0.001  # a plain store is seen by every core long before this, on Arm too
+SETTLE_SECONDS = 0.001  # after this every core sees a plain store, on Arm too
+DIMENSIONS = ("num_prompt_tokens", "num_generations", "num_completion_tokens")
+
+HEADER = (
+    "status",  # state and owner in one word: both change in one store
+    "iteration",
+    "policy_version",
+    "group_index",
+    "prompt_index",  # NO_PROMPT while the slot holds no group
+    *DIMENSIONS,  # lengths of this group's arrays
+)
+
+ARRAYS = (  # field of RolloutGroup, element type, its one dimension
+    ("prompt_ids", np.int32, "num_prompt_tokens"),
+    ("completion_lengths", np.int32, "num_generations"),
+    ("completion_ids", np.int32, "num_completion_tokens"),
+    ("rollout_logprobs", np.float32, "num_completion_tokens"),
+    ("loss_mask", np.bool_, "num_completion_tokens"),
+    ("rewards", np.float32, "num_generations"),
+    ("advantages", np.float32, "num_generations"),
+    ("truncated", np.bool_, "num_generations"),
+)
+
+NO_PROMPT = -1
+CACHE_LINE_BYTES = 64
+MAX_SLOT_BYTES = 2**31  # limit of a NumPy record
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class RingLayout:
+    """Limits of the ring, and the sizes that follow from them.
+
+        [ moves: one int64 per owner ][ slot 0 ][ slot 1 ] …
+        slot = header (int64 fields), then the arrays of one RolloutGroup at full capacity
+
+    Raises ValueError if a limit is below 1.
+    """
+
+    num_slots: int
+    """Maximum number of groups in the ring, those being written or read included."""
+    num_generations: int
+    max_prompt_length: int
+    """In tokens."""
+    max_completion_length: int
+    """In tokens, tool and environment tokens included."""
+    num_owners: int
+    """Owner ids of workers are 0 … num_owners − 1."""
+
+    def __post_init__(self) -> None:
+        for key, value in (
+            ("rollout.ring_slots", self.num_slots),
+            ("rollout.num_generations", self.num_generations),
+            ("data.max_prompt_length", self.max_prompt_length),
+            ("rollout.max_completion_length", self.max_completion_length),
+            ("the number of workers", self.num_owners),
+        ):
+            if value < 1:
+                raise ValueError(f"{key}: expected at least 1, got {value}")
+
+    def capacity(self, dimension: str) -> int:
+        """Return the maximum length of arrays of this dimension (a header field)."""
+        return {
+            "num_prompt_tokens": self.max_prompt_length,
+            "num_generations": self.num_generations,
+            "num_completion_tokens": self.num_generations * self.max_completion_length,
+        }[dimension]
+
+    def slot_dtype(self) -> np.dtype[np.void]:
+        """Return a slot's NumPy record type: header fields, then arrays at 64-byte boundaries.
+
+        Raises ValueError if a slot exceeds 2 GiB.
+        """
+        names: list[str] = list(HEADER)
+        formats: list[object] = [np.int64] * len(HEADER)
+        offsets = [8 * i for i in range(len(HEADER))]
+        end = 8 * len(HEADER)
+        for name, element, dimension in ARRAYS:
+            end = _aligned(end)
+            if end + np.dtype(element).itemsize * self.capacity(dimension) >= MAX_SLOT_BYTES:
+                raise ValueError(
+                    "expected at most 2 GiB per group in the ring buffer, got limits that allow "
+                    "more: lower "
+                    f"rollout.num_generations ({self.num_generations}), "
+                    f"rollout.max_completion_length ({self.max_completion_length}) or "
+                    f"data.max_prompt_length ({self.max_prompt_length})"
+                )
+            names.append(name)
+            formats.append((element, (self.capacity(dimension),)))
+            offsets.append(end)
+            end += np.dtype(element).itemsize * self.capacity(dimension)
+        return np.dtype(
+            {"names": names, "formats": formats, "offsets": offsets, "itemsize": _aligned(end)}
+        )
+
+    @property
+    def slots_offset_bytes(self) -> int:
+        """Offset of the first slot."""
+        return _aligned(8 * self.num_owners)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the ring's memory. It never grows."""
+        return self.slots_offset_bytes + self.num_slots * self.slot_dtype().itemsize
+
+    def check_memory(self, available_bytes: int | None = None) -> None:
+        """Raise ValueError if the ring does not fit the memory available."""
+        if available_bytes is None:
+            available_bytes = available_memory_bytes()
+        if self.total_bytes > available_bytes:
+            raise ValueError(
+                f"the ring buffer needs {self.total_bytes / 2**20:,.0f} MiB "
+                f"({counted(self.num_slots, 'slot')} of "
+                f"{self.slot_dtype().itemsize / 2**20:,.2f} MiB), but "
+                f"this machine and its cgroup have {available_bytes / 2**20:,.0f} MiB left: lower "
+                f"rollout.ring_slots ({self.num_slots}), "
+                f"rollout.num_generations ({self.num_generations}), "
+                f"rollout.max_completion_length ({self.max_completion_length}) or "
+                f"data.max_prompt_length ({self.max_prompt_length})"
+            )
+
+    def lengths(self, group: RolloutGroup) -> dict[str, int]:
+        """Return the header's three lengths for this group.
+
+        Raises ValueError if the group is too large for a slot, or if an array's shape or dtype does
+        not match the group.
+        """
+        lengths = {
+            "num_prompt_tokens": len(group.prompt_ids),
+            "num_generations": group.num_generations,
+            "num_completion_tokens": group.num_completion_tokens,
+        }
+        too_large = [
+            f"{dimension}: expected at most {self.capacity(dimension)}, got {length}"
+            for dimension, length in lengths.items()
+            if length > self.capacity(dimension)
+        ]
+        if too_large:
+            raise ValueError(
+                f"group of prompt {group.prompt_index} is too large for the ring: "
+                f"{'; '.join(too_large)} (data.max_prompt_length, rollout.num_generations, "
+                f"rollout.max_completion_length)"
+            )
+        for name, element, dimension in ARRAYS:
+            array = getattr(group, name)
+            if array.shape != (lengths[dimension],) or array.dtype != element:
+                raise ValueError(
+                    f"group of prompt {group.prompt_index}: expected {name} to be "
+                    f"{np.dtype(element)} of shape ({lengths[dimension]},), "
+                    f"got {array.dtype} of shape {array.shape}"
+                )
+        return lengths
+
+
+TOKEN_BYTES = 8
+
+
+class TokenPipe:
+    """A pipe of slot numbers, 8 bytes each. Several processes read and write it."""
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        self.fds = (read_fd, write_fd)
+        self._poll = select.poll()
+        self._poll.register(read_fd, select.POLLIN)
+
+    @classmethod
+    def create(cls) -> TokenPipe:
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(read_fd, False)  # a reader that is too late must not block
+        os.set_blocking(write_fd, False)
+        return cls(read_fd, write_fd)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait for a number to receive; return whether there is one."""
+        return bool(self._poll.poll(max(0, math.ceil(timeout_seconds * 1000))))
+
+    def receive(self) -> int | None:
+        """Return a slot number, or None if another process took it first."""
+        try:
+            return int.from_bytes(os.read(self.fds[0], TOKEN_BYTES), sys.byteorder)
+        except BlockingIOError:
+            return None
+
+    def send(self, slot: int) -> None:
+        """Send a slot number. Never blocks: the pipe has capacity for every slot."""
+        os.write(self.fds[1], slot.to_bytes(TOKEN_BYTES, sys.byteorder))
+
+    def drain(self) -> list[int]:
+        """Take all slot numbers off the pipe, in order."""
+        return list(iter(self.receive, None))
+
+    def capacity(self) -> int:
+        """Return how many numbers always fit: the last few bytes may take a page of their own."""
+        is_known = hasattr(fcntl, "F_GETPIPE_SZ")
+        size = fcntl.fcntl(self.fds[1], fcntl.F_GETPIPE_SZ) if is_known else 16384
+        return (size - mmap.PAGESIZE) // TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Reclaimed:
-    """What dead owners had. Groups are (iteration, prompt_index)."""
+    """Groups of dead owners, as (iteration, prompt_index)."""
 
     unfinished: list[tuple[int, int]]
-    """Being written, so lost; without those whose prompt was not written down yet."""
+    """Lost, because they were being written; those without a prompt index yet are not listed."""
     returned: list[tuple[int, int]]
-    """Finished, and not released by a reader: they are delivered again."""
+    """Finished but not released by a reader: they are delivered again."""
 
 
 class RingBuffer:
-    """The shared memory and its two pipes: made once, handed to spawned workers as an argument.
+    """The shared memory and its two pipes: made once, passed to spawned workers as an argument.
 
-    A worker calls `attach`; the supervisor calls `reclaim` for workers that died. Nothing has a
-    name, so nothing is left behind, whoever is killed. Pickles only while a process is spawned.
+    A worker calls `attach`. The supervisor calls `reclaim` for workers that died. Nothing has a
+    name, so nothing is left behind, whichever process is killed. Pickled only to spawn a process.
     """
 
     def __init__(self, layout: RingLayout) -> None:
         """Allocate the ring; its memory never grows.
 
-        Raises ValueError where the layout does not fit the memory available, or has more slots
-        than the pipes can carry.
+        Raises ValueError if it does not fit the available memory, or has more slots than a pipe
+        can hold.
         """
         layout.check_memory()
         self._map(layout, anonymous_memory(layout.total_bytes))
@@ -97,7 +298,7 @@ class RingBuffer:
         records = np.frombuffer(
             memory, layout.slot_dtype(), layout.num_slots, layout.slots_offset_bytes
         )
-        # Field name -> [num_slots] for the header, [num_slots, capacity] for the arrays.
+        # By field name: [num_slots] for the header, [num_slots, capacity] for the arrays.
         self.slots: dict[str, npt.NDArray[Any]] = {
             name: records[name] for name in records.dtype.names or ()
         }
@@ -118,25 +319,25 @@ class RingBuffer:
         self.ready = TokenPipe(*pipe_fds[2:])
 
     def attach(self, owner_id: int) -> RingPort:
-        """This process's way in. An owner id is one living worker's, and one thread's, alone;
-        it can be used again once a dead holder's slots were reclaimed.
+        """Return this process's port. Only one living worker, and one thread, may use an owner id.
+        The id can be used again once the slots of a dead owner were reclaimed.
 
-        Raises ValueError for an id outside 0 … num_owners − 1, and where its last holder died in
-        the middle of a move and was not reclaimed.
+        Raises ValueError for an id outside 0 … num_owners − 1, or if its last owner died during a
+        move and was not reclaimed.
         """
         if not 0 <= owner_id < self.layout.num_owners:
             raise ValueError(f"owner_id: expected 0 … {self.layout.num_owners - 1}, got {owner_id}")
         if self.moves[owner_id] % 2:
-            raise ValueError(f"owner {owner_id} died in the middle of a move: reclaim it first")
+            raise ValueError(f"owner {owner_id} died during a move: reclaim it first")
         return RingPort(self, owner_id)
 
     def reclaim(self, *dead_owners: int, timeout_seconds: float = 5.0) -> Reclaimed:
-        """Give back what these dead owners had: slots they wrote become free, groups they read
-        (or had finished but not published) become ready. One caller at a time, and not before
-        the processes are dead.
+        """Recover the slots of dead owners: those being written become free, those being read (or
+        finished but not published) become ready. Call from one process at a time, after the owners
+        are dead.
 
-        Raises TimeoutError where another owner stays in the middle of a move: it is stopped, or
-        dead as well. The ring is then unchanged; call again with all that died.
+        Raises TimeoutError if another owner stays in a move because it is stopped, or dead as well.
+        The ring is then unchanged; call again with all dead owners.
         """
         assert all(0 <= owner < self.layout.num_owners for owner in dead_owners)
         deadline = time.monotonic() + timeout_seconds
@@ -153,13 +354,13 @@ class RingBuffer:
                 time.sleep(SETTLE_SECONDS)
                 at_rest = moves % 2 == 0
                 if at_rest.all() and (moves == self.moves[living]).all():
-                    break  # nobody moved between the two looks: what we saw is one state
+                    break  # nobody moved meanwhile: the statuses are one consistent state
                 if time.monotonic() > deadline:
                     moving = [i for i, rests in zip(living, at_rest, strict=True) if not rests]
                     raise TimeoutError(
-                        f"reclaiming owners {list(dead_owners)}: after {timeout_seconds} s "
-                        f"owners {moving or living} are still moving slots; if they are dead too, "
-                        f"reclaim them in the same call"
+                        f"reclaiming owners {list(dead_owners)}: owners {moving or living} still "
+                        f"move slots after {timeout_seconds} s; if they are dead too, reclaim them "
+                        f"in the same call"
                     )
             unfinished: list[tuple[int, int]] = []
             returned: list[tuple[int, int]] = []
@@ -172,7 +373,7 @@ class RingBuffer:
                 group = (int(self.slots["iteration"][slot]), int(self.slots["prompt_index"][slot]))
                 if state in (READY, READING):
                     self.slots["status"][slot] = READY
-                    ready.insert(len(returned), slot)  # it came before those still waiting
+                    ready.insert(len(returned), slot)  # it arrived before those on the pipe
                     returned.append(group)
                 else:
                     if state == WRITING and group[1] != NO_PROMPT:
@@ -188,27 +389,29 @@ class RingBuffer:
                 self.ready.send(slot)
 
     def group(self, slot: int) -> RolloutGroup:
-        """The group in a slot that is leased, to this process or to one that told it the number:
-        read-only NumPy views of the shared memory."""
+        """Return the group in a leased slot, as read-only NumPy views of the shared memory.
+
+        The lease may belong to another process, which has sent the slot number to this one.
+        """
         slots = self.readable
         lengths = {dimension: int(slots[dimension][slot]) for dimension in DIMENSIONS}
         return RolloutGroup(
             iteration=int(slots["iteration"][slot]),
             policy_version=int(slots["policy_version"][slot]),
-            place=int(slots["place"][slot]),
+            group_index=int(slots["group_index"][slot]),
             prompt_index=int(slots["prompt_index"][slot]),
             **{name: slots[name][slot, : lengths[dimension]] for name, _, dimension in ARRAYS},
         )
 
     def clear(self, slot: int) -> None:
-        """Make a slot free, by its words; its number is for the caller to send."""
+        """Mark a slot as free. The caller sends its number."""
         self.slots["status"][slot] = FREE  # first: until then the group is still whole
         self.slots["prompt_index"][slot] = NO_PROMPT
 
     def close(self) -> None:
         """Close this process's descriptors; a second call does nothing.
 
-        The memory goes with the last view of it.
+        The memory is freed with the last view of it.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -217,11 +420,11 @@ class RingBuffer:
 
 
 class RingPort:
-    """One worker's end of the ring: `put` and `get`.
+    """One worker's access to the ring.
 
     `writable_fd` and `readable_fd` become readable (for `multiprocessing.connection.wait`) when a
-    slot is free and when a group is ready; another worker may still be faster, so follow with
-    `timeout_seconds=0` and expect False or None.
+    slot is free and when a group is ready. Another worker may still be faster: call `put` or `get`
+    with `timeout_seconds=0` and expect False or None.
     """
 
     def __init__(self, ring: RingBuffer, owner_id: int) -> None:
@@ -231,10 +434,9 @@ class RingPort:
         self.readable_fd = ring.ready.fds[0]
 
     def put(self, group: RolloutGroup, timeout_seconds: float) -> bool:
-        """Copy a group into a free slot and publish it; False where none came free in time.
+        """Copy a group into a free slot and publish it; return False if none became free in time.
 
-        Raises ValueError where the group is too large for a slot or its arrays do not fit
-        together.
+        Raises ValueError if the group is too large for a slot, or its arrays do not match.
         """
         ring, slots = self.ring, self.ring.slots
         lengths = ring.layout.lengths(group)
@@ -243,15 +445,15 @@ class RingPort:
             return False
         try:
             slots["iteration"][slot] = group.iteration
-            slots["prompt_index"][slot] = group.prompt_index  # from here on reclaim can tell it
+            slots["prompt_index"][slot] = group.prompt_index  # from now on `reclaim` can report it
             slots["policy_version"][slot] = group.policy_version
-            slots["place"][slot] = group.place
+            slots["group_index"][slot] = group.group_index
             for dimension, length in lengths.items():
                 slots[dimension][slot] = length
             for name, _, dimension in ARRAYS:
                 slots[name][slot, : lengths[dimension]] = getattr(group, name)
-        except BaseException:  # a signal's exception: the worker may live on
-            self.give_back(slot)
+        except BaseException:  # raised by a signal handler: the worker may survive
+            self.free(slot)
             raise
         with self._move():
             slots["status"][slot] = READY
@@ -259,15 +461,12 @@ class RingPort:
         return True
 
     def get(self, timeout_seconds: float) -> Lease | None:
-        """The next ready group, in order of arrival, or None where none came in time.
-
-        It is this worker's until it releases the lease.
-        """
+        """Lease the next ready group, in order of arrival; return None if none arrived in time."""
         slot = self._take(self.ring.ready, READING, timeout_seconds)
         return None if slot is None else Lease(self, slot)
 
-    def give_back(self, slot: int) -> None:
-        """Make a slot of this worker's free again (a lease does it by `release`)."""
+    def free(self, slot: int) -> None:
+        """Free a slot that this worker owns (`Lease.release`)."""
         with self._move():
             self.ring.clear(slot)
             self.ring.free.send(slot)
@@ -280,89 +479,44 @@ class RingPort:
                 if slot is not None:
                     self.ring.slots["status"][slot] = self.owner_id << STATE_BITS | state
                     return slot
-            if time.monotonic() > deadline:  # others were faster each time
+            if time.monotonic() > deadline:  # other workers were faster each time
                 break
         return None
 
     @contextlib.contextmanager
     def _move(self) -> Iterator[None]:
-        """The owner's move counter is odd meanwhile: a slot may be nobody's just now."""
+        """Keep the owner's move counter odd: a slot may have no owner meanwhile."""
         moves, owner_id = self.ring.moves, self.owner_id
         odd = int(moves[owner_id]) | 1
         moves[owner_id] = odd
         yield
-        moves[owner_id] = odd + 1  # not in a finally: a move broken off leaves a slot to reclaim
+        moves[owner_id] = (
+            odd + 1
+        )  # no `finally`: after an interrupted move a slot is to be reclaimed
 
 
 class Lease:
-    """A finished group, read in place. `with port.get(...) as group:` releases it at the end.
+    """A group to read in place. `with port.get(...) as group:` releases it at the end.
 
-    After `release` the slot is another group's: keep no view of it.
+    After `release` another group is written into the slot: keep no view of it.
     """
 
     def __init__(self, port: RingPort, slot: int) -> None:
         self._port = port
-        self._is_held = True
+        self._is_leased = True
         self.slot = slot
-        """Whoever is told this number while the lease lasts may read the group in place too
-        (`RingBuffer.group`)."""
+        """Another process that is sent this number may read the group too (`RingBuffer.group`),
+        until the release."""
         self.group = port.ring.group(slot)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The group's arrays by field name, as torch views of the same memory. Read only!
-
-        (torch has no read-only tensors, and warns of a NumPy array that is one.)
-        """
-        import torch
-
-        assert self._is_held, "released"
-        slots = self._port.ring.slots
-        return {
-            name: torch.from_numpy(slots[name][self.slot, : slots[dimension][self.slot]])
-            for name, _, dimension in ARRAYS
-        }
-
     def release(self) -> None:
-        """Give the slot back; a second call does nothing."""
-        if self._is_held:
-            self._is_held = False
-            self._port.give_back(self.slot)
+        """Free the slot; a second call does nothing."""
+        if self._is_leased:
+            self._is_leased = False
+            self._port.free(self.slot)
 
     def __enter__(self) -> RolloutGroup:
         return self.group
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()
-
-
-class InOrderReader:
-    """Delivery in order of `place`, from 0 and without gaps, to the ring's only consumer.
-
-    A group that arrives early stays in its slot until its turn. The ring therefore needs a slot
-    for every group of an iteration: if the first one is the last to be finished, all others wait
-    in their slots for it, and it needs one too.
-    """
-
-    def __init__(self, port: RingPort) -> None:
-        self._port = port
-        self._next = 0
-        self._early: dict[int, Lease] = {}
-
-    def get(self, timeout_seconds: float) -> Lease | None:
-        """The group whose turn it is, or None where it did not come in time.
-
-        After `readable_fd` woke a loop, call until None: one arrival can end the wait of several.
-        Raises RuntimeError where a place's group comes a second time.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        while self._next not in self._early:
-            lease = self._port.get(max(0.0, deadline - time.monotonic()))
-            if lease is None:
-                return None
-            place = lease.group.place
-            if place < self._next or place in self._early:
-                lease.release()
-                raise RuntimeError(f"the group of place {place} came twice")
-            self._early[place] = lease
-        self._next += 1
-        return self._early.pop(self._next - 1)

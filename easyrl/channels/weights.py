@@ -1,31 +1,38 @@
-"""Weights from the trainer to the rollout workers: bucketed, versioned, bounded.
+"""Weights from the trainer to the rollout workers: in buckets, with a version, bounded in time.
 
     train rank 0:  announce(version) ─► [names] ─► bucket 0 ─► bucket 1 ─► … ─► last bucket
-    rollout i:     receive ───────────► [names] ─► pieces ───► pieces ──► … ──► load as they come
+    rollout i:     receive ───────────► [names] ─► pieces ───► pieces ──► … ──► load on arrival
 
-Every arrow is a broadcast in which sender and receivers wait for each other, for at most
-`timeout_seconds` each. The process group is the channel's own, not torch's default world: it is
-made over a shared store when the membership changes, and thrown away with it.
+Every arrow is a broadcast in which sender and receivers wait for each other, each for at most
+`timeout_seconds`. The channel has a process group of its own, not torch's default one. It is made
+over a shared store, with a new generation number whenever a worker joins or leaves.
 
-A weight travels under its parameter name, cut into pieces where it crosses a bucket's end. While a
-bucket is on its way the next one is filled, and the one before is loaded: there are two, and beside
-them the model and, of weights that are made to be sent, one. A large weight goes without a bucket,
-from where it lies to where it belongs, unless it is cast on the way (`weight_plan`).
-Names are sent when they are others than the last time: it may be only some that have changed.
+A weight travels under its parameter name, and is cut into pieces where it crosses a bucket's end.
+There are two buckets: while one is broadcast the next one is filled, and receivers load the one
+before. Besides them at most one weight is gathered at a time. A large weight skips the bucket: it
+is broadcast from its own memory straight to where it belongs, unless it is cast on the way. Names
+are sent only when they differ from the last time (only some weights may have changed).
 
-Where both groups share an accelerator, whose backend connects no two processes on one device, the
-bucket is memory of that device which both processes open, and weights are copied into it and out
-of it there. The process group, then on the CPU, only tells who is next:
+How weights are cut is computed by every rank from their names, shapes and dtypes alone:
+
+    a bucket    small weights, one after another, as many as fit
+    a part      elements of one weight of ALONE_BYTES or more, at most a bucket's bytes
+
+Where both groups share one accelerator, its backend connects no two processes on one device. The
+bucket is then memory of that device which both processes open. Weights are copied into and out of
+it, and the process group, on the CPU, only signals whose turn it is:
 
     train rank 0:  fill ─► "bucket n is filled" ──────────────────────────► fill …
     rollout 1:             ──────────────────────► load ─► "bucket n is read"
 
-Where the second process cannot open it (in some containers), buckets are broadcast on the CPU.
+Where the second process cannot open this memory (in some containers), buckets are broadcast on the
+CPU.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,83 +47,115 @@ from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-define
 
 from easyrl import devices
 from easyrl.channels import ALONE_BYTES, BUCKET_BYTES, NUM_BUCKETS
-from easyrl.channels.weight_plan import Entry, Slot, make_plan
 from easyrl.types import Weight, WeightPiece
 
 BUSY_SECONDS, REST_SECONDS = 0.05, 0.001
-"""So long a broadcast on an accelerator is looked at again and again; then between such rests."""
+"""Busy-poll an accelerator broadcast for this long, then sleep between polls."""
+ALIGNMENT_BYTES = 16
+
+Entry = tuple[str, tuple[int, ...], str]
+"""A weight's name, shape and dtype: its line in the list of names that is sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSeat:
-    """A member's place in the channel: what it takes to join, in whichever process."""
+class Slot:
+    """Where a piece of a weight is in its bucket."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole weight
+    start: int  # element of the flattened weight
+    count: int  # elements
+    dtype: torch.dtype
+    offset: int  # byte of the bucket
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    def view(self, bucket: Tensor) -> Tensor:
+        return bucket[self.offset : self.offset + self.num_bytes].view(self.dtype)
+
+
+def make_plan(
+    entries: Sequence[Sequence[Any]], bucket_bytes: int, alone_bytes: int | None = ALONE_BYTES
+) -> list[list[Slot]]:
+    """Cut weights (name, shape, dtype) into buckets, in order.
+
+    A weight of `alone_bytes` or more has buckets of its own (None: no weight has). Raises
+    ValueError if a bucket cannot hold one element.
+    """
+    buckets: list[list[Slot]] = [[]]
+    offset = 0
+    for name, shape, dtype_name in entries:
+        dtype, count = getattr(torch, dtype_name), math.prod(shape)
+        if bucket_bytes < dtype.itemsize:
+            raise ValueError(f"a bucket of {bucket_bytes} bytes cannot hold a {dtype}")
+        is_alone = alone_bytes is not None and count * dtype.itemsize >= alone_bytes
+        start = 0
+        while start < count:
+            offset = -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            num_free = (bucket_bytes - offset) // dtype.itemsize
+            if num_free <= 0 or (is_alone and offset):
+                buckets.append([])
+                offset = 0
+                continue
+            taken = min(num_free, count - start)
+            buckets[-1].append(Slot(name, tuple(shape), start, taken, dtype, offset))
+            offset += taken * dtype.itemsize
+            start += taken
+        if is_alone:
+            offset = bucket_bytes  # the next weight starts a new bucket
+    return [bucket for bucket in buckets if bucket]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightEndpoint:
+    """One end of the channel: what a process needs to open it. Can be sent to that process."""
 
     store_path: str
-    membership: int
+    """File that all ranks can open; the process group is made over it."""
+    generation: int
+    """Number of the process group. A new set of ranks has a new one."""
     rank: int
-    size: int
+    """0 sends, the others receive."""
+    world_size: int
     device: str
-    shared_device: str | None
+    """Device of the process group."""
     timeout_seconds: float
-
-    def join(self) -> WeightChannel:
-        """Meet the other members (see `WeightChannel`)."""
-        return WeightChannel(
-            self.store_path,
-            membership=self.membership,
-            rank=self.rank,
-            size=self.size,
-            device=self.device,
-            shared_device=self.shared_device,
-            timeout_seconds=self.timeout_seconds,
-        )
+    shared_device: str | None = None
+    """Device on which one sender and one receiver both compute; None: there is none."""
+    bucket_bytes: int = BUCKET_BYTES
 
 
 class WeightChannel:
-    """One member of the channel. Made anew whenever a worker joins or leaves."""
+    """One rank's end of the channel. Made anew whenever a worker joins or leaves."""
 
-    def __init__(
-        self,
-        store_path: str,
-        *,
-        membership: int,
-        rank: int,
-        size: int,
-        device: str,
-        timeout_seconds: float,
-        shared_device: str | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        """Join membership number `membership` as `rank` of `size`; rank 0 is the sender.
-
-        `store_path` is a file that all members can open, `device` where the process group is,
-        `shared_device` the device of a sender and a single receiver that both compute on. Raises
-        TimeoutError when the others do not come within `timeout_seconds`.
-        """
-        self.rank = rank
-        self._size = size
-        self._device = torch.device(device)
-        self._timeout = timedelta(seconds=timeout_seconds)
-        self._manifest: list[Entry] = []
+    def __init__(self, endpoint: WeightEndpoint) -> None:
+        """Join the process group. Raises TimeoutError if not all ranks join in time."""
+        self.rank = endpoint.rank
+        self._world_size = endpoint.world_size
+        self._device = torch.device(endpoint.device)
+        self._timeout = timedelta(seconds=endpoint.timeout_seconds)
+        self._entries: list[Entry] = []
         self._plan: list[list[Slot]] | None = None
-        self.obstacle: str | None = None
-        """Why weights do not cross on the shared device; None: they do, or there is none."""
-        store = PrefixStore(f"weights-{membership}", FileStore(store_path, -1))
+        self.unsupported_reason: str | None = None
+        """Why weights cannot be shared on the shared device; None: they are, or there is none."""
+        store = PrefixStore(f"weights-{endpoint.generation}", FileStore(endpoint.store_path, -1))
         store.set_timeout(self._timeout)
-        self._group = self._bounded("making the process group", lambda: self._meet(store))
-        self._bucket_bytes = bucket_bytes
+        self._group = self._bounded("making the process group", lambda: self._init_group(store))
+        self._bucket_bytes = endpoint.bucket_bytes
         bucket = None
-        if shared_device is not None:
-            assert size == 2, "one sender and one receiver share a device"
-            bucket = self._share_bucket(torch.device(shared_device))
+        if endpoint.shared_device is not None:
+            assert endpoint.world_size == 2, "one sender and one receiver share a device"
+            bucket = self._share_bucket(torch.device(endpoint.shared_device))
         self._is_shared = bucket is not None
         self._buckets = [bucket] if bucket is not None else self._make_buckets(self._device)
-        self._pending: list[tuple[int, Any]] = []  # numbers of buckets on their way, and works
+        self._pending: list[tuple[int, Any]] = []  # bucket number and its broadcast
 
     @property
     def has_sent(self) -> bool:
-        """Whether this membership's receivers have had weights already (rank 0)."""
-        return bool(self._manifest)
+        """Whether the receivers have weights from this channel already (rank 0)."""
+        return bool(self._entries)
 
     def send(
         self,
@@ -126,35 +165,34 @@ class WeightChannel:
         dtype: torch.dtype | None = None,
         gather: Callable[[Tensor, torch.dtype], Tensor] = lambda weight, dtype: weight.to(dtype),
     ) -> int:
-        """Broadcast the weights (rank 0), each made when its turn comes. Receivers keep those that
-        are not among them.
+        """Broadcast the weights (rank 0). Receivers keep their values of all other weights.
 
-        `gather(weight, dtype)` makes a weight whole when its turn comes, in the order of `weights`:
-        one is held at a time. It may leave it to us to make it of the `dtype` that is sent (None:
-        its own), a bucket at a time; what has that type already is sent from where it lies.
+        `gather(weight, dtype)` makes a weight whole. It is called in the order of `weights`, and
+        one result is held at a time. The result need not have the `dtype` that is sent (None: the
+        weight's own): it is cast a bucket at a time. A result that has it is sent without a copy.
 
-        Returns the bytes sent. Raises TimeoutError when a receiver does not take part in time.
+        Returns the bytes sent. Raises TimeoutError if a receiver does not take part in time.
         """
         assert self.rank == 0
         by_name = {weight.name: weight for weight in weights}
         self._announce(policy_version, [_entry(weight, dtype) for weight in by_name.values()])
         assert self._plan is not None
         values = part = nothing = torch.empty(0)
-        is_straight = False
+        is_direct = False
         for number, slots in enumerate(self._plan):
-            self._wait_for_all_but(1)  # the bucket before the last one is free again
+            self._wait_for_all_but(1)  # then the bucket before the last one is free
             for slot in slots:
                 if slot.start == 0:
-                    if is_straight:
-                        self._wait_for_all_but(0)  # it is read until then
+                    if is_direct:
+                        self._wait_for_all_but(0)  # a broadcast still reads `values`
                     weight = by_name[slot.name]
-                    values = part = nothing  # before the next one is made
-                    values = gather(weight.make().detach(), slot.dtype).reshape(-1)
+                    values = part = nothing  # free this weight before the next is gathered
+                    values = gather(weight.materialize().detach(), slot.dtype).reshape(-1)
                 part = values[slot.start : slot.start + slot.count]
-                is_straight = len(slots) == 1 and self._is_sent_as(slot, part)
-                if not is_straight:
+                is_direct = len(slots) == 1 and self._is_sent_directly(slot, part)
+                if not is_direct:
                     slot.view(self._bucket(number)).copy_(part)
-            self._send_bucket(number, slots, part if is_straight else self._bucket(number))
+            self._send_bucket(number, slots, part if is_direct else self._bucket(number))
         self._wait_for_all_but(0)
         return sum(slot.num_bytes for slots in self._plan for slot in slots)
 
@@ -163,11 +201,11 @@ class WeightChannel:
     ) -> Iterator[WeightPiece]:
         """The pieces of the weights, in the sender's order (ranks above 0).
 
-        `into(name)` tells where a weight belongs, flattened. What is sent by itself is received
-        there, where that is of its type and on the channel's device: its piece is this memory.
+        `into(name)` returns the flattened memory of a weight, or None. A weight with buckets of its
+        own is received there directly, if dtype and device fit; its pieces are then this memory.
 
-        Raises TimeoutError when the sender does not come in time, RuntimeError when it sends
-        another version than `policy_version`.
+        Raises TimeoutError if the sender does not send in time, RuntimeError if it sends another
+        version than `policy_version`.
         """
         assert self.rank > 0
         announced = torch.zeros(2, dtype=torch.int64, device=self._device)
@@ -176,7 +214,7 @@ class WeightChannel:
         version, num_bytes = announced.tolist()
         if version != policy_version:
             raise RuntimeError(
-                f"weight channel: version {policy_version} was due, {version} was sent"
+                f"weight channel: expected policy version {policy_version}, got {version}"
             )
         if num_bytes:
             names = self._receive_bytes(num_bytes, "waiting for names")
@@ -184,70 +222,72 @@ class WeightChannel:
         assert self._plan is not None
         ahead: list[list[WeightPiece]] = []
         for number in range(len(self._plan)):
-            # The next bucket is on its way while this one is loaded.
+            # The next bucket is received while this one is loaded.
             for due in range(
                 number + len(ahead), min(number + len(self._buckets), len(self._plan))
             ):
                 ahead.append(self._expect_bucket(due, into))
             self._wait_for_all_but(len(ahead) - 1)
             yield from ahead.pop(0)
-            self._tell_read(number)
+            self._report_read(number)
 
-    def _meet(self, store: Any) -> Any:
-        """The process group, once all members are there."""
+    def _init_group(self, store: Any) -> Any:
+        """Make the process group once all ranks are there."""
         if self._device.type != "cpu":
-            # Its members would meet at the first broadcast, and wait for each other without a
-            # bound. In the store all waits have one.
-            store.set(f"member-{self.rank}", "here")
-            store.wait([f"member-{rank}" for rank in range(self._size)])
+            # Accelerator backends connect at the first broadcast, and that wait has no bound. Waits
+            # on the store have one.
+            store.set(f"rank-{self.rank}", "ready")
+            store.wait([f"rank-{rank}" for rank in range(self._world_size)])
         return devices.make_process_group(
-            str(self._device), store, self.rank, self._size, self._timeout
+            str(self._device), store, self.rank, self._world_size, self._timeout
         )
 
-    def _announce(self, policy_version: int, manifest: list[Entry]) -> None:
-        """The version, with the names where they are others than the last time."""
-        is_new = manifest != self._manifest
-        text = json.dumps(manifest).encode() if is_new else b""
+    def _announce(self, policy_version: int, entries: list[Entry]) -> None:
+        """Send the version, and the names if they differ from the last time."""
+        is_new = entries != self._entries
+        text = json.dumps(entries).encode() if is_new else b""
         announced = torch.tensor([policy_version, len(text)], device=self._device)
         self.broadcast(announced, "sending names" if is_new else "announcing a version")
         if is_new:
             self._send_bytes(text, "sending names")
-            self._manifest, self._plan = manifest, self._make_plan(manifest)
+            self._entries, self._plan = entries, self._make_plan(entries)
 
-    def _make_plan(self, manifest: Sequence[Sequence[Any]]) -> list[list[Slot]]:
+    def _make_plan(self, entries: Sequence[Sequence[Any]]) -> list[list[Slot]]:
         alone_bytes: int | None = ALONE_BYTES
         if self._is_shared:
-            alone_bytes = None  # there it is copied in any case
+            alone_bytes = None  # a weight is copied through the bucket in any case
         elif self._device.type != "cpu":
-            alone_bytes = self._bucket_bytes  # a copy is nothing there, a broadcast still 0.1 ms
-        return make_plan(manifest, self._bucket_bytes, alone_bytes)
+            alone_bytes = self._bucket_bytes  # a copy is fast there, a broadcast takes 0.1 ms
+        return make_plan(entries, self._bucket_bytes, alone_bytes)
 
     def _make_buckets(self, device: torch.device, number: int = NUM_BUCKETS) -> list[Tensor]:
         size = self._bucket_bytes
         return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(number)]
 
     def _share_bucket(self, device: torch.device) -> Tensor | None:
-        """The bucket on the device of both members; None where that cannot be, for both of them,
-        and `obstacle` says why."""
+        """Return the bucket that both processes open on their device.
+
+        If one of them cannot open it, both return None and set `unsupported_reason`.
+        """
         bucket: Tensor | None = None
         if self.rank == 0:
             (bucket,) = self._make_buckets(device, 1)
             try:
-                handle, obstacle = devices.share_memory(bucket), ""
+                handle, reason = devices.share_memory(bucket), ""
             except RuntimeError as error:
-                handle, obstacle = "", str(error)
+                handle, reason = "", str(error)
             self._send_text(handle, "sharing a bucket")
-            obstacle = self._receive_text("sharing a bucket", root=1) or obstacle
+            reason = self._receive_text("sharing a bucket", root=1) or reason
         else:
-            handle, obstacle = self._receive_text("waiting for a bucket"), ""
+            handle, reason = self._receive_text("waiting for a bucket"), ""
             if handle:
                 try:
                     bucket = devices.open_memory(handle, device)
                 except RuntimeError as error:
-                    obstacle = str(error)
-            self._send_text(obstacle, "opening a bucket", root=1)
-        if not handle or obstacle:
-            self.obstacle = " ".join(obstacle.split())
+                    reason = str(error)
+            self._send_text(reason, "opening a bucket", root=1)
+        if not handle or reason:
+            self.unsupported_reason = " ".join(reason.split())
             return None
         return bucket
 
@@ -274,31 +314,31 @@ class WeightChannel:
     def _bucket(self, number: int) -> Tensor:
         return self._buckets[number % len(self._buckets)]
 
-    def _is_sent_as(self, slot: Slot, part: Tensor) -> bool:
-        """Whether memory is what is broadcast for a slot."""
+    def _is_sent_directly(self, slot: Slot, part: Tensor) -> bool:
+        """Whether `part` itself can be broadcast for a slot."""
         return not self._is_shared and (part.dtype, part.device) == (slot.dtype, self._device)
 
     def _send_bucket(self, number: int, slots: Sequence[Slot], content: Tensor) -> None:
-        """From here on the receivers may read it."""
+        """Let the receivers read it."""
         if self._is_shared:
-            self._tell_done(f"{self._name_of(number)} is filled", root=0)
-            self._tell_done(f"{self._name_of(number)} is read", root=1)
+            self._signal(f"{self._name_of(number)} is filled", root=0)
+            self._signal(f"{self._name_of(number)} is read", root=1)
             return
         self._start(number, content.view(torch.uint8)[: slots[-1].offset + slots[-1].num_bytes])
 
     def _expect_bucket(
         self, number: int, into: Callable[[str], Tensor | None]
     ) -> list[WeightPiece]:
-        """Its pieces, which are there as soon as it has come."""
+        """Start to receive a bucket; return its pieces, which are valid once it has arrived."""
         assert self._plan is not None
         slots = self._plan[number]
         bucket = self._bucket(number)
         values = [slot.view(bucket) for slot in slots]
         if self._is_shared:
-            self._tell_done(f"{self._name_of(number)} is filled", root=0)
+            self._signal(f"{self._name_of(number)} is filled", root=0)
         elif len(slots) == 1 and (own := into(slots[0].name)) is not None:
             part = own[slots[0].start : slots[0].start + slots[0].count]
-            if self._is_sent_as(slots[0], part):
+            if self._is_sent_directly(slots[0], part):
                 values = [part]
         if not self._is_shared:
             end = slots[-1].offset + slots[-1].num_bytes
@@ -308,13 +348,13 @@ class WeightChannel:
             for slot, part in zip(slots, values, strict=True)
         ]
 
-    def _tell_read(self, number: int) -> None:
-        """From here on the sender may fill it again: of a broadcast everyone has a copy."""
+    def _report_read(self, number: int) -> None:
+        """Let the sender fill a shared bucket again. (After a broadcast every rank has a copy.)"""
         if self._is_shared:
-            self._tell_done(f"{self._name_of(number)} is read", root=1)
+            self._signal(f"{self._name_of(number)} is read", root=1)
 
-    def _tell_done(self, what: str, root: int) -> None:
-        """`root`'s copies are done on the device before the others go on."""
+    def _signal(self, what: str, root: int) -> None:
+        """Signal from `root` to the others, once its copies are done on the device."""
         if self.rank == root:
             devices.synchronize(self._buckets[0].device)
         self.broadcast(torch.zeros(1, dtype=torch.uint8), f"until {what}", root)
@@ -324,11 +364,11 @@ class WeightChannel:
         return f"bucket {number + 1} of {len(self._plan)}"
 
     def broadcast(self, tensor: Tensor, what: str, root: int = 0) -> None:
-        """What `root` has in `tensor`, to all; `what`: how an error calls it."""
+        """Broadcast `tensor` from `root` and wait for the end; `what` names it in errors."""
         self._bounded(what, lambda: self._await(self._begin(tensor, root)))
 
     def _start(self, number: int, content: Tensor) -> None:
-        """Broadcast a bucket, without waiting for its end."""
+        """Start to broadcast a bucket."""
         work = self._bounded(self._name_of(number), lambda: self._begin(content, root=0))
         self._pending.append((number, work))
 
@@ -344,19 +384,19 @@ class WeightChannel:
             self._bounded(self._name_of(number), partial(self._await, work))
 
     def _await(self, work: Any) -> None:
-        """Until a broadcast has ended here, for at most the bound."""
+        """Wait until a broadcast has ended on this rank, at most `timeout_seconds`."""
         if self._device.type == "cpu":
             work.wait(self._timeout)
             return
-        # An accelerator's own wait looks once a millisecond, in which a bucket crosses many times,
-        # or has no bound at all.
+        # An accelerator's own wait polls once a millisecond (many buckets cross in that time), or
+        # has no bound.
         started = time.monotonic()
         while not work.is_completed():
             waited = time.monotonic() - started
             if waited > self._timeout.total_seconds():
                 raise RuntimeError("Timed out")
             time.sleep(0.0 if waited < BUSY_SECONDS else REST_SECONDS)
-        work.wait()  # what the device does next stands behind it; or its error is raised
+        work.wait()  # orders the device's next work after it, or raises its error
 
     def _bounded(self, what: str, action: Callable[[], Any]) -> Any:
         started = time.monotonic()
@@ -364,26 +404,27 @@ class WeightChannel:
             return action()
         except (RuntimeError, ValueError) as error:
             waited = time.monotonic() - started
-            member = "the trainer" if self.rank == 0 else f"rollout member {self.rank}"
-            text = f"weight channel, {member} of {self._size} members, {what}: {error}"
-            # What is waited for may have begun before, and its time be over sooner.
+            this = "the trainer" if self.rank == 0 else f"rollout rank {self.rank}"
+            text = f"weight channel, {this} of {self._world_size} ranks, {what}: {error}"
+            # The operation may have started before this wait, and time out before its bound.
             is_late = waited >= 0.9 * self._timeout.total_seconds()
             is_late |= any(words in str(error) for words in ("Timed out", "timing out"))
             if not is_late:
                 raise ConnectionError(text) from error
             raise TimeoutError(
-                f"{text} (for {self._others}; waited {waited:.1f} s; runtime.timeout_seconds "
-                "bounds this wait)"
+                f"{text} (waited {waited:.1f} s for {self._others}; runtime.timeout_seconds bounds "
+                "this wait)"
             ) from error
 
     @property
     def _others(self) -> str:
-        """For whom a member waits. A broadcast to many goes from one receiver to the next."""
+        """Which ranks this one waits for. Gloo passes a broadcast from one receiver to the next."""
         if self.rank == 0:
-            return "rollout member 1" if self._size == 2 else "one of the rollout members"
-        return "the trainer" if self._size == 2 else "the trainer or a member before it"
+            return "rollout rank 1" if self._world_size == 2 else "one of the rollout ranks"
+        return "the trainer" if self._world_size == 2 else "the trainer or a rank before this one"
 
 
 def _entry(weight: Weight, dtype: torch.dtype | None) -> Entry:
-    like = weight.like
-    return weight.name, tuple(like.shape), str(dtype or like.dtype).removeprefix("torch.")
+    reference = weight.reference
+    dtype_name = str(dtype or reference.dtype).removeprefix("torch.")
+    return weight.name, tuple(reference.shape), dtype_name

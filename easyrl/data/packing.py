@@ -1,11 +1,11 @@
-"""Groups to packed micro-batches: a prompt once, no padding, at most a budget of tokens each.
+"""Pack groups into micro-batches: a prompt once, no padding, at most a budget of tokens each.
 
     RolloutGroup, … ──► [prompt | completion | completion …][prompt | completion …] ──► MicroBatch
 
-The unit of packing is one rollout, so a group larger than the budget is split, its prompt repeated
-in each part, and nothing else changes. Where prompts are not shared (`model.attention`), each
-rollout has its own and the row is one of whole sequences. Which rollouts share a micro-batch is a
-function of their order and lengths alone (invariant 5).
+The unit of packing is one rollout: a group larger than the budget is split, and its prompt is
+repeated in each part. Where prompts are not shared (`model.attention`), every rollout has its own
+and the row consists of whole sequences. Which rollouts share a micro-batch is a function of their
+order and lengths alone (docs/design.md, Invariants).
 
 Shapes: T tokens of the packed row, K completion tokens in it, C completions; P tokens of a prompt,
 R of a completion.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from easyrl.types import Bool, Float32, Int32, RolloutGroup
+from easyrl.types import Bool, Float32, Int32, MicroBatch, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,46 +31,38 @@ class Rollout:
     rollout_logprobs: Float32  # [R]
     loss_mask: Bool  # [R]
     advantage: float
+    slot: int = -1
+    """Slot of the ring that holds the group; -1: none."""
+    number: int = -1
+    """Position in `split_group` of its group."""
 
     def num_tokens_behind(self, previous: Rollout | None, *, shares_prompts: bool = True) -> int:
-        """Tokens it adds to a row that ends with `previous`: the prompt only where it is new, or
-        not shared."""
+        """Tokens that this rollout adds to a row that ends with `previous`: its completion, and its
+        prompt unless that is shared with `previous`."""
         has_prompt = previous is not None and previous.prompt_index == self.prompt_index
         is_shared = has_prompt and shares_prompts
         return len(self.completion_ids) + (0 if is_shared else len(self.prompt_ids))
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """What one forward and backward works on."""
-
-    input_ids: np.ndarray  # [T] int64
-    position_ids: np.ndarray  # [T] int64: a completion's go on from its prompt's
-    groups: list[tuple[int, list[int]]]
-    """The row's layout: of each its P, and the R of its completions; a whole sequence is a prompt
-    that stands alone."""
-    logits_at: np.ndarray  # [K] int64: the places whose logits predict completion tokens
-    targets: np.ndarray  # [K] int64: those completion tokens
-    completion_of_token: np.ndarray  # [K] int64 in 0..C-1
-    rollout_logprobs: Float32  # [K]
-    loss_mask: Bool  # [K]
-    advantages: Float32  # [K], each token its completion's
-
-    @property
-    def num_completions(self) -> int:
-        return int(self.completion_of_token[-1]) + 1
-
-
 def split_group(
-    group: RolloutGroup, *, mask_truncated: bool = False, keep_zero_advantages: bool = False
+    group: RolloutGroup,
+    *,
+    slot: int = -1,
+    mask_truncated: bool = False,
+    keep_zero_advantages: bool = False,
 ) -> list[Rollout]:
-    """The group's rollouts that carry a gradient.
+    """Split a group into its rollouts that carry a gradient.
 
-    One whose tokens are all masked has none, and with `mask_truncated` all of a truncated one's
-    are. One of advantage 0 has none but that of a KL term or an entropy bonus
-    (`keep_zero_advantages`).
+    A rollout without one is left out: all its tokens are masked (with `mask_truncated`, those of a
+    truncated completion are), or its advantage is 0 and there is neither a KL term nor an entropy
+    bonus (`keep_zero_advantages`).
     """
     mask = group.trained_mask(mask_truncated=mask_truncated)
+    carries_gradient = [
+        (where, float(advantage))
+        for where, advantage in zip(group.completion_slices(), group.advantages, strict=True)
+        if mask[where].any() and (advantage != 0.0 or keep_zero_advantages)
+    ]
     return [
         Rollout(
             group.prompt_index,
@@ -78,21 +70,25 @@ def split_group(
             group.completion_ids[where],
             group.rollout_logprobs[where],
             mask[where],
-            float(advantage),
+            advantage,
+            slot,
+            number,
         )
-        for where, advantage in zip(group.completion_slices(), group.advantages, strict=True)
-        if mask[where].any() and (advantage != 0.0 or keep_zero_advantages)
+        for number, (where, advantage) in enumerate(carries_gradient)
     ]
 
 
 def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBatch:
-    """Lay rollouts one after another in a row; those of one prompt that follow each other share
-    it, if `shares_prompts`; else each is a whole sequence."""
+    """Pack rollouts one after another into a row.
+
+    With `shares_prompts`, consecutive rollouts of one prompt share it; otherwise each rollout is a
+    whole sequence.
+    """
     groups: list[tuple[int, list[int]]] = []
     ids: list[Int32] = []
     positions: list[np.ndarray] = []
     logits_at: list[np.ndarray] = []
-    place = prompt_end = 0
+    start = prompt_end = 0
     previous = None
     for rollout in rollouts:
         num_prompt, num_completion = len(rollout.prompt_ids), len(rollout.completion_ids)
@@ -100,14 +96,14 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
             groups.append((num_prompt, []))
             ids.append(rollout.prompt_ids)
             positions.append(np.arange(num_prompt))
-            place += num_prompt
-            prompt_end = place
+            start += num_prompt
+            prompt_end = start
         groups[-1][1].append(num_completion)
         ids.append(rollout.completion_ids)
         positions.append(num_prompt + np.arange(num_completion))
         # The token before a completion token predicts it; before the first, the prompt's last.
-        logits_at.append(np.concatenate([[prompt_end - 1], place + np.arange(num_completion - 1)]))
-        place += num_completion
+        logits_at.append(np.concatenate([[prompt_end - 1], start + np.arange(num_completion - 1)]))
+        start += num_completion
         previous = rollout
     completion_lengths = [len(rollout.completion_ids) for rollout in rollouts]
     advantages = np.array([rollout.advantage for rollout in rollouts], dtype=np.float32)

@@ -1,9 +1,7 @@
-"""The problems that a model is evaluated on, and what names each of them.
+"""The problems that a model is evaluated on, and an id for each of them.
 
-    eval.dataset          all of its rows, or a task's held-out problems
-    else data.dataset     the task's held-out problems; in `easyrl eval` else all of its rows
-
-Floor 1: knows rows, no tokens and no model.
+eval.dataset          all of its rows, or a preset's held-out problems
+else data.dataset     the preset's held-out problems; in `easyrl eval` else all of its rows
 """
 
 from __future__ import annotations
@@ -14,41 +12,43 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from easyrl.config import Config, ConfigError
+from easyrl.data.presets import PRESETS
 from easyrl.data.streams import PromptStream
-from easyrl.tasks.presets import PRESETS, Generated
 from easyrl.types import Messages, Prompt
 
 ID_DIGITS = 16
 OF_PRESETS = ("preset", "prompt_column", "prompt_template", "system_prompt", "chat", "columns")
-"""Keys of `data` that a preset answers for."""
+"""Keys of `data` that a preset has values for."""
 
 
 def with_eval_data(config: Config) -> Config:
-    """The config whose section `data` says where the problems are, in the data's own order.
+    """Return the config with `data` set to the evaluated problems, in the data's own order.
 
-    A preset that `eval.dataset` names asks in its own words; any other is asked as `data` says.
+    A preset that `eval.dataset` names has its own prompts; any other data set is asked as `data`
+    says.
     """
-    data, chosen = config.data, config.eval
-    if chosen.dataset is not None:
-        update = {"dataset": chosen.dataset, "subset": chosen.subset, "split": chosen.split}
-        own = OF_PRESETS if chosen.dataset in PRESETS else ()
-        fields = type(data).model_fields
-        defaults = {key: fields[key].get_default(call_default_factory=True) for key in own}
-        data = data.model_copy(update={**update, **defaults, "weights": None, "shuffle": True})
-    is_generated = isinstance(getattr(PRESETS.get(data.shown), "rows", None), Generated)
-    if not is_generated:
+    data, fields = config.data, type(config.data).model_fields
+    if config.eval.dataset is not None:
+        is_preset = config.eval.dataset in PRESETS
+        defaults = {
+            key: fields[key].get_default(call_default_factory=True)
+            for key in (OF_PRESETS if is_preset else ())
+        }
+        update = {"dataset": config.eval.dataset, "weights": None, "shuffle": True, **defaults}
+        data = data.model_copy(update=update)
+    preset = PRESETS.get(data.shown)
+    if preset is None or not isinstance(preset.rows, str):
         data = data.model_copy(update={"shuffle": False})
     return config.model_copy(update={"data": data})
 
 
 class Problems:
-    """The problems as a stream of which each is held out, so that they alone are looked at before
-    they are asked (`data.prompt_check`)."""
+    """A stream in which every problem is held out, so that they alone are checked."""
 
-    def __init__(self, prompts: Sequence[Prompt], place_of: Callable[[int], str]) -> None:
-        """`place_of(i)` says where the i-th stands, for errors."""
+    def __init__(self, prompts: Sequence[Prompt], location: Callable[[int], str]) -> None:
+        """`location(i)` says where the i-th problem is, for errors."""
         self._prompts = list(prompts)
-        self.place_of = place_of
+        self.location = location
 
     @property
     def epoch_length(self) -> int:
@@ -68,41 +68,35 @@ class Problems:
 
     def without(self, examples: Collection[int]) -> Problems:
         kept = [number for number in range(len(self._prompts)) if number not in examples]
-        return Problems([self._prompts[k] for k in kept], lambda k: self.place_of(kept[k]))
+        return Problems([self._prompts[k] for k in kept], lambda k: self.location(kept[k]))
 
 
 def problems_of(stream: PromptStream, config: Config) -> Problems:
-    """Those that are held out, where there are such, else every row once: at most
+    """The held-out problems where there are some, else every row once: at most
     `data.num_held_out`. Raises ConfigError where there are none."""
-    if config.data.num_held_out == 0:
-        raise ConfigError("data.num_held_out: 0 came, so there is no problem; accepted: 1 or more")
-    held_out = stream.held_out()
-    if held_out:
-        name = config.data.shown
-        chosen = held_out[: config.data.num_held_out]
-        return Problems(chosen, lambda k: f"held-out problem {k} of '{name}' (counted from 0)")
-    if stream.epoch_length is None:
+    data = config.data
+    if data.num_held_out == 0:
+        raise ConfigError("data.num_held_out: expected 1 or more problems to evaluate, got 0")
+    if held_out := stream.held_out():
+        chosen = held_out[: data.num_held_out]
+        return Problems(chosen, lambda k: f"held-out problem {k} of '{data.shown}'")
+    if stream.epoch_length is None or len(data.datasets) > 1:
         raise ConfigError(
-            f"eval.dataset, data.dataset (--dataset): '{config.data.shown}' makes problems "
-            "without end and holds none out; accepted: a data set with rows"
+            "eval.dataset, data.dataset (--dataset): expected a data set with held-out problems, "
+            f"or a single one with rows, got '{data.shown}'"
         )
-    if len(config.data.datasets) > 1:
-        raise ConfigError(
-            f"data.dataset (--dataset): '{config.data.shown}' came, but of several data sets "
-            "the held-out problems are taken, and none has such; accepted: one data set"
-        )
-    rows = range(stream.epoch_length)[: config.data.num_held_out]
-    return Problems([stream.prompt(row) for row in rows], stream.place_of)
+    rows = range(stream.epoch_length)[: data.num_held_out]
+    return Problems([stream.prompt(row) for row in rows], stream.location)
 
 
 def identity_of(ids: Sequence[str]) -> str:
-    """Of a set of problems, in whatever order."""
+    """Digest a set of problems, in any order."""
     return hashlib.sha256("\n".join(sorted(ids)).encode()).hexdigest()[:ID_DIGITS]
 
 
 def problem_ids(problems: Sequence[Prompt]) -> list[str]:
-    """Of each a name that depends on its own row alone, prompt and columns, and not on where it
-    stands. Of equal rows the second is called `…-2`."""
+    """Give each problem an id that depends on its row alone, prompt and columns. The second of two
+    equal rows is called `…-2`."""
     seen: Counter[str] = Counter()
     ids = []
     for problem in problems:

@@ -1,12 +1,11 @@
-"""Where rows are: files, folders and the hub, opened.
+"""Open the rows of a data set.
 
-    .jsonl, .csv (.gz)  ─► read here: an error names its line
-    .parquet            ─┐
-    save_to_disk folder ─┼─► Hugging Face `datasets`, memory-mapped
-    hub id              ─┘
+    .jsonl, .csv (.gz)   ─► read here: an error names its line
+    .parquet             ─┐
+    save_to_disk folder  ─┼─► Hugging Face `datasets`, memory-mapped
+    hub id               ─┘   owner/name, owner/name:subset or owner/name:subset:split
 
-Floor 1: knows rows and where each stands, nothing of prompts. Raises ConfigError for what cannot
-be read; a hub that cannot be reached is told within seconds.
+Raises ConfigError for what cannot be read, within seconds also where the hub does not answer.
 """
 
 from __future__ import annotations
@@ -21,39 +20,33 @@ from pathlib import Path
 from typing import Any
 
 from easyrl.config import ConfigError
-from easyrl.config_data import DataConfig
-from easyrl.hub import hub_answers
-from easyrl.tasks.presets import HubRows
+from easyrl.data.hub import hub_answers
+from easyrl.data.presets import HubRows
 
 KEY = "data.dataset (--dataset)"
 FILES = "a .jsonl, .csv or .parquet file"
-FORMS = f"{FILES}, a folder of save_to_disk, or a hub id (owner/name)"
+FORMS = f"{FILES}, a folder of save_to_disk, or a hub id (owner/name:subset:split)"
 OTHER_FORMATS = {".json", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".zip", ".yaml"}
-SPLIT = "train"
-"""Where none is named."""
-
-Rows = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     name: str
-    rows: Rows
+    rows: Sequence[dict[str, Any]]
     """A list, or a `datasets.Dataset`."""
-    place_of: Callable[[int], str]
-    """Where a row stands, for errors."""
+    location: Callable[[int], str]
+    """Where a row is, for errors."""
 
     @property
     def column_names(self) -> list[str]:
         return getattr(self.rows, "column_names", None) or list(self.rows[0])  # all have all
 
 
-def open_source(name: str, data: DataConfig) -> Source | None:
-    """What `data.dataset` names; None where it has the form of nothing that is known."""
+def open_source(name: str) -> Source | None:
+    """Open a file, a folder or a hub id; None where the name has none of these forms."""
     path = Path(name).expanduser()
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     if kind in (".jsonl", ".csv") or path.suffix == ".parquet":
-        _refuse(data, name, "a file", subset=data.subset, split=data.split)
         if not path.is_file():
             raise ConfigError(f"{KEY}: there is no file '{name}'")
         if path.suffix == ".parquet":
@@ -61,41 +54,28 @@ def open_source(name: str, data: DataConfig) -> Source | None:
         rows, lines = read_jsonl(path) if kind == ".jsonl" else read_csv(path)
         return Source(name, rows, lambda row: f"{path}:{lines[row]}")
     if path.is_dir():
-        _refuse(data, name, "a folder", subset=data.subset)
-        return _numbered(name, _load_folder(path, data.split))
+        return _numbered(name, _load_folder(path))
     if path.suffix in OTHER_FORMATS or path.exists():
-        raise ConfigError(f"{KEY}: '{name}' came; accepted: {FILES}, or a folder of save_to_disk")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return open_hub(HubRows(name, data.subset, data.split or SPLIT))
+        raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'")
+    if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([^:]*)(?::([^:]+))?)?", name):
+        return open_hub(HubRows(match[1], match[2] or None, match[3] or "train"))
     return None
 
 
 def open_hub(rows: HubRows) -> Source:
-    """A split of a data set on the hub."""
-    return _numbered(
-        rows.name, _load_dataset(rows.name, rows.name, name=rows.subset, split=rows.split)
-    )
+    """Open a split of a data set on the hub."""
+    found = _load_dataset(rows.name, rows.name, name=rows.subset, split=rows.split)
+    return _numbered(rows.name, found)
 
 
-def _numbered(name: str, rows: Rows) -> Source:
+def _numbered(name: str, rows: Sequence[dict[str, Any]]) -> Source:
     return Source(name, rows, lambda row: f"{name}, row {row} (counted from 0)")
 
 
-def _refuse(data: DataConfig, name: str, what: str, **values: object) -> None:
-    """What has no meaning here must not be set: it would be silently ignored. Of a list of data
-    sets it may be meant for another."""
-    for key, value in values.items():
-        if value is not None and len(data.datasets) == 1:
-            raise ConfigError(
-                f"data.{key}: '{value}' came, but '{name}' is {what}, for which it has no meaning; "
-                "accepted: leave it out"
-            )
-
-
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows of a JSONL file and their line numbers. Blank lines are skipped.
+    """Read the rows of a JSONL file and their line numbers. Blank lines are skipped.
 
-    Every row gets every column that any row has; None where a line does not name it.
+    Every row gets every column that any row has; None where its line does not have it.
     """
     rows: list[dict[str, Any]] = []
     numbers: list[int] = []
@@ -104,12 +84,10 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
             continue
         try:
             row = json.loads(text)
-        except ValueError as error:  # of the grammar, or an absurd number
+        except ValueError as error:  # not JSON, or an absurd number
             raise ConfigError(f"{path}:{number}: not readable as JSON: {error}") from None
         if not isinstance(row, dict):
-            raise ConfigError(
-                f"{path}:{number}: {text.strip()[:40]} came; accepted: one JSON object per line"
-            )
+            raise ConfigError(f"{path}:{number}: expected a JSON object, got {text.strip():.40}")
         rows.append(row)
         numbers.append(number)
     blank = dict.fromkeys(name for row in rows for name in row)
@@ -117,37 +95,33 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows of a CSV file with a line of names, and the lines where they end. Every value is
-    the text that it is: a file of texts has no types, and an answer of 007 is not 7."""
+    """Read the rows of a CSV file with a header, and the numbers of the lines where they end.
+
+    Every value stays the text that it is: an answer of 007 is not 7.
+    """
     rows: list[dict[str, Any]] = []
     numbers: list[int] = []
-    number = 0
-
-    def texts() -> Iterator[str]:
-        nonlocal number
-        for number, text in _lines(path):  # noqa: B007
-            yield text
-
-    reader = csv.DictReader(texts(), strict=True)
+    reader = csv.DictReader((text for _, text in _lines(path)), strict=True)
     try:
         names = reader.fieldnames or ()
         if len(set(names)) < len(names):
-            raise ConfigError(f"{path}:1: accepted: a name for each column, no name twice")
+            raise ConfigError(f"{path}:1: expected each column name once, got {list(names)}")
         for row in reader:
             if None in row or None in row.values():
                 raise ConfigError(
-                    f"{path}:{number}: accepted: as many values as the first line has "
-                    f"names ({len(names)})"
+                    f"{path}:{reader.line_num}: expected {len(names)} values, as many as the "
+                    "header has"
                 )
             rows.append(row)
-            numbers.append(number)
+            numbers.append(reader.line_num)
     except csv.Error as error:
-        raise ConfigError(f"{path}:{number}: not readable as CSV: {error}") from None
+        line = reader.reader.line_num
+        raise ConfigError(f"{path}:{line}: not readable as CSV: {error}") from None
     return rows, numbers
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file, or of one that gzip has packed, from 1."""
+    """Yield the lines of a text file, gzipped or not, with their numbers from 1."""
     number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
@@ -156,82 +130,72 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}:{number}: not readable as UTF-8: {error}") from None
     except (OSError, EOFError) as error:
-        raise ConfigError(f"{KEY}: '{path}' cannot be read: {first_line(error)}") from None
+        raise ConfigError(f"{KEY}: '{path}' cannot be read: {_first_line(error)}") from None
 
 
-def _load_parquet(path: Path) -> Rows:
+def _load_parquet(path: Path) -> Sequence[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
         num_rows = pyarrow.parquet.read_metadata(path).num_rows
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(
-            f"{KEY}: '{path}' is not readable as parquet: {first_line(error)}"
+            f"{KEY}: '{path}' is not readable as parquet: {_first_line(error)}"
         ) from error
-    # `datasets` fails on a file without rows.
-    return (
-        _load_dataset(str(path), "parquet", data_files=str(path), split=SPLIT) if num_rows else []
-    )
+    if not num_rows:  # `datasets` fails on such a file
+        return []
+    return _load_dataset(str(path), "parquet", data_files=str(path), split="train")
 
 
-def _load_folder(path: Path, split: str | None) -> Rows:
-    """What `save_to_disk` wrote: one data set, or one for each split."""
-    folder = path
+def _load_folder(path: Path) -> Sequence[dict[str, Any]]:
+    """Load what `save_to_disk` wrote: a data set, or the split `train` of several."""
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(inner.name for inner in path.iterdir() if inner.is_dir())
+        if "train" not in splits:
+            raise ConfigError(
+                f"{KEY}: '{path}' has no split train; use the folder of one of its splits, as in "
+                f"{path}/{splits[0] if splits else 'SPLIT'}"
+            )
+        path /= "train"
+    elif not (path / "state.json").is_file():
+        raise ConfigError(f"{KEY}: expected {FORMS}, got the folder '{path}'")
+    import datasets
+
     try:
-        if (path / "dataset_dict.json").is_file():
-            splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
-            if (split or SPLIT) not in splits:
-                raise ConfigError(
-                    f"data.split: '{split or SPLIT}' came; '{path}' has: {', '.join(splits)}"
-                )
-            folder = path / (split or SPLIT)
-        elif not (path / "state.json").is_file():
-            raise ConfigError(
-                f"{KEY}: the folder '{path}' came; accepted: {FILES}, or a folder that "
-                "save_to_disk of Hugging Face datasets wrote"
-            )
-        elif split is not None:
-            raise ConfigError(
-                f"data.split: '{split}' came, but '{path}' has no splits; accepted: leave it out"
-            )
-        import datasets
-
-        rows: Rows = datasets.load_from_disk(str(folder))
-    except ConfigError:
-        raise
-    except Exception as error:  # datasets and pyarrow raise a kind of their own for every file
-        raise ConfigError(f"{KEY}: '{folder}' cannot be loaded: {first_line(error)}") from error
+        rows: Sequence[dict[str, Any]] = datasets.load_from_disk(str(path))
+    except Exception as error:  # datasets and pyarrow raise many kinds
+        raise ConfigError(f"{KEY}: '{path}' cannot be loaded: {_first_line(error)}") from error
     return rows
 
 
-def _load_dataset(shown: str, source: str, **options: Any) -> Rows:
-    """`datasets.load_dataset`, quiet, ending soon, and with errors that say what to do."""
+def _load_dataset(shown: str, source: str, **options: Any) -> Sequence[dict[str, Any]]:
+    """Call `datasets.load_dataset` without progress bars and without long retries."""
     import datasets
     import huggingface_hub
 
     datasets.disable_progress_bars()
-    offline = (datasets.config, "HF_HUB_OFFLINE"), (huggingface_hub.constants, "HF_HUB_OFFLINE")
-    before = [getattr(module, name) for module, name in offline]
-    # Left alone the hub's client retries an unreachable hub for half a minute. Offline it takes
-    # what is in the cache and fails at once on what is not.
+    switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
+    before = [module.HF_HUB_OFFLINE for module in switches]
+    # The hub's client retries an unreachable hub for half a minute. Offline it takes what is in the
+    # cache and fails at once on what is not.
     if source == shown and not any(before) and not hub_answers():
-        for module, name in offline:
-            setattr(module, name, True)
+        for module in switches:
+            module.HF_HUB_OFFLINE = True
     try:
-        rows: Rows = datasets.load_dataset(source, **options)
+        rows: Sequence[dict[str, Any]] = datasets.load_dataset(source, **options)
         return rows
     except (ConnectionError, TimeoutError) as error:
         raise ConfigError(
             f"{KEY}: the hub cannot be reached for '{shown}', and it is not in the cache: "
-            f"{first_line(error)}. Check the network (HF_ENDPOINT names a mirror), or give {FILES}"
+            f"{_first_line(error)}. Check the network (HF_ENDPOINT names a mirror), or use {FILES}"
         ) from error
-    except Exception as error:  # datasets raises a kind of its own for every format
-        why = first_line(error.__cause__ or error)
+    except Exception as error:  # datasets raises another kind for every format
+        why = _first_line(error.__cause__ or error)
         raise ConfigError(f"{KEY}: '{shown}' cannot be loaded: {why}") from error
     finally:
-        for (module, name), value in zip(offline, before, strict=True):
-            setattr(module, name, value)
+        for module, value in zip(switches, before, strict=True):
+            module.HF_HUB_OFFLINE = value
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

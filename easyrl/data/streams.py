@@ -1,20 +1,24 @@
-"""The endless stream of prompts that a run draws from.
+"""Turn rows of data sets into the endless stream of prompts that a run takes its prompts from.
 
-    TaskStream     problems made from a seed
+    row ─┬─► prompt_column, or prompt_template ─► system_prompt, chat ─► prompt
+         └─► all columns but the prompt's, renamed by `columns` ─► rewards
+
+    TaskStream     problems generated from a seed
     RowStream      a finite data set, epoch after epoch, each in an order of its own
-    MixedStream    several of these, each at its own pace and with its own epochs
+    MixedStream    several of these, each with its own share and its own epochs
 
-`prompt(index)` is a pure function of the index, so that a run that goes on needs to remember one
-number and nothing else. Floor 1: knows rows, no tokens and no model.
+`prompt(index)` is a pure function of the index, so that a resumed run needs one number only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import string
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, zip_longest
 from typing import Any, Protocol
@@ -23,22 +27,155 @@ import numpy as np
 import numpy.typing as npt
 
 from easyrl.config import ConfigError
-from easyrl.data.columns import RowForm
+from easyrl.config.data import DataConfig
+from easyrl.data.presets import Preset
 from easyrl.data.sources import KEY, Source
 from easyrl.types import Messages, Prompt
 
 NUM_DIGESTED, ROWS_AT_A_TIME = 100_000, 1000
-"""Rows that a data set's fingerprint looks at: half a second's worth."""
+"""Most rows that a fingerprint reads (half a second), and rows read together."""
 NUM_TASK_EXAMPLES = 256
-"""Generated training prompts that are looked at before a run."""
+"""Generated training prompts that are checked before a run."""
+RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}
+RESERVED_COLUMNS |= {"trainer_state", "log_extra", "log_metric"}
+"""Arguments of a reward function that are not columns."""
 BLOCK = 1000
-"""Prompts of a mixture in which each data set has its exact part."""
+"""Prompts of a mixture in which each data set has its exact share."""
 SOURCE_COLUMN = "data_source"
-"""Of a mixture's prompts: the data set that it is from, where its rows do not tell themselves."""
+"""Column of a mixture's prompts: their data set, unless the rows have this column themselves."""
+
+
+def _template_parts(text: str) -> tuple[tuple[str, str | None], ...]:
+    """Split a template into pairs of a text and the column that follows it. Raises ConfigError for
+    a field that is not the name of a column and nothing else."""
+    expected = "expected columns in braces, as in {question} ({{ and }} stand for braces)"
+    try:
+        parts = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise ConfigError(f"data.prompt_template: {expected}, got {text!r}: {error}") from None
+    for _, name, form, conversion in parts:
+        if name is not None and (not name or form or conversion):
+            raise ConfigError(f"data.prompt_template: {expected}, got {text!r}")
+    return tuple((literal, name) for literal, name, _, _ in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class RowForm:
+    """How rows become prompts."""
+
+    prompt_column: str
+    template: tuple[tuple[str, str | None], ...] | None
+    system_prompt: str | None
+    is_chat: bool | None
+    """None: a string stays a string, messages stay messages."""
+    renamed: Mapping[str, str]
+    """Argument of the rewards: column of the data."""
+
+    @classmethod
+    def of(cls, data: DataConfig, preset: Preset | None) -> RowForm:
+        """The user's keys of the section `data`, else the preset's. Raises ConfigError where they
+        contradict each other."""
+        preset = preset or Preset(rows=None, reward="")
+
+        def chosen(given: Any, of_preset: Any) -> Any:
+            return of_preset if given is None else given
+
+        system_prompt = chosen(data.system_prompt, preset.system_prompt) or None
+        # A prompt_column of the user's own is not overridden by the preset's template.
+        of_preset = preset.prompt_template if data.prompt_column is None else None
+        template = chosen(data.prompt_template, of_preset)
+        is_chat = chosen(data.chat, preset.chat)
+        if system_prompt is not None and is_chat is False:
+            raise ConfigError(
+                "data.chat: expected true together with data.system_prompt, got false; use "
+                'data.chat=true, or data.system_prompt="" for no system prompt'
+            )
+        return cls(
+            prompt_column=chosen(data.prompt_column, preset.prompt_column),
+            template=_template_parts(template) if template else None,
+            system_prompt=system_prompt,
+            is_chat=is_chat or (True if system_prompt is not None else is_chat),
+            renamed={**preset.columns, **data.columns},
+        )
+
+    @property
+    def prompt_columns(self) -> list[str]:
+        """The columns that a prompt is made from."""
+        if self.template is None:
+            return [self.prompt_column]
+        return [name for _, name in self.template if name is not None]
+
+    def check_columns(self, names: Collection[str], dataset: str) -> None:
+        """Raise ConfigError for a column that the config names and the data does not have."""
+        has = f"the columns of '{dataset}' are {', '.join(names)}"
+        key = "data.prompt_column" if self.template is None else "data.prompt_template"
+        needed = [(key, name) for name in self.prompt_columns]
+        needed += [(f"data.columns.{argument}", name) for argument, name in self.renamed.items()]
+        for key, name in needed:
+            if name not in names:
+                raise ConfigError(f"{key}: there is no column '{name}'; {has}")
+        for name in sorted(RESERVED_COLUMNS & set(self.reward_columns(dict.fromkeys(names)))):
+            raise ConfigError(
+                f"data.dataset (--dataset): column '{name}' of '{dataset}' has the name of an "
+                "argument that every reward function gets; rename it, as in "
+                f"data.columns={{of_data: {name}}}"
+            )
+
+    def content(self, row: Mapping[str, Any]) -> str | Messages:
+        """Make the prompt of a row. Raises ValueError where the row has none."""
+        if self.template is None:
+            where = f"column '{self.prompt_column}' (data.prompt_column)"
+            content: Any = row[self.prompt_column]
+        else:
+            where, content = "data.prompt_template", self._filled(row)
+        if not _is_prompt(content):
+            raise ValueError(
+                f"{where}: expected a string that is not empty, or chat messages "
+                f'[{{"role": ..., "content": ...}}], got {content!r:.80}'
+            )
+        if isinstance(content, str):
+            if not self.is_chat:
+                return content
+            content = [{"role": "user", "content": content}]
+        elif self.is_chat is False:
+            raise ValueError(f"{where}: expected a string, as data.chat is false, got messages")
+        if self.system_prompt is not None and content[0]["role"] != "system":
+            content = [{"role": "system", "content": self.system_prompt}, *content]
+        messages: Messages = content
+        return messages
+
+    def _filled(self, row: Mapping[str, Any]) -> str:
+        text = ""
+        for literal, name in self.template or ():
+            value = "" if name is None else row[name]
+            is_chat = isinstance(value, list) and value and isinstance(value[0], dict)
+            if name is not None and (value is None or value == "" or is_chat):
+                raise ValueError(
+                    f"data.prompt_template: expected a text in column '{name}', got {value!r:.80}"
+                )
+            text += literal + str(value)
+        return text
+
+    def reward_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns of a row that rewards get."""
+        away = {self.prompt_column, *self.renamed.values()}
+        kept = {name: value for name, value in row.items() if name not in away}
+        return kept | {argument: row[name] for argument, name in self.renamed.items()}
+
+
+def _is_prompt(content: object) -> bool:
+    if isinstance(content, str) or not isinstance(content, list):
+        return isinstance(content, str) and bool(content)
+    return bool(content) and all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and message.get("content") is not None
+        for message in content
+    )
 
 
 class PromptStream(Protocol):
-    """Prompts without end: `prompt(i)` is the same whenever and wherever it is asked."""
+    """Prompts without end: `prompt(i)` is always the same."""
 
     @property
     def epoch_length(self) -> int | None:
@@ -48,48 +185,37 @@ class PromptStream(Protocol):
     def prompt(self, index: int) -> Prompt: ...
 
     def fingerprint(self) -> str | None:
-        """What tells these rows from others, or from the same ones after a change; None where
-        prompts are generated."""
+        """A digest of the rows; None where prompts are generated."""
         ...
 
     def held_out(self) -> list[Prompt]:
-        """Prompts that training never sees; empty where the data has none."""
+        """Prompts that are never trained; empty where the data has none."""
         ...
 
     def examples(self) -> list[str | Messages]:
-        """What to look at before a run: every row's prompt, where prompts are generated the first
-        of training, and the held-out ones."""
+        """The prompts to check before a run: of every row, or the first generated ones, followed by
+        the held-out ones."""
         ...
 
-    def place_of(self, example: int) -> str:
-        """Where an example stands, for errors."""
+    def location(self, example: int) -> str:
+        """Where an example is, for errors."""
         ...
 
     def without(self, examples: Collection[int]) -> PromptStream:
-        """The stream without these rows. Raises ConfigError where prompts are generated, or none
+        """The stream without these examples. Raises ConfigError where prompts are generated or none
         are left."""
         ...
 
 
-class GeneratedTask(Protocol):
-    """What makes problems: a module of `tasks`, or an object in one."""
-
-    def train_prompts(self, seed: int) -> Any:
-        """A sequence without end of `Prompt`."""
-        ...
-
-    def held_out_prompts(self) -> list[Prompt]: ...
-
-
 class TaskStream:
-    """A task's generated problems."""
+    """The problems that `task` generates: see `Preset.rows`."""
 
-    def __init__(self, name: str, task: GeneratedTask, form: RowForm, seed: int) -> None:
+    def __init__(self, name: str, task: Any, form: RowForm, seed: int) -> None:
         self._name = name
         self._task = task
         self._form = form
         self._train_prompts = task.train_prompts(seed)
-        form.check_names([form.prompt_column, *self._train_prompts[0].columns], name)
+        form.check_columns([form.prompt_column, *self._train_prompts[0].columns], name)
 
     @property
     def epoch_length(self) -> None:
@@ -98,27 +224,27 @@ class TaskStream:
     def prompt(self, index: int) -> Prompt:
         return self._formed(self._train_prompts[index])
 
-    def _formed(self, made: Prompt) -> Prompt:
-        row = {self._form.prompt_column: made.content, **made.columns}
-        return Prompt(made.index, self._form.content(row), self._form.reward_columns(row))
+    def _formed(self, generated: Prompt) -> Prompt:
+        row = {self._form.prompt_column: generated.content, **generated.columns}
+        return Prompt(generated.index, self._form.content(row), self._form.reward_columns(row))
 
     def fingerprint(self) -> None:
         return None
 
     def held_out(self) -> list[Prompt]:
-        return [self._formed(made) for made in self._task.held_out_prompts()]
+        return [self._formed(generated) for generated in self._task.held_out_prompts()]
 
     def examples(self) -> list[str | Messages]:
         first = [self.prompt(index) for index in range(NUM_TASK_EXAMPLES)]
         return [prompt.content for prompt in [*first, *self.held_out()]]
 
-    def place_of(self, example: int) -> str:
+    def location(self, example: int) -> str:
         return f"task '{self._name}', for example {self.examples()[example]!r}"
 
     def without(self, examples: Collection[int]) -> PromptStream:
         raise ConfigError(
-            f"data.long_prompts: 'skip' came, but the prompts of the task '{self._name}' are "
-            "generated, so none can be left out; accepted: a larger data.max_prompt_length"
+            f"data.long_prompts: expected stop, because the prompts of '{self._name}' are "
+            "generated and none can be skipped, got skip; use a larger data.max_prompt_length"
         )
 
 
@@ -133,70 +259,73 @@ class RowStream:
         seed: int | None,
         held_out: RowStream | None = None,
     ) -> None:
-        """`seed`: of the order; None: the rows' own. `held_out`: a data set that is not trained."""
+        """`seed` of the order; None: the order of the rows. `held_out`: rows never trained."""
         self._source = source
         self._form = form
         self._seed = seed
+        self._held_out = held_out
         if len(source.rows) == 0:
             raise ConfigError(f"{KEY}: '{source.name}' has no rows")
-        form.check_names(source.column_names, source.name)
-        self._made_contents()
-        self._kept = np.arange(len(source.rows))
-        self._held_out = held_out
+        form.check_columns(source.column_names, source.name)
+        self._contents()
+        self._keep(np.arange(len(source.rows)))
+
+    def _keep(self, rows: npt.NDArray[np.int64]) -> None:
+        self._kept = rows
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
-    def _made_contents(self) -> list[str | Messages]:
-        """Every row's prompt. Raises ConfigError for the first row that has none, or one of
+    def _draw_order(self, epoch: int) -> npt.NDArray[np.int64]:
+        if self._seed is None:
+            return self._kept
+        return np.random.default_rng([self._seed, epoch]).permutation(self._kept)
+
+    def _contents(self) -> list[str | Messages]:
+        """Every row's prompt. Raises ConfigError for the first row without a prompt, or with one of
         another kind than the first row's."""
+        rows: Any = self._source.rows
+        if not isinstance(rows, list):
+            rows = rows.data.select(self._form.prompt_columns).to_pylist()
         contents: list[str | Messages] = []
-        for number, row in enumerate(self._columns(self._form.prompt_columns)):
+        for number, row in enumerate(rows):
             try:
                 contents.append(self._form.content(row))
             except ValueError as error:
-                raise ConfigError(f"{self._source.place_of(number)}: {error}") from None
-            if isinstance(contents[0], str) != isinstance(contents[-1], str):
+                raise ConfigError(f"{self._source.location(number)}: {error}") from None
+            if type(contents[0]) is not type(contents[-1]):
                 raise ConfigError(
-                    f"{self._source.place_of(number)}: the prompt is {_kind(contents[-1])}, but "
-                    f"that of {self._source.place_of(0)} is {_kind(contents[0])}; accepted: "
-                    f"{ONE_KIND}"
+                    f"{self._source.location(number)}: expected {_kind(contents[0])} as in "
+                    f"{self._source.location(0)}, got {_kind(contents[-1])}; data.chat=true makes "
+                    "a chat of a string"
                 )
         return contents
-
-    def _columns(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """These columns of all rows."""
-        rows: Any = self._source.rows
-        if isinstance(rows, list):
-            return rows
-        columns: list[dict[str, Any]] = rows.data.select(list(names)).to_pylist()
-        return columns
 
     @property
     def epoch_length(self) -> int:
         return len(self._kept)
 
     def prompt(self, index: int) -> Prompt:
-        epoch, place = divmod(index, len(self._kept))
-        row = dict(self._source.rows[int(self._order(epoch)[place])])
+        epoch, position = divmod(index, len(self._kept))
+        row = dict(self._source.rows[int(self._order(epoch)[position])])
         return Prompt(index, self._form.content(row), self._form.reward_columns(row))
 
     def fingerprint(self) -> str:
-        """A digest of their number and of all columns, however they are stored; of more than
-        NUM_DIGESTED rows, of so many of them at equal distances."""
+        """Digest the number of rows and all columns, however they are stored; of more than
+        NUM_DIGESTED rows, that many at equal distances."""
         num_rows = len(self._source.rows)
-        places = range(0, num_rows, -(-num_rows // NUM_DIGESTED))
+        chosen = range(0, num_rows, -(-num_rows // NUM_DIGESTED))
         digest = hashlib.sha256(f"{num_rows} {len(self._kept)}".encode())
-        for start in range(0, len(places), ROWS_AT_A_TIME):
-            for row in self._rows_at(places[start : start + ROWS_AT_A_TIME]):
+        for start in range(0, len(chosen), ROWS_AT_A_TIME):
+            for row in self._rows_at(chosen[start : start + ROWS_AT_A_TIME]):
                 digest.update(json.dumps(row, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
-    def _rows_at(self, places: range) -> list[dict[str, Any]]:
-        if isinstance(self._source.rows, list):
-            return [self._source.rows[place] for place in places]
-        # Not by the table's own `take`, which copies the whole of it first.
-        table = self._source.rows.with_format("arrow")[places]  # type: ignore[attr-defined]
-        rows: list[dict[str, Any]] = table.to_pylist()
-        return rows
+    def _rows_at(self, numbers: range) -> list[dict[str, Any]]:
+        rows: Any = self._source.rows
+        if isinstance(rows, list):
+            return [rows[number] for number in numbers]
+        # Not by the table's own `take`, which copies the whole table first.
+        found: list[dict[str, Any]] = rows.with_format("arrow")[numbers].to_pylist()
+        return found
 
     def held_out(self) -> list[Prompt]:
         if self._held_out is None:
@@ -205,40 +334,34 @@ class RowStream:
 
     def examples(self) -> list[str | Messages]:
         held_out = [] if self._held_out is None else self._held_out.examples()
-        return self._made_contents() + held_out
+        return self._contents() + held_out
 
-    def place_of(self, example: int) -> str:
+    def location(self, example: int) -> str:
         beyond = example - len(self._source.rows)
         if self._held_out is not None and beyond >= 0:
-            return f"held out, {self._held_out.place_of(beyond)}"
-        return self._source.place_of(example)
+            return f"held out, {self._held_out.location(beyond)}"
+        return self._source.location(example)
 
     def without(self, examples: Collection[int]) -> RowStream:
         fewer = copy(self)
-        fewer._kept = np.setdiff1d(self._kept, np.array(sorted(examples), dtype=np.int64))
+        fewer._keep(np.setdiff1d(self._kept, np.array(sorted(examples), dtype=np.int64)))
         if len(fewer._kept) == 0:
             raise ConfigError(
-                f"data.long_prompts: 'skip' leaves no row of '{self._source.name}'; accepted: a "
-                "larger data.max_prompt_length"
+                f"data.long_prompts: skip leaves no row of '{self._source.name}'; use a larger "
+                "data.max_prompt_length"
             )
-        fewer._order = lru_cache(maxsize=2)(fewer._draw_order)
         if self._held_out is not None:
             beyond = [example - len(self._source.rows) for example in examples]
-            fewer._held_out = self._held_out.without([place for place in beyond if place >= 0])
+            fewer._held_out = self._held_out.without([number for number in beyond if number >= 0])
         return fewer
-
-    def _draw_order(self, epoch: int) -> npt.NDArray[np.int64]:
-        if self._seed is None:
-            return self._kept
-        return np.random.default_rng([self._seed, epoch]).permutation(self._kept)
 
 
 class MixedStream:
-    """Several data sets, each with its part of the prompts.
+    """Several data sets, each with its share of the prompts.
 
-    Of every BLOCK prompts each has its exact part, spread evenly: after any number of prompts no
-    data set is off its part by more than one or two. Which prompt comes from which is a function
-    of the index alone, and each goes on through its own epochs.
+    Of every BLOCK prompts each data set has its exact share, spread evenly: after any number of
+    prompts no data set is off its share by more than one or two. Which data set a prompt is from is
+    a function of the index alone, and each data set continues through its own epochs.
     """
 
     def __init__(self, streams: Mapping[str, PromptStream], weights: Sequence[float]) -> None:
@@ -247,21 +370,22 @@ class MixedStream:
         self._names = list(streams)
         self._streams = list(streams.values())
         self._weights = weights
-        counts = _parts(weights)
+        counts = _shares(weights)
         at = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
         whose = np.repeat(np.arange(len(counts)), counts)
-        self._whose = whose[np.lexsort((whose, at))]  # [BLOCK], of each place in a block
-        before = np.zeros(BLOCK, dtype=np.int64)  # how many of its own stand in front of it
+        self._whose = whose[np.lexsort((whose, at))]  # [BLOCK]: stream of each position
+        self._before = np.zeros(BLOCK, dtype=np.int64)  # [BLOCK]: its prompts earlier in the block
         for number, count in enumerate(counts):
-            before[self._whose == number] = np.arange(count)
-        self._before, self._counts = before, counts
+            self._before[self._whose == number] = np.arange(count)
+        self._counts = counts
         firsts = [stream.prompt(0) for stream in self._streams]
         self._columns = list(dict.fromkeys(name for first in firsts for name in first.columns))
         for name, first in zip(self._names, firsts, strict=True):
             if isinstance(first.content, str) != isinstance(firsts[0].content, str):
                 raise ConfigError(
-                    f"{KEY}: the prompts of '{name}' are each {_kind(first.content)}, those of "
-                    f"'{self._names[0]}' {_kind(firsts[0].content)}; accepted: {ONE_KIND}"
+                    f"{KEY}: expected {_kind(firsts[0].content)} for a prompt of '{name}' as in "
+                    f"'{self._names[0]}', got {_kind(first.content)}; data.chat=true makes a chat "
+                    "of a string"
                 )
 
     @property
@@ -271,14 +395,13 @@ class MixedStream:
         return None if None in lengths else sum(length or 0 for length in lengths)
 
     def prompt(self, index: int) -> Prompt:
-        block, place = divmod(index, BLOCK)
-        number = int(self._whose[place])
-        of_its_own = block * self._counts[number] + int(self._before[place])
-        return self._told(number, self._streams[number].prompt(of_its_own), index)
+        block, position = divmod(index, BLOCK)
+        number = int(self._whose[position])
+        own_index = block * self._counts[number] + int(self._before[position])
+        return self._with_source(number, self._streams[number].prompt(own_index), index)
 
-    def _told(self, number: int, prompt: Prompt, index: int) -> Prompt:
-        columns = {SOURCE_COLUMN: self._names[number]} | dict.fromkeys(self._columns)
-        columns |= prompt.columns
+    def _with_source(self, number: int, prompt: Prompt, index: int) -> Prompt:
+        columns = {SOURCE_COLUMN: None, **dict.fromkeys(self._columns), **prompt.columns}
         if columns[SOURCE_COLUMN] is None:
             columns[SOURCE_COLUMN] = self._names[number]
         return replace(prompt, index=index, columns=columns)
@@ -290,7 +413,7 @@ class MixedStream:
         return hashlib.sha256(json.dumps(prints).encode()).hexdigest()
 
     def held_out(self) -> list[Prompt]:
-        """Those of all data sets in turn: the first few are of each."""
+        """Those of all data sets in turn: the first few are from each."""
         rounds = zip_longest(*(stream.held_out() for stream in self._streams))
         prompts = [
             (number, prompt)
@@ -298,52 +421,46 @@ class MixedStream:
             for number, prompt in enumerate(in_turn)
             if prompt is not None
         ]
-        return [self._told(number, prompt, i) for i, (number, prompt) in enumerate(prompts)]
+        return [self._with_source(number, prompt, i) for i, (number, prompt) in enumerate(prompts)]
 
     def examples(self) -> list[str | Messages]:
         return [example for stream in self._streams for example in stream.examples()]
 
-    def place_of(self, example: int) -> str:
-        for stream, start, end in self._ranges:
-            if start <= example < end:
-                return stream.place_of(example - start)
-        raise AssertionError(example)
+    def location(self, example: int) -> str:
+        number = bisect_right(self._starts, example) - 1
+        return self._streams[number].location(example - self._starts[number])
 
     def without(self, examples: Collection[int]) -> MixedStream:
+        own: list[list[int]] = [[] for _ in self._streams]
+        for example in examples:
+            number = bisect_right(self._starts, example) - 1
+            own[number].append(example - self._starts[number])
         fewer = {
-            name: stream.without(own)
-            if (own := [example - start for example in examples if start <= example < end])
-            else stream
-            for name, (stream, start, end) in zip(self._names, self._ranges, strict=True)
+            name: stream.without(removed) if removed else stream
+            for name, stream, removed in zip(self._names, self._streams, own, strict=True)
         }
         return MixedStream(fewer, self._weights)
 
     @cached_property
-    def _ranges(self) -> list[tuple[PromptStream, int, int]]:
-        """Each stream, and which of the examples are its own."""
-        ends = list(accumulate(len(stream.examples()) for stream in self._streams))
-        return list(zip(self._streams, [0, *ends], ends, strict=False))
-
-
-ONE_KIND = (
-    "strings alone or chat messages alone (data.chat=true makes a chat of a string, "
-    "data.prompt_column names another column)"
-)
+    def _starts(self) -> list[int]:
+        """The number of each stream's first example."""
+        lengths = [len(stream.examples()) for stream in self._streams]
+        return list(accumulate(lengths[:-1], initial=0))
 
 
 def _kind(content: str | Messages) -> str:
-    return "a string" if isinstance(content, str) else "a list of chat messages"
+    return "a string" if isinstance(content, str) else "chat messages"
 
 
-def _parts(weights: Sequence[float]) -> list[int]:
-    """Whole parts of BLOCK in proportion, by the largest remainder, each at least 1."""
+def _shares(weights: Sequence[float]) -> list[int]:
+    """Integer shares of BLOCK in proportion, by the largest remainder, each at least 1."""
     exact = [weight / sum(weights) * BLOCK for weight in weights]
-    parts = [max(1, int(part)) for part in exact]
-    by_remainder = sorted(range(len(parts)), key=lambda k: parts[k] - exact[k])
-    while (missing := BLOCK - sum(parts)) != 0:
+    shares = [max(1, int(share)) for share in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda k: shares[k] - exact[k])
+    while (missing := BLOCK - sum(shares)) != 0:
         if missing > 0:
             for number in by_remainder[:missing]:
-                parts[number] += 1
+                shares[number] += 1
         else:
-            parts[int(np.argmax(parts))] -= 1
-    return parts
+            shares[int(np.argmax(shares))] -= 1
+    return shares

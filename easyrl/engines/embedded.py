@@ -2,20 +2,17 @@
 
     submit ─► waiting groups ─► prompt prefilled once ─► sequences ready ─► rows ─► finished groups
 
-One forward per step carries the newest token of every row in flight and, when few sequences are
-ready to start, the prompts of the next groups. A finished row is taken over by the next ready
-sequence in the same step; when there is none, the last row moves into its place, so a finished
-row costs nothing. Groups are served first come, first served; which tokens a step computes is a
-function of the requests and the sampled tokens alone, never of a clock (invariant 5), unless
-completions are given a time (`rollout.max_completion_seconds`), which counts from their first step.
+One forward per step processes the newest token of every row in flight and, if few sequences are
+ready to start, the prompts of the next groups. A finished row is reused by the next ready sequence
+in the same step; if there is none, the last row moves into its place, so that finished rows cost
+nothing. Groups are served first come, first served. What a step computes depends on the requests
+and the sampled tokens alone, never on a clock (docs/design.md, Invariants).
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,8 +28,7 @@ from easyrl.engines.base import (
     check_request,
 )
 from easyrl.engines.kv_cache import KVCache, PromptCache, StepLayout
-from easyrl.engines.sampling import sampler, uniform_stream
-from easyrl.engines.stop_strings import StopStrings
+from easyrl.engines.sampling import StopStrings, sample, uniform_stream
 from easyrl.model.policy import Policy
 from easyrl.types import Completion
 
@@ -43,10 +39,6 @@ class _Group:
     prompt: PromptCache = field(default_factory=PromptCache)
     num_started: int = 0
     completions: dict[int, Completion] = field(default_factory=dict)
-
-    @cached_property
-    def prompt_ids(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return np.asarray(self.request.prompt_ids, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -71,11 +63,10 @@ class EmbeddedEngine(PolicyEngine):
         tokenizer: Any = None,
         ignore_eos: bool = False,
     ) -> None:
-        """`tokenizer`: the model's, where `sampling` has stop strings."""
+        """`tokenizer` is needed for stop strings."""
         super().__init__()
         self.policy = policy
         self.sampling = sampling
-        self._draw = sampler(sampling)
         self._stop = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
@@ -84,13 +75,12 @@ class EmbeddedEngine(PolicyEngine):
         self._waiting: deque[GroupRequest] = deque()
         self._ready: deque[_Sequence] = deque()
         self._finished: list[FinishedGroup] = []
-        # Row state; the first _num_active rows are in flight.
+        # State of each row; the first _num_active rows are in flight.
         self._num_active = 0
         self._sequences: list[_Sequence | None] = [None] * num_rows
         self._positions = np.zeros(num_rows, dtype=np.int64)  # of the newest token
         self._counts = np.zeros(num_rows, dtype=np.int64)  # completion tokens so far
         self._limits = np.zeros(num_rows, dtype=np.int64)
-        self._started = np.zeros(num_rows, dtype=np.float64)  # on the monotonic clock
         shape = (num_rows, sampling.max_completion_length)
         self._uniforms = np.zeros(shape, dtype=np.float64)
         self._tokens = np.zeros(shape, dtype=np.int32)
@@ -99,7 +89,6 @@ class EmbeddedEngine(PolicyEngine):
             self._positions,
             self._counts,
             self._limits,
-            self._started,
             self._uniforms,
             self._tokens,
             self._logprobs,
@@ -111,7 +100,7 @@ class EmbeddedEngine(PolicyEngine):
 
     @property
     def num_active(self) -> int:
-        """Sequences that take part in the next step."""
+        """Number of sequences in flight."""
         return self._num_active
 
     def submit(self, request: GroupRequest) -> None:
@@ -130,7 +119,7 @@ class EmbeddedEngine(PolicyEngine):
     # -- what a step computes ---------------------------------------------------------------
 
     def _choose_prefill(self) -> list[_Group]:
-        """The next groups to prefill: none while enough sequences are ready to take over rows."""
+        """Return the next groups to prefill: none while enough sequences are ready to start."""
         rows = self._cache.num_rows
         free = rows - self._num_active
         if len(self._ready) >= free + max(1, rows // 16) or not self._waiting:
@@ -163,10 +152,8 @@ class EmbeddedEngine(PolicyEngine):
         if starting:  # the last prompt token predicts the first token of all G completions
             repeats = torch.tensor([1] * n + [g.request.num_generations for g in prefill])
             logits = logits.repeat_interleave(repeats.to(logits.device), dim=0)
-        tokens, logprobs = self._draw(
-            logits,
-            torch.from_numpy(uniforms).to(logits.device),
-            seen=self._seen(starting),
+        tokens, logprobs = sample(
+            logits, torch.from_numpy(uniforms).to(logits.device), self.sampling
         )
         new_tokens, new_logprobs = tokens.cpu().numpy(), logprobs.cpu().numpy()
         for sequence, token, logprob in zip(
@@ -177,7 +164,8 @@ class EmbeddedEngine(PolicyEngine):
         self._advance(new_tokens[:n], new_logprobs[:n])
 
     def _forward(self, prompts: list[Any]) -> tuple[Tensor, list[PromptCache]]:
-        """Logits of every active row and of every prompt's last token: [n + len(prompts), V]."""
+        """Return the logits of every active row and of every prompt's last token
+        [n + len(prompts), V], and the prompts' keys and values."""
         n = self._num_active
         device = self.policy.device
         lengths = [len(prompt) for prompt in prompts]
@@ -201,22 +189,6 @@ class EmbeddedEngine(PolicyEngine):
         )
         return logits, layout.prompts
 
-    def _seen(self, starting: list[_Sequence]) -> Tensor | None:
-        """What a repetition penalty is about: the tokens of every active row and of every starting
-        sequence's prompt, [N, L], padded with the first of them."""
-        if self.sampling.repetition_penalty == 1.0:
-            return None
-        seen = [
-            np.concatenate([sequence.group.prompt_ids, self._tokens[row, : self._counts[row]]])
-            for row, sequence in enumerate(self._sequences[: self._num_active])
-            if sequence is not None
-        ]
-        seen += [sequence.group.prompt_ids for sequence in starting]
-        padded = np.empty((len(seen), max(map(len, seen))), dtype=np.int64)
-        for row, tokens in enumerate(seen):
-            padded[row, : len(tokens)], padded[row, len(tokens) :] = tokens, tokens[0]
-        return torch.from_numpy(padded).to(self.policy.device)
-
     def _new_sequences(self, group: _Group) -> list[_Sequence]:
         request = group.request
         seed = self.sampling.seed
@@ -228,7 +200,7 @@ class EmbeddedEngine(PolicyEngine):
     # -- rows ---------------------------------------------------------------------------------
 
     def _advance(self, tokens: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any]) -> None:
-        """Write the sampled token of every active row; end rows that are complete."""
+        """Store the sampled token of every active row and end the rows that are complete."""
         n = self._num_active
         rows = np.arange(n)
         counts = self._counts[:n]
@@ -239,12 +211,9 @@ class EmbeddedEngine(PolicyEngine):
         stopped = np.isin(tokens, self._eos)
         if self._stop is not None:
             for row in np.flatnonzero(~stopped):
-                stopped[row] = self._stop.has_come(self._tokens[row, : counts[row]])
-        is_last = stopped | (counts >= self._limits[:n])
-        if (seconds := self.sampling.max_completion_seconds) is not None:
-            is_last |= time.monotonic() - self._started[:n] >= seconds
-        ended = np.flatnonzero(is_last)
-        for row in ended[::-1]:  # from the end, so that a moved row is never one still to be ended
+                stopped[row] = self._stop.is_complete(self._tokens[row, : counts[row]])
+        ended = np.flatnonzero(stopped | (counts >= self._limits[:n]))
+        for row in ended[::-1]:  # from the end: a row that moves is then never one that has ended
             self._end_row(int(row), stopped=bool(stopped[row]))
 
     def _end_row(self, row: int, *, stopped: bool) -> None:
@@ -272,13 +241,13 @@ class EmbeddedEngine(PolicyEngine):
         self._num_active = last
 
     def _next_ready(self) -> _Sequence | None:
-        """The next sequence that needs a row. One whose first token ends it never does."""
+        """Return the next sequence that needs a row: not one that ends with its first token."""
         while self._ready:
             sequence = self._ready.popleft()
             tokens = np.array([sequence.first_token], dtype=np.int32)
             stopped = sequence.first_token in self._eos
             if self._stop is not None and not stopped:
-                stopped = self._stop.has_come(tokens)
+                stopped = self._stop.is_complete(tokens)
             if not stopped and sequence.limit > 1:
                 return sequence
             self._mark_started(sequence.group, 1)
@@ -293,7 +262,7 @@ class EmbeddedEngine(PolicyEngine):
         return None
 
     def _start_ready_rows(self) -> None:
-        """Fill free rows, the copies of one prompt in one go."""
+        """Fill free rows, the sequences of one prompt together."""
         while self._num_active < self._cache.num_rows:
             batch: list[_Sequence] = []
             while len(batch) < self._cache.num_rows - self._num_active:
@@ -312,21 +281,20 @@ class EmbeddedEngine(PolicyEngine):
 
     def _start_rows(self, rows: list[int], sequences: list[_Sequence]) -> None:
         """Start sequences of one group in `rows`."""
-        group, started = sequences[0].group, time.monotonic()
+        group = sequences[0].group
         self._cache.start_rows(torch.tensor(rows, device=self.policy.device), group.prompt)
         for row, sequence in zip(rows, sequences, strict=True):
             self._sequences[row] = sequence
             self._positions[row] = len(group.request.prompt_ids)
             self._counts[row] = 1
             self._limits[row] = sequence.limit
-            self._started[row] = started
             self._uniforms[row, : sequence.limit] = sequence.uniforms
             self._tokens[row, 0] = sequence.first_token
             self._logprobs[row, 0] = sequence.first_logprob
         self._mark_started(group, len(rows))
 
     def _mark_started(self, group: _Group, count: int) -> None:
-        """Let go of the prompt's keys and values when no sequence has still to start from them."""
+        """Free the prompt's keys and values once all of the group's sequences have started."""
         group.num_started += count
         if group.num_started == group.request.num_generations:
             group.prompt = PromptCache()

@@ -2,27 +2,25 @@
 
     submit ─► waiting groups ─► step: one group through `generate`, with the model's own cache
 
-Whatever a model keeps between tokens (recurrent states, convolutions, keys and values of a chunk)
-its own code keeps. Group after group, so that all rows have the same prompt and nothing is padded;
-a row that has ended goes along until the last one has. The simple exact way, not the fast one.
+The model's own code keeps whatever state it needs between tokens (recurrent states, convolutions,
+chunked keys and values). One group runs at a time, so all rows have the same prompt and need no
+padding; a finished row runs along until the last one has finished. Exact and simple, not fast.
 
-Not every model's cache keeps what its layers would see without one (Doge's and RecurrentGemma's do
-not in transformers 5.23). So a group is checked by one plain forward, which is the trainer's, and
-where that gives other log-probabilities it is generated again without a cache.
+Some models' caches lose what their layers would see without one (Doge's and RecurrentGemma's in
+transformers 5.23). So each group is checked by one plain forward, the trainer's, and if that gives
+other log-probabilities the group is generated again without a cache.
 
-Sampling is that of every engine (`sampling`): a logits processor draws the token and leaves
-`generate`, which is greedy, no other choice.
+Sampling is that of every engine (`sampling`): a logits processor draws the token and leaves greedy
+`generate` no other choice.
 
-Shapes: G completions of the group, P prompt tokens, R of the longest completion, V tokens of the
-vocabulary.
+Shapes: G completions of the group, P prompt tokens, R tokens of the longest completion, V tokens of
+the vocabulary.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,25 +35,24 @@ from easyrl.engines.base import (
     SamplingSettings,
     check_request,
 )
-from easyrl.engines.sampling import sampler, uniform_stream
-from easyrl.engines.stop_strings import StopStrings
+from easyrl.engines.sampling import StopStrings, sample, uniform_stream
 from easyrl.model.attention import PackedGroups
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
-from easyrl.types import Completion
+from easyrl.types import Completion, Float64
 
 CACHE_TOLERANCE = 3.0
-"""Largest gap in nats between log-probabilities with a cache and without, in square roots of the
-precision of the model's type: 1e-3 in float32."""
+"""Largest gap in nats between log-probabilities with a cache and without, in units of the square
+root of the dtype's precision: 1e-3 in float32."""
 
 
 class GenerateEngine(PolicyEngine):
-    """One group at a time (see `engines.base.Engine`)."""
+    """Generates one group at a time (see `engines.base.Engine`)."""
 
     def __init__(
         self, policy: Policy, sampling: SamplingSettings, *, tokenizer: Any = None
     ) -> None:
-        """`tokenizer`: the model's, where `sampling` has stop strings."""
+        """`tokenizer` is needed for stop strings."""
         super().__init__()
         self.policy = policy
         self.sampling = sampling
@@ -92,14 +89,8 @@ class GenerateEngine(PolicyEngine):
             uniform_stream(sampling.seed, (*request.key, i), limit)
             for i, limit in enumerate(limits)
         ]
-        draw = _Draw(uniforms, sampler(sampling))
-        end = _End(
-            len(request.prompt_ids),
-            limits,
-            self.policy.eos_token_ids,
-            self._stop,
-            sampling.max_completion_seconds,
-        )
+        draw = _Draw(uniforms, sampling)
+        end = _End(len(request.prompt_ids), limits, self.policy.eos_token_ids, self._stop)
         rows = self._generate(request, draw, end, max(limits), use_cache=use_cache)
         logprobs = torch.stack(draw.logprobs, dim=1).cpu().numpy()  # [G, R]
         return [
@@ -108,7 +99,7 @@ class GenerateEngine(PolicyEngine):
         ]
 
     def _is_exact(self, request: GroupRequest, completions: list[Completion]) -> bool:
-        """Whether a plain forward gives the log-probabilities that were reported."""
+        """Return whether a plain forward gives the reported log-probabilities."""
         num_prompt, device = len(request.prompt_ids), self.policy.device
         tokens = [np.array([*request.prompt_ids, *c.token_ids]) for c in completions]
         lengths = [len(of_sequence) for of_sequence in tokens]
@@ -122,7 +113,7 @@ class GenerateEngine(PolicyEngine):
             self.policy.head,
             hidden,
             ids[targets],
-            self.sampling.temperature or 1.0,  # at 0 what is reported is that at 1
+            self.sampling.temperature or 1.0,  # see `sample`
             vocabulary_size=self.policy.vocabulary_size,
         )
         got = np.concatenate([completion.logprobs for completion in completions])
@@ -132,12 +123,12 @@ class GenerateEngine(PolicyEngine):
     def _generate(
         self, request: GroupRequest, draw: _Draw, end: _End, max_new_tokens: int, *, use_cache: bool
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Completion tokens [G, R], of which some may stand behind a row's end."""
+        """Return completion tokens [G, R]; those behind a row's end are to be dropped."""
         model = self.policy.model
         prompt = torch.tensor(list(request.prompt_ids), device=self.policy.device)
         input_ids = prompt.expand(request.num_generations, -1).contiguous()
-        of_model = model.generation_config
-        # Nothing of the model's own (penalties, beams, a minimum length): only what is asked for.
+        own = model.generation_config
+        # Ignore the model's own settings (penalties, beams, a minimum length).
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
         try:
             output: Tensor = model.generate(
@@ -150,35 +141,29 @@ class GenerateEngine(PolicyEngine):
                 use_cache=use_cache,
             )
         finally:
-            model.generation_config = of_model
+            model.generation_config = own
         return output[:, len(prompt) :].cpu().numpy()
 
 
 class _Draw(LogitsProcessor):  # type: ignore[misc]
-    """Leaves of every row's scores the token that is drawn with the number of its position."""
+    """Draws a token for every row and masks all others."""
 
-    def __init__(
-        self,
-        uniforms: Sequence[np.ndarray[Any, np.dtype[np.float64]]],
-        draw: Callable[..., tuple[Tensor, Tensor]],
-    ) -> None:
-        """`uniforms` of each row; `draw`: `sampling.sampler`."""
+    def __init__(self, uniforms: Sequence[Float64], sampling: SamplingSettings) -> None:
         longest = max(map(len, uniforms))
-        padded = [np.pad(of_row, (0, longest - len(of_row))) for of_row in uniforms]
+        padded = [np.pad(row, (0, longest - len(row))) for row in uniforms]
         self._uniforms = torch.from_numpy(np.stack(padded))  # [G, R]
-        self._draw = draw
-        self.logprobs: list[Tensor] = []  # of each position [G]
+        self._sampling = sampling
+        self.logprobs: list[Tensor] = []  # one [G] for each position
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         uniforms = self._uniforms[:, len(self.logprobs)].to(scores.device)
-        tokens, logprobs = self._draw(scores, uniforms, seen=input_ids)
+        tokens, logprobs = sample(scores, uniforms, self._sampling)
         self.logprobs.append(logprobs)
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens.unsqueeze(1), 0.0)
 
 
 class _End(StoppingCriteria):  # type: ignore[misc]
-    """A row ends with an end-of-sequence token or a stop string, at its limit, or when its time is
-    over."""
+    """Ends a row at an end-of-sequence token, a stop string or its limit."""
 
     def __init__(
         self,
@@ -186,33 +171,25 @@ class _End(StoppingCriteria):  # type: ignore[misc]
         limits: Sequence[int],
         eos: Sequence[int],
         stop: StopStrings | None,
-        seconds: float | None,
     ) -> None:
         self._num_prompt = num_prompt
         self._limits = np.array(limits)
         self._eos = list(eos)
         self._stop = stop
-        self._seconds = seconds
-        self._started = math.inf  # on the monotonic clock: the first tokens
-        self._lengths = np.zeros(len(limits), dtype=np.int64)  # of rows that have ended; else 0
+        self._lengths = np.zeros(len(limits), dtype=np.int64)  # 0: the row has not ended
         self._stopped = np.zeros(len(limits), dtype=np.bool_)
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Of each row whether it has ended: [G]."""
+        """Return for each row whether it has ended: [G]."""
         tokens = input_ids[:, self._num_prompt :].cpu().numpy()  # [G, r]
         in_flight = self._lengths == 0
         stopped = np.isin(tokens[:, -1], self._eos)
         if self._stop is not None:
             for row in np.flatnonzero(in_flight & ~stopped):
-                stopped[row] = self._stop.has_come(tokens[row])
-        ended = in_flight & (stopped | (tokens.shape[1] >= self._limits) | self._is_late())
+                stopped[row] = self._stop.is_complete(tokens[row])
+        ended = in_flight & (stopped | (tokens.shape[1] >= self._limits))
         self._lengths[ended], self._stopped[ended] = tokens.shape[1], stopped[ended]
         return torch.from_numpy(self._lengths > 0).to(input_ids.device)
-
-    def _is_late(self) -> bool:
-        now = time.monotonic()
-        self._started = min(self._started, now)
-        return self._seconds is not None and now - self._started >= self._seconds
 
     def completion(
         self,
@@ -220,7 +197,7 @@ class _End(StoppingCriteria):  # type: ignore[misc]
         tokens: np.ndarray[Any, np.dtype[np.int64]],
         logprobs: np.ndarray[Any, np.dtype[np.float32]],
     ) -> Completion:
-        """Of a row [R] what stands before its end."""
+        """Cut a row [R] at its end."""
         length = self._lengths[row]
         return Completion(
             tokens[:length].astype(np.int32),

@@ -1,7 +1,7 @@
 """The preallocated KV cache of the embedded engine, and the attention layout that reads it.
 
-Rows 0..n-1 of the cache belong to sequences in flight, each at its own position. A step's packed
-row is `[n decode tokens | prompt | prompt | ...]`: decode tokens attend to their cache row,
+Rows 0..n-1 of the cache belong to sequences in flight, each at its own position. The packed row of
+a step is `[n decode tokens | prompt | prompt | ...]`: decode tokens attend to their cache row,
 prompts to themselves. A prompt's keys and values are kept once (`PromptCache`) until all
 completions of its group have started from a copy of them.
 
@@ -38,13 +38,13 @@ class KVCache:
         self.values: list[Tensor] = []
 
     def allocate(self, key: Tensor, value: Tensor) -> None:
-        """Add a layer whose tokens look like key and value: 2 x [T, Hkv, D]."""
-        for tensors, like in ((self.keys, key), (self.values, value)):
-            heads, size = like.shape[1:]
-            tensors.append(like.new_zeros(self.num_rows, heads, self.max_length, size))
+        """Add a layer with the shape and dtype of key and value: 2 x [T, Hkv, D]."""
+        for tensors, reference in ((self.keys, key), (self.values, value)):
+            heads, size = reference.shape[1:]
+            tensors.append(reference.new_zeros(self.num_rows, heads, self.max_length, size))
 
     def start_rows(self, rows: Tensor, prompt: PromptCache) -> None:
-        """Begin `rows` [s] from a copy of the prompt."""
+        """Copy the prompt into `rows` [s]."""
         for cache, kept in zip(self.keys + self.values, prompt.keys + prompt.values, strict=True):
             cache[rows, :, : kept.shape[1]] = kept
 
@@ -54,12 +54,12 @@ class KVCache:
 
 
 class StepLayout:
-    """One engine step: n decode tokens at the head of the row, whole prompts behind them."""
+    """The attention layout of one engine step: n decode tokens, then whole prompts."""
 
     def __init__(
         self, cache: KVCache, positions: Tensor, longest: int, prompt_lengths: Sequence[int]
     ) -> None:
-        """`positions` [n]: where each active row's new token stands; `longest`: their L."""
+        """`positions` [n]: the position of each active row's new token; `longest`: L."""
         self.cache = cache
         self.prompts = [PromptCache() for _ in prompt_lengths]
         self._num_decode = len(positions)
@@ -98,7 +98,7 @@ class StepLayout:
         heads = keys.shape[1]
         keys = keys[:n, :, :length].flatten(0, 1)  # [n*Hkv, L, D], a view
         values = values[:n, :, :length].flatten(0, 1)
-        # Query heads that share a key head stand where query positions would: no copy of the keys.
+        # Query heads that share a key head take the dimension of query positions: no key is copied.
         grouped = query.reshape(n * heads, -1, query.shape[-1])  # [n*Hkv, Hq/Hkv, D]
         bias = self._bias(settings.sliding_window, heads, query.dtype)
         if settings.softcap is None:
@@ -110,7 +110,7 @@ class StepLayout:
         return torch.bmm(weights, values).view(n, -1, values.shape[-1])
 
     def _bias(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
-        """[n*Hkv, 1, L]: 0 where a row may look, -inf where it may not. Shared by the layers."""
+        """Return [n*Hkv, 1, L]: 0 for visible keys, -inf for others. Shared by the layers."""
         key = (window, heads)
         if key not in self._biases:
             cells = torch.arange(self._longest, device=self._positions.device)[None, :]

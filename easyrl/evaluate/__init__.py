@@ -1,2 +1,1 @@
-"""`easyrl eval`: how good a model is, with error bars. A user of the house: rollout workers answer,
-and nothing is trained."""
+"""`easyrl eval`: plan, answer what is not answered yet, summarize, compare. Nothing is trained."""

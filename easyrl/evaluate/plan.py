@@ -1,6 +1,6 @@
-"""What an evaluation is to do, and all that can be found wrong with it before it starts.
+"""Decide what an evaluation does, and check it before it starts.
 
-model's files ─► problems ─► rewards ─► devices ─► every prompt ─► memory
+model's files ─► problems ─► rewards ─► devices ─► prompts as tokens ─► memory
 """
 
 from __future__ import annotations
@@ -9,38 +9,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from easyrl import devices
-from easyrl.channels.ring_resources import available_memory_bytes
-from easyrl.config import Config, ConfigError
-from easyrl.config_eval import Sampling
+from easyrl.config import Config
+from easyrl.config.eval import Sampling
 from easyrl.data.datasets import open_prompts
+from easyrl.data.presets import eval_sampling, with_long_problems
 from easyrl.data.problems import identity_of, problem_ids, problems_of, with_eval_data
-from easyrl.evaluate.folder import MODEL
-from easyrl.model.files import (
-    DTYPE_BYTES,
-    FLOAT_BYTES,
-    ModelFiles,
-    kv_bytes_per_token,
-    read_model_files,
-)
-from easyrl.model.source import ModelSource
+from easyrl.evaluate.folder import MODEL, converted_model
+from easyrl.model.files import ModelFiles, read_model_files
+from easyrl.model.source import ModelSource, find_model
 from easyrl.rewards.loading import check_rewards, reward_specs, reward_weights
-from easyrl.runtime.memory import as_size
+from easyrl.runtime.memory import (
+    bytes_by_device,
+    check_memory,
+    estimate_memory,
+    memory_of_devices,
+    model_size,
+)
 from easyrl.runtime.placement import Placement, place_evaluation
 from easyrl.runtime.preflight import check_positions, checked_prompts
-from easyrl.tasks.presets import eval_sampling, with_long_problems
 from easyrl.types import Prompt
-from easyrl.wording import counted
-
-PART_FOR_CACHE = 0.6
-"""Of the memory that the weights leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     config: Config
-    """Whose `data` says where the problems are."""
+    """Its section `data` says where the problems are."""
     source: ModelSource
+    model: Mapping[str, Any]
+    """What is evaluated: `path`, and `files`, its identity."""
     problems: Sequence[Prompt]
     ids: Sequence[str]
     sampling: Sampling
@@ -53,17 +49,17 @@ class Plan:
         return identity_of(self.ids)
 
     @property
-    def config_of_workers(self) -> Config:
-        return _as_sampled(self.config, self.sampling)
+    def worker_config(self) -> Config:
+        return _with_sampling(self.config, self.sampling)
 
     def settings(self) -> Mapping[str, Any]:
-        """By the keys that a user knows, what an evaluation that goes on must find the same."""
-        config, data = self.config, self.config.data
+        """What must not change when the evaluation continues, by the keys that users know."""
+        config = self.config
         return {
-            MODEL: {"path": self.source.path, "files": self.source.identity()},
+            MODEL: self.model,
             "model.dtype": config.model.dtype,
             "data.dataset (--dataset), its rows": self.dataset_identity,
-            "data.max_prompt_length": data.max_prompt_length,
+            "data.max_prompt_length": config.data.max_prompt_length,
             "reward.functions (--reward)": reward_specs(config),
             "reward.weights": reward_weights(config),
             "reward.answer_column": config.reward.answer_column,
@@ -77,40 +73,43 @@ class Plan:
         }
 
 
-def make_plan(config: Config, source: ModelSource) -> Plan:
-    """Raises ValueError, with the key that mends it, for what would not work."""
+def make_plan(config: Config, base: str | None = None) -> Plan:
+    """`base`: the model that an adapter belongs to. Raises ValueError, with the key to change, for
+    what would not work."""
+    source, model = _model_of(config, base)
     config = with_eval_data(config)
     config = config.model_copy(update={"data": with_long_problems(config.data)})
-    of_model = config.model_copy(
-        update={"model": config.model.model_copy(update={"path": source.base})}
-    )
     files = read_model_files(source.base)
-    asked = problems_of(open_prompts(config, is_trained=False), config)
-    of_task = eval_sampling(config.data)
-    sampling = Sampling.of_evaluation(config.eval, config.rollout, of_task)
-    as_sampled = _as_sampled(config, sampling)
-    is_of_task = config.eval.max_completion_length is None and bool(of_task)
-    whose = " (the preset's)" * is_of_task
-    check_positions(as_sampled, files, section="eval", whose=whose)
-    check_rewards(as_sampled, asked.prompt(0))
-    checked = checked_prompts(of_model, asked, sampling.max_completion_length)
-    problems = checked.stream.held_out()
-    placement = place_evaluation(config, len(problems), sampling.num_samples)
-    placement = _fitting(config, placement, sampling, files)
-    return Plan(
-        config,
-        source,
-        problems,
-        problem_ids(problems),
-        sampling,
-        placement,
-        checked.num_skipped,
+    problems = problems_of(open_prompts(config, is_trained=False), config)
+    of_preset = eval_sampling(config.data)
+    sampling = Sampling.of_evaluation(config.eval, config.rollout, of_preset)
+    sampled = _with_sampling(config, sampling)
+    is_of_preset = config.eval.max_completion_length is None and bool(of_preset)
+    whose = " (the preset's)" * is_of_preset
+    check_positions(sampled, files, section="eval", whose=whose)
+    check_rewards(sampled, problems.prompt(0))
+    base_model = config.model.model_copy(update={"path": source.base})
+    checked = checked_prompts(
+        config.model_copy(update={"model": base_model}), problems, sampling.max_completion_length
     )
+    prompts = checked.stream.held_out()
+    placement = place_evaluation(config, len(prompts), sampling.num_samples)
+    placement = _fit_memory(sampled, placement, files)
+    ids = problem_ids(prompts)
+    return Plan(config, source, model, prompts, ids, sampling, placement, checked.num_skipped)
 
 
-def _as_sampled(config: Config, sampling: Sampling) -> Config:
-    """As if training sampled so: rewards go by how many completions a call has, and how long one
-    may get."""
+def _model_of(config: Config, base: str | None) -> tuple[ModelSource, Mapping[str, Any]]:
+    converted = None if base else converted_model(config)
+    if converted is not None:
+        path, model = str(converted[0]), converted[1]
+        return ModelSource("model", path, path), model
+    source = find_model(config.model.path, base)
+    return source, {"path": source.path, "files": source.identity()}
+
+
+def _with_sampling(config: Config, sampling: Sampling) -> Config:
+    """As if training sampled this way: rewards depend on the number and length of completions."""
     update = {
         "num_generations": sampling.num_samples,
         "max_completion_length": sampling.max_completion_length,
@@ -118,43 +117,22 @@ def _as_sampled(config: Config, sampling: Sampling) -> Config:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
 
 
-def _fitting(
-    config: Config, placement: Placement, sampling: Sampling, files: ModelFiles
-) -> Placement:
-    """With no more problems at a time than the KV caches of embedded engines have room for, where
-    the user leaves that open. Raises ConfigError where they surely have not.
-
-    (vLLM's cache is as large as its part of a device, whatever is asked.)
-    """
-    on_cpu = placement.infer.kind == "cpu"
-    if placement.engine.name == "vllm" and not on_cpu:
+def _fit_memory(config: Config, placement: Placement, files: ModelFiles) -> Placement:
+    """Halve the number of problems in flight until the estimate fits, unless the user chose it.
+    Raises ConfigError if the model and the KV cache cannot fit. (vLLM's cache has a fixed size on
+    an accelerator.)"""
+    model = model_size(files.config, files.num_weights or 0)
+    is_vllm = placement.engine.name == "vllm"
+    if model is None or (is_vllm and placement.infer.kind != "cpu"):
         return placement
-    num_engines = placement.num_rollout_workers if on_cpu else 1  # of one device's memory
-    share = DTYPE_BYTES[config.model.dtype]
-    weights = share * (files.num_weights or 0) * num_engines
-    tokens = _as_sampled(config, sampling).max_sequence_length
-    per_token = kv_bytes_per_token(files.config) * share // FLOAT_BYTES
-    of_problem = sampling.num_samples * tokens * per_token * num_engines
-    available = _available_bytes(placement)
-    num_groups = placement.max_concurrent_groups
-    if config.rollout.max_concurrent_groups is None and of_problem:
-        room = int(PART_FOR_CACHE * (available - weights)) // of_problem
-        num_groups = max(1, min(num_groups, room))
-    if weights + num_groups * of_problem <= available:
-        return replace(placement, max_concurrent_groups=num_groups)
-    raise ConfigError(
-        f"rollout.max_concurrent_groups: {num_groups} x the KV cache of a problem "
-        f"({counted(sampling.num_samples, 'sample')} of {tokens} tokens) is "
-        f"{as_size(num_groups * of_problem)}, and the weights of "
-        f"{counted(num_engines, 'engine')} are {as_size(weights)}, but "
-        f"{as_size(available)} are left; accepted: fewer, shorter completions "
-        "(eval.max_completion_length), fewer engines (--infer-devices) or a smaller model"
-    )
-
-
-def _available_bytes(placement: Placement) -> int:
-    """Of the machine and its cgroup, or of the smallest device."""
-    if placement.infer.kind == "cpu":
-        return available_memory_bytes()
-    kind = placement.accelerator
-    return min(devices.total_memory_bytes(kind, index) for index in placement.infer.indices)
+    sizes = memory_of_devices(placement)
+    while True:
+        processes = estimate_memory(config, placement, model, ring_bytes=0)
+        needed = bytes_by_device(processes)
+        fits = all(num_bytes <= sizes[device] for device, num_bytes in needed.items())
+        num_problems = placement.max_concurrent_groups
+        if fits or num_problems == 1 or config.rollout.max_concurrent_groups is not None:
+            break
+        placement = replace(placement, max_concurrent_groups=num_problems // 2)
+    check_memory(processes, sizes, placement)
+    return placement

@@ -1,4 +1,9 @@
-"""From scored answers to the numbers of an evaluation."""
+"""The figures of an evaluation, computed from its scored answers.
+
+Shapes: N problems, S samples of each. Problems are the unit of every standard error, because
+samples of one problem are correlated (Miller, "Adding Error Bars to Evals", arXiv 2411.00640,
+sections 2.1 and 2.2).
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,52 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from easyrl.estimates import avg_at_every_k, is_correct, mean_and_error, pass_at_every_k
+from easyrl.runtime.evaluation import is_correct, mean_and_error
+
+Bools = npt.NDArray[np.bool_]
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that one of `k` samples is correct: 1 - C(n - c, k) / C(n, k), which is unbiased
+    (arXiv 2107.03374, equation 1)."""
+    assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples
+    if num_samples - num_correct < k:
+        return 1.0
+    terms = np.arange(num_samples - num_correct + 1, num_samples + 1)
+    return float(1.0 - np.prod(1.0 - k / terms))
+
+
+def pass_at_every_k(correct: Bools) -> list[float]:
+    """Mean over the problems of `correct` [N, S] for k = 1 … S."""
+    num_samples = correct.shape[1]
+    num_problems = np.bincount(correct.sum(axis=1), minlength=num_samples + 1)  # by correct samples
+    return [
+        sum(
+            int(count) * pass_at_k(num_samples, num_correct, k)
+            for num_correct, count in enumerate(num_problems)
+            if count
+        )
+        / len(correct)
+        for k in range(1, num_samples + 1)
+    ]
+
+
+def avg_at_every_k(correct: Bools) -> list[float]:
+    """Mean over the problems and the first k samples of `correct` [N, S] for k = 1 … S."""
+    sums = np.cumsum(correct, axis=1).sum(axis=0)
+    averages = sums / (len(correct) * np.arange(1, correct.shape[1] + 1))
+    return [float(average) for average in averages]
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What is kept of the answers to one problem: S samples."""
+    """What the figures need of the answers to one problem."""
 
     problem: str
-    """Its name (`data.problems.problem_ids`)."""
-    rewards: Sequence[float | None]  # [S], None where the reward call failed
+    """Its id (`data.problems.problem_ids`)."""
+    rewards: Sequence[float | None]  # [S], None if the reward call failed
     by_function: Sequence[Mapping[str, float | None]]  # [S]
     lengths: Sequence[int]  # [S], in tokens
     truncated: Sequence[bool]  # [S]
@@ -28,7 +68,7 @@ class Answers:
 
     @classmethod
     def of_lines(cls, lines: Sequence[Mapping[str, Any]]) -> Answers:
-        """Of a problem's lines in `samples.jsonl`."""
+        """From one problem's lines of `samples.jsonl`."""
         return cls(
             lines[0]["problem"],
             [line["reward"] for line in lines],
@@ -39,13 +79,13 @@ class Answers:
 
 
 def accuracy_of(answers: Sequence[Answers], correct_reward: float) -> tuple[float, float]:
-    """With its standard error."""
+    """Accuracy and its standard error; NaN where no answer is scored."""
     scored = [answer.rewards for answer in answers if answer.is_scored]
     rewards = np.array(scored, dtype=np.float64)  # [N, S]
     return mean_and_error(is_correct(rewards, correct_reward).mean(axis=1) if scored else [])
 
 
-def summed_up(answers: Sequence[Answers], correct_reward: float) -> dict[str, Any]:
+def summarize(answers: Sequence[Answers], correct_reward: float) -> dict[str, Any]:
     """The figures of `eval.json`: means over problems, and over all completions."""
     scored = [answer for answer in answers if answer.is_scored]
     lengths = np.array([answer.lengths for answer in answers])
@@ -56,12 +96,17 @@ def summed_up(answers: Sequence[Answers], correct_reward: float) -> dict[str, An
         "mean_completion_length": float(lengths.mean()),
         "truncated_share": float(np.mean([answer.truncated for answer in answers])),
     }
-    rewards = np.array([answer.rewards for answer in scored], dtype=np.float64)  # [N, S]
     if not scored:
         return {"accuracy": None, "standard_error": None, **of_samples}
+    rewards = np.array([answer.rewards for answer in scored], dtype=np.float64)  # [N, S]
     correct = is_correct(rewards, correct_reward)
     accuracy, error = mean_and_error(correct.mean(axis=1))
     reward, reward_error = mean_and_error(rewards.mean(axis=1))
+    by_function: dict[str, list[float]] = {}
+    for scores in (scores for answer in scored for scores in answer.by_function):
+        for name, score in scores.items():
+            if score is not None:  # None: the function does not apply
+                by_function.setdefault(name, []).append(score)
     return {
         "accuracy": accuracy,
         "standard_error": error,
@@ -69,21 +114,10 @@ def summed_up(answers: Sequence[Answers], correct_reward: float) -> dict[str, An
         "avg_at_k": _by_k(avg_at_every_k(correct)),
         "reward": reward,
         "reward_standard_error": reward_error,
-        "rewards": _function_means(scored),
+        "rewards": {name: float(np.mean(scores)) for name, scores in by_function.items()},
         **of_samples,
     }
 
 
 def _by_k(values: Sequence[float]) -> dict[str, float]:
     return {str(k): value for k, value in enumerate(values, start=1)}
-
-
-def _function_means(scored: Sequence[Answers]) -> dict[str, float]:
-    """Of each reward function, where it applies at all."""
-    values: dict[str, list[float]] = {}
-    for answer in scored:
-        for of_sample in answer.by_function:
-            for name, value in of_sample.items():
-                if value is not None:
-                    values.setdefault(name, []).append(value)
-    return {name: float(np.mean(of_function)) for name, of_function in values.items()}

@@ -1,13 +1,13 @@
-"""The one attention function of EasyRL, registered with transformers.
+"""EasyRL's attention function, registered with transformers.
 
-A model loaded with `attn_implementation="easyrl"` builds no mask of its own. Every forward
-hands a *layout* through the model's keyword arguments:
+A model loaded with `attn_implementation="easyrl"` builds no mask. Every forward passes a *layout*
+through the model's keyword arguments:
 
     model(input_ids, position_ids=..., attention_layout=layout)
 
-and each layer calls `layout.attend(...)`. The layout knows which tokens of the row belong
-together; the model's code is not touched. The trainer's layout is `PackedGroups`; the
-embedded engine brings its own, which reads and writes a KV cache.
+and each layer calls `layout.attend(...)`. The layout knows which tokens of the row attend to each
+other; the model's code is unchanged. The trainer's layout is `PackedGroups`; the embedded engine's
+(`engines.kv_cache`) reads and writes a KV cache.
 
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """
@@ -28,24 +28,24 @@ from easyrl.model.shared_prompt import Groups, SharedPrompt
 ATTENTION_NAME = "easyrl"
 
 SMALLEST_FLEX_HEAD_SIZE = 16
-"""FlexAttention's kernels take no smaller one."""
+"""The smallest that FlexAttention's kernels support."""
 
 
 class UnservableLayer(Exception):
-    """A layer asks for what EasyRL's attention cannot compute exactly: which one and what, as a
-    clause. Only `exactness` meets it, when a model is loaded."""
+    """EasyRL's attention cannot compute a layer exactly; the message is a clause that names the
+    layer and the reason. Raised, and handled in `exactness`, only while a model is loaded."""
 
 
 class AttentionLayout(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        """Attention over the packed row: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]."""
+        """Compute attention over the packed row: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]."""
         ...
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="easyrl"` known to transformers."""
+    """Register `attn_implementation="easyrl"` with transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, _attention)
@@ -68,9 +68,9 @@ def _attention(
     if s_aux is not None:
         raise UnservableLayer(f"layer {module.layer_idx} has attention sinks")
     if attention_mask is not None:
-        raise UnservableLayer(f"layer {module.layer_idx} makes an attention mask of its own")
+        raise UnservableLayer(f"layer {module.layer_idx} uses its own attention mask")
     if attention_layout is None:
-        raise UnservableLayer(f"layer {module.layer_idx} does not hand a layout to its attention")
+        raise UnservableLayer(f"layer {module.layer_idx} does not pass the layout to its attention")
     settings = AttentionSettings(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -84,10 +84,10 @@ def _attention(
 
 
 class PackedGroups:
-    """Groups one after another in a row, `[P | R1 | R2 | ...]` each: the prompt stands there once.
+    """The layout of a row of groups, `[P | R1 | R2 | ...]` each, with the prompt once.
 
-    Every completion is causal behind its prompt and sees no other. In half precision by
-    FlexAttention where that can be trained, else block by block (`shared_prompt`).
+    Every completion attends causally to its prompt and itself, and to no other completion. Uses
+    FlexAttention in half precision on devices that can train it, else `shared_prompt`.
     """
 
     def __init__(self, groups: Groups, device: torch.device | str = "cpu") -> None:
@@ -97,19 +97,19 @@ class PackedGroups:
     def of_sequences(
         cls, lengths: Sequence[int], device: torch.device | str = "cpu"
     ) -> PackedGroups:
-        """Whole sequences that share nothing."""
+        """The layout of whole sequences that share nothing."""
         return cls([(length, ()) for length in lengths], device)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        takes_flex = (
+        uses_flex = (
             query.dtype in (torch.bfloat16, torch.float16)
             and query.shape[-1] >= SMALLEST_FLEX_HEAD_SIZE
-            and settings.softcap is None  # its compiler makes no kernel for all lengths with one
+            and settings.softcap is None  # it compiles no kernel for all lengths then
             and devices.trains_flex_attention(self._device)
         )
-        layout = self._flex if takes_flex else self._blocks
+        layout = self._flex if uses_flex else self._blocks
         return layout.attend(query, key, value, settings)
 
     @cached_property

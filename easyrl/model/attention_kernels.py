@@ -1,17 +1,16 @@
 """Attention of one block of queries to one block of keys, forward and backward.
 
-Softmax over keys that come in several blocks is put together from the blocks: each gives its
-output and the log-sum-exp of its scores (`merge`). Backward goes block by block as well: with the
-*whole* output and log-sum-exp at hand, a block's probabilities are `exp(scores - logsumexp)`
-(FlashAttention-2, arXiv 2307.08691, algorithm 2). So no block's scores are ever kept.
+A softmax over keys in several blocks is merged from the blocks: each gives its output and the
+log-sum-exp of its scores (`merge`). Backward also runs block by block: given the *merged* output
+and log-sum-exp, a block's probabilities are `exp(scores - logsumexp)` (FlashAttention-2,
+arXiv 2307.08691, algorithm 2). So no block's scores are kept.
 
-Two kernels with the same signatures: PyTorch's fused one for CPUs, and one of plain operations for
-whatever that does not offer: soft-capping, values of another size than keys (multi-head latent
-attention), and devices that are not CPUs.
+Two kernels have the same signatures: PyTorch's fused one for CPUs, and one of plain operations for
+what that does not support: soft-capping, values of another size than keys (multi-head latent
+attention), and devices other than CPUs.
 
-Shapes: B sequences, H query heads, L queries, S keys, D head size, of values and output as well
-where it is the same. Keys and values have H heads or are expanded to them (stride 0); their
-gradients come back with H heads.
+Shapes: B sequences, H query heads, L queries, S keys, D head size (values and output may have
+another). Keys and values have H heads or are expanded to H (stride 0); their gradients have H.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ import torch
 from torch import Tensor
 
 HIDDEN = -1e30
-"""Added to a score that must not count. Finite: a query may have no visible key in a block."""
+"""Added to hidden scores. Finite, because a query may have no visible key in a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSettings:
-    """What a layer asks of its attention besides query, key and value."""
+    """A layer's attention parameters."""
 
     layer: int
     scaling: float
@@ -39,7 +38,7 @@ class AttentionSettings:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries [B, H, L, D] with the keys and values [B, H, S, D] that they look at."""
+    """Queries [B, H, L, D] with the keys and values [B, H, S, D] that they attend to."""
 
     query: Tensor
     key: Tensor
@@ -51,21 +50,21 @@ class Block:
 @dataclass(frozen=True, slots=True)
 class Kernel:
     forward: Callable[[Block, AttentionSettings], tuple[Tensor, Tensor]]
-    """Output [B, H, L, D] and the scores' log-sum-exp [B, H, L, 1] in float32 or wider."""
+    """Return the output [B, H, L, D] and the scores' log-sum-exp [B, H, L, 1], float32 or wider."""
     backward: Callable[
         [Tensor, Tensor, Tensor, Block, AttentionSettings], tuple[Tensor, Tensor, Tensor]
     ]
-    """Gradients of query, key and value from the output's gradient, the whole output and the whole
-    log-sum-exp."""
+    """Return the gradients of query, key and value, given the output's gradient, the merged output
+    and the merged log-sum-exp."""
 
 
 def choose_kernel(query: Tensor, value: Tensor, settings: AttentionSettings) -> Kernel:
-    is_offered = settings.softcap is None and query.shape[-1] == value.shape[-1]
-    return FUSED if query.device.type == "cpu" and is_offered else PLAIN
+    is_supported = settings.softcap is None and query.shape[-1] == value.shape[-1]
+    return FUSED if query.device.type == "cpu" and is_supported else PLAIN
 
 
 def merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
-    """Make `output` [..., D], `logsumexp` [..., 1] those of one softmax over both blocks' keys."""
+    """Update `output` [..., D], `logsumexp` [..., 1] to those of one softmax over both blocks."""
     whole = torch.logaddexp(logsumexp, other_logsumexp)
     output *= torch.exp(logsumexp - whole)
     output += other * torch.exp(other_logsumexp - whole)
@@ -110,7 +109,7 @@ def _fused_backward(
 
 
 def _scores(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor | None]:
-    """Scores [B, H, L, S] in float32 or wider, and tanh(score / softcap) where there is such."""
+    """Return scores [B, H, L, S], float32 or wider, and tanh(score / softcap) if soft-capped."""
     wide = torch.promote_types(block.query.dtype, torch.float32)
     scores = torch.matmul(block.query.to(wide), block.key.to(wide).transpose(-1, -2))
     scores = scores * settings.scaling

@@ -1,13 +1,13 @@
-"""The tensors of a checkpoint: what is trained and what the optimizer knows of it.
+"""The tensors of a checkpoint: trained weights and optimizer state.
 
     model, optimizer ──copy_of_training──► CPU tensors ──write_tensors──► safetensors
                      ◄───────────────────read_tensors───────────────────
 
 Names: `model.<parameter>`, `optimizer.<parameter>.<exp_avg, …>` and `random.<rank>`; frozen
-parameters are left out, tied ones stand once. They are written and read by
-torch.distributed.checkpoint over its Hugging Face storage: each rank writes what it holds into
-safetensors of its own, and reads what it needs, however many ranks have written. There is no pickle
-in it, and what is no tensor is JSON (`checkpoint_files`).
+parameters are left out, tied ones are stored once. They are written and read by
+torch.distributed.checkpoint with its Hugging Face storage: each rank writes its parts into its own
+safetensors files, and reads the parts that it needs, however many ranks have written. No pickle is
+involved; everything else is JSON (`checkpoint_files`, which needs no torch).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from easyrl.model.checkpoint_files import FILE_BYTES
 
-# One rank is no mistake. For good: what is written in a thread cannot change filters for a while.
+# One rank is intended. Set globally: checkpoints are written in a thread, filters are global.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.10's own use of it
 
@@ -45,14 +45,14 @@ CPU = torch.device("cpu")
 def copy_of_training(
     model: nn.Module, optimizer: Optimizer, *, device: torch.device = CPU, rank: int = 0
 ) -> dict[str, Tensor]:
-    """Copies on the CPU, with the random states of this rank, which computes on `device`, wherever
-    its weights are kept; where a tensor is sharded, of its part of it."""
+    """Copy the tensors, or this rank's parts of them, to the CPU, with the random states of this
+    rank, which computes on `device` wherever its weights are kept."""
     tensors = {**_training(model, optimizer), f"random.{rank}": _random_states(device)}
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def any_has_failed(has_failed: bool, process_group: Any = None) -> bool:
-    """Whether one of the group's ranks has, once all of them have come here."""
+    """Return whether any of the group's ranks has failed. Collective."""
     if process_group is None:
         return has_failed
     number = torch.tensor(float(has_failed))
@@ -61,10 +61,10 @@ def any_has_failed(has_failed: bool, process_group: Any = None) -> bool:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: Any = None) -> None:
-    """Write them to `folder`, and do not return before they are on the disk.
+    """Write the tensors to `folder`, and return when they are on the disk.
 
-    All ranks of `process_group` (None: there is one rank) call this together; it is a group of its
-    own where it is called beside the training. Raises OSError, or what torch makes of one.
+    All ranks of `process_group` (None: there is one rank) call this together. Next to training it
+    needs a group of its own. Raises OSError, or torch's wrapper of one.
     """
     index, file_bytes = 1, 0
     files: dict[str, int] = {}
@@ -74,7 +74,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: An
             index, file_bytes = index + 1, 0
         files[name] = index
         file_bytes += size
-    # The first rank's list is taken for all of them, and each has random states of its own.
+    # The first rank's list is used for all, so it must name every rank's random states.
     num_ranks = 1 if process_group is None else process_group.size()
     files |= {f"random.{rank}": 1 for rank in range(num_ranks)}
     writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
@@ -96,11 +96,11 @@ def read_tensors(
     rank: int = 0,
     process_group: Any = None,
 ) -> None:
-    """Put what `folder` holds in the place of what is there, to the last bit.
+    """Overwrite model and optimizer by the tensors in `folder`, bit for bit.
 
-    Without an optimizer the weights alone are read. A rank that the checkpoint was not written by
-    keeps its random states. Raises ValueError where the checkpoint is of another model, before
-    anything is changed.
+    Without an optimizer only the weights are read. A rank that did not write to the checkpoint
+    keeps its random states. Raises ValueError, before anything is changed, if the checkpoint is of
+    another model.
     """
     stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     sizes = {
@@ -112,7 +112,7 @@ def read_tensors(
     tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in _trained(model).items()}
     random_states = torch.zeros(0, dtype=torch.uint8)
     if optimizer is not None:
-        _make_room(model, optimizer, sizes)
+        _allocate_state(model, optimizer, sizes)
         tensors = _training(model, optimizer)
         if f"random.{rank}" in sizes:
             random_states = torch.zeros(sizes[f"random.{rank}"], dtype=torch.uint8)
@@ -128,7 +128,7 @@ def read_tensors(
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By their names, tied ones once."""
+    """Return the trained parameters by name, tied ones once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -141,10 +141,10 @@ def _training(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def _make_room(
+def _allocate_state(
     model: nn.Module, optimizer: Optimizer, sizes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """An optimizer knows nothing before its first step: give it all that it will read."""
+    """Allocate the optimizer's state, which does not exist before its first step."""
     is_fused = {id(p): group["fused"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in _trained(model).items():
         prefix = f"optimizer.{name}."
@@ -153,29 +153,27 @@ def _make_room(
             if key.startswith(prefix):
                 device = parameter.device if is_fused[id(parameter)] else "cpu"
                 is_step = size != tuple(parameter.shape)
-                room = torch.zeros(size, device=device) if is_step else torch.zeros_like(parameter)
-                state[key.removeprefix(prefix)] = room
+                state[key.removeprefix(prefix)] = (
+                    torch.zeros(size, device=device) if is_step else torch.zeros_like(parameter)
+                )
 
 
 def _check_model(folder: Path, model: nn.Module, sizes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError where the checkpoint's weights are not the model's."""
+    """Raise ValueError if the checkpoint's weights are not the model's."""
     wanted = {f"model.{name}": tuple(p.shape) for name, p in _trained(model).items()}
     found = {name: size for name, size in sizes.items() if name.startswith("model.")}
     if wanted == found:
         return
     name = min(n for n in wanted | found if wanted.get(n) != found.get(n))
-    shapes = [
-        f"of shape {list(where[name])}" if name in where else "missing" for where in (found, wanted)
-    ]
+    got, expected = (f"shape {list(of[name])}" if name in of else "none" for of in (found, wanted))
     raise ValueError(
-        f"'{folder}' is a checkpoint of another model: the weight {name.removeprefix('model.')} is "
-        f"{shapes[0]} there and {shapes[1]} in the model (model.path); accepted: the model that "
-        "the run started from"
+        f"'{folder}' is a checkpoint of another model: weight {name.removeprefix('model.')}: "
+        f"expected {expected}, got {got}; use the model that the run started from (model.path)"
     )
 
 
 def _random_states(device: torch.device) -> Tensor:
-    """Of every generator that code of a model may draw from, as the bytes of a JSON text."""
+    """Return the states of all generators that a model's code may use, as bytes of JSON."""
     name, keys, *rest = np.random.get_state()
     states = {
         "python": random.getstate(),

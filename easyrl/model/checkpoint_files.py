@@ -1,14 +1,14 @@
-"""Checkpoints as folders: which are whole, which to take, which to drop. No tensor and no torch.
+"""Checkpoint folders: which are complete, which to use, which to delete. Needs no torch.
 
-    RUN/checkpoints/12/              policy_version 12: it has its name, so it was written whole
-        state.json                   all that is no tensor, and the size of every other file
-        shard-*.safetensors          tensors, in names of their own (`model.checkpoint`)
-    RUN/checkpoints/14.unfinished/   being written, or left over by a run that was killed
-    RUN/checkpoints/best             a link to the one that is kept as the best
+    RUN/checkpoints/12/              policy_version 12: it its name means it was written completely
+        state.json                   everything but tensors, and the size of each file
+        shard-*.safetensors          tensors (`model.checkpoint`)
+    RUN/checkpoints/14.unfinished/   being written, or left by a killed run
+    RUN/checkpoints/best             a link to the best checkpoint
 
-A checkpoint gets its name by one rename, once all of it is on the disk, and loses it by one rename
-before any of it is removed. What happens to it later (a file cut off by a full disk, a copy that
-was not finished) shows by the sizes.
+A checkpoint is published by one rename, once all of it is on the disk, and unpublished by one
+rename before any of it is deleted. Later damage (a full disk, an incomplete copy, a corrupt
+header) is detected by the files' sizes and headers.
 """
 
 from __future__ import annotations
@@ -23,52 +23,66 @@ from pathlib import Path
 from typing import Any
 
 FILE_BYTES = 2**30
-"""A safetensors file is put together in memory before it is written: about so large each."""
+"""Approximate size of a safetensors file, which is assembled in memory before it is written."""
 CHECKPOINTS = "checkpoints"
-"""The folder's name in a run folder."""
+"""Name of the folder in a run folder."""
 STATE = "state.json"
 BEST = "best"
 UNFINISHED, BROKEN = ".unfinished", ".broken"
 FORMAT = 1
-"""Of state.json: counts what an older EasyRL could not read."""
+"""Format of state.json; incremented by changes that older versions cannot read."""
 
 
 class BrokenCheckpoint(ValueError):
-    """The folder holds no whole checkpoint; the message says what is wrong with it."""
+    """The folder is not a complete checkpoint; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     path: Path
     state: Mapping[str, Any]
-    """What was given to `publish`."""
+    """The state given to `publish`."""
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Raises BrokenCheckpoint where any of it is missing or cut off."""
+    """Read a checkpoint. Raises BrokenCheckpoint if a part is missing, truncated or corrupt."""
     state, files = _read(path)
     for name, size in files.items():
         try:
             there = (path / name).stat().st_size
-        except OSError:  # its run may be removing it just now
+        except OSError:  # e.g. its run is deleting it
             raise BrokenCheckpoint(f"{name} is missing") from None
         if there != size:
             raise BrokenCheckpoint(f"{name} has {there:,} of {size:,} bytes")
-    # Tensors are found by what is in the files, in whichever file: all would be read.
+        if name.endswith(".safetensors"):
+            _check_header(path / name)
+    # All safetensors files in the folder are searched for tensors.
     for file in path.glob("*.safetensors"):
         if file.name not in files:
-            raise BrokenCheckpoint(f"{file.name} is no part of it: take it away")
+            raise BrokenCheckpoint(f"{file.name} does not belong to it: remove it")
     return Checkpoint(path, state)
 
 
+def _check_header(file: Path) -> None:
+    """Raise BrokenCheckpoint if the file's header cannot be read or does not match its length."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise BrokenCheckpoint(f"{file.name} is not a valid safetensors file: {error}") from None
+    except OSError as error:
+        raise BrokenCheckpoint(f"{file.name} cannot be read: {error.strerror or error}") from None
+
+
 def read_state(path: Path) -> Mapping[str, Any]:
-    """Of a checkpoint whose tensors nobody looks for. Raises BrokenCheckpoint where there is none
-    that can be read."""
+    """Read the state alone. Raises BrokenCheckpoint if it cannot be read."""
     return _read(path)[0]
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, int]]:
-    """Its state, and the sizes of its files."""
+    """Return the state and the sizes of the files."""
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
         found, state, files = content["format"], content["state"], dict(content["files"])
@@ -77,14 +91,14 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, int]]:
     except OSError as error:
         raise BrokenCheckpoint(f"{STATE} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError):
-        raise BrokenCheckpoint(f"{STATE} is cut off or no state of a checkpoint") from None
+        raise BrokenCheckpoint(f"{STATE} is truncated, or not a checkpoint's state") from None
     if found != FORMAT:
-        raise BrokenCheckpoint(f"is of format {found}, and this EasyRL reads format {FORMAT}")
+        raise BrokenCheckpoint(f"has format {found}, expected {FORMAT}")
     return state, files
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """The newest whole one in `folder`, and those newer than it with what is wrong with each."""
+    """Return the newest complete checkpoint in `folder`, and the newer broken ones with reasons."""
     broken: dict[Path, str] = {}
     for path in reversed(checkpoints_in(folder)):
         try:
@@ -95,19 +109,19 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """All that have a checkpoint's name, the oldest first."""
+    """Return all published checkpoints, the oldest first."""
     if not folder.is_dir():
         return []
     return sorted((p for p in folder.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
 
 
 def unfinished_name(path: Path) -> Path:
-    """Where the checkpoint `path` is written."""
+    """Return the folder in which the checkpoint `path` is written."""
     return path.with_name(path.name + UNFINISHED)
 
 
 def unfinished(path: Path) -> Path:
-    """`unfinished_name(path)` as an empty folder."""
+    """Create `unfinished_name(path)` as an empty folder."""
     folder = unfinished_name(path)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -115,13 +129,12 @@ def unfinished(path: Path) -> Path:
 
 
 def publish(path: Path, state: Mapping[str, Any]) -> None:
-    """Give the checkpoint that was written to `unfinished(path)` its name, with `state`, which
-    JSON can tell."""
+    """Publish the checkpoint that was written to `unfinished(path)`, with `state` (for JSON)."""
     written = unfinished_name(path)
     files = {file.name: file.stat().st_size for file in sorted(written.iterdir())}
     content = {"format": FORMAT, "files": files, "state": state}
     with (written / STATE).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content))  # ends in a brace: whatever is cut off shows
+        file.write(json.dumps(content))  # ends with a brace, so truncation is detected
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(written)
@@ -130,8 +143,8 @@ def publish(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def keep_newest(folder: Path, number: int, *, best_version: int | None = None) -> None:
-    """Remove all other whole ones but the best, and what killed runs have left over. What is broken
-    counts for nothing, and stays until the run is resumed."""
+    """Delete all complete checkpoints but the newest and the best, and leftovers of killed runs.
+    Broken ones are not counted, and stay until the run is resumed."""
     for path in [path for path in checkpoints_in(folder) if _is_whole(path)][:-number]:
         if path.name != str(best_version):
             path.rename(unfinished_name(path))
@@ -139,13 +152,12 @@ def keep_newest(folder: Path, number: int, *, best_version: int | None = None) -
 
 
 def name_best(folder: Path, version: int) -> int | None:
-    """Let `folder`/best be the checkpoint of this version; at no moment is there none, once there
-    is one. Returns the version that is kept as the best: where this one could not be written, the
-    one before, if there is one."""
+    """Link `folder`/best to the checkpoint of this version, atomically. Returns the version that is
+    the best now: the previous one, if any, if this one could not be written."""
     link, new = folder / BEST, folder / f"{BEST}{UNFINISHED}"
     if not (folder / str(version)).is_dir():
         return int(link.readlink().name) if link.is_symlink() else None
-    with contextlib.suppress(OSError):  # a file system without links: it is kept all the same
+    with contextlib.suppress(OSError):  # a file system without links: it is still kept
         new.unlink(missing_ok=True)
         new.symlink_to(str(version))
         new.replace(link)
@@ -166,11 +178,11 @@ def discard_unfinished(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Take a broken checkpoint its name, so that the run can write it anew; nothing is removed but
-    what was set aside under that name before. Returns where it is now."""
+    """Rename a broken checkpoint, so that the run can write it again; replaces an earlier one of
+    that name. Returns its new path."""
     aside = path.with_name(path.name + BROKEN)
     shutil.rmtree(aside, ignore_errors=True)
-    with contextlib.suppress(OSError):  # a disk that is read-only is told of later, by its name
+    with contextlib.suppress(OSError):  # a read-only disk is reported later
         path.rename(aside)
     return aside
 

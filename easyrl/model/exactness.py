@@ -1,10 +1,10 @@
-"""Whether a model's layers may attend in packed rows, found out when it is loaded.
+"""Decide, when a model is loaded, whether its layers can attend in packed rows exactly.
 
-    config: kinds of layers ─► class ─► what every layer asks of its attention ─► logits, compared
+    config: kinds of layers ─► class ─► each layer's attention arguments ─► logits, compared
 
-The last step decides: a packed row of two small groups through EasyRL's attention must give what
-each of its sequences gives alone through transformers' plain one. What cannot share is not refused
-but runs another way (`padded`); only what is no causal model at all is (`check_causal`).
+The last step is decisive: a packed row of two small groups through EasyRL's attention must give
+what each of its sequences gives alone through transformers' eager attention. A model that cannot
+share prompts runs as padded batches (`policy.PaddedRows`); only a non-causal model is refused.
 
 Shapes: T tokens of the packed row, H the model's width, V tokens of the vocabulary.
 """
@@ -19,28 +19,28 @@ import torch
 from torch import Tensor
 
 from easyrl.config import ConfigError
-from easyrl.hub import KEY
+from easyrl.data.hub import KEY
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, UnservableLayer
 from easyrl.model.attention_kernels import AttentionSettings
-from easyrl.model.pretrained import OTHER_MODEL, class_obstacle, layer_obstacle
+from easyrl.model.files import OTHER_MODEL, unsupported_class, unsupported_layer
 
 GROUPS = [(3, [2, 4]), (2, [3, 1])]
-"""The row that is looked at: of each group its P, and the R of its completions."""
+"""The packed row of the check: for each group its P, and the R of each completion."""
 EAGER = "eager"
-"""transformers' plain attention: what a model's layers are by definition."""
+"""transformers' plain attention, the definition of what a model computes."""
 NUM_DRAWS = 3
-"""Rows of random tokens, one of which must agree: in one of them a mixture of experts may send a
-token the other way at the last bit, but none agrees by chance."""
+"""Rows of random tokens, one of which must agree. In a single row the last bit of a mixture of
+experts' router may send a token to another expert; no row agrees by chance."""
 
 
 def attend_packed(model: Any) -> str | None:
-    """Let a model that is loaded with transformers' own attention attend through EasyRL's.
+    """Switch a model from transformers' attention to EasyRL's, if that is exact.
 
-    Returns None; where that would not be exact the model keeps transformers' attention, and what
-    comes back is the layer and the reason, as a clause.
+    Returns None, or a clause that names the layer and the reason why the model keeps
+    transformers' attention.
     """
-    of_class = class_obstacle(type(model))
-    reason = layer_obstacle(model.config) or of_class
+    of_class = unsupported_class(type(model))
+    reason = unsupported_layer(model.config) or of_class
     if reason is None:
         reason = _best_of_draws(lambda tokens: _difference(model, tokens), model)
     if reason is None:
@@ -51,8 +51,8 @@ def attend_packed(model: Any) -> str | None:
 
 
 def check_causal(model: Any, path: str) -> None:
-    """Raise ConfigError unless, through transformers' own attention, what follows a token changes
-    nothing of its logits, and running the model changes nothing of its weights."""
+    """Raise ConfigError if a token's logits depend on later tokens, or if running the model changes
+    its weights."""
     before = [parameter._version for parameter in model.parameters()]
 
     def looks_ahead(tokens: Tensor) -> str | None:
@@ -61,18 +61,18 @@ def check_causal(model: Any, path: str) -> None:
 
     if _best_of_draws(looks_ahead, model):
         raise ConfigError(
-            f"{KEY}: in {path} ({type(model).__name__}) the logits of a token depend on those "
-            f"after it, so it is no causal language model; {OTHER_MODEL}"
+            f"{KEY}: in {path} ({type(model).__name__}) the logits of a token depend on later "
+            f"tokens, so it is no causal language model; {OTHER_MODEL}"
         )
     if before != [parameter._version for parameter in model.parameters()]:
         raise ConfigError(
-            f"{KEY}: {path} ({type(model).__name__}) changes its weights as it runs, so they "
-            f"cannot be kept in step with the engine's; {OTHER_MODEL}"
+            f"{KEY}: {path} ({type(model).__name__}) changes its weights in its forward, so "
+            f"the engine's cannot be kept equal; {OTHER_MODEL}"
         )
 
 
 def _best_of_draws(reason_of: Callable[[Tensor], str | None], model: Any) -> str | None:
-    """What `reason_of` says of random tokens; None as soon as it does."""
+    """Call `reason_of` on rows of random tokens; return None as soon as it does."""
     generator = torch.Generator().manual_seed(0)
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     num_tokens = sum(prompt + sum(completions) for prompt, completions in GROUPS)
@@ -87,13 +87,13 @@ def _best_of_draws(reason_of: Callable[[Tensor], str | None], model: Any) -> str
 
 
 def _difference(model: Any, tokens: Tensor) -> str | None:
-    """How the packed row `tokens` [T] differs from its sequences alone; None: in nothing."""
+    """Return how the packed row `tokens` [T] differs from its sequences alone, or None."""
     positions, sequences = _sequences()
-    places = torch.cat(sequences).to(tokens.device)
+    indices = torch.cat(sequences).to(tokens.device)
     with _attending(model, EAGER):
         alone = [_alone(model, tokens[sequence]) for sequence in sequences]
     expected = [torch.cat(states) for states in zip(*alone, strict=True)]
-    layout = _Noting()
+    layout = _RecordingLayout()
     try:
         with _attending(model, ATTENTION_NAME):
             got = _states(
@@ -107,22 +107,22 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
             )
     except UnservableLayer as layer:
         return str(layer)
-    except Exception as error:  # of whatever a model's code expects of its attention
+    except Exception as error:  # any, depending on what the model's code expects
         return f"EasyRL's attention does not fit its layers ({type(error).__name__}: {error})"
-    reason = layout.unservable(model)
-    if reason is not None or _agree(got[-1][places], expected[-1]):
+    reason = layout.unsupported_reason(model)
+    if reason is not None or _agree(got[-1][indices], expected[-1]):
         return reason
     depth = next(
-        i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not _agree(a[places], b)
+        i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not _agree(a[indices], b)
     )
     where = f"layer {depth - 1}" if 0 < depth < len(got) - 1 else "the model"
     if depth == 0:
         where = "the embedding"
-    return f"{where} gives another result in a packed row than for each sequence alone"
+    return f"{where} gives other results in a packed row than for each sequence alone"
 
 
 def _sequences() -> tuple[Tensor, list[Tensor]]:
-    """Positions [T] of the row of GROUPS, and of each of its sequences the places there."""
+    """Return the positions [T] of the row of GROUPS, and the token indices of each sequence."""
     positions, sequences, start = [], [], 0
     for num_prompt, completions in GROUPS:
         prompt = torch.arange(start, start + num_prompt)
@@ -140,25 +140,26 @@ def _alone(model: Any, tokens: Tensor) -> list[Tensor]:
 
 
 def _states(output: Any) -> list[Tensor]:
-    """What the embedding and each layer give [T, H], where the model tells; last the logits."""
+    """Return the outputs of embedding and layers [T, H], if available, and the logits."""
     logits: Tensor = output.logits
     of_layers = output.get("hidden_states") or ()
     return [state[0] for state in of_layers if state.shape[:2] == logits.shape[:2]] + [logits[0]]
 
 
 def _agree(got: Tensor, expected: Tensor) -> bool:
-    """To half of the digits that their type has."""
+    """Compare to half of the dtype's digits."""
     got, expected = got.nan_to_num(), expected.nan_to_num()
     tolerance: float = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
     return float((got - expected).abs().max()) <= tolerance
 
 
 def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
-    """transformers' faster kernels leave out what they do not know (5.17's the soft-capping)."""
+    """Compare the current attention with eager: fast kernels may ignore arguments (in transformers
+    5.17 soft-capping)."""
     own = _alone(model, tokens)
     with _attending(model, EAGER):
         eager = _alone(model, tokens)
-    return None if _agree(own[-1], eager[-1]) else "its kernel gives another result"
+    return None if _agree(own[-1], eager[-1]) else "its kernel gives other results"
 
 
 @contextmanager
@@ -171,8 +172,8 @@ def _attending(model: Any, name: str) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-class _Noting:
-    """The layout of GROUPS, which notes the window that each layer asks for."""
+class _RecordingLayout:
+    """The layout of GROUPS; records the sliding window of each layer."""
 
     def __init__(self) -> None:
         self._layout: PackedGroups | None = None
@@ -183,29 +184,27 @@ class _Noting:
     ) -> Tensor:
         if settings.layer != len(self.windows):
             raise UnservableLayer(
-                f"attention of layer {settings.layer} comes where that of layer "
-                f"{len(self.windows)} is due, and the engine needs each layer's once and in order"
+                f"layer {settings.layer} calls attention when layer {len(self.windows)} should, "
+                "and the engine needs one call from each layer, in order"
             )
         self.windows.append(settings.sliding_window)
         if self._layout is None:
             self._layout = PackedGroups(GROUPS, query.device)
         return self._layout.attend(query, key, value, settings)
 
-    def unservable(self, model: Any) -> str | None:
-        """What the row is too short to show: windows, and layers that have no attention.
+    def unsupported_reason(self, model: Any) -> str | None:
+        """Return what the short row cannot show: missing windows, and layers without attention.
 
-        (Some model classes make windows only in the mask that transformers builds for them.)
+        (Some model classes apply windows only in the mask that transformers builds for them.)
         """
         text = model.config.get_text_config()
         num_layers = getattr(text, "num_hidden_layers", 0) or 0
         if len(self.windows) < num_layers:
-            return (
-                f"layer {len(self.windows)} asks for no attention through transformers' interface"
-            )
+            return f"layer {len(self.windows)} does not use transformers' attention interface"
         has_window = getattr(text, "sliding_window", None) is not None
         every = ["sliding_attention" if has_window else "full_attention"] * len(self.windows)
         kinds = getattr(text, "layer_types", None) or every
         for layer, (window, kind) in enumerate(zip(self.windows, kinds, strict=False)):
             if kind == "sliding_attention" and window is None:
-                return f"layer {layer} has a sliding window that it does not tell its attention"
+                return f"layer {layer} does not pass its sliding window to its attention"
         return None

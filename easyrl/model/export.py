@@ -1,8 +1,7 @@
-"""A model as others load it: a Hugging Face folder with weights in checkpoint names, tokenizer and
-generation config.
+"""Export a model as a Hugging Face folder: weights in checkpoint names, tokenizer and configs.
 
-A run's `model/` and what `easyrl export` writes come from here. Mixtures of experts, whose experts
-transformers fuses in memory, are written in the names they were published in.
+Writes a run's `model/` and the output of `easyrl export`. Mixtures of experts, whose experts
+transformers fuses in memory, are written under their published names.
 """
 
 from __future__ import annotations
@@ -22,33 +21,32 @@ from easyrl.model.checkpoint_files import (
     newest_checkpoint,
     read_checkpoint,
 )
-from easyrl.model.files import fingerprint, read_model_files
+from easyrl.model.files import fingerprint, load_tokenizer, read_model_files
 from easyrl.model.policy import Policy
-from easyrl.model.pretrained import load_tokenizer
 
 ADAPTER = "adapter"
-"""Beside a run's `model/`, where LoRA has trained it."""
+"""Name of the adapter's folder beside a LoRA run's `model/`."""
 
 
 def export_model(policy: Policy, tokenizer: Any, folder: Path, *, is_writer: bool = True) -> None:
-    """Write `folder`, or what is there anew; under its name there is never half a model. All ranks
-    of a sharded policy come here together, and one of them `is_writer`."""
+    """Write or replace `folder`, which never holds an incomplete model. All ranks of a sharded
+    policy call this together, and one of them `is_writer`."""
     if is_writer:
-        _write_anew(folder, lambda new: policy.save(new, tokenizer))
+        _replace_folder(folder, lambda new: policy.save(new, tokenizer))
     else:
         policy.save(folder, tokenizer, is_writer=False)
 
 
 def export_adapter(policy: Policy, folder: Path, *, is_writer: bool = True) -> None:
-    """The same for a policy's adapters alone, in peft's format."""
+    """Write the adapters alone, in peft's format, like `export_model`."""
     assert policy.adapter is not None
     if is_writer:
-        _write_anew(folder, policy.adapter.save)
+        _replace_folder(folder, policy.adapter.save)
     else:
         policy.adapter.save(folder, is_writer=False)
 
 
-def _write_anew(folder: Path, write: Callable[[Path], None]) -> None:
+def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     new, old = (folder.with_name(folder.name + end) for end in (".unfinished", ".old"))
     for left_over in (new, old):
         shutil.rmtree(left_over, ignore_errors=True)
@@ -60,18 +58,18 @@ def _write_anew(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def export_checkpoint(source: Path, folder: Path) -> str:
-    """Export a checkpoint, or the newest whole one of a run folder; returns what was done, in
-    words. Raises ValueError for what the user can mend."""
+    """Export a checkpoint, or the newest complete one of a run folder; return a message for the
+    user. Raises ValueError for user errors."""
     if folder.exists():
-        raise ValueError(f"'{folder}' exists; accepted: a folder that does not")
+        raise ValueError(f"expected a folder that does not exist, got '{folder}'")
     checkpoint, skipped = _find(source)
     config = Config.model_validate(checkpoint.state["config"])
     model = config.model
     read_model_files(model.path)
     if checkpoint.state["identity"]["model.path"] != fingerprint(model.path):
         raise ConfigError(
-            f"model.path: the files of {model.path} are not those that the run of "
-            f"'{checkpoint.path}' started from; accepted: the same again, in the same place"
+            f"model.path: the files of {model.path} have changed since the run of "
+            f"'{checkpoint.path}' started; restore them"
         )
     _quieten_transformers()
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
@@ -91,23 +89,22 @@ def export_checkpoint(source: Path, folder: Path) -> str:
 
 
 def _find(source: Path) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint, and what was skipped on the way to it."""
+    """Return the checkpoint, and messages about skipped ones."""
     if (source / CHECKPOINTS).is_dir():
         found, broken = newest_checkpoint(source / CHECKPOINTS)
         skipped = [f"skipped {path}: {why}" for path, why in broken.items()]
         if found is not None:
             return found, skipped
-        raise ValueError("\n".join([f"'{source}' has no whole checkpoint", *skipped]))
+        raise ValueError("\n".join([f"'{source}' has no complete checkpoint", *skipped]))
     if not (source / STATE).is_file():
-        what = "is neither" if source.is_dir() else "is no folder"
         raise ValueError(
-            f"'{source}' {what}; accepted: a checkpoint (RUN/checkpoints/<version>), or a run "
-            "folder that has one"
+            f"expected a checkpoint (RUN/checkpoints/<version>), or a run folder that has one, got "
+            f"'{source}'"
         )
     try:
         return read_checkpoint(source), []
     except BrokenCheckpoint as error:
-        raise ValueError(f"'{source}' is not whole: {error}; choose another one") from None
+        raise ValueError(f"'{source}' is not complete: {error}; use another one") from None
 
 
 def _quieten_transformers() -> None:

@@ -1,12 +1,12 @@
 """Shared-prompt attention by FlexAttention: one compiled kernel over the whole packed row.
 
-The row is `[P | R1 | R2 | ...][P | R1 | ...]`; its mask is a function of where tokens stand, and
-blocks of 128 x 128 that it hides are never computed. It is for half precision on accelerators that
-FlexAttention can train on (`devices.trains_flex_attention`); `shared_prompt` does the same for all
-others, and in float32 there too: FlexAttention's float32 kernels are many times slower.
+The row is `[P | R1 | R2 | ...][P | R1 | ...]`. Blocks of 128 x 128 scores that the mask hides are
+never computed. Used in half precision on accelerators that can train FlexAttention
+(`devices.trains_flex_attention`); everything else uses `shared_prompt`, also float32 there, because
+FlexAttention's float32 kernels are many times slower.
 
-One kernel serves rows of every length. One for each length would be up to 1.5 times as fast, but
-takes some ten seconds to compile every time that a row has a new one.
+One kernel serves rows of every length. A kernel for each length would be up to 1.5 times as fast,
+but takes about ten seconds to compile for every new length.
 
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """
@@ -26,22 +26,22 @@ from easyrl.model.attention_kernels import AttentionSettings
 from easyrl.model.shared_prompt import Groups
 
 PROMPT = -1
-"""Instead of a completion's number in its group."""
+"""The segment number of a prompt; completions have theirs in the group."""
 
 
 class FlexSharedPrompt:
-    """The mask of one packed row, made once per window and used by all layers."""
+    """The attention layout of one packed row. Its mask is made once per window, for all layers."""
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
-        places = torch.from_numpy(_places(groups)).to(device)
-        self._group_of, self._segment_of, self._positions = places
+        tokens = torch.from_numpy(_describe_tokens(groups)).to(device)
+        self._group_of, self._segment_of, self._positions = tokens
         self._device = device
         self._masks: dict[int | None, BlockMask] = {}
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]. Knows no soft-capping."""
+        """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D], without soft-capping."""
         assert settings.softcap is None
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         output = _compiled(flex_attention)(
@@ -64,8 +64,8 @@ class FlexSharedPrompt:
         return self._masks[window]
 
     def visible(self, window: int | None) -> Callable[[Any, Any, Any, Any], Any]:
-        """Whether token q may look at token k: of its group's prompt or its own completion, not
-        ahead, and within the window."""
+        """Return the mask function: token q attends to token k if k is in its group's prompt or
+        its own completion, not ahead, and within the window."""
         group_of, segment_of, positions = self._group_of, self._segment_of, self._positions
 
         def mask(_batch: Any, _head: Any, q: Any, k: Any) -> Any:
@@ -78,8 +78,8 @@ class FlexSharedPrompt:
         return mask
 
 
-def _places(groups: Groups) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Of each token its group, its segment (PROMPT or a completion) and its position: [3, T]."""
+def _describe_tokens(groups: Groups) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return each token's group, segment (PROMPT or a completion) and position: [3, T]."""
     columns = []
     for number, (prompt_length, completion_lengths) in enumerate(groups):
         for segment, length in ((PROMPT, prompt_length), *enumerate(completion_lengths)):
@@ -94,5 +94,5 @@ def _places(groups: Groups) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once per process, when it is first needed."""
+    """Compile once per process, on first use."""
     return torch.compile(function, dynamic=True)

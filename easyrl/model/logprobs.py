@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens at the sampling temperature, a chunk of logits at a time.
 
-The logits of a large vocabulary are by far the largest tensor of training (8,192 tokens against
-151,936 words: 4.6 GiB). So they are never there all at once: a chunk of hidden states goes through
-the model's head, becomes two numbers a token, and is dropped; backward computes it again.
+The logits of a large vocabulary are by far the largest tensor of training (8,192 tokens times a
+vocabulary of 151,936: 4.6 GiB). So they never exist all at once: a chunk of hidden states passes
+through the model's head and is reduced to two numbers per token; backward recomputes its logits.
 
     hidden [K, H] ─► chunk [n, H] ─► head ─► logits [n, V] ─► logprobs [n], entropy [n]
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from easyrl.model.activations import CHUNK_BYTES
+from easyrl.model import CHUNK_BYTES
 
 LEAST_LOGPROB = -1e30
-"""Stands for that of a token of probability 0: finite, and so is what it is multiplied by."""
+"""Log-probability of a token of probability 0: finite, so that 0 times it is 0."""
 
 
 def chunked_token_logprobs(
@@ -34,10 +34,11 @@ def chunked_token_logprobs(
     vocabulary_size: int,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs(head(hidden), targets, temperature)` of hidden states [K, H], targets [K].
+    """Compute `token_logprobs(head(hidden), targets, temperature)` of hidden states [K, H] and
+    targets [K], a chunk at a time.
 
-    `head` maps [n, H] to logits [n, V], row by row. It is called once if all logits fit
-    CHUNK_BYTES, and then nothing is computed twice.
+    `head` maps [n, H] to logits [n, V], row by row. If all logits fit CHUNK_BYTES it is called
+    once, and nothing is computed twice.
     """
 
     def chunk_logprobs(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,8 +62,7 @@ def token_logprobs(
     """Logits [K, V] and targets [K] -> log-probabilities [K] and entropies [K].
 
     Both are of the sampling distribution softmax(logits / temperature), in float32, in nats. The
-    entropies have a gradient only with `entropy_gradient`: a loss without an entropy bonus needs
-    none.
+    entropies have a gradient only with `entropy_gradient`, which an entropy bonus needs.
     """
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         logits, targets, temperature, entropy_gradient
@@ -80,8 +80,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        # Large tensors are changed in place from here on: a copy costs memory and, on
-        # accelerators, the time that reading and writing it takes.
+        # Large tensors are changed in place: a copy costs memory and, on accelerators, time.
         scaled = logits.to(torch.float32, copy=temperature != 1.0)
         if temperature != 1.0:
             scaled.div_(temperature)

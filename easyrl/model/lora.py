@@ -1,20 +1,20 @@
-"""LoRA (arXiv 2106.09685): adapters beside a model's linear layers, which alone are trained.
+"""LoRA (arXiv 2106.09685): adapters beside a model's linear layers; only they are trained.
 
     layer(x) = W x + (alpha / rank) B A x       A [rank, in] random, B [out, rank] zero at first
 
-peft puts them into the model's own modules, so its code, attention and head are not touched.
-Nobody but the trainer knows of them: a weight leaves it merged, as W + (alpha / rank) B A, under
-the name that it has without an adapter. Without its adapters (`BaseWeights`) the model is the
-reference, which so needs no memory.
+peft puts them into the model's own modules, so its code, attention and head are unchanged. Only the
+trainer knows about adapters: a weight leaves it merged, as W + (alpha / rank) B A, under its name
+without an adapter. The model without its adapters (`BaseWeights`) is the reference, which therefore
+needs no memory.
 
-Of a sharded model (`sharding`) each rank has its part of adapters and frozen weights alike. What is
-made whole here (a merged weight, the saved adapter) all ranks ask for together.
+Adapters and frozen weights of a sharded model (`sharding`) are sharded alike. Merging a weight and
+saving the adapter are collective: all ranks call them together.
 
-    preflight:  model without memory ─► names checked ─► adapters tried out ─► how many weights
-    trainer:    loaded model ─────────► the same, with memory
+    preflight:  model on `meta` ─► names checked ─► adapters tried out ─► number of weights
+    trainer:    loaded model ────► the same, with memory
 
-Adapted are `nn.Linear` and transformers' `Conv1D`. Experts that transformers keeps in one tensor
-are neither, and peft would have to merge them in every forward: they stay as they are.
+Adapted are `nn.Linear` and transformers' `Conv1D`. Experts that transformers fuses into one tensor
+stay frozen: peft would have to merge them in every forward.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from easyrl.config import ConfigError
-from easyrl.config_lora import LoraConfig
-from easyrl.model.meta import meta_model
+from easyrl.config.model import LoraConfig
+from easyrl.model.files import meta_model
 from easyrl.model.sharding import whole
 from easyrl.types import Weight
 
@@ -40,12 +40,12 @@ TARGETS = "model.lora.target_modules"
 
 
 def check_lora(lora: LoraConfig, path: str, config: Any, *, trust_remote_code: bool = False) -> int:
-    """Elements that would be trained. Raises ConfigError where there is no peft, or the model of
-    `path`, with transformers' configuration `config`, has no such layers."""
+    """Count the elements that would be trained. Raises ConfigError if peft is missing, or the model
+    of `path`, with transformers' configuration `config`, lacks the layers."""
     if find_spec("peft") is None:
         raise ConfigError(
-            f"model.lora.rank: {lora.rank} came, but LoRA needs peft, which is not installed: "
-            "pip install 'easyrl[lora]'; accepted: null without it"
+            f"model.lora.rank: expected null without peft, got {lora.rank}; to use LoRA: pip "
+            "install 'easyrl[lora]'"
         )
     model = meta_model(config, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
@@ -54,11 +54,11 @@ def check_lora(lora: LoraConfig, path: str, config: Any, *, trust_remote_code: b
 
 
 class Adapter:
-    """The adapters in a model, which has them from here on. All else in it is frozen."""
+    """The adapters of a model. Creating them modifies the model and freezes everything else."""
 
     def __init__(self, model: Any, lora: LoraConfig, *, path: str, seed: int) -> None:
-        """`path` is what messages call the model; `seed` decides the first A. Raises ConfigError
-        for layers that the model does not have, or that cannot be adapted."""
+        """`path` names the model in messages; `seed` determines the initial A. Raises ConfigError
+        for layers that the model lacks or that cannot be adapted."""
         import peft
 
         assert lora.rank is not None
@@ -70,16 +70,16 @@ class Adapter:
             task_type="CAUSAL_LM",
         )
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            warnings.simplefilter("ignore")  # of transformers' old names, and of Conv1D's layout
+            warnings.simplefilter("ignore")  # old names, and Conv1D's layout
             torch.default_generator.manual_seed(seed)
             try:
                 self._peft: Any = peft.get_peft_model(model, config)
             except ValueError as error:
                 raise ConfigError(
-                    f"{TARGETS}: peft refuses {path}: {error}; accepted: other layers"
+                    f"{TARGETS}: peft refuses {path}: {error}; use other layers"
                 ) from error
         self._peft.eval()
-        base = config.base_model_name_or_path  # as the model was loaded: maybe seen from here
+        base = config.base_model_name_or_path  # may be a relative path
         if base is not None and Path(base).is_dir():
             config.base_model_name_or_path = str(Path(base).absolute())
         self._layers: dict[str, Any] = {
@@ -90,8 +90,8 @@ class Adapter:
         assert all(isinstance(layer, peft.tuners.lora.Linear) for layer in self._layers.values())
 
     def weights(self, named: Iterable[tuple[str, Tensor]]) -> list[Weight]:
-        """Of a model's parameters those that it has without adapters: merged, where there is one,
-        when they are asked for."""
+        """Turn the module's parameters into the weights of the model without adapters; adapted ones
+        are merged when they are materialized."""
         weights = []
         for name, tensor in named:
             of_layer, _, kind = name.rpartition(".base_layer.")
@@ -111,42 +111,42 @@ class Adapter:
         trained = [parameter for parameter in self._peft.parameters() if parameter.requires_grad]
         with self._peft.disable_adapter():
             for parameter in trained:
-                # peft freezes them meanwhile, and sharding looks for good at what is trained when
-                # it first runs, which may be now.
+                # peft freezes them meanwhile, but FSDP decides at its first run, which may be now,
+                # what is trained.
                 parameter.requires_grad_(True)
             yield
 
     def save(self, folder: Path, *, is_writer: bool = True) -> None:
         """Write them in peft's format: `PeftModel.from_pretrained(base model, folder)`. All ranks
-        of a sharded model come here together, and one of them `is_writer`."""
+        of a sharded model call this together, and one of them `is_writer`."""
         state = {}
         for name, parameter in self._peft.named_parameters():
             if parameter.requires_grad:
                 values = whole(parameter)
                 if is_writer:
                     state[name] = values.cpu()
-        if is_writer:  # of embeddings it would ask the hub
+        if is_writer:  # with embedding layers peft would query the hub
             self._peft.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
 
 class BaseWeights:
-    """The model without its adapters, as a second set of weights that is none."""
+    """The model without its adapters, with the interface of `tri_model.OtherWeights`."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Run the module so, without a gradient."""
+        """Run the module without adapters and without gradient."""
         with self._adapter.disabled():
             yield
 
 
 @torch.no_grad()
 def _merged(layer: Any) -> Tensor:
-    """W + (alpha / rank) B A, in the layout and type of W.
+    """Return W + (alpha / rank) B A, in the layout and dtype of W.
 
-    Of a sharded model all three are gathered first: a product of parts could have other last bits.
+    A sharded model's tensors are gathered first: a product of parts could have other last bits.
     """
     weight: Tensor = whole(layer.base_layer.weight)
     a, b = whole(layer.lora_A["default"].weight), whole(layer.lora_B["default"].weight)
@@ -158,34 +158,34 @@ def _merged(layer: Any) -> Tensor:
 
 
 def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
-    """What peft is to adapt. Raises ConfigError for a name that it cannot."""
+    """Return the names that peft adapts. Raises ConfigError for names that it cannot."""
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
     layers = [name for name, module in modules.items() if _is_linear(module) and module is not head]
-    layers = _understood(model, layers)
+    layers = _supported_by_peft(model, layers)
     if not layers:
         raise ConfigError(f"model.lora.rank: {path} has no linear layer that peft can adapt")
     if lora.target_modules is None:
         return layers
-    accepted = f"accepted: {', '.join(sorted({name.rpartition('.')[2] for name in layers}))}"
+    accepted = f"use {', '.join(sorted({name.rpartition('.')[2] for name in layers}))}"
     for target in lora.target_modules:
         meant = [name for name in modules if name == target or name.endswith(f".{target}")]
         if not meant:
             raise ConfigError(f"{TARGETS}: {path} has no module '{target}'; {accepted}")
         for name in meant:
-            if name not in layers and (reason := _obstacle(model, modules[name])):
+            if name not in layers and (reason := _unsupported_reason(model, modules[name])):
                 raise ConfigError(f"{TARGETS}: '{target}': {name} of {path} {reason}; {accepted}")
     return lora.target_modules
 
 
-def _obstacle(model: Any, module: nn.Module) -> str | None:
-    """Why it gets no adapter, of a module that is not among those that do."""
+def _unsupported_reason(model: Any, module: nn.Module) -> str | None:
+    """Say why a module that is not among the adapted layers cannot be adapted."""
     if not _is_linear(module):
-        return f"is no linear layer ({type(module).__name__})"
+        return f"is not a linear layer ({type(module).__name__})"
     if module is not model.get_output_embeddings():
-        return "is to peft a part of experts that transformers keeps in one tensor"
+        return "is treated by peft as part of fused experts"
     if model.get_input_embeddings().weight is module.weight:
-        return "shares its weight with the embedding, which its adapter would leave behind"
+        return "shares its weight with the embedding, which has no adapter"
     return None
 
 
@@ -195,9 +195,9 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, Conv1D))
 
 
-def _understood(model: Any, names: list[str]) -> list[str]:
-    """Those of the layers that peft takes as they are called: in mixtures of experts it reads some
-    names as parts of what transformers 5 fuses, when it adapts and again when it loads."""
+def _supported_by_peft(model: Any, names: list[str]) -> list[str]:
+    """Return the layers whose names peft takes literally: in mixtures of experts it maps some names
+    to tensors that transformers 5 fuses, when it adapts and when it loads."""
     import peft
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 

@@ -1,13 +1,19 @@
-"""A causal language model as EasyRL uses it: packed tokens in, logits at chosen places out.
+"""A causal language model: packed tokens in, logits of chosen tokens out.
 
-Loads any Hugging Face causal-LM folder or hub id. Where its layers cannot attend in packed rows
-exactly (`exactness`), the row's sequences go through transformers' own code as a padded batch.
+Loads any Hugging Face causal-LM folder or hub id. If its layers cannot attend in packed rows
+exactly (`exactness`), the row's sequences run through transformers' own code as a padded batch:
+
+    [s1 s1 s1 | s2 | s3 s3] ──spread──► [[s1 s1 s1] [s2 . .] [s3 s3 .]] ──model──► ──gather──► [T]
+
+Shapes: T tokens of the packed row, K of them with logits, H the model's width, V tokens of the
+vocabulary; B sequences, L the longest of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,25 +23,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from easyrl.config import AttentionMode, DType
-from easyrl.config_lora import LoraConfig
-from easyrl.hub import resolve_model
+from easyrl.config.model import LoraConfig
+from easyrl.data.hub import resolve_model
 from easyrl.model.attention import (
     AttentionLayout,
     PackedGroups,
     UnservableLayer,
     register_attention,
 )
+from easyrl.model.cpu_layers import speed_up_linear_layers, speed_up_rms_norms
 from easyrl.model.exactness import attend_packed, check_causal
-from easyrl.model.linear import speed_up_linear_layers
-from easyrl.model.lora import Adapter
-from easyrl.model.padded import PaddedRows
-from easyrl.model.pretrained import (
+from easyrl.model.files import (
     cannot_share,
     eos_token_ids,
     load_model_config,
     longest_exact,
 )
-from easyrl.model.rms_norm import speed_up_rms_norms
+from easyrl.model.lora import Adapter
 from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
 
@@ -48,21 +52,20 @@ class Policy:
         model: Any,
         device: torch.device,
         *,
-        obstacle: str | None = None,
+        unsupported_reason: str | None = None,
         attention: AttentionMode = "auto",
     ) -> None:
-        """`attention`: see `model.attention` in the config."""
+        """`attention`: `model.attention` of the config."""
         self.model = model
         self.device = device
-        self.obstacle = obstacle
-        """Why its layers cannot attend in packed rows exactly: which layer and what; None: they
-        can."""
-        self.shares_prompts = obstacle is None and attention != "repeated"
-        """Whether the trainer's rows hold a group's prompt once."""
+        self.unsupported_reason = unsupported_reason
+        """Why its layers cannot attend in packed rows exactly; None: they can."""
+        self.shares_prompts = unsupported_reason is None and attention != "repeated"
+        """Whether the trainer packs a group's prompt once."""
         self.adapter: Adapter | None = None
         self.eos_token_ids = eos_token_ids(model.generation_config, model.config)
         self._layers = next(iter(_layers_of(model)), model)
-        self._base_output: Any = None  # the class of what the layers return, once they have run
+        self._base_output: Any = None  # the class of the layers' output, once they have run
         self._longest_exact = longest_exact(model.config)
 
     @classmethod
@@ -75,8 +78,12 @@ class Policy:
         attention: AttentionMode = "auto",
         dtype: DType = "float32",
     ) -> Policy:
-        """Weights are looked at in float32 and kept in `dtype`. Raises ValueError where the model
-        is not whole, or no causal one, or cannot share prompts although `attention` says so."""
+        """Load a folder, a hub id or a built-in model, with its weights in `dtype`.
+
+        The model is checked in float32, on the CPU where `dtype` is narrower (`_in_float32`).
+        Raises ValueError if weights are missing, if it is no causal language model, or if
+        `attention` asks for shared prompts that it cannot compute exactly.
+        """
         from transformers import AutoModelForCausalLM
 
         register_attention()
@@ -84,34 +91,34 @@ class Policy:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             resolve_model(path),
             config=config,
-            dtype=torch.float32,
+            dtype=getattr(torch, dtype),
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, in words
+            ignore_mismatched_sizes=True,  # reported by _check_complete
         )
         model, found = loaded
         _check_complete(path, found["missing_keys"], found["mismatched_keys"])
+        for weight in model.parameters():  # transformers keeps some weights in float32
+            weight.data = weight.data.to(getattr(torch, dtype))
         if torch.device(device).type == "cpu":
             speed_up_linear_layers(model)
             speed_up_rms_norms(model)
         if dtype == "float32":
             model = model.to(device)
-        # Else a device may have no room for them before they are as they are kept.
-        obstacle = attend_packed(model)
-        if obstacle is not None:
-            check_causal(model, path)
-            if attention == "shared_prompt":
-                raise cannot_share(path, obstacle)
-        policy = cls(model, model.device, obstacle=obstacle, attention=attention)
-        policy._check_head(path)
-        for weight in model.parameters():  # not the buffers: positions are computed in float32
-            weight.data = weight.data.to(getattr(torch, dtype))
+        with _in_float32(model):
+            reason = attend_packed(model)
+            if reason is not None:
+                check_causal(model, path)
+                if attention == "shared_prompt":
+                    raise cannot_share(path, reason)
+            policy = cls(model, model.device, unsupported_reason=reason, attention=attention)
+            policy._check_head(path)
         model.to(device)
         policy.device = torch.device(device)
         return policy
 
     def checkpoint_activations(self) -> None:
-        """From here on the backward pass computes each of `blocks` again from its input."""
+        """Recompute each decoder layer from its input in the backward pass from now on."""
         for block in self.blocks:
             block.forward = partial(  # beneath the hooks that gather a sharded layer's weights
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
@@ -120,9 +127,9 @@ class Policy:
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor
     ) -> Tensor:
-        """Logits [K, V] at the places `logits_at` [K] of the packed row `input_ids` [T]."""
+        """Return logits [K, V] of the tokens `logits_at` [K] of the packed row `input_ids` [T]."""
         self._check_positions(position_ids)
-        if self.obstacle is not None:
+        if self.unsupported_reason is not None:
             rows = PaddedRows(position_ids)
             output = self.model(input_ids=rows.spread(input_ids), use_cache=False)
             return rows.gather(output.logits)[logits_at]
@@ -139,9 +146,9 @@ class Policy:
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, at: Tensor
     ) -> Tensor:
-        """What the head is given [K, H] at the places `at` [K] of the packed row [T]."""
+        """Return the head's inputs [K, H] for the tokens `at` [K] of the packed row [T]."""
         self._check_positions(position_ids)
-        if self.obstacle is not None:
+        if self.unsupported_reason is not None:
             rows = PaddedRows(position_ids)
             output = self._layers(input_ids=rows.spread(input_ids), use_cache=False)
             hidden = rows.gather(output.last_hidden_state)
@@ -157,27 +164,29 @@ class Policy:
         return hidden[at]
 
     def _check_positions(self, position_ids: Tensor) -> None:
-        """The config is looked at before a run; whoever comes another way is told here."""
+        """Refuse sequences beyond an exact RoPE, for callers without the preflight check."""
         if self._longest_exact is None:
             return
         longest, (limit, kind) = int(position_ids.max()) + 1, self._longest_exact
         if longest > limit:
             raise ValueError(
-                f"data.max_prompt_length, rollout.max_completion_length: a sequence of {longest} "
-                f"tokens came, but from {limit + 1} on the model's {kind} RoPE changes with the "
-                f"longest sequence beside a token; accepted: {limit} together"
+                f"data.max_prompt_length, rollout.max_completion_length: expected at most {limit} "
+                f"tokens together, got {longest}: beyond, the model's {kind} RoPE depends on the "
+                "longest sequence in the batch"
             )
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [K, V] of `hidden_states` [K, H].
+        """Return logits [K, V] of `hidden_states` [K, H].
 
-        It is the model's own code, whatever that does besides a matrix product: its forward,
-        with that of the layers below replaced by their result.
+        This runs the model's own forward, whatever its head does besides a matrix product, with
+        the layers' forward replaced by their result. Hazard: until the call returns, the model
+        has no layers. So nothing else may run the model meanwhile: no other thread, and no hook.
+        Recomputation in backward is safe, because it calls `head` again.
         """
         given = self._base_output(last_hidden_state=hidden.unsqueeze(0))
-        self._layers.forward = lambda *_, **__: given  # before the class's own, for this object
+        self._layers.forward = lambda *_, **__: given  # shadows the class's method
         try:
-            # Some look at the shape of the tokens that their hidden states are of.
+            # Some models read the shape of their input tokens.
             tokens = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
         finally:
@@ -186,10 +195,8 @@ class Policy:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The layers between embeddings and head, one after another: where most weights are."""
-        lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
-        sizes = [sum(weight.numel() for weight in blocks.parameters()) for blocks in lists]
-        return list(lists[sizes.index(max(sizes))]) if lists else []
+        """The decoder layers, in order."""
+        return _blocks_of(self.model)
 
     @property
     def vocabulary_size(self) -> int:
@@ -197,7 +204,8 @@ class Policy:
 
     @torch.no_grad()
     def _check_head(self, path: str) -> None:
-        """Log-probabilities are computed in chunks: layers and head apart must be the model."""
+        """Check that layers and head apart equal the model: log-probabilities are computed in
+        chunks."""
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
         layout = PackedGroups.of_sequences([len(tokens)], self.device)
         expected = self.forward(tokens, tokens, layout, logits_at=tokens)
@@ -219,57 +227,55 @@ class Policy:
             if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
                 return
         raise ValueError(
-            f"model.path: the logits of {type(self.model).__name__} ({path}) do not follow from "
-            "its last hidden states alone, which EasyRL relies on to compute them a part at a "
-            "time; choose another model"
+            f"model.path: the logits of {type(self.model).__name__} ({path}) are not a function of "
+            "its last hidden states alone, which computing them in chunks requires; use another "
+            "model"
         ) from cause
 
     def stop_at(self, token_id: int | None) -> None:
-        """Also end completions at this token: a chat model's config may not name the one that its
-        tokenizer ends turns with."""
+        """Also end completions at this token: a chat model's config may lack the token that ends
+        a turn."""
         if token_id is not None and token_id not in self.eos_token_ids:
             self.eos_token_ids.append(token_id)
 
     def add_adapter(self, lora: LoraConfig, *, path: str, seed: int) -> None:
-        """From here on only LoRA adapters are trained (`lora.Adapter`)."""
+        """Train only LoRA adapters from now on (`lora.Adapter`)."""
         self.adapter = Adapter(self.model, lora, path=path, seed=seed)
 
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def weights(self, *, only_trained: bool = False) -> list[Weight]:
-        """Every weight once (tied ones under their first name), in name order, adapters merged.
-
-        `only_trained`: those alone that training changes.
-        """
+        """Return every weight once (tied ones under their first name), in name order, with
+        adapters merged. `only_trained`: only those that training changes."""
         every = self._merged(self.model.named_parameters())
         chosen = [weight for weight in every if weight.is_trained or not only_trained]
         return sorted(chosen, key=lambda weight: weight.name)
 
     def _merged(self, named: Iterable[tuple[str, Tensor]]) -> list[Weight]:
-        """Of tensors of the module those that the model has without adapters."""
+        """Turn the module's tensors into the weights of the model without adapters."""
         if self.adapter is not None:
             return self.adapter.weights(named)
         return [Weight.kept(*weight, is_trained=weight[1].requires_grad) for weight in named]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """`weights`, one at a time."""
-        return ((weight.name, weight.make()) for weight in self.weights())
+        """Materialize `weights` one at a time."""
+        return ((weight.name, weight.materialize()) for weight in self.weights())
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         own = dict(self.flat_weights())
         for piece in pieces:
-            place = own[piece.name][piece.start : piece.start + len(piece.values)]
-            if place.data_ptr() != piece.values.data_ptr():  # it may have come there by itself
-                place.copy_(piece.values)
+            target = own[piece.name][piece.start : piece.start + len(piece.values)]
+            if target.data_ptr() != piece.values.data_ptr():  # else it was received in place
+                target.copy_(piece.values)
 
     def flat_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The memory of each weight, under its name: [n]."""
+        """Yield each weight's name and its memory as a flat view [n]."""
         return ((name, tensor.data.view(-1)) for name, tensor in self.model.named_parameters())
 
     def weights_sha256(self) -> str:
-        """SHA-256 over the bytes of all weights, in name order. All ranks of a sharded policy ask
-        for it, and for `save`, together."""
+        """Return the SHA-256 of all weights' bytes, in name order. Collective, like `save`: all
+        ranks of a sharded policy call it together."""
         digest = hashlib.sha256()
         for name, tensor in self.named_weights():
             digest.update(name.encode())
@@ -278,17 +284,17 @@ class Policy:
         return digest.hexdigest()
 
     def save(self, folder: Path, tokenizer: Any, *, is_writer: bool = True) -> None:
-        """Write a Hugging Face folder that transformers and vLLM load as it is, adapters merged.
+        """Write a Hugging Face folder that transformers and vLLM can load, adapters merged.
 
-        The policy stays as it is, so that it can be trained and saved again. A sharded one is
-        gathered weight by weight onto the CPU of the one rank that `is_writer`.
+        The policy is unchanged and can be trained further. A sharded one is gathered weight by
+        weight onto the CPU of the rank with `is_writer`.
         """
-        gathered: dict[int, Tensor] = {}  # by the parameter: tied ones have one
+        gathered: dict[int, Tensor] = {}  # by id of the parameter: tied weights share one
         state = {}
         for weight in self._merged(self.model.state_dict(keep_vars=True).items()):
-            parameter = id(weight.like)
+            parameter = id(weight.reference)
             if parameter not in gathered:
-                values = whole(weight.make())
+                values = whole(weight.materialize())
                 gathered[parameter] = values.cpu() if is_writer else values.new_empty(0)
             state[weight.name] = gathered[parameter]
         if is_writer:
@@ -296,8 +302,84 @@ class Policy:
             tokenizer.save_pretrained(folder)
 
 
+class PaddedRows:
+    """Maps a packed row of whole sequences to a padded batch and back.
+
+    Padding stands behind the real tokens, where a causal model does not attend. So no mask is
+    needed, and each row gives what its sequence gives alone.
+    """
+
+    def __init__(self, position_ids: Tensor) -> None:
+        """`position_ids` [T]: a sequence starts at each 0."""
+        is_start = position_ids == 0
+        row = is_start.cumsum(0) - 1  # [T]
+        starts = is_start.nonzero().squeeze(1)  # [B]
+        indices = torch.arange(len(position_ids), device=position_ids.device)
+        assert bool((indices - starts[row] == position_ids).all()), "a prompt is shared"
+        self._shape = len(starts), int(position_ids.max()) + 1
+        self._cells = row * self._shape[1] + position_ids  # [T]
+
+    def spread(self, tokens: Tensor) -> Tensor:
+        """[T] -> [B, L]"""
+        batch = tokens.new_zeros(self._shape[0] * self._shape[1])
+        batch[self._cells] = tokens
+        return batch.view(self._shape)
+
+    def gather(self, states: Tensor) -> Tensor:
+        """[B, L, ...] -> [T, ...]"""
+        return states.flatten(0, 1)[self._cells]
+
+
+def _blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of the list that holds most weights: the decoder layers."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    sizes = [sum(weight.numel() for weight in blocks.parameters()) for blocks in lists]
+    return list(lists[sizes.index(max(sizes))]) if lists else []
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Run the model in float32 although its weights are kept in a narrower type.
+
+    The weights of a decoder layer are float32 only while the layer runs, and all others
+    (embeddings, head) throughout, so that the whole model never exists in float32.
+    """
+    narrow: dict[nn.Parameter, Tensor] = {}
+
+    def widen(weights: Iterable[nn.Parameter]) -> None:
+        for weight in weights:
+            if weight.is_floating_point() and weight.dtype != torch.float32:
+                narrow[weight] = weight.data
+                weight.data = weight.data.float()
+
+    def restore(weights: Iterable[nn.Parameter]) -> None:
+        for weight in weights:
+            if weight in narrow:
+                weight.data = narrow.pop(weight)
+
+    blocks = _blocks_of(model)
+    hooks = [
+        hook
+        for block in blocks
+        for hook in (
+            block.register_forward_pre_hook(lambda block, _: widen(block.parameters())),
+            block.register_forward_hook(
+                lambda block, *_: restore(block.parameters()), always_call=True
+            ),
+        )
+    ]
+    in_blocks = {weight for block in blocks for weight in block.parameters()}
+    widen(weight for weight in model.parameters() if weight not in in_blocks)
+    try:
+        yield
+    finally:
+        restore(list(narrow))
+        for hook in hooks:
+            hook.remove()
+
+
 def _layers_of(model: Any) -> list[Any]:
-    """What may be all of a model below its head, the likeliest first."""
+    """Return the modules that may be the model without its head, the likeliest first."""
     candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
     return [layers for layers in candidates if layers is not None and layers is not model]
 
@@ -305,15 +387,15 @@ def _layers_of(model: Any) -> list[Any]:
 def _check_complete(
     path: str, missing: Collection[str], mismatched: Collection[tuple[str, Any, Any]]
 ) -> None:
-    """transformers draws at random what a folder has no weights for."""
-    for name, found, wanted in sorted(mismatched):
+    """Raise ValueError for missing weights, which transformers would initialize at random."""
+    for name, found, expected in sorted(mismatched):
         raise ValueError(
-            f"model.path: in the files of {path} the weight {name} has the shape {list(found)}, "
-            f"but by its config.json it has {list(wanted)}; fetch or save the model again"
+            f"model.path: {path}: weight {name}: expected shape {list(expected)} by config.json, "
+            f"got {list(found)}; download or save the model again"
         )
     if missing:
         raise ValueError(
-            f"model.path: the files of {path} lack {len(missing)} of the model's weights "
-            f"({', '.join(sorted(missing)[:3])}{', ...' if len(missing) > 3 else ''}); fetch or "
-            "save the model again, or choose another model"
+            f"model.path: {path} lacks {len(missing)} of the model's weights "
+            f"({', '.join(sorted(missing)[:3])}{', ...' if len(missing) > 3 else ''}); download or "
+            "save the model again, or use another model"
         )

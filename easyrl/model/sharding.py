@@ -1,16 +1,15 @@
-"""The train ranks, and how one model lies on them: in parts (FSDP2), or whole where there is one.
+"""The train ranks, and how a model is distributed over them: sharded (FSDP2), or whole on one.
 
-A sharded model's weights, gradients and optimizer state are cut along their first dimension, a part
-for each rank. A layer's weights are gathered just before it computes and dropped after it, in
+A sharded model's weights, gradients and optimizer state are divided along their first dimension, a
+part for each rank. A layer's weights are gathered before it computes and dropped afterwards, in
 forward and again in backward; then its gradient is summed over the ranks and each keeps its part.
-So a rank never has more than a layer (and what is in no layer: embeddings and head) whole.
+So a rank holds at most a layer whole, besides the weights outside of layers (embeddings, head).
 
-    rank 0   gather layer 1 ─► compute ─► gather layer 2 ─► …      each gathering and each sum waits
+    rank 0   gather layer 1 ─► compute ─► gather layer 2 ─► …      each gather and each sum waits
     rank 1   gather layer 1 ─► compute ─► gather layer 2 ─► …      for all ranks, in the same order
 
-Whoever computes in `dtype` has weights in float32 and gathers them as `dtype`; gradients are summed
-in float32. This room knows no batches: that every rank runs equally many forwards and backwards is
-its caller's to see to.
+With a narrower `dtype` weights are kept in float32 and gathered in `dtype`; gradients are summed in
+float32. The caller ensures that all ranks run equally many forwards and backwards.
 
 Source: torch.distributed.fsdp.fully_shard; PyTorch FSDP (arXiv 2304.11277).
 """
@@ -35,26 +34,27 @@ if TYPE_CHECKING:
 
 
 class TrainRanks:
-    """All train ranks as one of them sees them. Without `join` there is one, and nothing is cut."""
+    """This rank's view of all train ranks. Without `join` there is one, and nothing is sharded."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
         self.mesh: DeviceMesh | None = None
-        """None: models stay whole and as they are."""
+        """None: models stay whole."""
         self.device = torch.device("cpu")
         self.group_for_files: dist.ProcessGroup | None = None
-        """What they write and read checkpoints over, which may be beside the training; None: this
-        rank does so alone."""
+        """The process group for checkpoints, which may be written while training; None: this rank
+        is alone."""
         self._timeout_seconds = 0.0
 
     @classmethod
     def join(
         cls, store_path: str, *, rank: int, size: int, device: torch.device, timeout_seconds: float
     ) -> TrainRanks:
-        """Become rank `rank` of `size`, in torch's default world (the weight channel has another).
+        """Initialize rank `rank` of `size` in torch's default process group (the weight channel has
+        its own).
 
-        `store_path` is a file that all ranks can open. Raises TimeoutError when the others do not
-        come within `timeout_seconds`, which bounds every later wait for them as well.
+        `store_path` is a file that all ranks can open. Raises TimeoutError if the others do not
+        join within `timeout_seconds`, which also bounds every later wait for them.
         """
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -67,7 +67,7 @@ class TrainRanks:
             )
             ranks.mesh = DeviceMesh(device.type, list(range(size)))
             if size > 1:
-                ranks.group_for_files = devices.join_cpu_group(timedelta(seconds=timeout_seconds))
+                ranks.group_for_files = devices.join_checkpoint_group()
         return ranks
 
     def shard(
@@ -78,9 +78,9 @@ class TrainRanks:
         dtype: torch.dtype,
         offload: bool = False,
     ) -> None:
-        """Cut the parameters of `module` and move them to the device, layer by layer: those of
-        each of `layers` are gathered together, and then all others. With `offload` the parts, and
-        with them gradients and optimizer, stay on the CPU."""
+        """Shard the parameters of `module` and move them to the device: those of each of `layers`
+        are gathered together, and all others. With `offload` the parts stay on the CPU, and with
+        them gradients and optimizer state."""
         if self.mesh is None:
             return
         from torch.distributed.fsdp import (
@@ -90,8 +90,8 @@ class TrainRanks:
             fully_shard,
         )
 
-        is_elsewhere = self.device.type != "cpu"
-        kept = CPUOffloadPolicy(pin_memory=is_elsewhere) if offload else OffloadPolicy()
+        on_accelerator = self.device.type != "cpu"
+        kept = CPUOffloadPolicy(pin_memory=on_accelerator) if offload else OffloadPolicy()
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
         )
@@ -99,18 +99,18 @@ class TrainRanks:
             sharded = fully_shard(
                 part_of_model, mesh=self.mesh, mp_policy=precision, offload_policy=kept
             )
-            # Gradients are sums over the update's groups, on whichever rank: never means.
+            # Gradients are sums over the update's groups on all ranks, never means.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            _sum_what_is_unused(sharded)
+            _reduce_unused(sharded)
 
     def drop_gathered(self, module: nn.Module) -> None:
-        """Let go of what a forward without a gradient has left gathered of a sharded module."""
+        """Free the weights that a forward without gradient has left gathered."""
         if self.mesh is not None:
             module.reshard()  # type: ignore[operator]
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over the ranks."""
+        """Sum each value over the ranks."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def maxima(self, values: Sequence[float]) -> list[float]:
@@ -143,20 +143,20 @@ class TrainRanks:
             raise ConnectionError(f"{others}: {text}") from error
 
 
-def _sum_what_is_unused(sharded: Any) -> None:
-    """A rank's tokens may miss a parameter (a router's expert) that another's use: let it be summed
-    as zeros, since every rank must take part in the same sums."""
-    if hasattr(sharded, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+def _reduce_unused(sharded: Any) -> None:
+    """Reduce zeros for parameters that this rank's tokens do not use (an expert): all ranks must
+    take part in the same reductions."""
+    if hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch >= 2.13
         sharded.set_reduce_scatter_unused_params(True, recurse=False)
         return
     parts = sharded._get_fsdp_state()._fsdp_param_group
-    if parts is None:  # it has no parameters of its own
+    if parts is None:  # no parameters of its own
         return
     sum_gradients = parts.post_backward
 
     def sum_all(*_: Any) -> None:
         for part in parts.fsdp_params:
-            weight = getattr(part, "_unsharded_param", None)  # not yet: never gathered
+            weight = getattr(part, "_unsharded_param", None)  # None: never gathered
             if weight is not None and weight.requires_grad and weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
         sum_gradients()
@@ -165,30 +165,30 @@ def _sum_what_is_unused(sharded: Any) -> None:
 
 
 def is_sharded(weight: Tensor) -> TypeGuard[DTensor]:
-    """Whether a weight or gradient is one of which this rank has a part."""
-    loaded = sys.modules.get("torch.distributed.tensor")  # a second of imports: never for this
+    """Return whether this rank holds only a part of the weight or gradient."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # importing takes a second
     return loaded is not None and isinstance(weight, loaded.DTensor)
 
 
 def whole(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """All of a weight, without gradient, in its own or another dtype. Of a sharded one it is
-    gathered: all ranks ask for the same ones in the same order."""
+    """Return the whole weight, without gradient, in its own or another dtype. A sharded weight is
+    gathered: all ranks call this for the same weights in the same order."""
     weight = weight.detach()
     if dtype is not None:
         weight = weight.to(dtype)
     if not is_sharded(weight):
         return weight
-    if not weight.numel():  # no rank waits for one that leaves it out: nothing of it is sent
+    if not weight.numel():  # nothing is sent, so ranks need not wait
         return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     return weight.full_tensor()
 
 
 def gathered(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`whole`, of a sharded weight in `dtype`; another one as it lies there, without a copy."""
+    """Gather a sharded weight in `dtype`; return another one as it is, without a copy."""
     return whole(weight, dtype if is_sharded(weight) else None)
 
 
 def own_part(weight: Tensor) -> Tensor:
-    """What this rank has of a weight or gradient: a view of it."""
+    """Return this rank's part of a weight or gradient, as a view."""
     weight = weight.detach()
     return weight.to_local() if is_sharded(weight) else weight

@@ -1,24 +1,29 @@
-"""Shared-prompt attention: a group stands in the row as `[P | R1 | R2 | ... | RG]`.
+"""Shared-prompt attention: a group is packed as `[P | R1 | R2 | ... | RG]`.
 
-A prompt's tokens look at the prompt, a completion's at its prompt and at itself, none ahead. So
-two kinds of blocks make up the attention of a packed row, and nothing else is computed:
+A prompt token attends to the prompt, a completion token to its prompt and its own completion, both
+causally. So the attention of a packed row consists of two kinds of blocks, and nothing else is
+computed:
 
     own      every segment (a prompt or a completion) to itself, causally
-    prompt   all completions of a group at once to their prompt, whose keys are not copied
+    prompt   all completions of a group together to their prompt, whose keys are not copied
 
-A completion's softmax over both is put together by their log-sum-exps (`attention_kernels`). Kept
+A completion's softmax over both blocks is merged by their log-sum-exps (`attention_kernels`). Kept
 for backward are the row's query, key and value, its output and log-sum-exp: no scores, no copies.
 
-Shapes: T tokens of the packed row, Hkv key/value heads, G query heads for each of them (1 where
-keys and values are meant), D head size; of a bucket: B segments, L the longest of them. What is
-called "tokens" is [T, Hkv, G, D], "cells" [B, L, Hkv, G, D], a block's tensors [B*Hkv, G, L, D].
+A kernel takes many segments at once if they have one length. So segments of similar length are
+padded to the longest of them: a bucket. Wide buckets waste scores, many buckets waste calls.
+
+Shapes: T tokens of the packed row, Hkv key/value heads, G query heads for each of them (1 for keys
+and values), D head size; of a bucket: B segments, L the longest of them. "Tokens" are
+[T, Hkv, G, D], "cells" [B, L, Hkv, G, D], a block's tensors [B*Hkv, G, L, D].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,30 +36,29 @@ from easyrl.model.attention_kernels import (
     choose_kernel,
     merge,
 )
-from easyrl.model.segments import Bucket, make_buckets, padded_length
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 Groups = Sequence[tuple[int, Sequence[int]]]
-"""Of each its P, and the R of its completions (none: the prompt stands alone)."""
+"""For each group its P, and the R of each completion (none: a whole sequence)."""
 
 
 class SharedPrompt:
-    """The blocks of one packed row."""
+    """The attention layout of one packed row."""
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
         segments: list[tuple[int, int]] = []  # start, length
         self._prompts: list[_Prompt] = []
-        place = 0
+        start = 0
         for prompt_length, completion_lengths in groups:
-            segments.append((place, prompt_length))
-            prompt = slice(place, place + prompt_length)
-            place = prompt.stop
+            segments.append((start, prompt_length))
+            prompt = slice(start, start + prompt_length)
+            start = prompt.stop
             for length in completion_lengths:
-                segments.append((place, length))
-                place += length
+                segments.append((start, length))
+                start += length
             if completion_lengths:
-                completions = slice(prompt.stop, place)
+                completions = slice(prompt.stop, start)
                 self._prompts.append(_Prompt(prompt, completions, tuple(completion_lengths)))
         self._buckets = make_buckets(np.array(segments, dtype=np.int64), device)
         self._biases: dict[tuple[Any, ...], Tensor] = {}
@@ -64,7 +68,7 @@ class SharedPrompt:
     ) -> Tensor:
         """[T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]"""
         num_heads = key.shape[1]
-        # The fused kernel takes the elements of a head as adjacent, and does not check it.
+        # The fused kernel assumes that the elements of a head are adjacent, and does not check it.
         rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
             *(x.reshape(len(x), num_heads, -1, x.shape[-1]) for x in rows),
@@ -90,7 +94,7 @@ class SharedPrompt:
     def prompt_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> list[tuple[slice, slice, Block]]:
-        """Blocks, each with where its queries and its keys stand in the row."""
+        """Return blocks, each with the tokens of its queries and of its keys."""
         window = settings.sliding_window
         blocks = []
         for prompt in self._prompts:
@@ -115,8 +119,8 @@ class SharedPrompt:
         return blocks
 
     def _pad(self, keys: slice, query: Tensor) -> tuple[slice, Tensor | None]:
-        """A prompt's keys with what stands behind them in the row, up to their padded number; the
-        bias [1, S] hides that again."""
+        """Extend a prompt's keys by the tokens behind them to a padded length; return them with the
+        bias [1, S] that hides the extension."""
         length = keys.stop - keys.start
         width = padded_length(length)
         if width == length or keys.start + width > len(query):
@@ -128,14 +132,14 @@ class SharedPrompt:
             self._biases[name] = bias.to(query.device)
         return slice(keys.start, keys.start + width), self._biases[name]
 
-    def _bias(self, queries: _Ints, keys: _Ints, window: int, like: Tensor) -> Tensor:
-        """[L, S] from positions: 0 where a query may look, HIDDEN where not. Layers share it."""
+    def _bias(self, queries: _Ints, keys: _Ints, window: int, reference: Tensor) -> Tensor:
+        """Return [L, S] from positions: 0 for visible keys, HIDDEN for others. Layers share it."""
         name = (queries.tobytes(), keys.tobytes(), window)
         if name not in self._biases:
             distance = torch.from_numpy(queries[:, None] - keys[None, :])
             hidden = (distance < 0) | (distance >= window)
-            bias = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, HIDDEN)
-            self._biases[name] = bias.to(like.device)
+            bias = torch.zeros(hidden.shape, dtype=reference.dtype).masked_fill_(hidden, HIDDEN)
+            self._biases[name] = bias.to(reference.device)
         return self._biases[name]
 
 
@@ -148,9 +152,9 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        how: tuple[SharedPrompt, AttentionSettings],
+        layout_and_settings: tuple[SharedPrompt, AttentionSettings],
     ) -> Tensor:
-        layout, settings = how
+        layout, settings = layout_and_settings
         kernel = choose_kernel(query, value, settings)
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         logsumexp = torch.empty(0)  # [T, Hkv, G, 1]
@@ -164,13 +168,13 @@ class _Attention(torch.autograd.Function):
             part, part_logsumexp = (_to_tokens(x) for x in kernel.forward(block, settings))
             merge(output[queries], logsumexp[queries], part, part_logsumexp)
         ctx.save_for_backward(query, key, value, output, logsumexp)
-        ctx.how = how
+        ctx.layout_and_settings = layout_and_settings
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
-        layout, settings = ctx.how
+        layout, settings = ctx.layout_and_settings
         gradient = gradients[0]
         kernel = choose_kernel(query, value, settings)
         of_query, of_key, of_value = (x.new_empty(x.shape) for x in (query, key, value))
@@ -178,7 +182,7 @@ class _Attention(torch.autograd.Function):
             parts = kernel.backward(
                 _to_block(bucket.take(gradient, padding=0.0)),
                 _to_block(bucket.take(output)),
-                _to_block(bucket.take(logsumexp, padding=float("inf"))),  # a weight of 0
+                _to_block(bucket.take(logsumexp, padding=float("inf"))),  # exp(score - inf) = 0
                 block,
                 settings,
             )
@@ -206,8 +210,112 @@ def _to_tokens(block: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A prompt that completions stand behind."""
+    """A prompt with completions."""
 
     tokens: slice
     completions: slice
     lengths: tuple[int, ...]
+
+
+# -- buckets ---------------------------------------------------------------------------------------
+
+BUCKET_SCORES = 8000
+"""Cost of another bucket, in padded scores. Measured with the demo's model on one core: a bucket's
+calls take as long as this many scores of 4 heads, forward and backward."""
+
+LANES = 16
+"""Float32 numbers in the widest vector register. PyTorch's fused kernel processes the remainder of
+a row of scores one by one: 79 keys take 1.5 times as long as 80."""
+
+_Lengths = TypeVar("_Lengths", int, _Ints)
+
+
+def padded_length(lengths: _Lengths) -> _Lengths:
+    """Return each length, or the next multiple of LANES if that is faster to compute."""
+    return lengths + (-lengths % LANES) * (lengths % LANES > LANES // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """B segments of similar length, padded to the longest, L."""
+
+    num_segments: int
+    longest: int
+    whole: slice | None
+    """Their tokens, if they are adjacent and of equal length, so that no copy is needed."""
+    tokens: Tensor  # [B*L] int64: the token of each cell; 0 for padding
+    padding: Tensor  # int64: the cells that are padding
+    real: Tensor  # int64: the cells that are not padding
+    tokens_of_real: Tensor  # int64
+
+    def take(self, tokens: Tensor, padding: float | None = None) -> Tensor:
+        """[T, ...] -> cells [B, L, ...]. Padding cells hold any value, or `padding`."""
+        shape = (self.num_segments, self.longest, *tokens.shape[1:])
+        if self.whole is not None:
+            return tokens[self.whole].view(shape)
+        cells = tokens.index_select(0, self.tokens)
+        if padding is not None:
+            cells.index_fill_(0, self.padding, padding)
+        return cells.view(shape)
+
+    def put(self, tokens: Tensor, block: Tensor) -> None:
+        """Write a block's real cells to their tokens in [T, ...]."""
+        cells = _to_cells(block, self.num_segments)
+        if self.whole is not None:
+            tokens[self.whole].view(cells.shape).copy_(cells)
+        else:
+            real = cells.reshape(-1, *tokens.shape[1:]).index_select(0, self.real)
+            tokens.index_copy_(0, self.tokens_of_real, real.to(tokens.dtype))  # may be wider
+
+
+def make_buckets(segments: _Ints, device: torch.device) -> list[Bucket]:
+    """Divide segments [n, 2] (start, length) into buckets, the longest first.
+
+    Minimizes the cost of scores and buckets over all cuts of the segments sorted by length, by
+    dynamic programming over the distinct widths.
+    """
+    longest_first = segments[np.argsort(-segments[:, 1], kind="stable")]
+    falling, starts = np.unique(-padded_length(longest_first[:, 1]), return_index=True)
+    bounds = np.append(starts, len(segments))  # where each width starts
+    least = np.zeros(len(bounds), dtype=np.int64)  # least cost of the segments before each bound
+    previous = np.zeros(len(bounds), dtype=np.int64)  # start of the last bucket before it
+    for stop in range(1, len(bounds)):
+        costs = least[:stop] + (bounds[stop] - bounds[:stop]) * falling[:stop] ** 2
+        previous[stop] = costs.argmin()
+        least[stop] = costs.min() + BUCKET_SCORES
+    cuts = [len(falling)]
+    while cuts[-1]:
+        cuts.append(int(previous[cuts[-1]]))
+    return [
+        _make_bucket(longest_first[bounds[start] : bounds[stop]], device)
+        for stop, start in pairwise(cuts)
+    ][::-1]
+
+
+def _make_bucket(segments: _Ints, device: torch.device) -> Bucket:
+    starts, lengths = segments[:, :1], segments[:, 1:]  # 2 x [B, 1]
+    longest = padded_length(int(lengths[0, 0]))
+    offsets = np.arange(longest)[None, :]  # [1, L]
+    is_real = (offsets < lengths).reshape(-1)
+    tokens = np.where(is_real, (starts + offsets).reshape(-1), 0)
+    real = np.flatnonzero(is_real)
+    is_adjacent = is_real.all() and bool((np.diff(tokens) == 1).all())
+
+    def on_device(array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return Bucket(
+        num_segments=len(segments),
+        longest=longest,
+        whole=slice(int(tokens[0]), int(tokens[-1]) + 1) if is_adjacent else None,
+        tokens=on_device(tokens),
+        padding=on_device(np.flatnonzero(~is_real)),
+        real=on_device(real),
+        tokens_of_real=on_device(tokens[real]),
+    )
+
+
+def _to_cells(block: Tensor, num_segments: int) -> Tensor:
+    """[B*Hkv, G, L, D] -> [B, L, Hkv, G, D]"""
+    by_segment = block.view(num_segments, -1, *block.shape[1:])
+    return by_segment.permute(0, 3, 1, 2, 4)

@@ -1,34 +1,30 @@
-"""What `--model` names where a model is only used: a folder that engines load, or what one is made
-of.
+"""Resolve `--model` for evaluation: find a folder that engines can load, or make one.
 
-    built-in, folder, hub id   as it is
-    run folder                 its model/; of a run that has not finished its newest checkpoint
+    built-in, folder, hub id   unchanged
+    run folder                 its model/; for an unfinished run its newest checkpoint
     checkpoint                 exported     (`export`)
     adapter (peft's)           merged into the model that it was trained on
 
-Looking imports no torch; making does.
+Finding imports no torch; making does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from easyrl.config import ConfigError
-from easyrl.hub import BUILT_IN_MODELS, KEY, is_hub_id
+from easyrl.data.hub import BUILT_IN_MODELS, KEY, is_hub_id
 from easyrl.model.checkpoint_files import (
     CHECKPOINTS,
     STATE,
     BrokenCheckpoint,
     newest_checkpoint,
     read_checkpoint,
-    read_state,
 )
 from easyrl.model.files import fingerprint, read_model_files
 
@@ -39,61 +35,32 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 class ModelSource:
     kind: Literal["model", "checkpoint", "adapter"]
     path: str
-    """Of the folder (or hub id) found."""
+    """The folder or hub id."""
     base: str
-    """The model whose configuration and tokenizer it has: itself, or what it was trained from."""
-    held: str | None = None
-    """Of a checkpoint: where its files are held, whatever becomes of `path`."""
+    """The model with its configuration and tokenizer: itself, or the one it was trained from."""
 
     def identity(self) -> str:
-        """What tells it from another one, and from a later one in the same place."""
+        """Return an identity of the content, which changes if the files change."""
         if self.kind == "model":
             return fingerprint(self.path)
         digest = hashlib.sha256(fingerprint(self.base).encode())
         name = STATE if self.kind == "checkpoint" else ADAPTER_WEIGHTS
         try:
-            digest.update((Path(self.held or self.path) / name).read_bytes())
+            digest.update((Path(self.path) / name).read_bytes())
         except FileNotFoundError:
-            raise self._is_gone() from None
+            raise self._deleted() from None
         return digest.hexdigest()
 
-    def hold(self, folder: Path) -> ModelSource:
-        """The same, with its files held in `folder` where it is a checkpoint, which a run that goes
-        on may remove (`train.keep_checkpoints`): linked, so that it takes no room and no time.
-        Where there are no links (another disk) its state alone is copied, by which it is known.
-        Raises ConfigError where it is gone already."""
-        if self.kind != "checkpoint" or self.held is not None:
-            return self
-        unfinished = folder.with_name(f"{folder.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        try:
-            try:
-                for file in Path(self.path).iterdir():
-                    os.link(file, unfinished / file.name)
-            except FileNotFoundError:
-                raise
-            except OSError:
-                (unfinished / STATE).unlink(missing_ok=True)
-                shutil.copyfile(Path(self.path) / STATE, unfinished / STATE)
-            read_state(unfinished)
-        except (FileNotFoundError, BrokenCheckpoint):
-            shutil.rmtree(unfinished)
-            raise self._is_gone() from None
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-        return replace(self, held=str(folder))
-
-    def _is_gone(self) -> ConfigError:
+    def _deleted(self) -> ConfigError:
         return ConfigError(
-            f"{KEY}: the {self.kind} '{self.path}' was removed meanwhile. A run that goes on "
-            "removes its older checkpoints (train.keep_checkpoints): the same command again takes "
-            "the newest"
+            f"{KEY}: the {self.kind} '{self.path}' was removed while it was read. A running "
+            "training removes older checkpoints (train.keep_checkpoints). Repeat the command: it "
+            "takes the newest"
         )
 
     def make(self, folder: Path) -> str:
-        """The path of a whole model; where it must be made, `folder`, unless it is there already.
-        Raises ConfigError where it cannot be made."""
+        """Return the path of a complete model, made in `folder` if necessary. Raises ConfigError if
+        it cannot be made."""
         if self.kind == "model":
             return self.path
         if not folder.exists():
@@ -102,33 +69,20 @@ class ModelSource:
             if self.kind == "checkpoint":
                 from easyrl.model.export import export_checkpoint
 
-                export_checkpoint(self._whole_checkpoint(), unfinished)
+                try:
+                    export_checkpoint(Path(self.path), unfinished)
+                except (OSError, ValueError):
+                    if Path(self.path).is_dir():
+                        raise
+                    raise self._deleted() from None
             else:
                 _merge(self, unfinished)
             unfinished.rename(folder)
         return str(folder)
 
-    def _whole_checkpoint(self) -> Path:
-        """Where all of its files are."""
-        if self.held is not None:
-            with contextlib.suppress(BrokenCheckpoint):
-                return read_checkpoint(Path(self.held)).path
-        return Path(self.path)
-
-
-def held_checkpoint(path: str, folder: Path) -> ModelSource | None:
-    """The checkpoint `path` that `folder` holds, if it holds one."""
-    try:
-        state = read_state(folder)
-    except BrokenCheckpoint:
-        return None
-    base = state["config"]["model"]["path"]
-    read_model_files(base)
-    return ModelSource("checkpoint", path, base, held=str(folder))
-
 
 def find_model(path: str, base: str | None = None) -> ModelSource:
-    """Raises ConfigError where it holds no model, or an adapter whose base is not to be had.
+    """Find the model of `path`. Raises ConfigError if it, or an adapter's base, is missing.
 
     `base`: the model that an adapter belongs to, if not the one that it names."""
     folder = Path(path).expanduser()
@@ -145,15 +99,15 @@ def find_model(path: str, base: str | None = None) -> ModelSource:
         found = ModelSource("model", path, path)
     if base is not None:
         raise ConfigError(
-            f"--base: '{base}' came, but '{path}' is no adapter (it has no {ADAPTER_CONFIG}); "
-            "accepted: leave it out"
+            f"--base: expected with an adapter only, got '{base}', but '{path}' has no "
+            f"{ADAPTER_CONFIG}; leave it out"
         )
     read_model_files(found.base)
     return found
 
 
 def _of_run(folder: Path) -> ModelSource:
-    """A summary is written at the end, and taken away when a finished run goes on."""
+    """Use the final model if the run has ended: its summary exists only then."""
     model = folder / "model"
     if model.is_dir() and (folder / "summary.json").is_file():
         return ModelSource("model", str(model), str(model))
@@ -161,19 +115,19 @@ def _of_run(folder: Path) -> ModelSource:
     if checkpoint is None:
         reasons = "".join(f"\n{path}: {why}" for path, why in broken.items())
         raise ConfigError(
-            f"{KEY}: the run folder '{folder}' has neither a final model nor a whole checkpoint"
-            f"{reasons or '; accepted: a run that has come so far'}"
+            f"{KEY}: the run folder '{folder}' has neither a final model nor a complete "
+            f"checkpoint{reasons or '; wait until it has one'}"
         )
     return _checkpoint(checkpoint.path)
 
 
 def _checkpoint(folder: Path) -> ModelSource:
-    if folder.is_symlink():  # `best`, which may be another one later
+    if folder.is_symlink():  # `best` may change later
         folder = folder.parent / folder.readlink()
     try:
         checkpoint = read_checkpoint(folder)
     except BrokenCheckpoint as error:
-        raise ConfigError(f"{KEY}: '{folder}' is not whole: {error}; choose another one") from None
+        raise ConfigError(f"{KEY}: '{folder}' is not complete: {error}; use another one") from None
     return ModelSource("checkpoint", str(folder), checkpoint.state["config"]["model"]["path"])
 
 
@@ -182,15 +136,13 @@ def _adapter(folder: Path, base: str | None) -> ModelSource:
         named = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
     except (ValueError, OSError, AttributeError) as error:
         raise ConfigError(f"{KEY}: '{folder / ADAPTER_CONFIG}' cannot be read: {error}") from None
-    what = f"{KEY}: '{folder}' is an adapter, which is no model without the one it was trained on"
-    accepted = (
-        "accepted: --base MODEL, or the model/ folder of its run, which has the adapter merged"
-    )
+    what = f"{KEY}: '{folder}' is an adapter, which needs the model that it was trained on"
+    accepted = "use --base MODEL, or the model/ folder of its run, which has the adapter merged"
     chosen = base or named
     if not chosen:
-        raise ConfigError(f"{what}, and it names none; {accepted}")
+        raise ConfigError(f"{what}, but it names none; {accepted}")
     if not (chosen in BUILT_IN_MODELS or Path(chosen).expanduser().is_dir() or is_hub_id(chosen)):
-        raise ConfigError(f"{what}: '{chosen}', and there is no such folder; {accepted}")
+        raise ConfigError(f"{what}: '{chosen}' does not exist; {accepted}")
     try:
         read_model_files(chosen)
     except ConfigError as error:
@@ -201,14 +153,14 @@ def _adapter(folder: Path, base: str | None) -> ModelSource:
 
     if find_spec("peft") is None:
         raise ConfigError(
-            f"{KEY}: '{folder}' is an adapter, which takes peft to be merged: pip install "
-            "'easyrl[lora]'; accepted without it: the model/ folder of its run"
+            f"{KEY}: merging the adapter '{folder}' needs peft: pip install 'easyrl[lora]', or use "
+            "the model/ folder of its run"
         )
     return ModelSource("adapter", str(folder), chosen)
 
 
 def _merge(source: ModelSource, folder: Path) -> None:
-    """Write the base with the adapter merged into it, in float32."""
+    """Write the base model with the adapter merged, in float32."""
     import warnings
 
     import peft
@@ -216,21 +168,21 @@ def _merge(source: ModelSource, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from easyrl.hub import resolve_model
-    from easyrl.model.pretrained import load_tokenizer
+    from easyrl.data.hub import resolve_model
+    from easyrl.model.files import load_tokenizer
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     base = AutoModelForCausalLM.from_pretrained(resolve_model(source.base), dtype=torch.float32)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of transformers' old names
+            warnings.simplefilter("ignore")  # old names
             merged = peft.PeftModel.from_pretrained(base, source.path).merge_and_unload()
     except (ValueError, RuntimeError, AttributeError, TypeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"{KEY}: the adapter '{source.path}' cannot be merged into '{source.base}': {reason}; "
-            "accepted: the model that it was trained on (--base)"
+            "use the model that it was trained on (--base)"
         ) from error
     merged.save_pretrained(folder)
     load_tokenizer(source.base).save_pretrained(folder)

@@ -1,15 +1,15 @@
 """Policy, old policy and reference: three sets of weights for one module, one packed input.
 
-A micro-batch is moved and packed once, and the three are run on it back to back:
+A micro-batch is moved and packed once, and the three run on it one after another:
 
                      ┌─ reference's weights (no gradient) ─► ref_logprobs
     PackedInput ─────┼─ old policy's weights (no gradient) ─► old_logprobs
                      └─ the policy's own ──────────────────► logprobs, entropy
 
-What is not needed is neither kept nor computed: of the old policy only what is trained is kept, and
-with LoRA the reference is the policy without its adapters. The policy comes last, so that what
-backward needs is not yet there while the others run, and its weights are in place when backward
-computes again.
+What is not needed is neither kept nor computed: only the trained weights of the old policy are
+kept, and with LoRA the reference is the policy without its adapters. The policy runs last, so that
+its activations do not exist while the others run, and its weights are in place when backward
+recomputes.
 
 Shapes: T tokens of the packed row, K completion tokens in it.
 """
@@ -33,12 +33,12 @@ from easyrl.model.sharding import TrainRanks, is_sharded, own_part
 
 @dataclass(frozen=True, slots=True)
 class PackedInput:
-    """A micro-batch on the device, as far as a model looks at it."""
+    """The parts of a micro-batch that the model needs, on the device."""
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64
     layout: AttentionLayout
-    logits_at: Tensor  # [K] int64: the places whose logits predict completion tokens
+    logits_at: Tensor  # [K] int64: the tokens whose logits predict completion tokens
     targets: Tensor  # [K] int64: those completion tokens
 
 
@@ -63,11 +63,11 @@ class TriModel:
         ranks: TrainRanks | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """The reference is `policy` as it is now, and so is the old policy until `keep_old`.
+        """Reference and old policy start as copies of `policy`.
 
-        `offload` names those of `reference` and `old` that stay on the CPU and are moved to the
-        device for each micro-batch, and `optimizer` where the policy's own weights do (with
-        `ranks`). The policy is sharded over `ranks` and computes in `dtype`.
+        `offload` may contain `reference` and `old`, which then stay on the CPU and are moved to the
+        device for each micro-batch, and `optimizer`: the policy's own weights then stay there too
+        (with `ranks`). The policy is sharded over `ranks` and computes in `dtype`.
         """
         self.policy = policy
         self._forward = _Forward(policy, temperature, entropy_gradient)
@@ -85,13 +85,13 @@ class TriModel:
             self._reference = OtherWeights(policy, offload="reference" in offload)
 
     def keep_old(self) -> None:
-        """From here on the old policy is the policy as it is now."""
+        """Copy the policy to the old policy."""
         if self._old is not None:
             self._old.copy_from_policy()
 
     def logprobs(self, packed: PackedInput, *, policy_is_old: bool) -> TriLogprobs:
-        """At the sampling temperature. `policy_is_old`: the policy has made no step since
-        `keep_old`, so that its own log-probabilities are the old policy's."""
+        """Compute log-probabilities at the sampling temperature. `policy_is_old`: the policy has
+        made no step since `keep_old`, so its own log-probabilities are the old policy's."""
         assert policy_is_old or self._old is not None
         ref_logprobs = self._run_other(self._reference, packed)
         old_logprobs = None if policy_is_old else self._run_other(self._old, packed)
@@ -117,8 +117,8 @@ class TriModel:
 
 
 class _Forward(nn.Module):
-    """From a micro-batch to log-probabilities [K] and entropies [K]: what is sharded as one, so
-    that layers and head are run inside."""
+    """Micro-batch -> log-probabilities [K] and entropies [K]. A module, so that layers and head are
+    sharded as one."""
 
     def __init__(self, policy: Policy, temperature: float, entropy_gradient: bool) -> None:
         super().__init__()
@@ -139,16 +139,15 @@ class _Forward(nn.Module):
             vocabulary_size=self._policy.vocabulary_size,
             entropy_gradient=self._entropy_gradient,
         )
-        return logprobs.clone(), entropy  # no view: sharding hangs its hook on it
+        return logprobs.clone(), entropy  # not a view: FSDP registers a hook on it
 
 
 class OtherWeights:
-    """A second set of what is trained in a policy's module, swapped in while it is needed.
+    """A second set of a policy's trained weights, swapped into its module while needed.
 
-    Parameters change what they point to and stay the objects they are: the module, the optimizer's
-    state, tied weights and compiled kernels notice nothing, and nothing is copied. Of a sharded
-    policy this rank's parts are written over and written back instead: the gathering reads them
-    where they are.
+    The parameter objects stay the same and only point to other memory, so module, optimizer state,
+    tied weights and compiled kernels are unaffected and nothing is copied. A sharded policy's parts
+    are overwritten and written back instead, because gathering reads them in place.
     """
 
     def __init__(self, policy: Policy, *, offload: bool) -> None:
@@ -156,7 +155,7 @@ class OtherWeights:
         self._values = [_copy(own_part(parameter), offload) for parameter in self._parameters]
         self._device = policy.device
         kinds = {own_part(parameter).device.type for parameter in self._parameters}
-        self._is_read_from_afar = kinds != {policy.device.type}
+        self._is_read_remotely = kinds != {policy.device.type}
 
     @torch.no_grad()
     def copy_from_policy(self) -> None:
@@ -174,7 +173,7 @@ class OtherWeights:
             self._write(own)
 
     def _write(self, values: Sequence[Tensor]) -> None:
-        if self._is_read_from_afar:  # on the CPU, by a device, when it comes to their layer
+        if self._is_read_remotely:  # a device reads CPU memory when it reaches the layer
             devices.synchronize(self._device)
         for parameter, value in zip(self._parameters, values, strict=True):
             _put(parameter, value)
@@ -194,4 +193,4 @@ def _put(parameter: nn.Parameter, value: Tensor) -> None:
 def _copy(weight: Tensor, offload: bool) -> Tensor:
     if not offload or weight.device.type == "cpu":
         return weight.clone()
-    return weight.cpu().pin_memory()  # which is moved several times faster
+    return weight.cpu().pin_memory()  # pinned memory is moved several times faster

@@ -1,11 +1,12 @@
 """`trace.json`: what each worker did when, in Chrome's trace format (ui.perfetto.dev opens it).
 
-One event a line, written as things happen; the format allows a list without its end, so a run that
-is cut off leaves a trace that opens. Times are microseconds since the command began. `run_files`
-turns the lines back into the records they came from: `easyrl watch` lives on them.
-
     process 0            controller: iterations, evaluations, groups; counters for ring and reward
-    process 1, 2, …      a worker each: thread 0 its own work, thread 1 its rewards
+    process 1, 2, …      one per worker: thread 0 its own work, thread 1 rewards being scored
+
+One JSON object per line, written as things happen. The format allows a list without its end, so the
+trace of a killed run opens, too. Times are microseconds since the run began. `easyrl watch` reads
+the file while it is written. The file is bounded: at MAX_BYTES the oldest half is removed, except
+for metadata and evaluations.
 """
 
 from __future__ import annotations
@@ -14,225 +15,227 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from easyrl import records
-from easyrl.events import WORKING, Activity, UnderWay
-from easyrl.observe.process_identity import identity_of_this_process
-from easyrl.records import Record
+from easyrl import events
+from easyrl.events import WORKING, Event, FromWorker
 from easyrl.runtime.run_folder import finite
 
 FILE_NAME = "trace.json"
+MAX_BYTES = 16 * 2**20
+MAX_KEPT = 5000
+"""Lines with metadata and evaluations that are kept of the removed part."""
 CONTROLLER = 0
 WORK, REWARDS = 0, 1
 EVALUATIONS = 1
-"""The controller's second thread: an evaluation may stand inside an iteration."""
-# Categories of events
-ACTIVITY, START_UP, GROUP = "activity", "start-up", "group"
-ITERATION, ROUND, EVALUATION, SAVING = "iteration", "round", "evaluation", "saving"
-NOTE, UNDER_WAY, QUIET = "note", "under way", "quiet"
-CHECKPOINT, STOPPING = "checkpoint", "stopping"
-LONG_SECONDS = 0.3
-"""What takes longer is told when it has taken so long already; anything else at its end."""
-Event = dict[str, Any]
+"""The controller's second thread: an evaluation may take place inside an iteration."""
+Line = dict[str, Any]
 
 
 class TraceWriter:
+    """An observer that writes the trace."""
+
     def __init__(self) -> None:
         self._file: IO[str] | None = None
+        self._size = 0
         self._started = 0.0
         self._earlier = 0.0  # seconds from the run's start to this command's
         self._processes: dict[str, int] = {}
-        self._starting: set[str] = set()
-        self._under_way: dict[str, UnderWay] = {}  # of each worker, where it is not written yet
-        self._num_in_ring = 0
+        self._begun: dict[tuple[str, int], tuple[str, float]] = {}
+        """(category, process) -> (name, time) of what has begun and not ended"""
+        self._num_in_ring = self._num_answered = 0
 
-    def __call__(self, record: Record) -> None:
-        events = [*self._events(record), *self._long_under_way(records.time_of(record))]
-        if self._file is not None and events:
-            self._file.write("".join(json.dumps(event) + ",\n" for event in events))
-            self._file.flush()
-        if isinstance(record, records.RunEnded):
-            self._close(record)
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, events.RunStarted):
+            self._open(event)
+        if self._file is None:
+            return
+        for line in self._lines(event):
+            self._write(json.dumps(line) + ",\n")
+        if isinstance(event, events.RunEnded):
+            end = _name("process", CONTROLLER, "controller", **asdict(event))
+            self._write(json.dumps(end) + "\n]\n")  # the list is complete: no comma
+            self._file.close()
+            self._file = None
 
-    def _events(self, record: Record) -> Iterator[Event]:
-        match record:
-            case records.RunStarted():
-                yield from self._open(record)
-            case records.WorkerStarting(now, worker, what):
-                process = self._processes[worker]
-                if worker in self._starting:
-                    yield self._end(START_UP, now, process=process)
-                self._starting.add(worker)
-                yield self._begin(what, START_UP, now, process=process)
-            case records.WorkerReady(now, worker):
-                yield self._end(START_UP, now, {"ready": True}, process=self._processes[worker])
-            case records.WorkerActive(worker, activity):
-                yield from self._activity(self._processes[worker], activity)
-                self._under_way.pop(worker, None)
-                if activity.under_way is not None:
-                    self._under_way[worker] = activity.under_way
-            case records.Quiet(now, text) if text:
-                yield self._event("i", QUIET, now, cat=QUIET, s="g", args={"text": text})
-            case records.GroupArrived(now, iteration, prompt_index, mean_reward, num_tokens):
-                details: Event = {"iteration": iteration, "prompt_index": prompt_index}
-                details |= finite({"mean_reward": mean_reward, "num_tokens": num_tokens})
-                yield self._event("i", "group", now, cat=GROUP, s="t", args=details)
-                yield self._count_ring(now, +1)
-            case records.Stopping(now, what):
-                yield self._event("i", STOPPING, now, cat=STOPPING, s="g", args={"text": what})
-            case records.CheckpointSaved(now, path, num_iterations, seconds, num_bytes):
-                details = {"name": path.name, "num_iterations": num_iterations}
-                details |= {"seconds": seconds, "num_bytes": num_bytes}
-                yield self._event("i", CHECKPOINT, now, cat=CHECKPOINT, s="p", args=details)
-            case records.Note(text):
-                yield self._event(
-                    "i", "note", time.monotonic(), cat=NOTE, s="g", args={"text": text}
-                )
-            case _:
-                yield from self._phases(record)
-
-    def _phases(self, record: Record) -> Iterator[Event]:
-        """What the controller is at; each begins when the one before it has ended."""
-        details: Event
-        match record:
-            case records.IterationStarted(now, iteration):
-                details = {"iteration": iteration}
-                yield self._begin(f"iteration {iteration}", ITERATION, now, details)
-            case records.RoundStarted(now, iteration, round_, num_prompts):
-                details = {"iteration": iteration, "round": round_, "num_prompts": num_prompts}
-                yield self._event("i", f"round {round_}", now, cat=ROUND, s="p", args=details)
-            case records.IterationFinished(now, metrics):
-                yield self._end(ITERATION, now)
-                yield self._event("C", "reward", now, args=finite({"reward": metrics["reward"]}))
-            case records.EvaluationStarted(now, round_, num_prompts):
-                details = {"round": round_, "num_prompts": num_prompts}
-                yield self._begin("evaluation", EVALUATION, now, details, thread=EVALUATIONS)
-            case records.PromptsEvaluated(now, _, num_answered):
-                yield self._event("C", "held-out answers", now, args={"answers": num_answered})
-            case records.Evaluated(now):
-                details = {
-                    name: getattr(record, name)
-                    for name in ("round", "accuracy", "num_prompts", "standard_error")
-                }
-                details["num_iterations"] = record.num_iterations
-                yield self._end(EVALUATION, now, finite(details), thread=EVALUATIONS)
-            case records.FirstRollout(seconds):
-                yield self._event("i", "first rollout", self._started + seconds, s="t")
-            case records.SavingModel(now):
-                yield self._begin("saving the model", SAVING, now)
-            case records.RunFinished(now):
-                yield self._end(SAVING, now)
-
-    def _open(self, run: records.RunStarted) -> Iterator[Event]:
-        """A run that goes on writes on behind what the trace had at its checkpoint, on the same
-        axis of time."""
-        file = run.folder / FILE_NAME
-        began = time.time() - (time.monotonic() - run.started)
-        before = _start_of(file)
-        self._earlier = max(0.0, began - before) if before is not None else 0.0
-        self._started = run.started
-        self._file = file.open("w" if before is None else "a")
+    def _open(self, run: events.RunStarted) -> None:
+        """Start the trace; a resumed run appends to it, on the same time axis."""
+        path = run.folder / FILE_NAME
+        started = time.time() - (time.monotonic() - run.started)  # Unix seconds
+        before = _start_of(path)
+        earlier = max(0.0, started - before) if before is not None else 0.0
+        self._started, self._earlier = run.started, earlier
         if before is None:
-            self._file.write("[\n")
-        details: Event = {
-            "started_unix_seconds": began - self._earlier,
-            "earlier_seconds": self._earlier,
+            path.write_text("[\n")
+        else:
+            rewrite(path, MAX_BYTES)
+        self._file, self._size = path.open("a"), path.stat().st_size
+        self._processes = {worker: number for number, worker in enumerate(run.devices, start=1)}
+        details: Line = {
+            "started_unix_seconds": started - earlier,
+            "earlier_seconds": earlier,
             "devices": dict(run.devices),
             "description": run.description,
-            **identity_of_this_process(),
         }
-        yield _name("process", CONTROLLER, "controller", **details)
-        yield _name("thread", CONTROLLER, "evaluations", EVALUATIONS)
-        for number, (worker, device) in enumerate(run.devices.items(), start=1):
-            self._processes[worker] = number
-            yield _name("process", number, f"{worker} ({device})")
-            yield _name("thread", number, "work", WORK)
-            if worker.startswith("rollout"):
-                yield _name("thread", number, "rewards", REWARDS)
+        lines = [_name("process", CONTROLLER, "controller", **details)]
+        lines.append(_name("thread", CONTROLLER, "evaluations", EVALUATIONS))
+        for worker, process in self._processes.items():
+            lines.append(_name("process", process, f"{worker} ({run.devices[worker]})"))
+            lines.append(_name("thread", process, "work", WORK))
+            lines.append(_name("thread", process, "rewards", REWARDS))
+        self._write("".join(json.dumps(line) + ",\n" for line in lines))
 
-    def _activity(self, process: int, activity: Activity) -> Iterator[Event]:
-        """Its numbers stand at the newest span that they can be of."""
-        working = [n for n, span in enumerate(activity.spans) if span.kind in WORKING]
-        place = working[-1] if working else len(activity.spans) - 1
-        for number, span in enumerate(activity.spans):
-            thread = REWARDS if span.kind == "score" else WORK
-            event = self._event("X", span.kind, span.started, cat=ACTIVITY, pid=process, tid=thread)
-            event["dur"] = self._microseconds(span.ended) - event["ts"]
-            if number == place:
-                event["args"] = {"tokens": activity.num_tokens, "groups": activity.num_groups}
-            yield event
-        if activity.num_groups:
-            yield self._count_ring(activity.spans[-1].ended, -activity.num_groups)
+    def _write(self, text: str) -> None:
+        assert self._file is not None
+        if self._size + len(text) > MAX_BYTES:
+            path = Path(self._file.name)
+            self._file.close()
+            rewrite(path, MAX_BYTES // 2)
+            self._file, self._size = path.open("a"), path.stat().st_size
+        self._file.write(text)
+        self._file.flush()
+        self._size += len(text)
 
-    def _long_under_way(self, now: float) -> Iterator[Event]:
-        for worker, begun in list(self._under_way.items()):
-            if now - begun.started >= LONG_SECONDS:
-                del self._under_way[worker]
-                name, process = f"{begun.kind} begins", self._processes[worker]
-                details = {"kind": begun.kind}
-                yield self._event(
-                    "i", name, begun.started, cat=UNDER_WAY, pid=process, s="t", args=details
-                )
+    def _lines(self, event: Event) -> Iterator[Line]:
+        match event:
+            case FromWorker(worker, time_, worker_event):
+                process = self._processes.get(worker, CONTROLLER)
+                yield from self._worker_lines(process, time_, worker_event)
+            case events.IterationStarted(time_):
+                yield self._begin("iteration", time_, event)
+            case events.RoundStarted(time_):
+                yield self._instant("round", time_, event)
+            case events.IterationFinished(time_, metrics):
+                yield self._end("iteration", time_, {"iteration": metrics["iteration"]})
+                yield self._counter("reward", time_, metrics["reward"])
+            case events.EvaluationStarted(time_):
+                self._num_answered = 0
+                yield self._begin("evaluation", time_, event)
+            case events.Evaluated(time_):
+                yield self._end("evaluation", time_, event) | {"tid": EVALUATIONS}
+            case events.FirstRollout(seconds):
+                yield self._instant("first rollout", self._started + seconds, {})
+            case events.Stopping(time_, text):
+                yield self._instant("stopping", time_, {"text": text})
+            case events.NoEvents(time_, text) if text:
+                yield self._instant("quiet", time_, {"text": text})
+            case events.Note():
+                yield self._instant("note", time.monotonic(), event)
+            case events.SavingModel(time_):
+                yield self._begin("saving", time_, {})
+            case events.RunFinished(time_):
+                yield self._end("saving", time_, {})
 
-    def _count_ring(self, now: float, change: int) -> Event:
+    def _worker_lines(
+        self, process: int, time_: float, event: events.WorkerEvent
+    ) -> Iterator[Line]:
+        match event:
+            case events.Starting() | events.Ready():
+                what = getattr(event, "what", "")
+                if ("start-up", process) in self._begun:
+                    yield self._end("start-up", time_, {}, process)
+                yield self._begin("start-up", time_, {"what": what}, process, name=what)
+            case events.Activity(spans, num_tokens, num_groups, under_way):
+                # The counts are written with the newest span that can have produced them.
+                working = [n for n, span in enumerate(spans) if span.kind in WORKING]
+                owner = working[-1] if working else len(spans) - 1
+                for number, span in enumerate(spans):
+                    line = self._line("X", span.kind, span.started, "activity", process)
+                    line["tid"] = REWARDS if span.kind == "score" else WORK
+                    line["dur"] = self._microseconds(span.ended) - line["ts"]
+                    if number == owner:
+                        line["args"] = {"tokens": num_tokens, "groups": num_groups}
+                    yield line
+                if num_groups:
+                    yield self._count_ring(spans[-1].ended, -num_groups)
+                if under_way is not None:
+                    kind = {"kind": under_way.kind}
+                    yield self._instant("under way", under_way.started, kind, process)
+            case events.GroupScored(iteration, _, prompt_index, is_rejected=is_rejected):
+                details = {
+                    "iteration": iteration,
+                    "prompt_index": prompt_index,
+                    "mean_reward": sum(event.rewards) / max(1, len(event.rewards)),
+                    "num_tokens": sum(event.completion_lengths),
+                    "is_rejected": is_rejected,
+                }
+                yield self._instant("group", time_, details)
+                if not is_rejected:
+                    yield self._count_ring(time_, +1)
+            case events.PromptEvaluated():
+                self._num_answered += 1
+                yield self._counter("held-out answers", time_, self._num_answered)
+            case events.CheckpointSaved(error=""):
+                yield self._instant("checkpoint", time_, event)
+
+    def _count_ring(self, time_: float, change: int) -> Line:
         self._num_in_ring += change
-        return self._event("C", "groups in the ring", now, args={"groups": self._num_in_ring})
+        return self._counter("groups in the ring", time_, self._num_in_ring)
 
     def _begin(
-        self,
-        name: str,
-        category: str,
-        now: float,
-        details: Event | None = None,
-        *,
-        process: int = CONTROLLER,
-        thread: int = WORK,
-    ) -> Event:
-        event = self._event("B", name, now, cat=category, pid=process, tid=thread)
-        return event | ({"args": details} if details else {})
+        self, category: str, time_: float, details: Any, process: int = CONTROLLER, name: str = ""
+    ) -> Line:
+        """An instant, so that `easyrl watch` sees the begin; `_end` writes the span."""
+        self._begun[category, process] = name or category, time_
+        return self._instant(category, time_, details, process)
 
-    def _end(
-        self,
-        category: str,
-        now: float,
-        details: Event | None = None,
-        *,
-        process: int = CONTROLLER,
-        thread: int = WORK,
-    ) -> Event:
-        event = self._event("E", category, now, cat=category, pid=process, tid=thread)
-        return event | ({"args": details} if details else {})
+    def _end(self, category: str, time_: float, details: Any, process: int = CONTROLLER) -> Line:
+        name, began = self._begun.pop((category, process), (category, time_))
+        line = self._line("X", name, began, category, process)
+        line["dur"] = self._microseconds(time_) - line["ts"]
+        return line | {"args": _args(details)}
 
-    def _event(self, kind: str, name: str, now: float, **more: Any) -> Event:
-        place = {"pid": CONTROLLER, "tid": WORK}
-        return {"ph": kind, "name": name, "ts": self._microseconds(now), **place, **more}
+    def _instant(
+        self, category: str, time_: float, details: Any, process: int = CONTROLLER
+    ) -> Line:
+        line = self._line("i", category, time_, category, process)
+        return line | {"s": "t", "args": _args(details)}
 
-    def _microseconds(self, now: float) -> int:
-        return round((now - self._started + self._earlier) * 1e6)
+    def _counter(self, name: str, time_: float, value: float) -> Line:
+        return self._line("C", name, time_, "counter", CONTROLLER) | {"args": _args({name: value})}
 
-    def _close(self, end: records.RunEnded) -> None:
-        if self._file is not None:
-            details: Event = {"exit_code": end.exit_code, "message": end.message}
-            last = _name("process", CONTROLLER, "controller", **details)  # no comma follows
-            with contextlib.suppress(OSError):  # a trace without its end opens as well
-                self._file.write(json.dumps(last) + "\n]\n")
-                self._file.close()
-            self._file = None
+    def _line(self, ph: str, name: str, time_: float, category: str, process: int) -> Line:
+        line: Line = {"ph": ph, "name": name, "ts": self._microseconds(time_)}
+        return line | {"pid": process, "tid": WORK, "cat": category}
+
+    def _microseconds(self, time_: float) -> int:
+        return round((time_ - self._started + self._earlier) * 1e6)
+
+
+def _args(details: Any) -> Line:
+    """The details of a line: a mapping, or an event, of which all fields but the time count."""
+    args = details if isinstance(details, dict) else asdict(details)
+    return finite({name: value for name, value in args.items() if name != "time"})
+
+
+def rewrite(path: Path, max_bytes: int) -> None:
+    """Keep a trace's newest lines up to `max_bytes` and, of the older ones, metadata and
+    evaluations, as a list without its end. Published by one rename."""
+    lines = [line.strip(b",\r\n") for line in path.read_bytes().split(b"\n")[:-1]]
+    lines = [line for line in lines if line.startswith(b"{") and line.endswith(b"}")]
+    size, first = 0, len(lines)
+    while first > 0 and size + len(lines[first - 1]) + 2 < max_bytes:
+        first -= 1
+        size += len(lines[first]) + 2
+    important = (b'"ph": "M"', b'"cat": "evaluation"')
+    kept = [line for line in lines[:first] if any(text in line for text in important)]
+    new = path.with_name(path.name + ".unfinished")
+    new.write_bytes(b"[\n" + b"".join(line + b",\n" for line in [*kept[:MAX_KEPT], *lines[first:]]))
+    new.rename(path)
 
 
 def _start_of(file: Path) -> float | None:
-    """When the run of a trace began, in seconds of the wall clock; None where there is no trace."""
-    try:
+    """When the run of a trace began, in Unix seconds; None if there is no such trace."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         with file.open() as lines:
             lines.readline()
             first = json.loads(lines.readline().rstrip(",\n"))
         return float(first["args"]["started_unix_seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return None
 
 
-def _name(what: str, process: int, name: str, thread: int = WORK, **details: Any) -> Event:
+def _name(what: str, process: int, name: str, thread: int = WORK, **details: Any) -> Line:
     args = {"name": name, **details}
     return {"ph": "M", "name": f"{what}_name", "pid": process, "tid": thread, "args": args}

@@ -1,197 +1,206 @@
-"""TensorBoard, Weights & Biases, trackio: the metrics of a run, sent on.
+"""Trackers: the numbers of `metrics.jsonl`, sent to TensorBoard, W&B, trackio or MLflow.
 
-    controller ──Record──► Trackers ──► Tracker ──queue──► thread ──pipe──► process with the library
-                                    └─► Tracker ──► …
+    controller ──event──► Trackers ──queue──► thread ──► TensorBoard, W&B, …
 
-The library has a process of its own, so that nothing it imports weighs on the controller, nothing
-it prints stands in the run's output (it goes to RUN/logs), and one that hangs can be killed. One
-that cannot start keeps the run from beginning; one that fails later is told of once and dropped:
-`metrics.jsonl` has it all.
+The step is the iteration. A tracker that raises or hangs is disabled with a warning and never
+stops the run. To add a tracker, write a class with `log` and `finish`, and name it in TRACKERS and
+in `output.log_to`. Its `run.num_iterations` is above 0 if the run is resumed.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import importlib.util
-import multiprocessing
-import os
+import math
 import queue
-import signal
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from easyrl import records
+from easyrl import events
 from easyrl.config import Config
-from easyrl.observe.tracker_process import End, Log, Open, install, tracker_main
-from easyrl.records import Note, Record
+from easyrl.events import Event, Note
 
-START_SECONDS = 30.0
-"""Longest wait for a tracker to start."""
-END_SECONDS = 5.0
-"""Longest wait, at the run's end, for a tracker to send what is left."""
-MAX_WAITING = 1000
-"""Messages that a tracker may be behind before it counts as hung."""
-ACCURACY, STANDARD_ERROR = "eval/accuracy", "eval/standard_error"
-NOT_BEGUN = 2
-"""The exit code of a run that a tracker has kept from beginning."""
+PROJECT = "easyrl"
+END_SECONDS = 10.0
+"""Longest wait for trackers to send the rest when the run ends."""
+MAX_QUEUED = 1000
+Values = Mapping[str, float]
+
+
+class TensorBoard:
+    """Event files in the run folder: `tensorboard --logdir runs`."""
+
+    def __init__(self, run: events.RunStarted, config: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(str(run.folder))
+        if run.num_iterations:  # TensorBoard drops what earlier files have from this step on
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._add(step=run.num_iterations, session_log=start)
+
+    def log(self, step: int, values: Values) -> None:
+        scalars = [self._summary.Value(tag=name, simple_value=v) for name, v in values.items()]
+        self._add(step=step, summary=self._summary(value=scalars))
+
+    def finish(self, exit_code: int) -> None:
+        self._writer.close()
+
+    def _add(self, **fields: Any) -> None:
+        self._writer.add_event(self._event(wall_time=time.time(), **fields))
+        self._writer.flush()
+
+
+class WeightsAndBiases:
+    """WANDB_MODE=offline keeps the files in RUN/wandb for `wandb sync`."""
+
+    def __init__(self, run: events.RunStarted, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        id_file = run.folder / "logs" / "wandb.id"  # so that a resumed run is the same run there
+        self._run: Any = wandb.init(
+            project=PROJECT,
+            name=run.folder.name,
+            id=id_file.read_text() if id_file.exists() else None,
+            resume="allow",  # steps that W&B has already stay as they are
+            dir=str(run.folder),
+            config=dict(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        id_file.write_text(self._run.id)
+
+    def log(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+class Trackio:
+    """TRACKIO_DIR and TRACKIO_SPACE_ID set where it writes."""
+
+    def __init__(self, run: events.RunStarted, config: Mapping[str, Any]) -> None:
+        import trackio
+
+        resume = "allow" if run.num_iterations else "never"
+        self._run: Any = trackio.init(
+            project=PROJECT, name=run.folder.name, config=dict(config), embed=False, resume=resume
+        )
+
+    def log(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """MLFLOW_TRACKING_URI sets where it writes."""
+
+    def __init__(self, run: events.RunStarted, config: Mapping[str, Any]) -> None:
+        from mlflow import MlflowClient
+
+        self._client: Any = MlflowClient()
+        experiment = self._client.get_experiment_by_name(PROJECT)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
+        )
+        id_file = run.folder / "logs" / "mlflow.id"
+        if not id_file.exists():
+            created = self._client.create_run(experiment_id, run_name=run.folder.name)
+            id_file.write_text(created.info.run_id)
+            self._client.log_dict(created.info.run_id, dict(config), "config.yaml")
+        self._id = id_file.read_text()
+
+    def log(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def finish(self, exit_code: int) -> None:
+        self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
+
+
+TRACKERS: Mapping[str, Any] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+    "mlflow": MLflow,
+}
 
 
 class Trackers:
-    """One for each entry of `output.log_to`: a run is tracked by all of them or does not begin.
-
-    Their processes start while the run is being checked, and are waited for when it has passed.
-    """
+    """An observer that feeds the trackers of `output.log_to` from a thread."""
 
     def __init__(self, config: Config) -> None:
-        """Raises ValueError where one is not installed."""
-        for kind in config.output.log_to:
-            if importlib.util.find_spec(kind) is None:
-                raise _cannot_start(kind, f"no module '{kind}' is installed; {install(kind)}")
-        self._trackers = [Tracker(kind, config.output.project) for kind in config.output.log_to]
-
-    def __call__(self, record: Record) -> Note | None:
-        """Raises ValueError at the run's start where one cannot track it; never later."""
-        if isinstance(record, records.RunStarted):
-            self._begin(record)
-            return None
-        notes = [note for tracker in self._trackers if (note := tracker(record)) is not None]
-        return Note("\n".join(note.text for note in notes)) if notes else None
-
-    def _begin(self, run: records.RunStarted) -> None:
-        try:
-            for tracker in self._trackers:
-                tracker.wait_until_started()
-            for tracker in self._trackers:
-                tracker(run)
-        except ValueError:
-            for tracker in self._trackers:  # those that have begun are told that it is over
-                tracker(records.RunEnded(NOT_BEGUN, ""))
-            raise
-
-
-class Tracker:
-    """Sends `metrics.jsonl`'s numbers under their names; the step is the iteration.
-
-    Held-out accuracy is sent at the number of iterations that went before it, which is one more:
-    never before the iteration's own, for a step that has gone by is not taken any more.
-    """
-
-    def __init__(self, kind: str, project: str) -> None:
-        """Start the process; it imports its library meanwhile."""
-        self.kind = kind
-        context = multiprocessing.get_context("spawn")
-        self._control, theirs = context.Pipe()
-        self._process = context.Process(
-            target=tracker_main, args=(kind, project, theirs), name=kind, daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        atexit.register(self.kill)  # it ignores the SIGTERM that daemons get at the end
-        self._messages: queue.Queue[Open | Log | End | None] = queue.Queue(MAX_WAITING)
-        threading.Thread(target=self._send_messages, daemon=True).start()
-        self._is_tracking = False
+        """Raises ValueError if one is not installed."""
+        for name in config.output.log_to:
+            if importlib.util.find_spec(name) is None:
+                raise ValueError(
+                    f"output.log_to: '{name}' is not installed; install it with "
+                    f"pip install 'easyrl[{name}]', or remove it from output.log_to"
+                )
+        self._trackers: dict[str, Any] = {}
+        self._queue: queue.Queue[tuple[str, int, Values]] = queue.Queue(MAX_QUEUED)
+        self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, daemon=True)
         self._num_iterations = 0
 
-    def __call__(self, record: Record) -> Note | None:
-        """Raises ValueError at the run's start where it cannot be tracked; never later."""
-        match record:
-            case records.RunStarted():
-                self._num_iterations = record.num_iterations
-                config = record.config.model_dump()
-                self._messages.put(Open(record.folder, config, record.num_iterations))
-                self.wait_until_started()
-                self._is_tracking = True
-            case records.Evaluated(accuracy=accuracy, standard_error=error):
-                if record.num_iterations in (None, self._num_iterations):
-                    values = {ACCURACY: accuracy, STANDARD_ERROR: error}
-                    return self._log(self._num_iterations, values)
-            case records.IterationFinished(metrics=metrics):
-                return self._log_iteration(metrics)
-            case records.RunEnded(exit_code):
-                return self._end(exit_code)
-        return None
+    def __call__(self, event: Event) -> Note | None:
+        match event:
+            case events.RunStarted(config=config):
+                self._num_iterations = event.num_iterations
+                for kind in config.output.log_to:
+                    try:
+                        tracker = TRACKERS[kind](event, config.model_dump(mode="json"))
+                        self._trackers[kind] = tracker
+                    except (Exception, SystemExit) as failure:
+                        self._disable(kind, repr(failure))
+                self._thread.start()
+            case events.Evaluated(accuracy=accuracy, standard_error=error):
+                # Others are part of their iteration's metrics, and steps must not decrease.
+                if event.num_iterations in (None, self._num_iterations):
+                    values = {"eval/accuracy": accuracy, "eval/standard_error": error}
+                    self._log(self._num_iterations, values)
+            case events.IterationFinished(_, metrics):
+                self._num_iterations = metrics["iteration"] + 1
+                of_eval = {name: v for name, v in metrics.items() if name.startswith("eval/")}
+                own = {name: v for name, v in metrics.items() if name not in of_eval}
+                self._log(self._num_iterations - 1, own)
+                self._log(self._num_iterations, of_eval)
+            case events.RunEnded(exit_code) if self._trackers:
+                self._put("finish", exit_code, {})
+                self._thread.join(END_SECONDS)
+                for name in list(self._trackers) if self._thread.is_alive() else ():
+                    self._disable(name, f"not everything was sent in {END_SECONDS:g} s")
+        failures = [self._failures.get() for _ in range(self._failures.qsize())]
+        text = f"warning: tracker disabled ({'; '.join(failures)}); metrics.jsonl has all metrics"
+        return Note(text) if failures else None
 
-    def _log_iteration(self, metrics: Mapping[str, Any]) -> Note | None:
-        number = self._num_iterations = metrics["iteration"] + 1
-        of_eval = {name: value for name, value in metrics.items() if name.startswith("eval/")}
-        own = {name: value for name, value in metrics.items() if name not in of_eval}
-        note = self._log(number - 1, own)
-        return note if note is not None or not of_eval else self._log(number, of_eval)
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        numbers = {name: v for name, v in values.items() if isinstance(v, (int, float))}
+        finite = {name: float(v) for name, v in numbers.items() if math.isfinite(v)}
+        if finite and self._trackers:
+            self._put("log", step, finite)
 
-    def wait_until_started(self) -> None:
-        """Until the process has answered. Raises ValueError with what it says."""
-        if self._control.poll(START_SECONDS):
-            why = self._answer()
-        else:
-            why = f"no answer within {START_SECONDS:.0f} seconds"
-        if why is not None:
-            self.kill()
-            raise _cannot_start(self.kind, why)
-
-    def kill(self) -> None:
-        self._is_tracking = False
-        with contextlib.suppress(queue.Full):
-            self._messages.put_nowait(None)  # ends the thread
-        if self._process.is_alive():
-            assert self._process.pid is not None
-            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()
-        self._process.join()
-
-    def _send_messages(self) -> None:
-        """In a thread: where the process does not read, a full pipe holds up nobody else."""
-        with contextlib.suppress(OSError):
-            while (message := self._messages.get()) is not None:
-                self._control.send(message)
-
-    def _answer(self) -> str | None:
-        """What the process has sent: None if all is well, else why not."""
+    def _put(self, method: str, number: int, values: Values) -> None:
         try:
-            answer: str | None = self._control.recv()
-        except (EOFError, OSError):
-            return "its process ended unexpectedly"
-        return answer
-
-    def _log(self, step: int, values: Mapping[str, Any]) -> Note | None:
-        if not self._is_tracking:
-            return None
-        if self._control.poll():
-            why = self._answer()
-            assert why is not None  # nothing has been asked
-            return self._drop(why)
-        try:
-            self._messages.put_nowait(Log(step, dict(values)))
+            self._queue.put_nowait((method, number, values))
         except queue.Full:
-            return self._drop(f"{MAX_WAITING} messages behind")
-        return None
+            for name in list(self._trackers):
+                self._disable(name, f"{MAX_QUEUED} messages behind")
 
-    def _end(self, exit_code: int) -> Note | None:
-        if not self._is_tracking:
-            self.kill()
-            return None
-        deadline = time.monotonic() + END_SECONDS
-        try:
-            with contextlib.suppress(queue.Full):
-                self._messages.put_nowait(End(exit_code))
-            if not self._control.poll(END_SECONDS):
-                return self._drop(f"not all was sent within {END_SECONDS:.0f} seconds of the end")
-            if (why := self._answer()) is not None:
-                return self._drop(why)
-            self._process.join(max(0.0, deadline - time.monotonic()))
-        finally:
-            self.kill()
-        return None
+    def _send(self) -> None:
+        method = ""
+        while method != "finish":
+            method, number, values = self._queue.get()
+            for name, tracker in list(self._trackers.items()):
+                try:
+                    tracker.log(number, values) if method == "log" else tracker.finish(number)
+                except (Exception, SystemExit) as error:
+                    self._disable(name, repr(error))
 
-    def _drop(self, why: str) -> Note:
-        self.kill()
-        return Note(f"{self.kind} tracks this run no longer: {why}. All is in metrics.jsonl.")
-
-
-def _cannot_start(kind: str, why: str) -> ValueError:
-    return ValueError(
-        f"output.log_to: '{kind}' cannot start: {why}; or leave it out of output.log_to"
-    )
+    def _disable(self, name: str, why: str) -> None:
+        self._trackers.pop(name, None)
+        self._failures.put(f"{name}: {why.strip().splitlines()[0]}")

@@ -1,64 +1,66 @@
-"""The built-in reward functions that look at a completion's text or length; `maths` and `countdown`
-have those that judge an answer. Text in, numbers out: no engine, no trainer.
+"""Built-in reward functions that read a completion's text or length, and the game Countdown.
 
-All have TRL's signature, `f(prompts, completions, completion_ids, **columns)`: G entries in every
-list, a column's value repeated for each completion. A completion is a string, or for a chat
-prompt `[{"role": "assistant", "content": "..."}]`. What stands before it, positional alone so that
-a column may have its name too, is bound from the config (`built_in`).
+All reward functions have TRL's signature, `f(prompts, completions, completion_ids, **columns)`:
+lists of G entries, a column's value repeated for each completion. A completion is a string, or for
+a chat prompt `[{"role": "assistant", "content": "..."}]`. Parameters before the `/` are bound from
+the config (`loading.BUILT_IN`); they are positional-only so that a column may have the same name.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 from easyrl.types import Messages
 
 RewardFunction = Callable[..., Any]
-"""Returns a list of numbers or None, or (asynchronous) what such a list can be awaited of."""
+"""Returns a list of numbers or None (does not apply), or an awaitable of such a list."""
+Completions = Sequence[str | Messages]  # [G]
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+FORMAT = re.compile(r"<think>.*</think>\s*<answer>.*</answer>", re.DOTALL)
+
+COUNTDOWN_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+COUNTDOWN_CHARACTERS = re.compile(r"[0-9+\-*/() \t]+")
+COUNTDOWN_MAX_LENGTH = 500
+"""Longest expression that is parsed, in characters: parsers recurse."""
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 class RewardError(RuntimeError):
-    """A reward function failed, or returned what is no reward. The message names both it and the
-    prompt, and holds the function's own traceback."""
+    """A reward function failed or returned an invalid value. The message names the function and the
+    prompt, and contains the function's own traceback."""
 
 
 def exact_match(
-    answer_column: str,
-    /,
-    prompts: Sequence[str | Messages],
-    completions: Sequence[str | Messages],
-    completion_ids: Sequence[Sequence[int]],
-    **columns: Sequence[Any],
+    completions: Completions, answer: Sequence[Any], **_: Sequence[Any]
 ) -> list[float | None]:
-    """1.0 where the whole completion is the answer, white space around both aside; else 0.0.
-
-    None, which means "does not apply", where the row has no answer.
-    """
-    answers = answers_of(columns, answer_column)
+    """1.0 where the whole completion equals the answer, ignoring surrounding white space; else 0.0.
+    None where the row has no answer."""
     return [
-        None if answer is None else float(text_of(completion).strip() == str(answer).strip())
-        for completion, answer in zip(completions, answers, strict=True)
+        None if right is None else float(text_of(completion).strip() == str(right).strip())
+        for completion, right in zip(completions, answer, strict=True)
     ]
 
 
-def regex(
-    pattern: str, /, completions: Sequence[str | Messages], **_: Sequence[Any]
-) -> list[float]:
+def regex(pattern: str, /, completions: Completions, **_: Sequence[Any]) -> list[float]:
     """1.0 where `pattern` is found in the completion, else 0.0."""
     compiled = re.compile(pattern)
     return [float(compiled.search(text_of(completion)) is not None) for completion in completions]
 
 
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-FORMAT = re.compile(r"<think>.*</think>\s*<answer>.*</answer>", re.DOTALL)
-
-
-def format_(completions: Sequence[str | Messages], **_: Sequence[Any]) -> list[float]:
+def format_(completions: Completions, **_: Sequence[Any]) -> list[float]:
     """1.0 where the completion is `<think> ... </think> <answer> ... </answer>` and nothing else,
-    with each tag once; else 0.0. (The format reward of DeepSeek-R1, arXiv 2501.12948, section 2.2.)
-    """
+    with each tag once; else 0.0. (Format reward of DeepSeek-R1, arXiv 2501.12948, section 2.2.)"""
     texts = [text_of(completion).strip() for completion in completions]
     return [
         float(FORMAT.fullmatch(text) is not None and all(text.count(tag) == 1 for tag in TAGS))
@@ -75,22 +77,58 @@ def length_penalty(
 ) -> list[float]:
     """0 up to `max_completion_length - cache` tokens, falling to -1 at `max_completion_length`.
 
-    The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13); lengths count the
+    The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13); lengths include the
     end-of-sequence token.
     """
-    allowed = max_completion_length - cache
-    return [-min(1.0, max(0, len(ids) - allowed) / cache) for ids in completion_ids]
+    threshold = max_completion_length - cache
+    return [-min(1.0, max(0, len(ids) - threshold) / cache) for ids in completion_ids]
+
+
+def countdown(
+    completions: Completions,
+    nums: Sequence[Sequence[int] | None],
+    target: Sequence[int | None],
+    **_: Sequence[Any],
+) -> list[float | None]:
+    """1.0 where the last `<answer>` is an expression that uses each of `nums` exactly once and
+    equals `target`, else 0.0; None where the row has no numbers or no target.
+
+    The rule of TinyZero. The expression may contain whole numbers, + - * / and parentheses. It is
+    parsed, never evaluated as code, and computed in exact fractions.
+    """
+    return [
+        None if numbers is None or goal is None else float(_solves(text_of(each), numbers, goal))
+        for each, numbers, goal in zip(completions, nums, target, strict=True)
+    ]
+
+
+def _solves(text: str, numbers: Sequence[int], target: int) -> bool:
+    answers = COUNTDOWN_ANSWER.findall(text)
+    if not answers:
+        return False
+    expression = answers[-1].strip()
+    if len(expression) > COUNTDOWN_MAX_LENGTH or not COUNTDOWN_CHARACTERS.fullmatch(expression):
+        return False
+    used: list[int] = []
+    try:
+        value = _evaluate(ast.parse(expression, mode="eval").body, used)
+    except (ValueError, SyntaxError, ZeroDivisionError, MemoryError, RecursionError):
+        return False
+    return value == target and sorted(used) == sorted(numbers)
+
+
+def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
+    """The exact value; appends each number of the expression to `used`."""
+    match node:
+        case ast.Constant(value=int(number)):
+            used.append(number)
+            return Fraction(number)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
+            return OPERATIONS[type(op)](_evaluate(left, used), _evaluate(right, used))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand, used)
+    raise ValueError("not an arithmetic expression")
 
 
 def text_of(completion: str | Messages) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
-
-
-def answers_of(columns: Mapping[str, Sequence[Any]], answer_column: str) -> Sequence[Any]:
-    """The column `reward.answer_column`; raises ValueError where there is none."""
-    if answer_column not in columns:
-        raise ValueError(
-            f"there is no column '{answer_column}' (reward.answer_column) to compare with; "
-            f"the data has: {', '.join(columns) or 'no other column'}"
-        )
-    return columns[answer_column]

@@ -1,6 +1,6 @@
-"""What a reward function takes, by its signature, and functions in verl's shape as ones in TRL's.
+"""Which arguments a reward function takes, and adapters for functions in verl's form.
 
-TRL    f(prompts, completions, completion_ids, **columns) -> [score]      a group at a time
+TRL    f(prompts, completions, completion_ids, **columns) -> [score]      one group
 verl   f(data_source, solution_str, ground_truth, extra_info) -> score    one completion
 """
 
@@ -8,35 +8,43 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from easyrl.rewards.functions import RewardFunction, text_of
-from easyrl.rewards.logged import TRAINER_ARGUMENTS
 from easyrl.types import SAMPLE_COLUMNS
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
-VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
 
 
 @dataclass(frozen=True, slots=True)
-class Takes:
-    """Which keyword arguments a function is called with."""
+class TrainerState:
+    """Progress of the run, under the names of transformers' `TrainerState`."""
+
+    global_step: int = 0
+    """Optimizer updates of the policy that sampled the completions."""
+    max_steps: int = 0
+    """Optimizer updates of the whole run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The keyword arguments of a function."""
 
     names: frozenset[str]
-    """Those that it names."""
-    any: bool = False
-    """It has `**columns`."""
+    takes_any: bool = False
+    """It has `**kwargs`."""
     required: tuple[str, ...] = ()
-    """Those without which it cannot be called."""
+    """Parameters without a default."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Takes:
+    def of(cls, function: Callable[..., Any]) -> Signature:
         try:
             parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # a function in C does not always tell
-            return cls(frozenset(), any=True)
+        except (TypeError, ValueError):  # a C function may have no signature
+            return cls(frozenset(), takes_any=True)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return cls(
             frozenset(p.name for p in named),
@@ -44,24 +52,23 @@ class Takes:
             tuple(p.name for p in named if p.default is p.empty),
         )
 
-    def chosen(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the arguments that it is called with."""
-        return {n: value for n, value in arguments.items() if self.any or n in self.names}
+    def select(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that the function can be called with."""
+        return {n: value for n, value in arguments.items() if self.takes_any or n in self.names}
 
 
-def columns_of(function: Callable[..., Any]) -> list[str]:
-    """The columns that a function in TRL's shape cannot do without."""
+def required_columns(function: Callable[..., Any]) -> list[str]:
+    """The columns without which a function in TRL's form cannot be called."""
     given = {*ARGUMENTS, *TRAINER_ARGUMENTS}
-    return [name for name in Takes.of(function).required if name not in given]
+    return [name for name in Signature.of(function).required if name not in given]
 
 
 def is_verl(function: Callable[..., Any]) -> bool:
-    """Whether it is in verl's shape: it names both `solution_str` and `ground_truth`."""
-    return {"solution_str", "ground_truth"} <= Takes.of(function).names
+    return {"solution_str", "ground_truth"} <= Signature.of(function).names
 
 
 def ground_truth_column(columns: Collection[str], answer_column: str) -> str | None:
-    """Where the right answer of a function in verl's shape stands."""
+    """The column that a function in verl's form gets its ground truth from."""
     candidates = ("reward_model", "ground_truth", answer_column)
     return next((name for name in candidates if name in columns), None)
 
@@ -69,57 +76,41 @@ def ground_truth_column(columns: Collection[str], answer_column: str) -> str | N
 def from_verl(
     compute_score: Callable[..., Any], *, answer_column: str, dataset: str
 ) -> RewardFunction:
-    """A function in verl's shape as one in TRL's.
+    """Wrap a function in verl's form as one in TRL's form.
 
-    It is called for each completion with the columns `data_source` (else the name of the data set),
+    It is called for each completion with the columns `data_source` (else the data set's name),
     `reward_model["ground_truth"]` (else the column `ground_truth`, else `answer_column`) and
-    `extra_info` (else an empty mapping). It returns a number, or a mapping with it as `score`,
-    whose other entries become columns of the samples.
+    `extra_info` (else an empty mapping). It returns a number, or a mapping with the number as
+    `score`, whose other entries become columns of the samples.
     """
-    takes = Takes.of(compute_score)
+    signature = Signature.of(compute_score)
 
-    def results(completions: Sequence[Any], **columns: Sequence[Any]) -> list[Any]:
-        count = len(completions)
-        source = columns.get("data_source", [dataset] * count)
-        extra = columns.get("extra_info", [None] * count)
-        column = ground_truth_column(columns, answer_column)
-        assert column is not None, "it was looked for before the run"
-        answers = [
-            answer["ground_truth"] if column == "reward_model" else answer
-            for answer in columns[column]
-        ]
-        return [
-            compute_score(
-                **takes.chosen(
-                    {
-                        "data_source": source[each],
-                        "solution_str": text_of(completions[each]),
-                        "ground_truth": answers[each],
-                        "extra_info": {} if extra[each] is None else extra[each],
-                    }
-                )
-            )
-            for each in range(count)
-        ]
-
-    def score(log_extra: Callable[..., None], **arguments: Any) -> Any:
-        returned = results(**arguments)
-        if any(inspect.isawaitable(result) for result in returned):
-            return _awaited(returned, log_extra)
-        return _scores(returned, log_extra)
+    async def score(
+        completions: Sequence[Any], log_extra: Callable[..., None], **columns: Sequence[Any]
+    ) -> list[Any]:
+        name = ground_truth_column(columns, answer_column)
+        assert name is not None, "checked before the run"
+        num = len(completions)
+        sources = columns.get("data_source", [dataset] * num)
+        extras = columns.get("extra_info", [None] * num)
+        results = []
+        for completion, source, truth, extra in zip(
+            completions, sources, columns[name], extras, strict=True
+        ):
+            arguments = {
+                "data_source": source,
+                "solution_str": text_of(completion),
+                "ground_truth": truth["ground_truth"] if name == "reward_model" else truth,
+                "extra_info": {} if extra is None else extra,
+            }
+            results.append(compute_score(**signature.select(arguments)))
+        waiting = {n: each for n, each in enumerate(results) if inspect.isawaitable(each)}
+        for n, result in zip(waiting, await asyncio.gather(*waiting.values()), strict=True):
+            results[n] = result
+        mappings = [result if isinstance(result, Mapping) else {} for result in results]
+        for key in dict.fromkeys(key for mapping in mappings for key in mapping):
+            if key not in ("score", *SAMPLE_COLUMNS):
+                log_extra(key, [mapping.get(key) for mapping in mappings])
+        return [result["score"] if isinstance(result, Mapping) else result for result in results]
 
     return score
-
-
-async def _awaited(returned: Sequence[Awaitable[Any]], log_extra: Callable[..., None]) -> list[Any]:
-    return _scores(await asyncio.gather(*returned), log_extra)
-
-
-def _scores(results: Sequence[Any], log_extra: Callable[..., None]) -> list[Any]:
-    others = dict.fromkeys(
-        name for result in results if isinstance(result, Mapping) for name in result
-    )
-    for name in others:
-        if name not in ("score", *SAMPLE_COLUMNS):
-            log_extra(name, [r.get(name) if isinstance(r, Mapping) else None for r in results])
-    return [result["score"] if isinstance(result, Mapping) else result for result in results]

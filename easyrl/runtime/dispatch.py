@@ -1,9 +1,16 @@
-"""Which rollout worker gets which prompt, and when.
+"""Choose the prompts of an iteration, round by round, and hand them to the rollout workers.
 
-With one worker, or in deterministic mode, every worker has its whole list at the round's start:
-what an engine does is then a function of that list and the weights alone. Otherwise prompts are
-handed out on demand, a few ahead of what an engine has in flight, so that a faster worker gets
-more.
+    round 0    the next N prompts of the stream, one per group 0 … N-1
+    round 1    the next prompts, one per rejected group, in ascending group_index
+    …          until no group is missing; in the last round no group is rejected
+
+A round ends when all its groups have arrived, never before: taking the first that finish would
+favour short completions. So the prompts of an iteration depend on the rewards alone, not on timing.
+Groups that are not rejected are trained meanwhile.
+
+With one worker, or in deterministic mode, every worker gets its whole list at the start of a round:
+what an engine does is then a function of that list and the weights. Otherwise workers get prompts
+on demand, a few ahead of what the engine has in flight, so that a faster worker gets more.
 """
 
 from __future__ import annotations
@@ -14,9 +21,58 @@ from typing import Any
 
 from easyrl import events
 from easyrl.config import Config
+from easyrl.data.streams import PromptStream
 from easyrl.runtime.placement import Placement
 from easyrl.runtime.supervisor import Worker
-from easyrl.types import PlacedPrompt, Prompt
+from easyrl.types import IndexedPrompt, Prompt
+
+
+class Rounds:
+    """The rounds of one iteration."""
+
+    def __init__(
+        self, prompts: PromptStream, first_index: int, *, num_groups: int, max_replacements: int
+    ) -> None:
+        """`first_index`: index in the stream of the next prompt. A group is replaced at most
+        `max_replacements` times."""
+        self._prompts = prompts
+        self.next_index = first_index
+        self._max_replacements = max_replacements
+        self.number = -1
+        self._missing = set(range(num_groups))
+        self._pending: set[int] = set()
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self._max_replacements
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all groups of the round have arrived."""
+        return not self._pending
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no group is missing."""
+        return not self._pending and not self._missing
+
+    def start(self) -> list[IndexedPrompt]:
+        """Begin the next round; returns its prompts."""
+        assert self.is_over and not self.is_complete and not self.is_last
+        self.number += 1
+        self._pending, self._missing = self._missing, set()
+        first, self.next_index = self.next_index, self.next_index + len(self._pending)
+        return [
+            (group_index, self._prompts.prompt(first + number))
+            for number, group_index in enumerate(sorted(self._pending))
+        ]
+
+    def add(self, group: events.GroupScored) -> None:
+        """A group of this round has arrived."""
+        self._pending.remove(group.group_index)
+        if group.is_rejected:
+            assert not self.is_last
+            self._missing.add(group.group_index)
 
 
 class Dispatcher:
@@ -28,7 +84,7 @@ class Dispatcher:
         *,
         num_generations: int | None = None,
     ) -> None:
-        """`num_generations`: sequences of a group, if not those of training."""
+        """`num_generations`: sequences per group, if not those of training."""
         self._workers = workers
         self._is_fixed = config.runtime.deterministic or len(workers) == 1
         self._in_flight = placement.max_concurrent_groups
@@ -38,7 +94,7 @@ class Dispatcher:
         self._left: deque[Any] = deque()
 
     def start(
-        self, iteration: int, prompts: Sequence[PlacedPrompt], *, is_last_round: bool
+        self, iteration: int, prompts: Sequence[IndexedPrompt], *, is_last_round: bool
     ) -> None:
         """Begin a round of an iteration; the one before it is over."""
         self._hand_out(
@@ -48,11 +104,11 @@ class Dispatcher:
     def start_evaluation(
         self, round_: int, prompts: Sequence[Prompt], *, num_samples: int = 1, with_texts: bool
     ) -> None:
-        """Begin an evaluation; no round of an iteration is under way."""
-        rows = self._ahead * self._num_generations
+        """Begin an evaluation, between two iterations."""
+        num_sequences = self._ahead * self._num_generations
         self._hand_out(
             prompts,
-            -(-rows // num_samples),
+            -(-num_sequences // num_samples),
             lambda share: events.Evaluate(round_, share, num_samples, with_texts),
         )
 
@@ -62,7 +118,7 @@ class Dispatcher:
         ahead: int,
         command: Callable[[Sequence[Any]], events.Command],
     ) -> None:
-        """`ahead`: so many for each worker before it has finished one."""
+        """`ahead`: prompts for each worker before it has finished one."""
         assert not self._left
         self._command = command
         num_workers = len(self._workers)
@@ -77,7 +133,6 @@ class Dispatcher:
                 worker.send(command(share))
 
     def on_group(self, worker: Worker) -> None:
-        """`worker` has finished a group, or a prompt of an evaluation: it gets the next prompt, if
-        any is left."""
+        """`worker` has finished a group, or a prompt of an evaluation: send it the next prompt."""
         if self._left:
             worker.send(self._command([self._left.popleft()]))

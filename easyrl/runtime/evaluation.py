@@ -9,21 +9,41 @@ completion draws from a stream of numbers that round, problem and sample name).
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from easyrl import events, records
-from easyrl.estimates import is_correct, mean_and_error
-from easyrl.records import Observer
+from easyrl import events
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.supervisor import Worker
 from easyrl.types import Prompt
 
 BEFORE, AFTER = 0, 1
 """Rounds of a run; that after its n-th iteration, which is not the last, is AFTER + n."""
+
+TOLERANCE = 1e-6
+"""Rewards are sums in float32: a reward below the bound by less than this reaches it."""
+
+
+def is_correct(rewards: npt.ArrayLike, bound: float) -> npt.NDArray[np.bool_]:
+    """Whether each reward reaches `bound`; NaN does not."""
+    correct: npt.NDArray[np.bool_] = np.asarray(rewards, dtype=np.float64) >= bound - TOLERANCE
+    return correct
+
+
+def mean_and_error(of_problems: npt.ArrayLike) -> tuple[float, float]:
+    """The mean of the problems' means [N] and its standard error, from the sample variance (n - 1).
+
+    NaN where undefined: the mean of no problem, the error of fewer than two.
+    """
+    means = np.asarray(of_problems, dtype=np.float64)
+    if not len(means):
+        return math.nan, math.nan
+    error = float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+    return float(means.mean()), error
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +77,7 @@ class HeldOut:
 def answers_to(
     prompts: Sequence[Prompt],
     dispatcher: Dispatcher,
-    next_event: Callable[[], tuple[Worker, events.Event]],
-    tell: Observer,
+    next_event: Callable[[], tuple[Worker, events.WorkerEvent]],
     *,
     round_: int,
     num_samples: int = 1,
@@ -70,6 +89,4 @@ def answers_to(
         worker, event = next_event()
         assert isinstance(event, events.PromptEvaluated) and event.round == round_
         dispatcher.on_group(worker)
-        for message in event.errors:
-            tell(records.RewardFailed(time.monotonic(), None, event.prompt_index, message))
         yield event

@@ -1,4 +1,4 @@
-"""What the controller learns of one iteration, and the metrics it becomes."""
+"""Record of one iteration from the workers' events, and its metrics."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from easyrl import events
 from easyrl.config import Config
-from easyrl.wording import counted
+from easyrl.formatting import counted
 
 
 @dataclass(slots=True)
 class IterationRecord:
-    """Filled by events from both groups while the iteration runs."""
+    """Filled from events while the iteration runs."""
 
     iteration: int
     groups: list[events.GroupScored] = field(default_factory=list)
@@ -27,18 +27,18 @@ class IterationRecord:
     _engine_seconds: dict[str, float] = field(default_factory=dict)
 
     def add_group(self, worker: str, group: events.GroupScored, seconds: float) -> None:
-        """A group came from `worker`, so many seconds after the iteration's start."""
+        """Add a group that `worker` reported, `seconds` after the start of the iteration."""
         if not group.is_rejected and not self.first_group_seconds:
             self.first_group_seconds = seconds
         self.groups.append(group)
-        # A rejected group's report overtakes those that wait for a slot of the ring.
+        # Reports of rejected groups can overtake those of groups that wait for a ring slot.
         self._engine_seconds[worker] = max(
             group.busy_seconds, self._engine_seconds.get(worker, 0.0)
         )
 
     @property
     def num_generated_tokens(self) -> int:
-        """Completion tokens, those of rejected groups too."""
+        """Completion tokens, including those of rejected groups."""
         return sum(sum(group.completion_lengths) for group in self.groups)
 
     @property
@@ -47,23 +47,23 @@ class IterationRecord:
 
     @property
     def num_not_replaced(self) -> int:
-        """Groups that should have been: there was no round left."""
+        """Unwanted groups that were kept, because no round was left."""
         return sum(group.is_unwanted and not group.is_rejected for group in self.groups)
 
     @property
     def infer_seconds(self) -> float:
-        """Busy time of an engine, mean over the engines."""
+        """Busy time per engine, mean over the engines."""
         return sum(self._engine_seconds.values()) / max(1, len(self._engine_seconds))
 
     def notes(self, config: Config) -> list[str]:
-        """What a user should hear of, in words; equal words once are enough."""
+        """Warnings for the user; the caller shows each text once."""
         notes = []
         if self.num_not_replaced:
             notes.append(
                 f"iteration {self.iteration + 1}: no advantage in {self.num_not_replaced} of "
                 f"{counted(config.train.prompts_per_iteration, 'group')}, and no round of fresh "
-                "prompts is left (algorithm.dynamic_sampling_max_rounds="
-                f"{self.num_replacement_rounds}): it counts as 0"
+                "prompts is left "
+                f"(of {self.num_replacement_rounds}): it counts as 0"
             )
         kept = [group for group in self.groups if not group.is_rejected]
         are_all_truncated = all(g.num_truncated == len(g.completion_lengths) for g in kept)
@@ -71,16 +71,16 @@ class IterationRecord:
             notes.append(
                 "warning: an iteration trained nothing: all its completions reached "
                 f"rollout.max_completion_length={config.rollout.max_completion_length}, and "
-                "algorithm.mask_truncated_completions leaves such out; raise the one or set the "
-                "other to false (this is told once)"
+                "algorithm.mask_truncated_completions excludes these; raise the first or set the "
+                "second to false (shown once)"
             )
         return notes
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
-        """TRL's names where it has one (DESIGN.md, section 6).
+        """Metrics, with TRL's names where it has one.
 
-        Rewards and lengths are of all groups generated, the rejected ones too, as TRL takes them
-        over its generation batch: they tell of the policy, not of what was chosen to be trained.
+        Rewards and lengths cover all generated groups, also rejected ones, as in TRL: they describe
+        the policy, not the selection that is trained.
         """
         assert self.trained is not None
         # Events come in order of arrival: sort, so that sums do not depend on it.
@@ -101,8 +101,8 @@ class IterationRecord:
         }
 
     def logged(self, taken: Collection[str]) -> dict[str, float]:
-        """What reward functions have logged (`log_metric`), averaged over the groups in which they
-        have; under another name where the run's own metrics have it."""
+        """Metrics that reward functions logged (`log_metric`), each averaged over the groups that
+        logged it. A name in `taken` gets the prefix `logged/`."""
         values: dict[str, list[float]] = {}
         for group in sorted(self.groups, key=lambda group: group.prompt_index):
             for name, value in group.logged.items():
@@ -113,7 +113,7 @@ class IterationRecord:
 def _reward_metrics(
     groups: Sequence[events.GroupScored], reward_names: Sequence[str]
 ) -> dict[str, float]:
-    """Of the groups that have rewards; NaN where none has."""
+    """Reward metrics of the groups that have rewards; NaN if there are none."""
     if not groups:
         return dict.fromkeys(("reward", "reward_std", "frac_reward_zero_std"), math.nan)
     rewards = np.array([group.rewards for group in groups])  # [N, G]

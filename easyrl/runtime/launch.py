@@ -1,6 +1,6 @@
-"""Inside a worker's process: set up the environment, then hand over to the worker.
+"""Entry points of worker processes: set up the environment, then run the worker.
 
-This module imports no torch, so that the environment is set before torch is loaded.
+This module imports no torch: the environment must be set before torch is loaded.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Any
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingBuffer
-from easyrl.cores import spin_environment
-from easyrl.engines import vllm_install
+from easyrl.engines.vllm import platforms as vllm_platforms
 from easyrl.events import Failed, Ready, Starting
-from easyrl.lifeline import die_with_parent
+from easyrl.processes import die_with_parent, spin_environment
 from easyrl.rewards.functions import RewardError
 from easyrl.workers.settings import WorkerSettings
 
@@ -38,15 +37,13 @@ def train_main(settings: WorkerSettings, ring: RingBuffer, control: Connection) 
 
 
 def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any) -> None:
-    """Make `module.name(settings, *arguments)` and let it run; the process ends with it. The last
-    argument is the process's end of the pipe to the controller."""
+    """Create `module.name(settings, *arguments)`, call its `run`, and end the process.
+
+    The last argument is this process's end of the pipe to the controller.
+    """
     control: Connection = arguments[-1]
     die_with_parent()
-    for signum in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # the controller hears them and stops us
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the controller handles them
         signal.signal(signum, signal.SIG_IGN)
     exit_code = 0
     try:
@@ -58,7 +55,7 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
         control.send(Ready())
         worker.run()
     except (EOFError, BrokenPipeError, SystemExit):
-        pass  # the controller is gone, or has told us to stop
+        pass  # the controller has ended, or sent Stop
     except BaseException as error:
         exit_code = 1
         with contextlib.suppress(OSError):
@@ -66,11 +63,11 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
         multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # named semaphores
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)  # a process group stuck in a collective must not hold up the end
+    os._exit(exit_code)  # without waiting for a process group that is stuck in a collective
 
 
 def _log_to(file: str | None) -> None:
-    """Send what the worker, its libraries and its own processes print to `file`."""
+    """Redirect the output of this process and its children to `file`."""
     if file is None:
         return
     sys.stdout.flush()
@@ -82,10 +79,10 @@ def _log_to(file: str | None) -> None:
 
 
 def _describe(error: BaseException, settings: WorkerSettings) -> Failed:
-    """A user's mistake, or a reward that failed, is told by its message alone; all else by its
-    traceback too. A device has the number that the user knows it by."""
+    """Describe the error: for user errors and failed rewards the message, otherwise also the
+    traceback. Adds the user's numbers of the devices."""
     frames = traceback.extract_tb(error.__traceback__)
-    # Raised by us on purpose, not by a library that we called wrongly.
+    # Raised on purpose by this package, not by a library that was called wrongly.
     is_ours = (
         bool(frames)
         and Path(frames[-1].filename).is_relative_to(PACKAGE)
@@ -115,7 +112,7 @@ def _set_up_environment(settings: WorkerSettings) -> None:
         os.environ.update(devices.SHARED_DEVICE_ENVIRONMENT)
     is_vllm = settings.engine == "vllm" and settings.name.startswith("rollout")
     if is_vllm:
-        os.environ.update(vllm_install.environment(kind))
+        os.environ.update(vllm_platforms.environment(kind))
     elif kind == "cpu":
         os.environ.update(spin_environment(os.environ))
     deterministic = settings.config.runtime.deterministic
@@ -129,7 +126,7 @@ def _set_up_environment(settings: WorkerSettings) -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(settings.num_threads)
     devices.load_backend(kind)
-    if settings.memory_fraction is not None and not is_vllm:  # its own processes are told theirs
+    if settings.memory_fraction is not None and not is_vllm:  # vLLM's own processes have limits
         devices.limit_memory(torch.device(settings.device), settings.memory_fraction)
     if deterministic:
         torch.use_deterministic_algorithms(True)

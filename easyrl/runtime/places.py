@@ -1,21 +1,24 @@
-"""Where a run's files are, so that a run that goes on finds them from whichever folder."""
+"""Make the paths in a config absolute, so that a run can be resumed from any folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from easyrl.config import Config
-from easyrl.hub import BUILT_IN_MODELS
-from easyrl.tasks.presets import PRESETS
+from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.data.presets import PRESETS
 
 
-def with_whole_paths(config: Config) -> Config:
-    """The config with the whole path of each file and folder that its model, data and rewards name.
+def with_whole_paths(config: Config, *, is_resumed: bool = False) -> Config:
+    """Return the config with absolute paths of the files and folders that it names.
 
-    What is none that is there (hub ids, built-in names, modules, mistakes) stays as it is.
+    Other names (hub ids, built-in models, modules, missing files) stay as they are. A folder wins
+    over a built-in model of the same name; but in the config of a resumed run, whose folders are
+    absolute paths already, such a name is the built-in model.
     """
     model, data, functions = config.model.path, config.data, config.reward.functions
-    if model not in BUILT_IN_MODELS and Path(model).expanduser().is_dir():
+    is_built_in = is_resumed and model in BUILT_IN_MODELS
+    if not is_built_in and Path(model).expanduser().is_dir():
         model = _whole(model)
     whole = [_whole_data(name) for name in data.datasets]
     sections = {
@@ -44,5 +47,5 @@ def _whole_reward(spec: str) -> str:
 
 
 def _whole(path: str) -> str:
-    """Links in it are kept: they may be set anew."""
+    """Symbolic links are kept, because they may change."""
     return str(Path(path).expanduser().absolute())

@@ -1,4 +1,4 @@
-"""`easyrl grpo`, once the config is resolved: check, make the run folder, train, sum up."""
+"""`easyrl grpo`, after the config is resolved: check, open the run folder, train, summarize."""
 
 from __future__ import annotations
 
@@ -9,205 +9,179 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
-from easyrl import records
+from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
+from easyrl.data.hub import describe_model
+from easyrl.events import Observer, combine_observers
+from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import checkpoints_in, discard_unfinished, set_aside
-from easyrl.records import Observer, tell_all
-from easyrl.runtime.interrupts import SIGNALLED, heard_as_interrupts, signal_of
-from easyrl.runtime.placement import describe, device_names
+from easyrl.runtime.controller import Controller
+from easyrl.runtime.placement import describe, device_names, ring_layout
 from easyrl.runtime.places import with_whole_paths
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume, measured_as
-from easyrl.runtime.ring import make_ring
 from easyrl.runtime.run_folder import RunFolder, RunFolderLost, read_lines
-from easyrl.wording import counted
+from easyrl.runtime.supervisor import (
+    SIGNALLED,
+    Interrupted,
+    Supervisor,
+    WorkerFailure,
+    signal_of,
+    signals_as_interrupts,
+)
 
 FINISHED, FAILED, USER_ERROR = 0, 1, 2
+"""Exit codes; a signal's is SIGNALLED + its number."""
 
 
 def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None = None) -> int:
-    """Train; returns the exit code. Raises ValueError for what the user can mend.
+    """Train; returns the exit code. Raises ValueError for mistakes of the user.
 
-    `resume`: the folder of a run that is to go on. Observers are told of no run before all that is
-    checked here has passed.
+    `resume`: run folder to resume. Observers learn of a run only after all checks have passed.
     """
     started = time.monotonic()
-    config = with_whole_paths(config)
-    tell_all(observers)(records.CheckStarted("checking the model, the data and the devices"))
+    config = with_whole_paths(config, is_resumed=resume is not None)
+    notify = combine_observers(observers)
+    notify(events.CheckStarted("checking the model, the data and the devices"))
     resumed = find_resume(config, resume)
     if resumed is not None and resumed.is_finished(config):
         os.close(resumed.lock)
-        tell_all(observers)(records.RunEnded(FINISHED, _nothing_to_do(config, resumed)))
+        notify(events.RunEnded(FINISHED, _nothing_to_do(config, resumed)))
         return FINISHED
-    preflight = check_run(config, resumed)
-    if resumed is not None:
-        resumed = measured_as(resumed, preflight.identity)
-    ring = make_ring(config, preflight.placement)
+    checked = check_run(config, resumed)
+    ring = RingBuffer(ring_layout(config, checked.placement))
     if resumed is None:
         folder = RunFolder(config)
     else:
-        folder = RunFolder.again(config, resumed.lock, resumed.file_sizes)
+        resumed = measured_as(resumed, checked.identity)
+        folder = RunFolder.reopen(config, resumed.lock, resumed.file_sizes)
         for path in resumed.broken:
             set_aside(path)
         discard_unfinished(folder.checkpoints)
-    tell = tell_all([folder.observe, *observers])
-    with heard_as_interrupts():
+    controller = Controller(
+        config,
+        checked,
+        folder=folder,
+        supervisor=Supervisor(),
+        ring=ring,
+        started=started,
+        notify=combine_observers([folder.observe, *observers]),
+        resumed=resumed,
+    )
+    with signals_as_interrupts():
         try:
-            ended = _run(
-                config,
-                preflight,
-                ring=ring,
-                folder=folder,
-                started=started,
-                tell=tell,
-                resumed=resumed,
-            )
-            tell(ended)
+            end = _train(controller)
+            controller.notify(end)
         finally:
             folder.close()
-    return ended.exit_code
+    return end.exit_code
 
 
-def _run(
-    config: Config,
-    preflight: Preflight,
-    *,
-    ring: RingBuffer,
-    folder: RunFolder,
-    started: float,
-    tell: Observer,
-    resumed: Resume | None,
-) -> records.RunEnded:
-    """From the first record to the last but one."""
-    placement = preflight.placement
-    run = records.RunStarted(
-        started,
-        folder.path,
+def _train(controller: Controller) -> events.RunEnded:
+    """Run to the end, whatever that is; at the end no worker is left.
+
+    Raises ValueError if an observer cannot start: then the run does not start either.
+    """
+    folder = controller.folder
+    try:
+        _announce(controller)
+        with controller.supervisor:
+            summary = controller.run()
+        summary["prompts_skipped"] = controller.checked.num_prompts_skipped
+        controller.notify(events.RunFinished(time.monotonic(), summary))
+    except KeyboardInterrupt as interrupt:  # outside the supervisor's `with`
+        signum = signal_of(interrupt)
+        return events.RunEnded(SIGNALLED + signum, _stopped(signum.name, folder))
+    except Interrupted as interrupted:
+        message = _stopped(str(interrupted), folder)
+        return events.RunEnded(SIGNALLED + interrupted.signum, message)
+    except WorkerFailure as failure:
+        return events.RunEnded(USER_ERROR if failure.is_user_error else FAILED, str(failure))
+    except RunFolderLost as lost:
+        return events.RunEnded(FAILED, str(lost))
+    except _CannotStart as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:
+        cause = traceback.format_exception_only(error)[-1].strip()
+        log = folder.keep_traceback(traceback.format_exc())
+        where = f"\n(the full traceback is in {log})" if log else ""
+        return events.RunEnded(FAILED, cause + where)
+    return events.RunEnded(FINISHED, "")
+
+
+class _CannotStart(Exception):
+    """An observer raised at RunStarted."""
+
+
+def _announce(controller: Controller) -> None:
+    """Send the first events of a run."""
+    config, checked, resumed = controller.config, controller.checked, controller.resumed
+    started = events.RunStarted(
+        controller.started,
+        controller.folder.path,
         config,
-        devices=device_names(placement),
-        num_slots=config.ring_slots,
-        description="\n".join([*_notes(config, preflight, resumed), describe(placement)]),
+        devices=device_names(checked.placement),
+        description="\n".join(
+            [
+                *_notes(config, checked, resumed),
+                describe_model(config.model.path),
+                describe(checked.placement),
+            ]
+        ),
         num_iterations=resumed.num_iterations if resumed is not None else 0,
     )
     try:
-        try:
-            tell(run)
-            if resumed is not None:
-                tell(_what_was(resumed))
-        except (ValueError, OSError) as error:  # an observer cannot start: nor does the run
-            folder.discard()
-            raise ValueError(str(error)) from error
-        return _train(
-            config,
-            preflight,
-            ring=ring,
-            folder=folder,
-            started=started,
-            tell=tell,
-            resumed=resumed,
-        )
-    except KeyboardInterrupt as interrupt:  # before the supervisor hears of signals, or after
-        signum = signal_of(interrupt)
-        message = _stopped(signum.name, folder)
-        return records.RunEnded(SIGNALLED + signum, message)
+        controller.notify(started)
+        if resumed is not None:
+            controller.notify(_past_of(resumed))
+    except (ValueError, OSError) as error:
+        controller.folder.discard()
+        raise _CannotStart(str(error)) from error
 
 
-def _what_was(resumed: Resume) -> records.RunResumed:
-    """What the run folder tells of the iterations that are done."""
+def _past_of(resumed: Resume) -> events.RunResumed:
+    """The metrics and accuracies of the completed iterations, from the run folder."""
     metrics = resumed.folder / "metrics.jsonl"
     lines = read_lines(metrics) if metrics.is_file() else []
-    state = resumed.checkpoint.state if resumed.checkpoint is not None else {}
-    accuracy = state.get("accuracy_before")
-    accuracies = [] if accuracy is None else [(0, float(accuracy))]
+    accuracy = resumed.state.accuracy_before if resumed.state is not None else None
+    since = resumed.state.measured_since if resumed.state is not None else 0
+    accuracies = [] if accuracy is None else [(0, accuracy)]
     accuracies += [
         (line["iteration"] + 1, line["eval/accuracy"])
         for line in lines
-        if line.get("eval/accuracy") is not None
-        and line["iteration"] >= state.get("measured_since", 0)
+        if line.get("eval/accuracy") is not None and line["iteration"] >= since
     ]
-    return records.RunResumed(lines, accuracies)
+    return events.RunResumed(lines, accuracies)
+
+
+def _notes(config: Config, checked: Preflight, resumed: Resume | None) -> list[str]:
+    """What the user should know before the run."""
+    notes = [] if resumed is None else [resumed.describe(config)]
+    notes.append(describe_model(config.model.path))
+    if checked.num_prompts_skipped:
+        notes.append(
+            f"prompts skipped: {checked.num_prompts_skipped} (longer than data.max_prompt_length="
+            f"{config.data.max_prompt_length}), left: {checked.prompts.epoch_length}"
+        )
+    if checked.num_trained is not None:
+        notes.append(
+            f"LoRA of rank {config.model.lora.rank}: {checked.num_trained:,} weights are trained "
+            f"in addition to the model's own, at a learning rate of {config.learning_rate:g}"
+        )
+    return [*notes, *checked.warnings]
 
 
 def _nothing_to_do(config: Config, resumed: Resume) -> str:
-    done = config.train.iterations
+    num_done = config.train.iterations
     return (
-        f"{resumed.folder} has finished its {counted(done, 'iteration')}; nothing is left to do "
-        f"(--iterations with a total over {done} trains on)"
+        f"{resumed.folder} has finished its {counted(num_done, 'iteration')}; nothing to do "
+        f"(train more with --iterations N, N greater than {num_done})"
     )
 
 
-def _notes(config: Config, preflight: Preflight, resumed: Resume | None) -> list[str]:
-    """What the user should know before the run."""
-    notes = [] if resumed is None else [resumed.describe(config)]
-    if preflight.num_prompts_skipped:
-        notes.append(
-            f"prompts skipped: {preflight.num_prompts_skipped} (longer than data.max_prompt_length="
-            f"{config.data.max_prompt_length}), left: {preflight.prompts.epoch_length}"
-        )
-    if preflight.num_trained is not None:
-        notes.append(
-            f"LoRA of rank {config.model.lora.rank}: {preflight.num_trained:,} weights are trained "
-            f"beside the model's own, at a learning rate of {config.learning_rate:g}"
-        )
-    return [*notes, *preflight.warnings]
-
-
-def _train(
-    config: Config,
-    preflight: Preflight,
-    *,
-    ring: RingBuffer,
-    folder: RunFolder,
-    started: float,
-    tell: Observer,
-    resumed: Resume | None,
-) -> records.RunEnded:
-    """From spawned workers to none left: how it ended."""
-    try:
-        from easyrl.runtime.controller import Controller
-        from easyrl.runtime.supervisor import Interrupted, Supervisor, WorkerFailure
-    except Exception as error:
-        return _failed(error, folder)
-    try:
-        with Supervisor() as supervisor:
-            controller = Controller(
-                config,
-                preflight.placement,
-                prompts=preflight.prompts,
-                held_out=preflight.held_out,
-                identity=preflight.identity,
-                folder=folder,
-                supervisor=supervisor,
-                ring=ring,
-                started=started,
-                tell=tell,
-                checkpoint=resumed.checkpoint if resumed is not None else None,
-            )
-            summary = controller.run()
-        summary["prompts_skipped"] = preflight.num_prompts_skipped
-        tell(records.RunFinished(time.monotonic(), summary))
-    except Interrupted as interrupted:
-        message = _stopped(str(interrupted), folder)
-        return records.RunEnded(SIGNALLED + interrupted.signum, message)
-    except WorkerFailure as failure:
-        return records.RunEnded(USER_ERROR if failure.is_user_error else FAILED, str(failure))
-    except RunFolderLost as lost:
-        return records.RunEnded(FAILED, str(lost))
-    except Exception as error:
-        return _failed(error, folder)
-    return records.RunEnded(FINISHED, "")
-
-
 def _stopped(by: str, folder: RunFolder) -> str:
-    message = f"stopped by {by}; what there is lies in {folder.path}"
+    message = f"stopped by {by}; the run folder is {folder.path}"
     if checkpoints_in(folder.checkpoints):
-        message += f"\nto go on: easyrl grpo --resume {quote(str(folder.path))}"
+        message += f"\nto resume: easyrl grpo --resume {quote(str(folder.path))}"
     return message
-
-
-def _failed(error: Exception, folder: RunFolder) -> records.RunEnded:
-    cause = traceback.format_exception_only(error)[-1].strip()
-    log = folder.keep_traceback(traceback.format_exc())
-    where = f"\n(the full traceback is in {log})" if log else ""
-    return records.RunEnded(FAILED, cause + where)

@@ -1,10 +1,10 @@
-"""Spawns the workers, watches over them, and ends them, whatever happens.
+"""Spawn the workers, watch them, and end them, whatever happens.
 
     spawn ─► wait ─► events … ─► stop
                └──► WorkerFailure | Interrupted
 
-`wait` is the only place where the controller waits. It returns events, and raises as soon as a
-worker has failed or died, or the user wants to stop. `stop` leaves no process behind.
+The controller waits only in `Supervisor.wait`. It returns events, and raises as soon as a worker
+fails or dies, or the user wants to stop. `stop` leaves no process behind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,13 +27,16 @@ from typing import Any, Self
 from easyrl import events
 
 STOP_SECONDS = 2.0
-"""How long a worker may take to obey `Stop` before it is killed."""
+"""A worker that has not obeyed `Stop` after this time is killed."""
 CAUSE_SECONDS = 0.5
-"""How long to look for the first cause once a worker has failed: a death tears others along."""
+"""After a worker failed, look for the first cause for this long: its death makes others fail."""
+SIGNALLED = 128
+"""Exit code of a command that a signal ended, plus the signal's number: 130 after Ctrl-C, 143 after
+SIGTERM, 129 after SIGHUP."""
 
 
 class WorkerFailure(RuntimeError):
-    """A worker failed or died. The message names it and ends with its own traceback."""
+    """A worker failed or died. The message names it and ends with its traceback."""
 
     def __init__(self, message: str, *, is_user_error: bool = False) -> None:
         super().__init__(message)
@@ -40,18 +44,46 @@ class WorkerFailure(RuntimeError):
 
 
 class Interrupted(Exception):
-    """The user asked to stop (`signum`: SIGINT, SIGTERM, or SIGHUP: the terminal is gone)."""
+    """The user asked to stop (`signum`: SIGINT, SIGTERM, or SIGHUP: the terminal was closed)."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
 
 
+# -- signals without a supervisor -----------------------------------------------------------------
+
+
+@contextmanager
+def signals_as_interrupts() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, unless ignored (nohup)."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signum)
+
+    before = {}
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            before[signum] = signal.signal(signum, interrupt)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def signal_of(interrupt: KeyboardInterrupt) -> signal.Signals:
+    return signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
 class Worker:
     """A spawned process and the controller's end of its pipe.
 
-    Commands are sent by a thread: where a worker does not read, because it is stopped or is itself
-    waiting for us to read, a full pipe must not hold up the only thread that reads and stops.
+    A thread sends the commands: if a worker does not read, because it is stopped or itself waits
+    for the controller to read, a full pipe must not block the controller's only thread.
     """
 
     def __init__(self, name: str, process: BaseProcess, control: Connection) -> None:
@@ -64,7 +96,7 @@ class Worker:
         self._sender.start()
 
     def send(self, command: events.Command) -> None:
-        """Never waits, and never raises for a dead worker: `Supervisor.wait` tells of its death."""
+        """Never wait, and never raise if the worker is dead: `Supervisor.wait` reports that."""
         self._commands.put(command)
 
     def _send_commands(self) -> None:
@@ -74,7 +106,7 @@ class Worker:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal (or a debugger) holds the process; False where that cannot be seen."""
+        """Whether a signal or a debugger has stopped the process; False if unknown."""
         try:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:
@@ -82,7 +114,7 @@ class Worker:
         return stat.rpartition(")")[2].split()[0] in "Tt"
 
     def close(self) -> None:
-        """Once the process has ended: nobody reads any more, so the thread ends as well."""
+        """Call after the process has ended: the sending thread ends as well."""
         self._commands.put(None)
         self._sender.join()
         self.control.close()
@@ -93,10 +125,10 @@ class Supervisor:
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[Worker] = []
         self._signum: int | None = None
-        self._wake_reader, self._wake_writer = os.pipe()
         self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
+        self._wake_reader, self._wake_writer = os.pipe()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
                 self._old_handlers[signum] = signal.signal(signum, self._on_signal)
@@ -115,7 +147,7 @@ class Supervisor:
         os.close(self._wake_writer)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Note the signal: a handler that raised could break off a spawn half-way."""
+        """Record the signal only: an exception raised here could interrupt a spawn halfway."""
         self._signum = signum
         os.write(self._wake_writer, b"x")
 
@@ -125,11 +157,11 @@ class Supervisor:
         process = self._context.Process(
             target=target, args=(*arguments, theirs), name=name, daemon=False
         )
-        # What a terminal sends to all is blocked until the worker ignores it by itself, and for
-        # good in multiprocessing's resource tracker, which starts with the first one: it cleans up
-        # after all the others. A mask is inherited.
-        of_a_terminal = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, of_a_terminal)
+        # Block the signals that a terminal sends to all its processes; children inherit the mask.
+        # A worker later ignores them itself. multiprocessing's resource tracker, which starts with
+        # the first worker, keeps them blocked: it must clean up after all others.
+        from_terminal = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, from_terminal)
         try:
             process.start()
         finally:
@@ -141,11 +173,11 @@ class Supervisor:
 
     def wait(
         self, timeout_seconds: float | None = None, *, needed: Sequence[Worker] | None = None
-    ) -> list[tuple[Worker, events.Event]]:
-        """Events that have come, waiting for one at most so long (None: for ever).
+    ) -> list[tuple[Worker, events.WorkerEvent]]:
+        """Return new events; wait for one for at most `timeout_seconds` (None: for ever).
 
-        Raises Interrupted once for each SIGINT, SIGTERM or SIGHUP, WorkerFailure when a worker
-        failed or died (only one of `needed`, if they are given).
+        Raises Interrupted once for each SIGINT, SIGTERM or SIGHUP, and WorkerFailure when a worker
+        (one of `needed`, if given) failed or died.
         """
         open_pipes = {worker.control: worker for worker in self._workers if worker.is_open}
         watched = self._workers if needed is None else needed
@@ -173,7 +205,7 @@ class Supervisor:
             raise cause
         return received
 
-    def _receive(self, worker: Worker) -> list[events.Event]:
+    def _receive(self, worker: Worker) -> list[events.WorkerEvent]:
         received = []
         try:
             while worker.control.poll():
@@ -183,8 +215,8 @@ class Supervisor:
         return received
 
     def _first_cause(self, failures: list[tuple[Worker, events.Failed]]) -> WorkerFailure:
-        """Among workers that ended, the one that tore the others along: one that was killed
-        before one that only lost its connection."""
+        """Find the worker whose end made the others fail: a killed one before one that only lost
+        its connection."""
         deadline = time.monotonic() + CAUSE_SECONDS
         while time.monotonic() < deadline and not any(map(_was_killed, self._workers)):
             time.sleep(0.02)
@@ -194,7 +226,7 @@ class Supervisor:
             if _was_killed(worker):
                 code = worker.process.exitcode
                 assert code is not None
-                return WorkerFailure(f"{worker.name} was killed by {_signal_name(-code)}")
+                return WorkerFailure(f"{worker.name} was killed by {signal.Signals(-code).name}")
         failures.sort(key=lambda failure: _is_consequence(failure[1]))
         for worker, failed in failures:
             cause = f":\n{failed.traceback.rstrip()}" if failed.traceback else f": {failed.message}"
@@ -204,7 +236,7 @@ class Supervisor:
         return WorkerFailure(f"ended unexpectedly: {names}")
 
     def stop(self) -> None:
-        """End all workers: those that do not obey within STOP_SECONDS are killed."""
+        """End all workers; kill those that have not obeyed after STOP_SECONDS."""
         for worker in self._workers:
             worker.send(events.Stop())
         deadline = time.monotonic() + STOP_SECONDS
@@ -225,8 +257,56 @@ def _is_consequence(failed: events.Failed) -> bool:
     return failed.message.startswith(("ConnectionError", "TimeoutError"))
 
 
-def _signal_name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"
+# -- watchdog -------------------------------------------------------------------------------------
+
+TICK_SECONDS = 1.0
+WARN_SECONDS = 60.0
+"""Without any event for so long, warn; then each time the period has doubled."""
+WARN_STOPPED_SECONDS = 3.0
+"""The same if a worker's process is stopped."""
+
+
+class Watchdog:
+    """Warn when no worker has sent an event for long, and name what each is doing.
+
+    From here a worker that waits for others and one that is frozen look the same. So the warning
+    says only what is known: the long work that a worker has announced, and whether the system has
+    stopped its process. It kills nobody. It counts ticks, not time: Ctrl-Z also stops the
+    controller.
+    """
+
+    def __init__(self) -> None:
+        self._doing: dict[str, tuple[str, float]] = {}  # worker -> work, start
+        self._seconds = 0.0
+        self._warned_seconds = 0.0  # at the last warning
+
+    def on_event(self, worker: str, event: events.WorkerEvent) -> None:
+        self._seconds = self._warned_seconds = 0.0
+        match event:
+            case events.Starting(what):
+                self._doing[worker] = what, time.monotonic()
+            case events.Activity(under_way=events.UnderWay(kind, started)):
+                self._doing[worker] = "idle" if kind == "wait" else kind, started
+            case _:
+                self._doing.pop(worker, None)
+
+    def tick(self, workers: Sequence[Worker]) -> str:
+        """Call after each TICK_SECONDS without an event. Returns the warning, if one is due."""
+        self._seconds += TICK_SECONDS
+        stopped = [worker.name for worker in workers if worker.is_stopped]
+        due = WARN_STOPPED_SECONDS if stopped else WARN_SECONDS
+        if self._warned_seconds:
+            due = max(WARN_SECONDS, 2 * self._warned_seconds)
+        if self._seconds < due:
+            return ""
+        self._warned_seconds = self._seconds
+        states = ", ".join(self._state(worker.name, worker.name in stopped) for worker in workers)
+        return f"no event from any worker for {self._seconds:.0f} s: {states}"
+
+    def _state(self, worker: str, is_stopped: bool) -> str:
+        if is_stopped:
+            return f"{worker} is stopped (SIGCONT continues it)"
+        if worker not in self._doing:
+            return f"{worker} unknown"
+        what, since = self._doing[worker]
+        return f"{worker} {what} {time.monotonic() - since:.0f} s"

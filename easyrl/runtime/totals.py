@@ -1,4 +1,4 @@
-"""The sums of a run, and the summary they become."""
+"""Sums over a run, and the summary made of them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from easyrl.config_train import TrainConfig
+from easyrl.config.train import TrainConfig
 from easyrl.runtime.iteration import IterationRecord
 
 LAST_ITERATIONS = 5
-"""`reward_first` and `reward_last` are means over so many iterations."""
+"""`reward_first` and `reward_last` are means over this many iterations."""
 
 
 class Totals:
+    """Sums over the iterations of a run; a checkpoint keeps them."""
+
     def __init__(
         self, num_devices: int, started: float, before: Mapping[str, Any] | None = None
     ) -> None:
-        """`started`: when the command began, as `time.monotonic` tells it. `before`: the `state`
-        at which a resumed run goes on."""
+        """`started`: `time.monotonic` at the command's start. `before`: the `state` of the
+        checkpoint that a run resumes from."""
         self._num_devices = num_devices
         self._started = started
         self.first_rollout_seconds: float | None = None
         self._rewards: list[float] = []
-        self._earlier_seconds = 0.0  # of the run's commands before this one
+        self._earlier_seconds = 0.0  # of the run's earlier commands
         self._iteration_seconds = 0.0
         self.weights_seconds = 0.0
         self.completion_tokens = 0
@@ -35,20 +37,21 @@ class Totals:
         self.train_seconds = 0.0
         self.groups_trained = 0
         self.groups_off_policy = 0
-        self.largest_logp_difference = math.nan  # not known while no group had a gradient
+        self.largest_logp_difference = math.nan  # until a group has a gradient
         self.updates_not_finite = 0
         self.groups_skipped = 0
         self.groups_replaced = 0
         self.groups_not_replaced = 0
         self.reward_errors = 0
         self._names = vars(self).keys() - {"_num_devices", "_started"}
-        if before is not None:
-            vars(self).update({name: before[name] for name in self._names})
-            if before["largest_logp_difference"] is None:
+        if before:
+            # A checkpoint of an older version may lack newer sums: they keep their defaults.
+            vars(self).update({name: before[name] for name in self._names if name in before})
+            if self.largest_logp_difference is None:
                 self.largest_logp_difference = math.nan
 
     def state(self) -> dict[str, Any]:
-        """All sums so far, as JSON can tell them."""
+        """The sums so far, for JSON."""
         state = {name: getattr(self, name) for name in self._names}
         state["_rewards"] = list(self._rewards)
         state["_earlier_seconds"] = self._wall_seconds
@@ -61,7 +64,7 @@ class Totals:
         return self._earlier_seconds + time.monotonic() - self._started
 
     def note_rollout(self) -> bool:
-        """A rollout has come; returns whether it is the run's first."""
+        """Count a rollout; return whether it is the run's first."""
         if self.first_rollout_seconds is not None:
             return False
         self.first_rollout_seconds = time.monotonic() - self._started
@@ -70,10 +73,10 @@ class Totals:
     def add_iteration(
         self, record: IterationRecord, reward: float, seconds: float
     ) -> dict[str, float]:
-        """Add a finished iteration; returns its `perf/*` metrics."""
+        """Add a finished iteration; return its `perf/*` metrics."""
         trained = record.trained
         assert trained is not None
-        if not math.isnan(reward):  # else every group was skipped
+        if not math.isnan(reward):  # NaN: every group was skipped
             self._rewards.append(reward)
         self.groups_skipped += sum(group.is_skipped for group in record.groups)
         self.groups_replaced += record.num_replaced
@@ -108,15 +111,6 @@ class Totals:
             ),
         }
 
-    @property
-    def _overlap(self) -> float:
-        return overlap(
-            infer_seconds=self.infer_seconds,
-            train_seconds=self.train_seconds,
-            weights_seconds=self.weights_seconds,
-            wall_seconds=self._iteration_seconds,
-        )
-
     def summary(
         self,
         train: TrainConfig,
@@ -130,7 +124,7 @@ class Totals:
         first, last = self._rewards[:LAST_ITERATIONS], self._rewards[-LAST_ITERATIONS:]
         return {
             "iterations": train.iterations,
-            "updates_per_iteration": train.updates_per_iteration,  # the first strictly on-policy
+            "updates_per_iteration": train.updates_per_iteration,  # the first is strictly on-policy
             "policy_version": policy_version,
             "wall_seconds": self._wall_seconds,
             "first_rollout_seconds": self.first_rollout_seconds,
@@ -148,7 +142,12 @@ class Totals:
             "infer_seconds": self.infer_seconds,
             "train_seconds": self.train_seconds,
             "weights_seconds": self.weights_seconds,
-            "overlap": self._overlap,
+            "overlap": overlap(
+                infer_seconds=self.infer_seconds,
+                train_seconds=self.train_seconds,
+                weights_seconds=self.weights_seconds,
+                wall_seconds=self._iteration_seconds,
+            ),
             "groups_trained": self.groups_trained,
             "groups_off_policy": self.groups_off_policy,
             "groups_skipped": self.groups_skipped,
@@ -164,7 +163,7 @@ class Totals:
 def overlap(
     *, infer_seconds: float, train_seconds: float, weights_seconds: float, wall_seconds: float
 ) -> float:
-    """The share of the shorter of generating and training that ran beside the other: 0 to 1."""
+    """Return the share (0 to 1) of the shorter of generating and training that overlapped."""
     hidden = infer_seconds + train_seconds + weights_seconds - wall_seconds
     shorter = min(infer_seconds, train_seconds)
     return min(1.0, max(0.0, hidden / shorter)) if shorter > 0 else 0.0

@@ -1,11 +1,10 @@
-"""The learning of the train worker: micro-batches in, a gradient, optimizer steps.
+"""The learner of a train worker: accumulates gradients of micro-batches and steps the optimizer.
 
     begin_iteration ─► accumulate, accumulate, … ─► step ─► accumulate, … ─► step ─► metrics
 
-It knows neither the ring nor the controller nor a clock. So an update's gradient is a function of
-its micro-batches alone, whenever they come. Of several train ranks each has a learner; they make
-the same calls, each with micro-batches of its own, and have one gradient, one norm, one decision
-and the same metrics.
+Knows no ring, no controller and no clock: an update's gradient is a function of its micro-batches
+alone. Every train rank has a learner. All of them make the same calls, each with its own
+micro-batches, and get the same gradient, norm, decision to step and metrics.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, LossSettings, loss_denominator, policy_loss
 from easyrl.algorithm.schedule import learning_rate_factor
 from easyrl.config import Config
-from easyrl.data.packing import MicroBatch
 from easyrl.model.attention import PackedGroups
 from easyrl.model.checkpoint import copy_of_training, read_tensors
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part
 from easyrl.model.tri_model import PackedInput, TriModel
+from easyrl.types import MicroBatch
 
-# Metrics of the iteration, and the sums over its tokens that they are the means of.
+# Metric of the iteration -> the sum over its tokens whose mean it is.
 MEANS = {
     "entropy": "entropy",
     "clip_ratio/low_mean": "clipped_low",
@@ -39,18 +38,19 @@ CORRECTION_MEANS = {
     "sampling/importance_sampling_ratio/mean": "importance_sampling_ratio",
     "sampling/importance_sampling_ratio/capped": "importance_sampling_capped",
 }
+ADAM_BETAS = (0.9, 0.99)
 
 
 class Learner:
-    """A policy, its optimizer, and the gradient of the update under way."""
+    """A policy, its optimizer, and the gradient of the current update."""
 
     def __init__(self, policy: Policy, config: Config, ranks: TrainRanks | None = None) -> None:
-        """The policy as it is now becomes the reference, where `algorithm.beta` asks for one; it
-        is sharded over `ranks`, to which its device then belongs."""
+        """The current policy becomes the reference if `algorithm.beta` needs one. The policy is
+        sharded over `ranks`."""
         self.policy = policy
         self.ranks = ranks or TrainRanks()
         self.policy_version = 0
-        """Counts optimizer updates, those that were dropped included."""
+        """Number of optimizer updates, dropped ones included."""
         self.config = config
         self.loss_settings = loss_settings(config)
         train, algorithm = config.train, config.algorithm
@@ -70,8 +70,8 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             self._parameters,
             lr=config.learning_rate,
-            betas=(train.adam_beta1, train.adam_beta2),
-            weight_decay=train.weight_decay,
+            betas=ADAM_BETAS,
+            weight_decay=0.0,
             fused=True,
         )
         self._means = dict(MEANS)
@@ -83,13 +83,13 @@ class Learner:
         self.begin_iteration(0)
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of what is trained, as a checkpoint holds it (`model.checkpoint`)."""
+        """Return a copy of the training state for a checkpoint (`model.checkpoint`)."""
         return copy_of_training(
             self.policy.model, self.optimizer, device=self.policy.device, rank=self.ranks.rank
         )
 
     def restore(self, checkpoint: Path, policy_version: int) -> None:
-        """Go on from a checkpoint. The reference stays the model that was loaded: the start's."""
+        """Load a checkpoint. The reference stays the model at the run's start."""
         read_tensors(
             checkpoint,
             self.policy.model,
@@ -101,7 +101,7 @@ class Learner:
         self.policy_version = policy_version
 
     def begin_iteration(self, iteration: int) -> None:
-        """The policy as it is now is the old policy of this iteration's updates."""
+        """Keep the current policy as the old policy of this iteration's updates."""
         self._iteration = iteration
         self._tri_model.keep_old()
         self._sums = {name: self._zero() for name in ("tokens", *self._means.values())}
@@ -110,7 +110,7 @@ class Learner:
         self._loss = self._zero()
 
     def accumulate(self, batch: MicroBatch) -> None:
-        """Forward and backward of one micro-batch of the update."""
+        """Run forward and backward of one micro-batch."""
         inputs = self._loss_inputs(batch)
         outputs = policy_loss(inputs, self.loss_settings)
         outputs.loss.backward()  # type: ignore[no-untyped-call]
@@ -123,9 +123,18 @@ class Learner:
         self._largest_difference = torch.maximum(self._largest_difference, difference.max())
 
     def _loss_inputs(self, batch: MicroBatch) -> LossInputs:
-        """The micro-batch goes to the device once, and through the models that are needed."""
+        """Move a micro-batch to the device and compute the log-probabilities that are needed."""
         device = self.policy.device
-        targets, mask, reported, advantages, completion_of_token, ids, positions, places = (
+        (
+            targets,
+            loss_mask,
+            rollout_logprobs,
+            advantages,
+            completion_of_token,
+            input_ids,
+            position_ids,
+            logits_at,
+        ) = (
             torch.from_numpy(array).to(device)
             for array in (
                 batch.targets,
@@ -140,24 +149,25 @@ class Learner:
         )
         layout = PackedGroups(batch.groups, device)
         models = self._tri_model.logprobs(
-            PackedInput(ids, positions, layout, places, targets), policy_is_old=not self._updates
+            PackedInput(input_ids, position_ids, layout, logits_at, targets),
+            policy_is_old=not self._updates,
         )
         return LossInputs(
             logprobs=models.logprobs,
             old_logprobs=models.old_logprobs,
-            rollout_logprobs=reported,
+            rollout_logprobs=rollout_logprobs,
             ref_logprobs=models.ref_logprobs,
             entropy=models.entropy,
             advantages=advantages,
-            loss_mask=mask,
+            loss_mask=loss_mask,
             completion_of_token=completion_of_token,
             num_completions=batch.num_completions,
         )
 
     def step(self, *, num_completions: int, num_tokens: int) -> None:
-        """Apply the accumulated gradient, over the update's denominator (`loss_denominator`).
+        """Step the optimizer with the accumulated gradient over the update's `loss_denominator`.
 
-        One that is not finite is dropped and counted.
+        A gradient or loss that is not finite is dropped and counted.
         """
         train = self.config.train
         denominator = loss_denominator(
@@ -175,7 +185,7 @@ class Learner:
             kind=train.lr_scheduler_type,
         )
         if is_finite:
-            # Normalised and clipped (as torch's clip_grad_norm_ does it) in one pass.
+            # Normalise and clip in one pass; the factor is that of torch's clip_grad_norm_.
             factor = min(1.0, train.max_grad_norm / (norm + 1e-6)) / denominator
             for gradient in gradients:
                 gradient.mul_(factor)
@@ -196,10 +206,10 @@ class Learner:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Of the iteration, in TRL's names: means over its tokens or over its updates.
+        """Return the iteration's metrics under TRL's names: means over its tokens or its updates.
 
-        Groups of equal rewards may carry no gradient and are then not computed: of them nothing
-        is known, and where there are no others the means are NaN.
+        Rollouts without a gradient are not computed and not included. If there are no others, the
+        means are NaN.
         """
         totals = self.ranks.sums([float(total) for total in self._sums.values()])
         sums = dict(zip(self._sums, totals, strict=True))
@@ -218,7 +228,7 @@ class Learner:
         return torch.zeros((), device=self.policy.device)
 
     def _zero_gradients(self) -> None:
-        """Zeros, not None: an iteration without a gradient is a step with a gradient of zero."""
+        """Set gradients to 0, not None: an iteration without a gradient is still a step."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -233,7 +243,6 @@ def loss_settings(config: Config) -> LossSettings:
         importance_sampling_level=algorithm.importance_sampling_level,
         epsilon=algorithm.epsilon,
         epsilon_high=algorithm.resolved_epsilon_high,
-        delta=algorithm.delta,
         beta=algorithm.beta,
         entropy_coef=algorithm.entropy_coef,
         importance_sampling_correction=config.importance_sampling_correction,

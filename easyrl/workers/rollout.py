@@ -1,6 +1,6 @@
 """The rollout worker: prompts in; completions, rewards, advantages; groups into the ring.
 
-    controller ──Generate──► engine ──completions──► scorer processes
+    controller ──Generate──► engine ──completions──► reward processes
                                ▲                          │ rewards
     train worker ──weights─────┘                          ▼
                                     ring ◄── group ◄── advantages
@@ -8,8 +8,8 @@
     consumes: prompts, weights       waits for: work, rewards, a free slot in the ring
     produces: groups (ring)          unblocks:  the train worker waiting for a group
 
-One engine step, then a look at everything else: nothing here waits while the engine has work,
-except for a free slot in the ring (back-pressure).
+The loop alternates between one engine step and everything else. While the engine has work, it
+waits only for a free slot in the ring (back-pressure).
 """
 
 from __future__ import annotations
@@ -25,37 +25,38 @@ from easyrl import events
 from easyrl.algorithm.advantages import group_advantages
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.config import Config
-from easyrl.config_eval import Sampling
-from easyrl.cores import pin
+from easyrl.config.eval import Sampling
 from easyrl.data.chat import render_prompt
-from easyrl.delays import maybe_sleep
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
+from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
-from easyrl.model.pretrained import load_tokenizer
+from easyrl.processes import maybe_sleep, pin
 from easyrl.rewards.loading import reward_weights
-from easyrl.rewards.logged import TrainerState
-from easyrl.rewards.scorer import LOOK_SECONDS, Scored, Scorer, combine
-from easyrl.types import Float32, PlacedPrompt, Prompt, RolloutGroup
-from easyrl.workers.lent_cores import LentCores
+from easyrl.rewards.pool import POLL_SECONDS, RewardPool, ScoredGroup, combine
+from easyrl.rewards.signatures import TrainerState
+from easyrl.types import Float32, IndexedPrompt, Prompt, RolloutGroup
+from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
 TRAIN, EVALUATE = 0, 1
+SAMPLE_GROUPS = 1
+"""Groups per iteration whose texts and rewards are written to samples.jsonl."""
 _ONE_BY_ONE = (
-    "{}, so problems are answered one by one through transformers' generate: exact, and slower"
+    "{}, so prompts are completed one by one with transformers' generate: exact, but slower"
 )
 Key = tuple[int, int, int]
-"""(TRAIN, iteration, prompt index) or (EVALUATE, round, prompt index): names a group, and seeds
-the randomness of its sequences."""
+"""(TRAIN, iteration, prompt index) or (EVALUATE, round, prompt index). Identifies a group and
+seeds the sampling of its sequences."""
 
 
 class RolloutWorker:
     def __init__(
         self, settings: WorkerSettings, port: RingPort | None, control: Connection
     ) -> None:
-        """`port`: None where nothing is trained, and so nothing goes into a ring."""
+        """`port` is None in an evaluation, which has no ring."""
         self.settings = settings
         self.config: Config = settings.config
         self.port = port
@@ -63,22 +64,22 @@ class RolloutWorker:
         self.control = control
         self.timeline = Timeline(control.send)
         self.reward_weights = reward_weights(self.config)
-        self.scorer = Scorer(self.config)  # first: its processes start while the model is loaded
-        self.cores = LentCores(settings)
-        pin(settings.cores)  # after it: rewards may run on any core
+        self.reward_pool = RewardPool(self.config)  # first: it starts while the model loads
+        self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
+        pin(settings.cores)  # after the reward pool: rewards may run on any core
         control.send(events.Starting("loading the model"))
         try:
             self.tokenizer, self.engine = self._load()
         except BaseException:
-            self.scorer.close()
+            self.reward_pool.close()
             raise
         self.policy_version = -1
         self._iteration = -1
         self._busy_seconds = 0.0  # of the engine, in this iteration
         self._is_last_round = False
         self._evaluates_with_texts = False
-        self._prompts: dict[Key, PlacedPrompt] = {}
-        self._being_scored: dict[Key, tuple[FinishedGroup, float]] = {}  # with when it was sent
+        self._prompts: dict[Key, IndexedPrompt] = {}
+        self._being_scored: dict[Key, tuple[FinishedGroup, float]] = {}  # with the start of scoring
         self._outbox: deque[tuple[RolloutGroup, events.GroupScored]] = deque()
 
     def _load(self) -> tuple[Any, Engine]:
@@ -94,15 +95,15 @@ class RolloutWorker:
         )
         policy.stop_at(tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))
-        if policy.obstacle is not None:
-            if self.port is None:  # else the train worker tells the user
-                self.control.send(events.Note(_ONE_BY_ONE.format(policy.obstacle)))
+        if policy.unsupported_reason is not None:
+            if self.port is None:  # otherwise the train worker reports it
+                self.control.send(events.Note(_ONE_BY_ONE.format(policy.unsupported_reason)))
             return tokenizer, GenerateEngine(policy, sampling, tokenizer=tokenizer)
         num_rows = self.settings.max_concurrent_groups * self.sampling.num_samples
         return tokenizer, EmbeddedEngine(policy, sampling, num_rows=num_rows, tokenizer=tokenizer)
 
     def _start_vllm(self, tokenizer: Any, sampling: SamplingSettings) -> Engine:
-        from easyrl.engines.vllm import VllmEngine
+        from easyrl.engines.vllm.engine import VllmEngine
 
         self.control.send(events.Starting("starting vLLM"))
         model, rollout, settings = self.config.model, self.config.rollout, self.settings
@@ -115,7 +116,7 @@ class RolloutWorker:
             stop_at=tokenizer.eos_token_id,
             max_concurrent_groups=settings.max_concurrent_groups,
             num_generations=self.sampling.num_samples,
-            memory_fraction=settings.memory_fraction or rollout.gpu_memory_fraction,
+            memory_fraction=settings.memory_fraction or rollout.memory_fraction or 0.9,
             is_device_shared=settings.memory_fraction is not None,
             tensor_parallel_size=settings.tensor_parallel_size,
             log_file=settings.log_file,
@@ -126,48 +127,49 @@ class RolloutWorker:
         """Obey commands and roll out until `Stop`."""
         try:
             while True:
-                self._wait_for_something_to_do()
+                self._wait_for_work()
                 if self.control.poll() and not self._obey(self.control.recv()):
                     return
                 if self.engine.has_work and not self._outbox:
                     self._generate()
-                for scored in self.scorer.finished():
+                for scored in self.reward_pool.finished():
                     self._finish_group(scored)
                 self._publish()
         finally:
             self.engine.close()
-            self.scorer.close()
+            self.reward_pool.close()
 
-    def _wait_for_something_to_do(self) -> None:
+    def _wait_for_work(self) -> None:
         if self.engine.has_work and not self._outbox:
             return
-        wakers: list[Connection | int] = [self.control, self.scorer.fileno()]
+        wakers: list[Connection | int] = [self.control, self.reward_pool.fileno()]
         if self._outbox:
             assert self.port is not None
             wakers.append(self.port.writable_fd)
         shown_as: events.SpanKind = "score" if self._being_scored else "wait"
-        with self.cores.resting(), self.timeline.measure("wait", shown_as=shown_as):
-            # One wait, however often it looks: a word each time would hide a silence (`silence`).
-            while not wait(wakers, LOOK_SECONDS if self._being_scored else None):
-                if self.scorer.is_lost:
+        with self.cores.idle(), self.timeline.measure("wait", shown_as=shown_as):
+            # One wait in the timeline, however often it wakes: reports would reset the watchdog.
+            while not wait(wakers, POLL_SECONDS if self._being_scored else None):
+                if self.reward_pool.is_broken:
                     break
 
     def _obey(self, command: events.Command) -> bool:
         match command:
-            case events.JoinWeights(membership, rank, size):
-                self.engine.join_weights(self.settings.weight_seat(membership, rank, size))
+            case events.InitWeightChannel(generation, rank, world_size):
+                endpoint = self.settings.weight_endpoint(generation, rank, world_size)
+                self.engine.join_weights(endpoint)
             case events.ExchangeWeights(version):
                 self._receive_weights(version)
             case events.Generate(iteration, prompts, is_last_round):
                 if iteration != self._iteration:
                     self._iteration, self._busy_seconds = iteration, 0.0
-                self._is_last_round = is_last_round  # rounds follow each other, none overlaps
-                for placed in prompts:
-                    self._submit(TRAIN, iteration, placed, self.config.rollout.num_generations)
+                self._is_last_round = is_last_round  # rounds do not overlap
+                for indexed in prompts:
+                    self._submit(TRAIN, iteration, indexed, self.config.rollout.num_generations)
             case events.Evaluate(round_, prompts, num_samples, with_texts):
                 self._evaluates_with_texts = with_texts
-                for placed in enumerate(prompts):
-                    self._submit(EVALUATE, round_, placed, num_samples)
+                for indexed in enumerate(prompts):
+                    self._submit(EVALUATE, round_, indexed, num_samples)
             case events.Stop():
                 return False
         return True
@@ -175,17 +177,17 @@ class RolloutWorker:
     def _receive_weights(self, version: int) -> None:
         if self.engine.has_work or self._being_scored or self._outbox:
             raise RuntimeError(
-                f"weights {version} came while groups of the old policy are under way"
+                f"received weights {version} while groups of the old policy are in progress"
             )
         with self.timeline.measure("weights"):
             self.engine.receive_weights(version)
         self.policy_version = version
         self.control.send(events.WeightsExchanged(version))
 
-    def _submit(self, kind: int, number: int, placed: PlacedPrompt, num_generations: int) -> None:
-        _, prompt = placed
+    def _submit(self, kind: int, number: int, indexed: IndexedPrompt, num_generations: int) -> None:
+        _, prompt = indexed
         key = kind, number, prompt.index
-        self._prompts[key] = placed
+        self._prompts[key] = indexed
         variables = self.config.data.chat_template_kwargs
         prompt_ids = render_prompt(prompt.content, self.tokenizer, variables)
         self.engine.submit(GroupRequest(key, prompt_ids, num_generations))
@@ -193,24 +195,22 @@ class RolloutWorker:
     def _generate(self) -> None:
         started = self.timeline.begin("generate")
         maybe_sleep()
-        self.cores.take()
-        num_prompt, num_completion = (
-            self.engine.num_prompt_tokens,
-            self.engine.num_completion_tokens,
-        )
+        self.cores.use_available()
+        num_prompt_tokens = self.engine.num_prompt_tokens
+        num_completion_tokens = self.engine.num_completion_tokens
         finished = self.engine.step()
-        num_read = self.engine.num_prompt_tokens - num_prompt
-        num_made = self.engine.num_completion_tokens - num_completion
+        num_prefilled = self.engine.num_prompt_tokens - num_prompt_tokens
+        num_generated = self.engine.num_completion_tokens - num_completion_tokens
         self._busy_seconds += self.timeline.add(
-            "prefill" if num_read > num_made else "generate",
+            "prefill" if num_prefilled > num_generated else "generate",
             started,
-            num_tokens=num_made,
+            num_tokens=num_generated,
         )
         for group in finished:
             key = cast(Key, group.request.key)
             self._being_scored[key] = group, time.monotonic()
             _, prompt = self._prompts[key]
-            self.scorer.submit(
+            self.reward_pool.submit(
                 key,
                 prompt.content,
                 self._texts(group),
@@ -230,44 +230,44 @@ class RolloutWorker:
         )
         return texts
 
-    def _finish_group(self, scored: Scored) -> None:
-        """A group has its scores: into the outbox, or into the evaluation.
+    def _finish_group(self, scored: ScoredGroup) -> None:
+        """Put a scored group into the outbox, reject it, or report it to the evaluation.
 
-        One that is skipped (`reward.on_error`) or, under dynamic sampling, has equal rewards is
-        rejected: the controller has another prompt for its place. In the last round it goes the way
-        of all others with advantages of exactly 0, which carry no gradient: the loss is divided by
-        all of the iteration's completions.
+        A group is rejected if it is skipped (`reward.on_error`), or, with dynamic sampling, if its
+        rewards are all equal: the controller replaces it by another prompt. In the last round such
+        a group is delivered like all others. Its advantages are exactly 0, so it has no gradient,
+        but its completions count in the loss's denominator.
         """
         key = cast(Key, scored.key)
         kind, iteration, _ = key
-        (finished, sent), placed = self._being_scored.pop(key), self._prompts.pop(key)
-        self.timeline.add("score", sent)
+        (finished, started), indexed = self._being_scored.pop(key), self._prompts.pop(key)
+        self.timeline.add("score", started)
         rewards = (
             np.full(len(finished.completions), np.nan, dtype=np.float32)
             if scored.scores is None
             else combine(scored.scores, self.reward_weights)
         )
         if kind == EVALUATE:
-            self.control.send(self._answer(iteration, placed[1], finished, scored, rewards))
+            self.control.send(self._evaluated(iteration, indexed[1], finished, scored, rewards))
             return
         group = self._make_group(
-            iteration, placed, finished, np.where(np.isnan(rewards), np.float32(0), rewards)
+            iteration, indexed, finished, np.where(np.isnan(rewards), np.float32(0), rewards)
         )
-        report = self._report(group, placed, finished, scored, rewards)
+        report = self._report(group, indexed[1], finished, scored, rewards)
         if report.is_rejected:
             self.control.send(report)
         else:
             self._outbox.append((group, report))
 
-    def _answer(
+    def _evaluated(
         self,
         round_: int,
         prompt: Prompt,
         finished: FinishedGroup,
-        scored: Scored,
+        scored: ScoredGroup,
         rewards: Float32,
     ) -> events.PromptEvaluated:
-        is_told = self._evaluates_with_texts
+        with_texts = self._evaluates_with_texts
         return events.PromptEvaluated(
             round_,
             prompt.index,
@@ -275,21 +275,21 @@ class RolloutWorker:
             scored.scores or (),
             [len(completion.token_ids) for completion in finished.completions],
             [completion.finish_reason == "length" for completion in finished.completions],
-            prompt=_as_text(prompt.content) if is_told else None,
-            completions=self._texts(finished) if is_told else (),
+            prompt=_as_text(prompt.content) if with_texts else None,
+            completions=self._texts(finished) if with_texts else (),
             errors=scored.errors,
         )
 
     def _make_group(
-        self, iteration: int, placed: PlacedPrompt, finished: FinishedGroup, rewards: Float32
+        self, iteration: int, indexed: IndexedPrompt, finished: FinishedGroup, rewards: Float32
     ) -> RolloutGroup:
-        place, prompt = placed
+        group_index, prompt = indexed
         algorithm, completions = self.config.algorithm, finished.completions
         tokens = np.concatenate([completion.token_ids for completion in completions])
         return RolloutGroup(
             iteration=iteration,
             policy_version=self.policy_version,
-            place=place,
+            group_index=group_index,
             prompt_index=prompt.index,
             prompt_ids=np.array(finished.request.prompt_ids, dtype=np.int32),
             completion_lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int32),
@@ -306,20 +306,19 @@ class RolloutWorker:
     def _report(
         self,
         group: RolloutGroup,
-        placed: PlacedPrompt,
+        prompt: Prompt,
         finished: FinishedGroup,
-        scored: Scored,
+        scored: ScoredGroup,
         rewards: Float32,
     ) -> events.GroupScored:
-        place, prompt = placed
         is_skipped = scored.scores is None
         has_equal_rewards = bool((group.rewards == group.rewards[0]).all())
         is_unwanted = is_skipped or (self.config.algorithm.dynamic_sampling and has_equal_rewards)
         is_rejected = is_unwanted and not self._is_last_round
-        is_sample = place < self.config.output.sample_groups and not is_rejected
+        is_sample = group.group_index < SAMPLE_GROUPS and not is_rejected
         return events.GroupScored(
             iteration=group.iteration,
-            place=place,
+            group_index=group.group_index,
             prompt_index=group.prompt_index,
             rewards=rewards.tolist(),
             rewards_by_function=scored.scores or [],
@@ -346,7 +345,7 @@ class RolloutWorker:
         )
 
     def _publish(self) -> None:
-        """Put what is finished into the ring, as far as it has room."""
+        """Put finished groups into the ring while it has free slots."""
         while self._outbox:
             group, report = self._outbox[0]
             maybe_sleep()
@@ -357,23 +356,16 @@ class RolloutWorker:
             self.control.send(report)
 
 
-def sampling_settings(config: Config, drawn: Sampling | None = None) -> SamplingSettings:
-    """What the config says to engines about sampling; `drawn`: if not as for training."""
-    rollout = config.rollout
-    drawn = drawn or Sampling.of_training(rollout)
+def sampling_settings(config: Config, sampling: Sampling | None = None) -> SamplingSettings:
+    """Return the engine's settings; `sampling` overrides the training's."""
+    sampling = sampling or Sampling.of_training(config.rollout)
     return SamplingSettings(
         max_prompt_length=config.data.max_prompt_length,
-        max_completion_length=drawn.max_completion_length,
-        temperature=drawn.temperature,
-        top_k=drawn.top_k,
-        top_p=drawn.top_p,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-        stop=tuple(rollout.stop),
-        bad_words=tuple(rollout.bad_words),
-        structured_outputs=rollout.structured_outputs,
-        max_model_length=rollout.max_model_length,
-        max_completion_seconds=rollout.max_completion_seconds,
+        max_completion_length=sampling.max_completion_length,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        stop=tuple(config.rollout.stop),
         seed=config.runtime.seed,
     )
 

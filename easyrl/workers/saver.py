@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training, one at a time.
+"""Write checkpoints in a thread while training continues, one at a time.
 
 boundary ──► copies on the CPU ──► thread: unfinished folder ──► rename ──► older ones removed
                                                                     └──► CheckpointSaved
@@ -31,17 +31,21 @@ class CheckpointSaver:
     def __init__(
         self, send: Callable[[CheckpointSaved], None], *, keep: int, ranks: TrainRanks
     ) -> None:
-        """`send` is called in a thread of its own; the newest `keep` checkpoints stay. All of
-        `ranks` save the same ones, and the first makes and publishes the folder."""
+        """`send` is called from the thread; the newest `keep` checkpoints are kept. All ranks save
+        the same checkpoints; rank 0 creates and publishes the folder."""
         self._send = send
         self._keep = keep
         self._ranks = ranks
         self._thread: threading.Thread | None = None
 
     def save(self, command: SaveCheckpoint, tensors: Mapping[str, Tensor]) -> None:
-        """Begin to write `tensors`, which nobody changes any more. Waits for the one before."""
+        """Start writing `tensors`, which must not change any more.
+
+        The controller requests a checkpoint only after rank 0 has reported the one before it, so
+        that this never waits for a disk: rollout workers may already be waiting for weights.
+        """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join()  # rank 0 reports as its thread's last act, after the others wrote
         self._thread = threading.Thread(target=self._write, args=(command, tensors), daemon=True)
         self._thread.start()
 
@@ -53,7 +57,7 @@ class CheckpointSaver:
         except BaseException as cause:  # torch's own CheckpointException is no Exception
             error = _reason(cause)
             if self._ranks.rank == 0:
-                discard_unfinished(path.parent)  # room for the next one
+                discard_unfinished(path.parent)  # free the disk for the next one
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self._send(CheckpointSaved(command.policy_version, time.monotonic() - began, size, error))
 

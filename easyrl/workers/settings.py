@@ -1,4 +1,4 @@
-"""What a worker is told when it is spawned."""
+"""Settings that a worker receives when it is spawned."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Literal
 
-from easyrl.channels.core_board import Lending
 from easyrl.config import Config
-from easyrl.config_eval import Sampling
+from easyrl.config.eval import Sampling
+from easyrl.workers.core_sharing import CoreSharing
 
 if TYPE_CHECKING:
-    from easyrl.channels.weights import WeightSeat
+    from easyrl.channels.weights import WeightEndpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,51 +19,52 @@ class WorkerSettings:
     name: str
     """`rollout-0`, `train-0`, …"""
     owner_id: int
-    """Its number in the ring."""
+    """The worker's number in the ring."""
     config: Config
     device: str
-    """As torch names it in the worker, which sees no other: `cpu`, or a kind and number 0."""
+    """torch's name of the device in the worker, which sees no other: `cpu`, or a kind with number
+    0."""
     weights_cross_on_cpu: bool
     """Whether the weight channel's process group is on the CPU, whatever the device."""
     num_threads: int
     max_concurrent_groups: int
     store_path: str
-    """The file over which process groups are made."""
+    """File over which process groups are made."""
     log_file: str | None
-    """Where the worker's output goes (None: the terminal)."""
+    """File for the worker's output (None: the terminal)."""
     device_indices: tuple[int, ...] = ()
-    """The user's numbers of the accelerators that the worker is to see; empty: it has none."""
+    """The user's numbers of the accelerators that the worker uses; empty: none."""
     memory_fraction: float | None = None
-    """Of a device that the other group uses too: the part of its memory that is this worker's."""
+    """This worker's part of the memory of a device that both groups use; None: it has its own."""
     cores: tuple[int, ...] = ()
-    """CPU cores of its own; empty: any."""
-    lending: Lending | None = None
-    """Of cores between workers; None: each keeps its own."""
+    """CPU cores that the worker is pinned to; empty: it is not."""
+    core_sharing: CoreSharing | None = None
+    """Sharing of idle cores between workers; None: every worker keeps its own."""
     rank: int = 0
-    """Of a train worker, among the train workers."""
+    """Rank of a train worker."""
     num_train_ranks: int = 1
     engine: Literal["embedded", "vllm"] = "embedded"
-    """What the rollout workers generate with."""
+    """Engine of the rollout workers."""
     sampling: Sampling | None = None
-    """How the engine draws completions; None: as `rollout` says, for training."""
+    """How the engine samples completions; None: as in section `rollout`, for training."""
     tensor_parallel_size: int = 1
-    """Devices of one engine; each takes part in the weight channel."""
+    """Devices of one engine; each is a rank of the weight channel."""
     pipes: tuple[Connection, ...] = ()
-    """Of train rank 0: to each other rank; of another one: to rank 0."""
-
+    """Train rank 0: a pipe to each other rank. Other train ranks: a pipe to rank 0."""
     checkpoint: str | None = None
-    """Where a resumed run goes on (None: at its start)."""
+    """Checkpoint that a resumed run starts from; None: the run starts anew."""
     policy_version: int = 0
-    """Of that checkpoint."""
+    """Policy version of that checkpoint."""
 
-    def weight_seat(self, membership: int, rank: int, size: int) -> WeightSeat:
-        from easyrl.channels.weights import WeightSeat
+    def weight_endpoint(self, generation: int, rank: int, world_size: int) -> WeightEndpoint:
+        """This worker's end of the weight channel (`events.InitWeightChannel`)."""
+        from easyrl.channels.weights import WeightEndpoint
 
-        return WeightSeat(
-            self.store_path,
-            membership=membership,
+        return WeightEndpoint(
+            store_path=self.store_path,
+            generation=generation,
             rank=rank,
-            size=size,
+            world_size=world_size,
             device="cpu" if self.weights_cross_on_cpu else self.device,
             shared_device=None if self.memory_fraction is None else self.device,
             timeout_seconds=self.config.runtime.timeout_seconds,

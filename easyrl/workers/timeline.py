@@ -1,10 +1,9 @@
-"""What a worker did when, told to the controller a few times a second.
+"""What a worker did when, reported to the controller a few times a second.
 
-Spans of one kind that follow each other become one, so that thousands of engine steps are a few
-messages. A span is told at its end; that it has begun is told as well where it may last, so that
-nobody has to guess what a silent worker does: of every wait and exchange of weights, and of work
-whose last piece was long. What is told goes to the live view's lanes and to `trace.json`; nothing
-that is trained depends on it.
+Adjacent spans of one kind are merged, so that thousands of engine steps become a few messages. A
+span is reported at its end. If it may last long (waits, weight exchanges, work whose last span was
+long), its begin is reported as well, so that observers know what a quiet worker does. The reports
+are for the live view and the trace; training does not depend on them.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from easyrl.events import Activity, Span, SpanKind, UnderWay
 
 REPORT_SECONDS = 0.25
 MERGE_SECONDS = 0.002
-"""Spans of one kind with a smaller gap between them are one."""
+"""Spans of one kind with a smaller gap are merged."""
 
 
 class Timeline:
     def __init__(self, send: Callable[[Activity], None]) -> None:
         self._send = send
         self._spans: list[Span] = []
-        self._newest: dict[SpanKind, int] = {}  # of each kind, its place in _spans
-        self._seconds: dict[SpanKind, float] = {}  # of each kind, how long the last piece took
-        self._past: dict[SpanKind, float] = {}  # of each kind, where the span before that ended
+        self._newest: dict[SpanKind, int] = {}  # of each kind, its index in _spans
+        self._seconds: dict[SpanKind, float] = {}  # of each kind, the length of the last span
+        self._past: dict[SpanKind, float] = {}  # of each kind, the end of the span before
         self._num_tokens = 0
         self._num_groups = 0
         self._reported = time.monotonic()
 
     def begin(self, kind: SpanKind) -> float:
-        """A piece of work begins; returns when, for `add`. The first of its kind may be long."""
+        """Begin a span; return its start, for `add`. The first span of a kind may be long."""
         started = time.monotonic()
         if self._seconds.get(kind, REPORT_SECONDS) >= REPORT_SECONDS:
             self.report(UnderWay(kind, started))
@@ -46,10 +45,9 @@ class Timeline:
         num_tokens: int = 0,
         num_groups: int = 0,
     ) -> float:
-        """Note what ended just now; returns how many seconds it took.
+        """End a span that began at `started`; return its length in seconds.
 
-        `started` as `time.monotonic` tells it, which all processes of a machine share;
-        `num_tokens` that were generated or trained, `num_groups` that left the ring.
+        `num_tokens`: generated or trained; `num_groups`: read from the ring.
         """
         ended = time.monotonic()
         self._note(kind, started, ended)
@@ -61,13 +59,13 @@ class Timeline:
         return ended - started
 
     def _note(self, kind: SpanKind, started: float, ended: float) -> None:
-        """Spans of one kind never overlap: of calls under way at once, the time is told once."""
+        """Add a span. Spans of one kind never overlap: time of concurrent calls counts once."""
         started = max(started, self._past.get(kind, started))
-        place = self._newest.get(kind)
-        if place is not None:
-            newest = self._spans[place]
+        index = self._newest.get(kind)
+        if index is not None:
+            newest = self._spans[index]
             if started - newest.ended < MERGE_SECONDS:
-                self._spans[place] = Span(kind, min(started, newest.started), ended)
+                self._spans[index] = Span(kind, min(started, newest.started), ended)
                 return
             self._past[kind] = newest.ended
         self._newest[kind] = len(self._spans)
@@ -75,7 +73,7 @@ class Timeline:
 
     @contextmanager
     def measure(self, kind: SpanKind, *, shown_as: SpanKind | None = None) -> Iterator[None]:
-        """What is done inside is a span, and under way (as `shown_as`) until it ends."""
+        """Make the block a span; until it ends it is shown as `shown_as`."""
         started = time.monotonic()
         self.report(UnderWay(shown_as or kind, started))
         try:
@@ -84,10 +82,10 @@ class Timeline:
             self.add(kind, started)
 
     def report(self, under_way: UnderWay | None = None) -> None:
-        """Tell what is not told yet, and what begins now."""
+        """Report finished spans, and what begins now."""
         if self._spans or self._num_groups or under_way is not None:
-            for kind, place in self._newest.items():
-                self._past[kind] = self._spans[place].ended
+            for kind, index in self._newest.items():
+                self._past[kind] = self._spans[index].ended
             self._send(Activity(tuple(self._spans), self._num_tokens, self._num_groups, under_way))
         self._spans, self._newest, self._num_tokens, self._num_groups = [], {}, 0, 0
         self._reported = time.monotonic()

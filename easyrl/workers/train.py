@@ -1,18 +1,17 @@
-"""The train worker: groups out of the ring, one optimizer step per update, weights out.
+"""The train worker: groups from the ring, one optimizer step per update, weights to the engines.
 
              ┌─ ExchangeWeights: broadcast policy_version to the rollout workers
-controller ──┼─ TrainIteration:  ring ─► micro-batches ─► Learner ─► steps
-             ├─ SaveCheckpoint:  a copy of the boundary ─► CheckpointSaver (a thread)
+controller ──┼─ TrainIteration:  ring ─► MicroBatches ─► Learner ─► optimizer steps
+             ├─ SaveCheckpoint:  copy of the boundary ─► CheckpointSaver (a thread)
              └─ SaveModel
 
-`Stop` and `Halt` are also heard while an iteration is under way, between two micro-batches.
+`Stop` and `Halt` are also obeyed during an iteration, between two micro-batches.
 
 consumes: groups (ring)          waits for: the next group, the controller's next command
 produces: weights, metrics       unblocks:  rollout workers waiting for weights or ring slots
 
-There is one for each train device, rank 0 to the others' lead: it alone hears commands, reads the
-ring, sends weights and writes files, and passes on to the others what they do with it
-(`assignment`).
+There is one train worker per train device. Only rank 0 receives commands, reads the ring, sends
+weights and writes files. It dispatches to the other ranks what they do with it (`batches`).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -31,37 +31,34 @@ from easyrl import devices, events
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
-from easyrl.cores import pin
-from easyrl.delays import maybe_sleep
-from easyrl.heap import keep_freed_memory
 from easyrl.model.export import ADAPTER, export_adapter, export_model
+from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
-from easyrl.model.pretrained import load_tokenizer
 from easyrl.model.sharding import TrainRanks, gathered
-from easyrl.workers.assignment import (
-    Followers,
-    Following,
-    GatherWeights,
-    Halted,
-    Leader,
-    Leading,
-)
-from easyrl.workers.group_stream import GroupStream
+from easyrl.processes import keep_freed_memory, maybe_sleep, pin
+from easyrl.workers.batches import EMPTY, GroupReader, Halted, MicroBatches, RankPipes, UpdateEnd
+from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.learner import Learner
-from easyrl.workers.lent_cores import LentCores
-from easyrl.workers.micro_steps import NOTHING, Packing
 from easyrl.workers.saver import CheckpointSaver
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
-_REPEATED = (
-    "model.attention: {}, so prompts are not shared: each completion is trained behind a prompt of "
-    "its own, and groups are generated one by one through transformers' generate. It is exact, "
-    "and slower"
+_REPEATED_PROMPTS = (
+    "model.attention: {}, so the prompt is repeated for each completion, and groups are generated "
+    "one by one with transformers' generate: exact, but slower"
 )
-_COPIED = (
-    "weights cross through the CPU, since the shared device's memory cannot be opened twice: {}"
+_COPIED_WEIGHTS = (
+    "weights are copied through the CPU, because the shared device's memory cannot be opened by "
+    "two processes: {}"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class GatherWeights:
+    """Rank 0 sends weights: the other ranks gather the same ones, in the same order."""
+
+    policy_version: int
+    only_trained: bool
 
 
 class TrainWorker:
@@ -72,21 +69,25 @@ class TrainWorker:
         self.control = control
         self.device = torch.device(settings.device)
         pin(settings.cores)
-        self.cores = LentCores(settings)
+        self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.timeline = Timeline(self._send)
-        self._sending = threading.Lock()  # the saver tells of its end from a thread
-        self.followers = Followers(settings.pipes, self.config.runtime.timeout_seconds)
-        self.leader = (
-            None if settings.rank == 0 else Leader(settings.pipes[0], control, self._waiting)
+        self._sending = threading.Lock()  # the saver reports from a thread
+        self.is_first_rank = settings.rank == 0
+        self.pipes = RankPipes(
+            settings.rank,
+            settings.pipes,
+            control,
+            timeout_seconds=self.config.runtime.timeout_seconds,
+            waiting=self._waiting,
         )
         self.ranks = self._join_ranks()
         self.saver = CheckpointSaver(
-            self._reply, keep=self.config.train.keep_checkpoints, ranks=self.ranks
+            self._report, keep=self.config.train.keep_checkpoints, ranks=self.ranks
         )
         self._boundary: tuple[int, Mapping[str, Tensor]] | None = None
-        """The state at this policy version, where the policy goes on from it meanwhile."""
+        """Policy version and state, kept while updates move the policy away from them."""
         with self.ranks.naming_failures():
             self.learner = self._load()
         self.channel: WeightChannel | None = None
@@ -94,10 +95,10 @@ class TrainWorker:
     def _join_ranks(self) -> TrainRanks:
         settings = self.settings
         if settings.num_train_ranks > 1:
-            self.control.send(events.Starting("meeting the other train workers"))
+            self.control.send(events.Starting("waiting for the other train workers"))
         else:
-            # One rank gathers its own weights, a layer at a time, where they are kept in another
-            # type or in another memory than they are computed with.
+            # A single rank needs sharding only if weights are stored in another dtype or memory
+            # than they are computed in: then it gathers them a layer at a time.
             is_offloaded = "optimizer" in self.config.train.offload and self.device.type != "cpu"
             if self.config.model.dtype == "float32" and not is_offloaded:
                 return TrainRanks()
@@ -118,8 +119,8 @@ class TrainWorker:
             trust_remote_code=model.trust_remote_code,
             attention=model.attention,
         )
-        if policy.obstacle is not None:
-            self._reply(events.Note(_REPEATED.format(policy.obstacle)))
+        if policy.unsupported_reason is not None:
+            self._report(events.Note(_REPEATED_PROMPTS.format(policy.unsupported_reason)))
         if model.lora.rank is not None:
             policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
         learner = Learner(policy, self.config, self.ranks)
@@ -135,27 +136,29 @@ class TrainWorker:
 
     def _next_command(self) -> events.Command | GatherWeights:
         command: events.Command | GatherWeights
-        if self.leader is not None:
-            command = self.leader.receive()
-        else:
-            with self.cores.resting():
-                command = self.control.recv()
-            if not isinstance(command, events.JoinWeights | events.ExchangeWeights | events.Stop):
-                self.followers.tell(command)
+        if not self.is_first_rank:
+            command = self.pipes.receive()
+            return command
+        with self.cores.idle():
+            command = self.control.recv()
+        if not isinstance(command, events.InitWeightChannel | events.ExchangeWeights | events.Stop):
+            self.pipes.dispatch(command)
         return command
 
     def _obey(self, command: events.Command | GatherWeights) -> None:
         match command:
-            case events.JoinWeights(membership, rank, size):
-                self.channel = self.settings.weight_seat(membership, rank, size).join()
-                if self.channel.obstacle is not None:
-                    self._send(events.Note(_COPIED.format(self.channel.obstacle)))
+            case events.InitWeightChannel(generation, rank, world_size):
+                self.channel = WeightChannel(
+                    self.settings.weight_endpoint(generation, rank, world_size)
+                )
+                if self.channel.unsupported_reason is not None:
+                    self._send(events.Note(_COPIED_WEIGHTS.format(self.channel.unsupported_reason)))
             case events.ExchangeWeights(version):
                 assert self.channel is not None
-                # All else its receivers have since the first time. vLLM fuses weights, and loads
-                # all parts of such a one or none.
+                # Receivers keep the other weights from the first exchange. vLLM fuses weights, and
+                # needs all parts of a fused one.
                 only_trained = self.channel.has_sent and self.settings.engine == "embedded"
-                self.followers.tell(GatherWeights(version, only_trained))
+                self.pipes.dispatch(GatherWeights(version, only_trained))
                 self._exchange_weights(version, only_trained=only_trained)
             case GatherWeights(version, only_trained):
                 self._exchange_weights(version, only_trained=only_trained)
@@ -164,21 +167,21 @@ class TrainWorker:
             case events.SaveCheckpoint() as command:
                 self.saver.save(command, self._state_at(command.policy_version))
             case events.Halt():
-                self._reply(events.Halted())
+                self._report(events.Halted())
             case events.SaveModel(folder):
-                self._reply(self._save(Path(folder)))
+                self._report(self._save(Path(folder)))
 
-    def _reply(self, event: events.Event) -> None:
-        """What one of the ranks says for all of them."""
-        if self.leader is None:
+    def _report(self, event: events.WorkerEvent) -> None:
+        """Send an event once for all ranks."""
+        if self.is_first_rank:
             self._send(event)
 
-    def _send(self, event: events.Event) -> None:
+    def _send(self, event: events.WorkerEvent) -> None:
         with self._sending:
             self.control.send(event)
 
     def _state_at(self, policy_version: int) -> Mapping[str, Tensor]:
-        """Of the newest boundary, whether or not its next iteration has begun."""
+        """Return the state at the newest boundary, even if the next iteration has begun."""
         if self._boundary is not None and self._boundary[0] == policy_version:
             return self._boundary[1]
         assert self.learner.policy_version == policy_version
@@ -193,9 +196,9 @@ class TrainWorker:
                 self.channel.send(version, weights, dtype=dtype, gather=gathered)
             else:
                 for weight in weights:  # rank 0 gathers them, in the same order
-                    gathered(weight.make(), dtype)
-                    # Each wait for rank 0 has the bound to itself: a device would take them all at
-                    # once, while rank 0 waits for the engines too.
+                    gathered(weight.materialize(), dtype)
+                    # Without this a device would queue all gathers at once. The last one would then
+                    # exceed its bound while rank 0 still waits for the engines.
                     devices.synchronize(self.device)
         self.timeline.report()
         self._send(events.WeightsExchanged(version))
@@ -205,100 +208,80 @@ class TrainWorker:
         keeps_boundary = (
             self.config.train.updates_per_iteration > 1 and self.config.train.keep_checkpoints > 0
         )
-        # What the first update changes could not be saved any more if the others are dropped.
+        # If later updates are dropped, the state before the first one must still be there to save.
         self._boundary = (version, self._state_at(version)) if keeps_boundary else None
         try:
-            self._reply(self._trained_iteration(iteration))
+            self._report(self._train(iteration))
         except Halted:
-            if self.leader is None:
-                self.followers.tell(events.Halt())
+            if self.is_first_rank:
+                self.pipes.dispatch(events.Halt())
                 self._send(events.Halted())
 
-    def _trained_iteration(self, iteration: int) -> events.IterationTrained:
-        assigned = self._assigned(iteration)
+    def _train(self, iteration: int) -> events.IterationTrained:
+        train = self.config.train
+        reader = GroupReader(
+            self.config,
+            self.port,
+            iteration=iteration,
+            policy_version=self.learner.policy_version,
+            wait_for_group=self._wait_for_group,
+        )
+        batches = MicroBatches(
+            self.config,
+            reader,
+            self.pipes,
+            shares_prompts=self.learner.policy.shares_prompts,
+            check_commands=self._check_commands,
+        )
+        num_groups_per_update = train.prompts_per_iteration // train.updates_per_iteration
+        num_completions = num_groups_per_update * self.config.rollout.num_generations
+        busy_seconds, num_groups = 0.0, 0
         self.learner.begin_iteration(iteration)
-        updates = range(self.config.train.updates_per_iteration)
-        busy_seconds = sum(self._train_update(assigned) for _ in updates)
+        for batch in batches:
+            if isinstance(batch, UpdateEnd):
+                self.cores.use_available()
+                started, num_tokens = time.monotonic(), 0
+                self.learner.step(num_completions=num_completions, num_tokens=batch.num_loss_tokens)
+            else:
+                started = self.timeline.begin("train")
+                num_tokens = 0 if batch is EMPTY else len(batch.targets)
+                maybe_sleep()
+                self.cores.use_available()
+                self.learner.accumulate(batch)
+                # Otherwise the device's remaining work would be measured as the wait for the next
+                # group, and groups would be taken before the device has time for them.
+                devices.synchronize(self.device)
+            busy_seconds += self.timeline.add(
+                "train",
+                started,
+                num_tokens=num_tokens,
+                num_groups=reader.num_read - num_groups,
+            )
+            num_groups = reader.num_read
         self.timeline.report()
         return events.IterationTrained(
             iteration=iteration,
             policy_version=self.learner.policy_version,
-            groups_trained=assigned.num_trained,
-            groups_off_policy=0,  # GroupStream raises before one is trained
-            completion_tokens=assigned.completion_tokens,
+            groups_trained=num_groups,
+            groups_off_policy=0,  # GroupReader raises before one is trained
+            completion_tokens=reader.completion_tokens,
             busy_seconds=busy_seconds,
             metrics=self.learner.metrics(),
         )
 
-    def _assigned(self, iteration: int) -> Leading | Following:
-        """Where the iteration's micro-batches come from."""
-        runtime, train, algorithm = self.config.runtime, self.config.train, self.config.algorithm
-        packing = Packing(
-            max_tokens=train.max_tokens_per_micro_batch,
-            fill=runtime.deterministic,
-            shares_prompts=self.learner.policy.shares_prompts,
-            mask_truncated=algorithm.mask_truncated_completions,
-            keep_zero_advantages=algorithm.trains_zero_advantages,
-        )
-        if self.leader is not None:
-            return Following(self.leader, self.port.ring, packing)
-        stream = GroupStream(
-            self.port,
-            iteration=iteration,
-            policy_version=self.learner.policy_version,  # of the broadcast: whatever is stepped on
-            num_groups=train.prompts_per_iteration,
-            num_updates=train.updates_per_iteration,
-            in_order=runtime.deterministic,
-            wait_for_all=runtime.schedule == "sync",
-            wait_for_group=self._wait_for_group,
-            mask_truncated=algorithm.mask_truncated_completions,
-        )
-        return Leading(stream, packing, self.followers, self._hear_commands)
-
-    def _train_update(self, assigned: Leading | Following) -> float:
-        """Train the next update and step; returns the busy seconds."""
-        train = self.config.train
-        busy_seconds = 0.0
-        num_taken = assigned.num_trained
-        for micro_batch in assigned.micro_batches():
-            started = self.timeline.begin("train")
-            maybe_sleep()
-            self.cores.take()
-            self.learner.accumulate(micro_batch)
-            # Else what a device still has to do would be told as the wait for the next group, and
-            # groups be taken before it has time for them.
-            devices.synchronize(self.device)
-            busy_seconds += self.timeline.add(
-                "train",
-                started,
-                num_tokens=0 if micro_batch is NOTHING else len(micro_batch.targets),
-                num_groups=assigned.num_trained - num_taken,
-            )
-            num_taken = assigned.num_trained
-        self.cores.take()
-        started = time.monotonic()
-        num_groups = train.prompts_per_iteration // train.updates_per_iteration
-        self.learner.step(
-            num_completions=num_groups * self.config.rollout.num_generations,
-            num_tokens=assigned.num_loss_tokens,
-        )
-        return busy_seconds + self.timeline.add(
-            "train", started, num_groups=assigned.num_trained - num_taken
-        )
-
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """For groups, of which others are the makers."""
-        with self.cores.resting(), self.timeline.measure("wait"):
+        """Measure a wait for groups. Other workers may use this worker's cores meanwhile."""
+        with self.cores.idle(), self.timeline.measure("wait"):
             yield
 
     def _wait_for_group(self) -> None:
         with self._waiting():
             wait([self.port.readable_fd, self.control])
-        self._hear_commands()
+        self._check_commands()
 
-    def _hear_commands(self) -> None:
-        """Only these two come while an iteration is under way."""
+    def _check_commands(self) -> None:
+        """Obey a command that arrived during an iteration: it can only be one of these two."""
         if self.control.poll():
             match self.control.recv():
                 case events.Halt():
@@ -310,9 +293,9 @@ class TrainWorker:
         tokenizer = load_tokenizer(
             self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
         )
-        policy, is_writer = self.learner.policy, self.leader is None
+        policy, is_writer = self.learner.policy, self.is_first_rank
         if policy.adapter is not None:
             export_adapter(policy, folder.with_name(ADAPTER), is_writer=is_writer)
-        weights_sha256 = policy.weights_sha256()  # first: nobody waits for rank 0 as it writes
+        weights_sha256 = policy.weights_sha256()  # first: no rank then waits while rank 0 writes
         export_model(policy, tokenizer, folder, is_writer=is_writer)
         return events.ModelSaved(weights_sha256)

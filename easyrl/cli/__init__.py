@@ -1,0 +1,76 @@
+"""The command line: parse, build the config, call.
+
+Modules heavier than Typer are imported inside the commands, so that `--help` is fast.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from easyrl import __version__
+from easyrl.cli import config as config_command
+from easyrl.cli import eval as eval_commands
+from easyrl.cli import tools
+from easyrl.cli.bench import bench
+from easyrl.cli.grpo import grpo
+from easyrl.devices import NO_AUTOLOAD
+
+app = typer.Typer(
+    name="easyrl",
+    help="Strictly on-policy reinforcement learning of language models, at asynchronous speed.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"easyrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(grpo)
+app.command("eval")(eval_commands.evaluate)
+app.command()(eval_commands.samples)
+app.command()(tools.watch)
+app.command()(tools.doctor)
+app.command()(tools.export)
+app.command("config")(config_command.print_config)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """The console script."""
+    for name, value in NO_AUTOLOAD.items():
+        os.environ.setdefault(name, value)
+    _open_standard_streams()
+    try:
+        app(prog_name="easyrl")
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # `| head` has read enough
+            raise SystemExit(0) from None
+        raise
+
+
+def _open_standard_streams() -> None:
+    """Open closed ones (`>&-`) to /dev/null. Else the next file opened gets their number, and with
+    it what is printed here and in the workers."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)

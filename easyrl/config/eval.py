@@ -1,0 +1,86 @@
+"""The section `eval` of the config, and how an engine samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from easyrl.config.rollout import RolloutConfig
+from easyrl.config.text import Section
+
+
+class EvalConfig(Section):
+    """How a model is evaluated by `easyrl eval`. Evaluations during training use `dataset` and
+    `correct_reward` alone, with one completion per problem, sampled as `rollout` says."""
+
+    dataset: str | None = Field(default=None, min_length=1)
+    """Data set that accuracy is measured on, in the forms of `data.dataset`. Null: the held-out
+    problems of `data.dataset`; in `easyrl eval` all of its rows if it has none. A preset uses its
+    own prompts; any other data set is read as `data` says. The run's rewards score it."""
+    num_samples: int | None = Field(default=None, ge=1)
+    """Completions per problem; null: the preset's number, else 1."""
+    temperature: float | None = Field(default=None, ge=0.0)
+    """Sampling temperature; 0: greedy. Null: the preset's, else 0 for one sample per problem and
+    `rollout.temperature` for several."""
+    max_completion_length: int | None = Field(default=None, ge=1)
+    """Maximum completion length in tokens; null: the preset's, else
+    `rollout.max_completion_length`."""
+    correct_reward: float = 1.0
+    """A completion is correct if its reward, the weighted sum of all functions, is at least
+    this."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.temperature == 0.0 and (self.num_samples or 1) > 1:
+            raise ValueError(
+                f"eval.num_samples: expected 1 with eval.temperature=0 (all samples of a problem "
+                f"are the same), got {self.num_samples}"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How an engine samples completions."""
+
+    num_samples: int
+    """Maximum number per prompt."""
+    max_completion_length: int
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @classmethod
+    def of_training(cls, rollout: RolloutConfig) -> Self:
+        return cls(
+            rollout.num_generations,
+            rollout.max_completion_length,
+            rollout.temperature,
+            rollout.top_k,
+            rollout.top_p,
+        )
+
+    @classmethod
+    def of_evaluation(
+        cls, config: EvalConfig, rollout: RolloutConfig, of_preset: Mapping[str, Any]
+    ) -> Self:
+        """Settings of the user, else of the preset (by the keys of `eval`), else of training."""
+
+        def chosen(key: str, default: Any) -> Any:
+            own = getattr(config, key)
+            return own if own is not None else of_preset.get(key, default)
+
+        num_samples = chosen("num_samples", 1)
+        temperature = chosen("temperature", 0.0 if num_samples == 1 else rollout.temperature)
+        if temperature == 0.0 and num_samples > 1:
+            temperature = rollout.temperature  # the preset is greedy, the user wants several
+        return cls(
+            num_samples,
+            chosen("max_completion_length", rollout.max_completion_length),
+            temperature,
+            rollout.top_k,
+            of_preset.get("top_p", rollout.top_p),
+        )

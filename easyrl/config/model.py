@@ -1,0 +1,66 @@
+"""Section `model` of the config, with `model.lora` in it."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from easyrl.config.text import Section, each_once
+
+AttentionMode = Literal["auto", "shared_prompt", "repeated"]
+DType = Literal["float32", "bfloat16"]
+
+
+class LoraConfig(Section):
+    """LoRA: train small adapters beside the linear layers instead of the model's own weights.
+    Needs peft: pip install 'easyrl[lora]'. There is no dropout, because engines sample without it.
+    Adapters and frozen weights are kept in float32."""
+
+    rank: int | None = Field(default=None, ge=1)
+    """Rank of the adapters; null: no LoRA, all weights are trained."""
+    alpha: int | None = Field(default=None, ge=1)
+    """An adapter's output is multiplied by alpha / rank; null: twice the rank."""
+    target_modules: list[str] | None = Field(default=None, min_length=1)
+    """Linear layers that get an adapter, a list of names or ends of names (`[q_proj, v_proj]`);
+    null: all of them except the head."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _are_names(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and "" in value:
+            raise ValueError(f"model.lora.target_modules: expected names, got {value}")
+        return value and each_once("model.lora.target_modules", value)
+
+    @model_validator(mode="after")
+    def _has_rank(self) -> Self:
+        for key in ("alpha", "target_modules"):
+            if self.rank is None and getattr(self, key) is not None:
+                raise ValueError(
+                    f"model.lora.{key}: expected together with a rank, as in model.lora.rank=16, "
+                    f"got {getattr(self, key)} without one"
+                )
+        return self
+
+    @property
+    def resolved_alpha(self) -> int:
+        """`alpha` with its default. There must be a rank."""
+        assert self.rank is not None
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+
+class ModelConfig(Section):
+    """The policy that is trained."""
+
+    path: str = Field(default="tiny", min_length=1)
+    """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-countdown`)."""
+    dtype: DType = "float32"
+    """Data type in which engines and trainer compute. With `bfloat16` the trainer still keeps
+    weights, sums of gradients, optimizer state and log-probabilities in float32."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+    attention: AttentionMode = "auto"
+    """How a group is trained: its prompt once for all completions (`shared_prompt`) or once for
+    each (`repeated`), with the same result. `auto`: shared where the model's layers support it
+    exactly, else repeated; the run prints which layer does not and why."""
+    lora: LoraConfig = LoraConfig()

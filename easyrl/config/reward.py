@@ -1,0 +1,78 @@
+"""The section `reward` of the config: what scores a completion."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from easyrl.config.text import Section
+
+
+class RewardConfig(Section):
+    """What scores a completion (docs/rewards.md)."""
+
+    answer_column: ClassVar[str] = "answer"
+    """Column with the right answer; `data.columns={answer: solution}` renames one to it."""
+
+    functions: list[str] | None = None
+    """List of `exact_match`, `math`, `gsm8k`, `code`, `regex`, `format`, `countdown`,
+    `length_penalty`, `file.py:function`, `package.module:function`; null: the preset's."""
+    weights: list[float] | None = None
+    """One weight per function, in their order; null: 1 each."""
+    pattern: str | None = None
+    """Regular expression (Python's) that `regex` searches a completion for; `^` and `$` match its
+    two ends, `(?s)` at the beginning lets a dot match line ends."""
+    code_timeout_seconds: float = Field(default=10.0, gt=0.0, le=3600.0)
+    """Longest time of one program with all of its tests, in seconds."""
+    code_sandbox: Literal["bwrap", "limits"] = "bwrap"
+    """How programs are isolated: bubblewrap (`bwrap`), or resource limits alone (`limits`), for
+    containers that allow no namespaces and are the sandbox themselves."""
+    num_workers: int = Field(default=2, ge=1, le=512)
+    """Processes that score in parallel, per rollout worker."""
+    timeout_seconds: float | None = Field(default=None, gt=0.0)
+    """Longest time of one reward call, which scores a group (`code` and `math`: a completion), in
+    seconds; null: `runtime.timeout_seconds`."""
+    memory_limit_gib: float | None = Field(default=4.0, ge=0.25)
+    """Memory that each reward process may allocate, in GiB; null: no limit. A call that needs more
+    fails."""
+    on_error: Literal["stop", "skip_group", "zero"] = "stop"
+    """What follows a reward call that raises, returns an invalid value, takes too long, needs too
+    much memory or ends its process: the run ends (`stop`), the group is replaced (`skip_group`), or
+    its completions score 0 in that function (`zero`). Unless it is `stop`, such calls are counted
+    and written to reward_errors.jsonl."""
+
+    @field_validator("code_sandbox", mode="before")
+    @classmethod
+    def _accept_old_sandbox(cls, value: Any) -> Any:
+        """The values of easyrl 0.1, accepted for one release."""
+        return {"strict": "bwrap", "best_effort": "limits"}.get(str(value), value)
+
+    @field_validator("pattern")
+    @classmethod
+    def _check_pattern(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                re.compile(value)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ValueError(
+                    f"reward.pattern: expected a regular expression, got {value!r}: {error}"
+                ) from None
+        return value
+
+    def problems(self) -> list[str]:
+        """Inconsistencies between keys, one message each."""
+        functions = self.functions or []
+        problems = []
+        if self.pattern is not None and "regex" not in functions:
+            problems.append(
+                "reward.pattern: expected null, since regex is not in reward.functions, got "
+                f"{self.pattern!r}"
+            )
+        if "regex" in functions and self.pattern is None:
+            problems.append(
+                "reward.pattern: expected a regular expression for the reward regex, such as "
+                "reward.pattern='<answer>.*</answer>', got null"
+            )
+        return problems

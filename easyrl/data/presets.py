@@ -1,0 +1,176 @@
+"""The presets: where a task's prompts come from, how they are asked, which reward scores them.
+
+A preset gives values for keys of the section `data` that are null, and for `reward.functions`; what
+the user sets wins. Rows are on the hub, or generated from a seed by a module of this package. The
+`held_out` part is never trained: accuracy before and after a run is measured on it, and so are
+evaluations, with the `sampling` that the named source uses.
+
+Facts about data sets are from their cards on the hub; prompts and sampling are from the papers and
+model cards named beside them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from easyrl.config import ConfigError
+from easyrl.config.data import DataConfig
+
+BOXED = "{%s}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+"""DeepSeek-R1's model card ("Usage Recommendations") recommends this sentence in the user's message
+and no system prompt. Qwen2.5-Math (model card; `qwen25-math-cot` in github.com/QwenLM/Qwen2.5-Math,
+evaluation/utils.py) uses it as the system prompt: set `data.prompt_template={question}` (for `math`
+`{problem}`) and `data.system_prompt` for that."""
+COUNTDOWN = (
+    "Numbers: {nums}. Target: {target}.\n"
+    "Find an arithmetic expression that equals the target. Use every number exactly once, and no "
+    "other; the operations are +, -, * and /, with parentheses where needed. Think first, then "
+    "write the expression alone between <answer> and </answer>, for example: "
+    "<answer>(8 - 3) * 6</answer>"
+)
+"""The task of TinyZero (github.com/Jiayi-Pan/TinyZero: examples/data_preprocess/countdown.py, the
+rule in verl/utils/reward_score/countdown.py), worded anew and without the beginning of the answer.
+Its data, Jiayi-Pan/Countdown-Tasks-3to4 on the hub, has the same columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubRows:
+    """A split of a data set on the hub."""
+
+    name: str
+    subset: str | None = None
+    split: str = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    rows: HubRows | str | None
+    """Training rows, or `package.module:object` that generates them, with `train_prompts(seed)` and
+    `held_out_prompts()`. None: the preset is for evaluations only."""
+    reward: str
+    """An entry of `reward.functions`."""
+    prompt_column: str = "prompt"
+    prompt_template: str | None = None
+    system_prompt: str | None = None
+    chat: bool | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    held_out: HubRows | None = None
+    """Held-out rows; generated tasks have their own."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """How completions are sampled in an evaluation that is comparable with published ones, by keys
+    of the section `eval`; and top_p."""
+    max_prompt_length: int | None = None
+    """Longest prompt in evaluations; None: the default of `data.max_prompt_length`."""
+
+
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "num_samples": 1, "max_completion_length": 2048}
+"""Qwen2.5-Math-Instruct (arXiv 2409.12122; github.com/QwenLM/Qwen2.5-Math, evaluation/): zero-shot,
+greedy, at most 2,048 tokens."""
+REASONING = {"temperature": 0.6, "top_p": 0.95, "max_completion_length": 32768}
+"""DeepSeek-R1 (arXiv 2501.12948, evaluation setup; its model card): temperature 0.6, top-p 0.95, at
+most 32,768 tokens, pass@1 as the mean of 4 to 64 responses, more where problems are fewer. The
+paper gives the number of responses for AIME only (cons@64); the model card, 64 for all."""
+
+GSM8K = HubRows("openai/gsm8k", "main")
+"""7,473 problems, its split `test` 1,319: question, answer, whose last line is `#### N`."""
+DEEPSCALER = HubRows("agentica-org/DeepScaleR-Preview-Dataset")
+"""40,315 problems, in its only split: problem, answer, solution (mostly empty)."""
+MATH_500 = HubRows("HuggingFaceH4/MATH-500", split="test")
+"""The 500 problems of MATH that "Let's Verify Step by Step" (arXiv 2305.20050) held out: problem,
+solution, answer, subject, level, unique_id."""
+AIME_2024 = HubRows("HuggingFaceH4/aime_2024")
+"""The 30 problems of both of the year's contests, in its only split, `train`: id, problem,
+solution, answer, url, year."""
+
+PRESETS: Mapping[str, Preset] = {
+    "arithmetic": Preset("easyrl.data.arithmetic", reward="easyrl.data.arithmetic:score"),
+    "countdown": Preset(
+        "easyrl.data.countdown:FULL",
+        reward="countdown",
+        prompt_template=COUNTDOWN,
+        chat=True,
+    ),
+    "countdown-small": Preset("easyrl.data.countdown:SMALL", reward="countdown"),
+    "gsm8k": Preset(
+        GSM8K,
+        reward="gsm8k",
+        prompt_column="question",
+        prompt_template=BOXED % "question",
+        chat=True,
+        held_out=replace(GSM8K, split="test"),
+        sampling=GREEDY,
+    ),
+    "math": Preset(
+        DEEPSCALER,
+        reward="math",
+        prompt_column="problem",
+        prompt_template=BOXED % "problem",
+        chat=True,
+        held_out=MATH_500,
+    ),
+    "math500": Preset(
+        None,
+        reward="math",
+        prompt_column="problem",
+        prompt_template=BOXED % "problem",
+        chat=True,
+        held_out=MATH_500,
+        sampling={**REASONING, "num_samples": 4},
+        max_prompt_length=2048,
+    ),
+    "aime24": Preset(
+        None,
+        reward="math",
+        prompt_column="problem",
+        prompt_template=BOXED % "problem",
+        chat=True,
+        held_out=AIME_2024,
+        sampling={**REASONING, "num_samples": 64},
+        max_prompt_length=2048,
+    ),
+}
+"""By name."""
+TRAINED = [name for name, preset in PRESETS.items() if preset.rows is not None]
+"""Presets that can be trained on."""
+
+
+def preset_of(name: str, data: DataConfig) -> Preset | None:
+    """The preset that gives a data set its prompts and reward: itself, or for the user's own rows
+    `data.preset`. None: there is none. Raises ConfigError for an unknown preset."""
+    if name in PRESETS or data.preset is None:
+        return PRESETS.get(name)
+    if data.preset not in PRESETS:
+        raise ConfigError(
+            f"data.preset: expected {', '.join(PRESETS)}, got '{data.preset}'"
+            f"{nearest_preset(data.preset)}"
+        )
+    return PRESETS[data.preset]
+
+
+def nearest_preset(name: str) -> str:
+    """A hint at the preset that was probably meant, or nothing."""
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def eval_sampling(data: DataConfig) -> Mapping[str, Any]:
+    """The `sampling` of the data's preset; empty without one."""
+    preset = _single_preset(data)
+    return {} if preset is None else preset.sampling
+
+
+def with_long_problems(data: DataConfig) -> DataConfig:
+    """Return `data` with `max_prompt_length` for a preset's longest problems, unless it is set."""
+    preset = _single_preset(data)
+    if preset is None or preset.max_prompt_length is None:
+        return data
+    if "max_prompt_length" in data.model_fields_set:
+        return data
+    return data.model_copy(update={"max_prompt_length": preset.max_prompt_length})
+
+
+def _single_preset(data: DataConfig) -> Preset | None:
+    return preset_of(data.dataset, data) if isinstance(data.dataset, str) else None

@@ -1,0 +1,1 @@
+"""The vLLM engine, on NVIDIA GPUs, Ascend NPUs and the CPU."""

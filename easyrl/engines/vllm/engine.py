@@ -1,0 +1,411 @@
+"""The vLLM engine: vLLM's asynchronous engine behind the interface of `engines.base.Engine`.
+
+    submit ─► one request, n = G ─► vLLM's scheduler and model ─► step: finished groups
+    receive_weights ─► every tensor-parallel rank, over the weight channel (`worker`)
+
+vLLM's client needs an event loop, which runs in a thread. vLLM works in processes of its own and
+continues between two calls of `step`.
+
+Which sequences share a forward pass depends on when requests arrive, so the last bits of a result
+may differ between runs although sampling is seeded. With `is_deterministic` all requests are handed
+over at once, while vLLM is paused.
+
+Every completion names the weights that sampled it; another version than the policy's is an error.
+
+Log-probabilities are those of the whole distribution at the sampling temperature, which is what is
+trained. vLLM reports them at temperature 1, or after all changes to the distribution. So with top-k
+or top-p the model's logits are divided by the temperature first, and vLLM samples at temperature 1:
+
+    no top-k, top-p    logits ─► / temperature ─► reported, sampled               processed_logprobs
+    top-k or top-p     logits / temperature ─► reported ─► top-k, top-p ─► sampled      raw_logprobs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import wait
+from dataclasses import asdict
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from easyrl import devices
+from easyrl.channels.weights import WeightEndpoint
+from easyrl.config import ConfigError
+from easyrl.data.hub import resolve_model
+from easyrl.engines.base import FinishedGroup, GroupRequest, SamplingSettings, check_request
+from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
+from easyrl.engines.vllm.platforms import WORKER, cache_bytes, engine_arguments
+from easyrl.engines.vllm.processes import Cleanup, UpdateProgress
+from easyrl.model.files import load_eos_token_ids, load_model_config
+from easyrl.processes import maybe_sleep
+from easyrl.types import Completion
+
+STEP_SECONDS = 0.02
+"""Longest time that `step` waits for a group: the rollout worker has other work too."""
+POLL_SECONDS = 0.1
+"""Interval of the check whether vLLM's processes are alive, during a call into them."""
+SHUTDOWN_SECONDS = 1.0
+"""Grace period for vLLM's processes; then they are killed."""
+COMPLETIONS_HAVE_VERSIONS = hasattr(CompletionOutput, "weight_versions")
+"""From vLLM 0.32 on each completion names the weight versions of its tokens."""
+USE_EMBEDDED = "use rollout.engine=embedded"
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """Generate groups with vLLM (see `engines.base.Engine`)."""
+
+    def __init__(
+        self,
+        model: str,
+        sampling: SamplingSettings,
+        *,
+        device: str,
+        dtype: str,
+        max_concurrent_groups: int,
+        num_generations: int,
+        trust_remote_code: bool = False,
+        stop_at: int | None = None,
+        memory_fraction: float = 0.9,
+        is_device_shared: bool = False,
+        tensor_parallel_size: int = 1,
+        log_file: str | None = None,
+        is_deterministic: bool = False,
+        extension: str = f"{WORKER}.WorkerExtension",
+    ) -> None:
+        """Start vLLM's processes and load the model.
+
+        `stop_at`: a token that ends completions, besides the model's own. `memory_fraction`: part
+        of an accelerator's memory for weights and KV cache. On the CPU, and where the trainer uses
+        the device too (`is_device_shared`), the cache gets what `max_concurrent_groups` full groups
+        need. `log_file`: the file that this process's output goes to.
+
+        Raises ConfigError if vLLM does not support the model or has too little memory for it."""
+        self.sampling = sampling
+        self.num_prompt_tokens = 0
+        self.num_completion_tokens = 0
+        self.policy_version = -1
+        self._tensor_parallel_size = tensor_parallel_size
+        self._is_deterministic = is_deterministic
+        config = load_model_config(model, trust_remote_code=trust_remote_code)
+        eos = {*load_eos_token_ids(model, config), *([] if stop_at is None else [stop_at])}
+        self._parameters = sampling_parameters(sampling, eos)
+        self._num_unfinished = 0
+        self._held_back: list[tuple[GroupRequest, SamplingParams]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._finished: SimpleQueue[FinishedGroup | BaseException] = SimpleQueue()
+        self._held = ChecksumVerifier()
+        self._progress: UpdateProgress | None = None
+        self._is_complete = False  # whether every parameter has received a weight
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
+        kind = device.partition(":")[0]
+        num_rows = max_concurrent_groups * num_generations
+        max_tokens = sampling.max_sequence_length
+        logprobs_mode = "raw_logprobs" if is_truncated(sampling) else "processed_logprobs"
+        arguments = engine_arguments(
+            kind,
+            model=resolve_model(model),
+            dtype=dtype,
+            num_rows=num_rows,
+            max_tokens=max_tokens,
+            gpu_memory_utilization=memory_fraction,
+            tensor_parallel_size=tensor_parallel_size,
+            is_deterministic=is_deterministic,
+            worker_extension_cls=extension,
+            trust_remote_code=trust_remote_code,
+            skip_tokenizer_init=not sampling.stop,
+            logprobs_mode=logprobs_mode,
+            kv_cache_memory_bytes=cache_bytes(
+                *(model, config.to_dict(), dtype, num_rows, max_tokens),
+                device=device,
+                shared_part=memory_fraction if is_device_shared else None,
+            ),
+        )
+        self._log = EngineLog(log_file)
+        self._cleanup = Cleanup()
+        try:
+            self._engine = self._call(_make_engine(AsyncEngineArgs(**arguments)))
+        except Exception as error:
+            self._cleanup.close()
+            raise self._log.start_error(model, error) from error
+        self._cleanup.stop_marking()
+        if kind == devices.ASCEND:  # its sampler is created without `logprobs_mode`
+            self._call_workers("easyrl_set_logprobs_mode", logprobs_mode)
+        if is_truncated(sampling):
+            self._call_workers("easyrl_scale_logits", sampling.temperature or 1.0)
+
+    @property
+    def has_work(self) -> bool:
+        return self._num_unfinished > 0
+
+    def submit(self, request: GroupRequest) -> None:
+        check_request(request, self.sampling)
+        limits = set(request.limits(self.sampling))
+        if len(limits) > 1:
+            raise ValueError("completion lengths: vLLM supports one length per group")
+        parameters = SamplingParams(
+            **self._parameters,
+            n=request.num_generations,
+            max_tokens=limits.pop(),
+            seed=_seed_of(self.sampling.seed, request.key),
+        )
+        self._num_unfinished += 1
+        if self._is_deterministic:
+            self._held_back.append((request, parameters))
+        else:
+            asyncio.run_coroutine_threadsafe(self._generate(request, parameters), self._loop)
+
+    def step(self) -> list[FinishedGroup]:
+        """Return finished groups; wait up to STEP_SECONDS for the first one."""
+        if self._held_back and len(self._held_back) == self._num_unfinished:
+            self._call(self._submit_held_back())
+        groups: list[FinishedGroup] = []
+        try:
+            while self._num_unfinished:
+                result = self._finished.get(timeout=0.0 if groups else STEP_SECONDS)
+                if isinstance(result, BaseException):
+                    is_dead = isinstance(result, EngineDeadError)
+                    raise self._log.end_error() if is_dead else result
+                self._num_unfinished -= 1
+                groups.append(result)
+        except Empty:
+            pass
+        for group in groups:
+            self.num_prompt_tokens += len(group.request.prompt_ids)
+            self.num_completion_tokens += sum(len(c.token_ids) for c in group.completions)
+        return groups
+
+    async def _submit_held_back(self) -> None:
+        """Submit all requests in order while vLLM is paused."""
+        self._tasks.clear()  # all of them are done
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        for request, parameters in self._held_back:
+            is_added = asyncio.Event()
+            maybe_sleep()
+            self._tasks.append(asyncio.create_task(self._generate(request, parameters, is_added)))
+            await is_added.wait()
+        self._held_back.clear()
+        await self._engine.resume_generation()
+
+    async def _generate(
+        self,
+        request: GroupRequest,
+        parameters: SamplingParams,
+        is_added: asyncio.Event | None = None,
+    ) -> None:
+        """Put the finished group, or the exception, into the queue. Runs on the loop's thread."""
+        try:
+            prompt = {"prompt_token_ids": list(request.prompt_ids)}
+            request_id = "-".join(map(str, request.key))
+            try:
+                queue = await self._engine.add_request(request_id, prompt, parameters)
+            finally:
+                if is_added is not None:
+                    is_added.set()
+            output = await queue.get()
+            while not output.finished:
+                output = await queue.get()
+            completions = sorted(output.outputs, key=lambda completion: completion.index)
+            # Versions only grow: the version now is the version since the last update.
+            now = None if COMPLETIONS_HAVE_VERSIONS else await self._engine.get_weight_version()
+            group = [self._completion(completion, now) for completion in completions]
+            self._finished.put(FinishedGroup(request, group))
+        except BaseException as error:
+            self._finished.put(error)
+
+    def _completion(self, output: Any, version: str | None) -> Completion:
+        """`version`: of the weights, where vLLM's output does not contain it."""
+        versions = {version}
+        if COMPLETIONS_HAVE_VERSIONS:
+            versions = {span.version for span in output.weight_versions or ()}
+        is_as_loaded = self.policy_version < 0 and len(versions) <= 1  # no update yet
+        if versions != {str(self.policy_version)} and not is_as_loaded:
+            raise RuntimeError(
+                f"expected completions sampled from policy {self.policy_version}, got one from "
+                f"weights {', '.join(sorted(map(str, versions)))}"
+            )
+        tokens = np.array(output.token_ids, dtype=np.int32)
+        logprobs = [
+            by_token[token].logprob
+            for by_token, token in zip(output.logprobs, output.token_ids, strict=True)
+        ]
+        assert output.finish_reason in ("stop", "length"), output.finish_reason
+        return Completion(tokens, np.array(logprobs, dtype=np.float32), output.finish_reason)
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def join_weights(self, endpoint: WeightEndpoint) -> None:
+        """Join the weight channel with every tensor-parallel rank, the first one at `endpoint`."""
+        self._progress = UpdateProgress(
+            self._tensor_parallel_size, endpoint.rank, endpoint.timeout_seconds
+        )
+        info = {"endpoint": asdict(endpoint), "progress": self._progress.path}
+        request = WeightTransferInitRequest(init_info=info)
+        self._call(self._engine.init_weight_transfer_engine(request))
+
+    def receive_weights(self, policy_version: int) -> None:
+        if self.has_work:
+            raise RuntimeError("weights arrived while sequences of the old policy are in flight")
+        assert self._progress is not None
+        self._progress.begin()
+        self._call(self._update(policy_version), self._progress.check)
+        self.policy_version = policy_version
+
+    async def _update(self, policy_version: int) -> None:
+        engine = self._engine
+        await engine.start_weight_update()
+        update = WeightTransferUpdateRequest(update_info={"policy_version": policy_version})
+        await engine.update_weights(update)
+        await engine.finish_weight_update(weight_version=str(policy_version))
+        if await engine.reset_prefix_cache() is False:
+            raise RuntimeError(f"weights {policy_version}: vLLM did not clear its prefix cache")
+        ranks = await engine.collective_rpc("easyrl_held_weights")
+        if not self._is_complete:
+            _check_complete(ranks)
+            self._is_complete = True
+        held = [[ParameterChecksum(*row) for row in rows] for rows, _, _ in ranks]
+        self._held.check(policy_version, held)
+
+    # -- calls into vLLM ------------------------------------------------------------------------
+
+    def _call(
+        self, coroutine: Coroutine[Any, Any, T], check: Callable[[], None] = lambda: None
+    ) -> T:
+        """Run a coroutine on vLLM's loop; call `check` regularly, which may raise. Errors of the
+        weight channel keep their type."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            while not wait([future], POLL_SECONDS).done:
+                engine = getattr(self, "_engine", None)
+                if engine is not None and engine.errored:  # it will not answer
+                    raise self._log.end_error()
+                check()
+            return future.result()
+        except EngineDeadError:  # it had died before the call
+            raise self._log.end_error() from None
+        except Exception as error:
+            # vLLM reports an error in a worker as text only.
+            found = re.search(r"(TimeoutError|ConnectionError): (weight channel.*)", str(error))
+            if found is None:
+                raise
+            kind = TimeoutError if found[1] == "TimeoutError" else ConnectionError
+            raise kind(found[2]) from None
+
+    def _call_workers(self, method: str, *arguments: Any) -> None:
+        """Call a method of `WorkerExtension` in every rank."""
+        self._call(self._engine.collective_rpc(method, args=arguments))
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._engine.shutdown(timeout=SHUTDOWN_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_tasks(), self._loop).result(SHUTDOWN_SECONDS)
+        del self._engine
+        self._cleanup.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+async def _cancel_tasks() -> None:
+    """Cancel all other tasks of the loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _make_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
+    return AsyncLLM.from_engine_args(arguments)
+
+
+def is_truncated(sampling: SamplingSettings) -> bool:
+    """Whether sampling excludes tokens of the trained distribution."""
+    return sampling.top_k > 0 or sampling.top_p < 1.0
+
+
+def sampling_parameters(sampling: SamplingSettings, end_tokens: set[int]) -> dict[str, Any]:
+    """Return the arguments of `SamplingParams` that all requests share."""
+    parameters: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "logprobs": 0,  # of the sampled token only
+        "stop_token_ids": sorted(end_tokens),
+        "stop": list(sampling.stop),
+        "detokenize": bool(sampling.stop),
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
+    if is_truncated(sampling):
+        parameters["temperature"] = 1.0 if sampling.temperature else 0.0
+        parameters |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
+    return parameters
+
+
+def _seed_of(seed: int, key: tuple[int, ...]) -> int:
+    """Seed of a group; sample i has this seed plus i."""
+    (word,) = np.random.SeedSequence((seed, *key)).generate_state(1, np.uint64)
+    return int(word) >> 2
+
+
+def _check_complete(ranks: list[Any]) -> None:
+    """After the first update: raise ConfigError if a weight had no parameter in vLLM's model, or a
+    parameter received no weight."""
+    for _, unused, missing in ranks:
+        if names := [*unused, *missing]:
+            raise ConfigError(
+                f"model.path: {len(names)} of the model's weights have other names in vLLM than "
+                f"in transformers ({', '.join(names[:3])}{', ...' if names[3:] else ''}), so vLLM "
+                f"cannot receive updates; {USE_EMBEDDED}"
+            )
+
+
+class EngineLog:
+    """Error messages with the reason that vLLM's processes only write to their log."""
+
+    def __init__(self, file: str | None) -> None:
+        self._file = None if file is None else Path(file)
+        self._start = self._file.stat().st_size if self._file and self._file.exists() else 0
+
+    def end_error(self) -> RuntimeError:
+        reason = self._last_error() or "unknown reason"
+        return RuntimeError(f"vLLM has ended: {reason} (more in {self._file})")
+
+    def start_error(self, model: str, error: Exception) -> Exception:
+        if isinstance(error, ValueError | NotImplementedError):  # vLLM refuses its configuration
+            # The first sentence of the message; the rest may list everything that is supported.
+            found = re.search(r"Value error, (.*)", str(error))
+            text = re.split(r"\. | \[type=|\n", found[1] if found else str(error).strip())[0]
+            return ConfigError(f"model.path: vLLM cannot serve '{model}': {text}; {USE_EMBEDDED}")
+        reason = self._last_error() or str(error)
+        if "KV cache" in reason or "memory" in reason.lower():
+            return ConfigError(
+                f"rollout.memory_fraction: too little memory for '{model}' and a KV cache: "
+                f"{reason}; use a larger fraction, shorter sequences (data.max_prompt_length, "
+                "rollout.max_completion_length) or a smaller model"
+            )
+        return RuntimeError(f"vLLM did not start: {reason} (more in {self._file})")
+
+    def _last_error(self) -> str:
+        """The message of the last exception in the log, or an empty string."""
+        if self._file is None or not self._file.exists():
+            return ""
+        with self._file.open("rb") as file:
+            file.seek(self._start)
+            text = file.read().decode(errors="replace")
+        found = re.findall(r"(?:ValueError|RuntimeError|\w*Error): (?!Engine)(.+)", text)
+        return str(found[-1]).strip() if found else ""

@@ -1,0 +1,313 @@
+"""The part of the engine that runs inside vLLM's processes: executors and the weight transfer.
+
+    rollout worker ── update_weights(version) ──► BucketTransfer ◄══ buckets ══ train rank 0
+                                                       │ load_weights, weight by weight
+                   ◄── checksums of each parameter ── vLLM's model
+
+vLLM imports this module by name (`worker_extension_cls`, `distributed_executor_backend`), which
+registers the transfer. Every tensor-parallel rank is a member of the weight channel and loads its
+share of each weight as it arrives; besides the model it holds a bucket and the weights of one
+layer.
+
+After an update each parameter is compared with the weights that were sent for it, by the sum of the
+bits of the elements: vLLM may fuse, split or pad weights (with zeros) without changing the sum. On
+CPUs vLLM packs weights and frees the originals; then the sum is over the products with one-hot
+vectors, which are exactly the weight's columns.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from easyrl import devices
+from easyrl.channels.weights import WeightChannel, WeightEndpoint
+from easyrl.engines.parameter_checksum import ParameterChecksum
+from easyrl.engines.vllm.platforms import BACKEND
+from easyrl.engines.vllm.processes import DONE, FOLDER, LOADING, WAITING, RankProgress
+from easyrl.processes import die_with_parent
+from easyrl.types import WeightPiece
+
+SHARED_MEMORY = Path("/dev/shm")
+MAX_COLUMNS = 256
+"""Number of columns of a packed weight that are compared."""
+CHUNK_ELEMENTS = 2**24
+"""Number of elements that are summed at a time."""
+_INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
+    """Run the model in the process of vLLM's scheduler, also on CPUs."""
+
+    def _init_executor(self) -> None:
+        _tie_to_rollout_worker()
+        super()._init_executor()
+        _unlink_locks()
+
+
+class ManyProcessesExecutor(MultiprocExecutor):  # type: ignore[misc]
+    """Run each tensor-parallel rank in its own process."""
+
+    def _init_executor(self) -> None:
+        _tie_to_rollout_worker()
+        super()._init_executor()
+        _unlink_locks()
+        queue = getattr(self, "rpc_broadcast_mq", None)
+        memory = getattr(getattr(queue, "buffer", None), "shared_memory", None)
+        if memory is not None:  # all ranks have opened it
+            memory.unlink()
+
+
+def _tie_to_rollout_worker() -> None:
+    """End with the rollout worker, ignore a terminal's signals, and create temporary files in the
+    folder that `processes.Cleanup` removes."""
+    die_with_parent()
+    tempfile.tempdir = os.environ[FOLDER]
+    for signum in (signal.SIGINT, signal.SIGHUP):  # the controller handles them
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def _unlink_locks() -> None:
+    """Remove the names of locks that all processes have opened; a killed process would leave
+    them."""
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+
+
+@dataclass
+class TransferInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    endpoint: dict[str, Any]
+    """`WeightEndpoint` of the first tensor-parallel rank."""
+    progress: str
+    """Path of the file for `RankProgress`."""
+
+
+@dataclass
+class TransferUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    policy_version: int
+
+
+class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo]):  # type: ignore[misc]
+    """Receive an update over the weight channel and load one rank's share of it."""
+
+    init_info_cls = TransferInitInfo
+    update_info_cls = TransferUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._channel: WeightChannel | None = None
+        self._progress: RankProgress | None = None
+        self.held: list[ParameterChecksum] = []
+        """Checksums after an update."""
+        self.unused: list[str] = []
+        """Received weights without a parameter in vLLM's model."""
+        self.missing: list[str] = []
+        """Parameters for which no weight has been received yet."""
+        self._loaded: set[str] = set()
+        self._sent: dict[str, ParameterChecksum] = {}  # by parameter
+        self._sent_columns: dict[str, int] = {}
+
+    def init_transfer_engine(self, init_info: TransferInitInfo) -> None:
+        endpoint, rank = dict(init_info.endpoint), get_tensor_model_parallel_rank()
+        self._progress = RankProgress(init_info.progress, rank)
+        endpoint["rank"] += rank
+        for key in ("device", "shared_device"):  # this process has its own device numbers
+            if endpoint[key] not in (None, "cpu"):
+                endpoint[key] = str(self.device)
+        with _error_type_in_message():
+            self._channel = WeightChannel(WeightEndpoint(**endpoint))
+        if ident := os.environ.get("VLLM_DIST_IDENT"):  # segments that all CPU ranks have opened
+            for segment in SHARED_MEMORY.glob(f"{ident}-*"):
+                segment.unlink(missing_ok=True)
+
+    def start_weight_update(self) -> None:
+        self._sent, self._sent_columns, self.unused = {}, {}, []
+        with set_current_vllm_config(self.vllm_config):  # layers read it; not all workers set it
+            initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: TransferUpdateInfo) -> None:
+        assert self._channel is not None and self._progress is not None
+        pieces = self._channel.receive(update_info.policy_version)
+        with set_current_vllm_config(self.vllm_config), _error_type_in_message():
+            self._load(_reporting(pieces, self._progress))
+
+    def _load(self, pieces: Iterator[WeightPiece]) -> None:
+        for name, weight, bucket in whole_weights(pieces, self.device):
+            parameters = self.load(name, weight)
+            if not parameters:
+                self.unused.append(name)
+            for parameter in parameters:
+                sent = self._sent.setdefault(parameter, ParameterChecksum(parameter, bucket))
+                sent.names.append(name)
+                sent.is_matrix |= weight.ndim > 1
+                sent.sent += checksum(weight)
+                if self.device.type == "cpu" and weight.ndim == 2:
+                    columns = self._sent_columns.get(parameter, 0)
+                    self._sent_columns[parameter] = columns + checksum(_columns(weight))
+
+    def load(self, name: str, weight: Tensor) -> set[str]:
+        """Load a whole weight; return the names of the parameters that it is part of."""
+        return set(self.model.load_weights([(name, weight)]) or ())
+
+    def finish_weight_update(self) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model, self.model_config)
+        modules = dict(self.model.named_modules())
+        packed = {name: module for name, module in modules.items() if _is_packed(module)}
+        for module in packed.values():
+            if module.weight.numel():
+                # vLLM packs a head that is tied to the embedding only once.
+                from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+        self._loaded |= set(self._sent)
+        parameters = dict(self.model.named_parameters())
+        self.missing = sorted(set(parameters) - self._loaded)
+        self.held = [
+            replace(sent, held=checksum(parameters[name]))
+            for name, sent in self._sent.items()
+            if parameters[name].numel()
+        ]
+        self.held += [self._held_packed(name, module) for name, module in packed.items()]
+
+    def _held_packed(self, name: str, module: Any) -> ParameterChecksum:
+        parameter = f"{name}.weight"
+        if parameter not in self._sent:  # tied
+            named = self.model.named_parameters()
+            parameter = next(other for other, weight in named if weight is module.weight)
+        return replace(
+            self._sent[parameter],
+            parameter=f"{name} (packed)",
+            sent=self._sent_columns[parameter],
+            held=checksum(_packed_columns(module)),
+        )
+
+    def shutdown(self) -> None:
+        self._channel = None
+
+
+class WorkerExtension:
+    """Methods that the rollout worker calls by name in each of vLLM's workers."""
+
+    weight_transfer_engine: BucketTransfer
+    model_runner: Any
+
+    def easyrl_held_weights(self) -> tuple[list[Any], list[str], list[str]]:
+        """After an update: checksums, weights without a parameter, parameters without a weight."""
+        transfer = self.weight_transfer_engine
+        return [held.as_row() for held in transfer.held], transfer.unused, transfer.missing
+
+    def easyrl_set_logprobs_mode(self, mode: str) -> None:
+        """Set the mode of a sampler that was created without it."""
+        sampler = self.model_runner.sampler
+        for part in (sampler, sampler.topk_topp_sampler):
+            assert hasattr(part, "logprobs_mode"), type(part)
+            part.logprobs_mode = mode
+
+    def easyrl_scale_logits(self, temperature: float) -> None:
+        """Divide the model's logits by the temperature from now on (see `engine`)."""
+        model = self.weight_transfer_engine.model
+        compute = model.compute_logits
+
+        def scaled(*arguments: Any, **more: Any) -> Tensor | None:
+            logits = compute(*arguments, **more)
+            return None if logits is None else logits.float().div_(temperature)  # None: not rank 0
+
+        model.compute_logits = scaled
+
+
+def whole_weights(
+    pieces: Iterator[WeightPiece], device: torch.device
+) -> Iterator[tuple[str, Tensor, int]]:
+    """Yield name, values and first bucket of each weight. The values are a copy: vLLM keeps them
+    until a layer has all of its weights."""
+    values, first = torch.empty(0), 0
+    for piece in pieces:
+        if piece.start == 0:
+            size = torch.Size(piece.shape).numel()
+            values, first = torch.empty(size, dtype=piece.values.dtype, device=device), piece.bucket
+        end = piece.start + len(piece.values)
+        values[piece.start : end].copy_(piece.values)
+        if end == len(values):
+            yield piece.name, values.view(piece.shape), first
+
+
+def _reporting(pieces: Iterator[WeightPiece], progress: RankProgress) -> Iterator[WeightPiece]:
+    """Yield the pieces and report which bucket is waited for or loaded."""
+    progress.report(WAITING)
+    for piece in pieces:
+        progress.report(LOADING, piece.bucket)
+        yield piece
+        progress.report(WAITING, piece.bucket)
+    progress.report(DONE)
+
+
+def checksum(values: Tensor) -> int:
+    """Sum the elements' bits as integers, in any order; zeros add nothing. Devices that cannot add
+    integers exactly leave it to the CPU."""
+    bits = values.detach().contiguous().view(_INTEGER_TYPES[values.dtype.itemsize]).view(-1)
+    chunks = torch.split(bits, CHUNK_ELEMENTS)
+    on_device = devices.adds_integers(values.device)
+    return sum(int((c if on_device else c.cpu()).sum(dtype=torch.int64)) for c in chunks)
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """Whether a CPU layer multiplies with a packed copy of its weight."""
+    return hasattr(module, "cpu_linear") and getattr(module, "weight", None) is not None
+
+
+def _compared(num_columns: int) -> Tensor:
+    """Indices of the compared columns: all, or MAX_COLUMNS evenly spaced ones."""
+    return torch.linspace(0, num_columns - 1, min(num_columns, MAX_COLUMNS)).long()
+
+
+def _columns(weight: Tensor) -> Tensor:
+    """The compared columns of a weight [N, K]: [N, C]. Adding 0 makes negative zeros positive."""
+    return weight[:, _compared(weight.shape[1])] + 0.0
+
+
+def _packed_columns(module: Any) -> Tensor:
+    """The compared columns of the packed weight [N, K], transposed: [C, N]."""
+    names = "input_size_per_partition", "input_size", "embedding_dim"  # before 0.31: of a head
+    num_columns = next(size for name in names if (size := getattr(module, name, None)))
+    compared = _compared(num_columns)
+    one_hot = torch.zeros(len(compared), num_columns, dtype=module.weight.dtype)
+    one_hot[torch.arange(len(compared)), compared] = 1.0
+    product: Tensor = module.cpu_linear(one_hot, module.weight, None)
+    return product + 0.0
+
+
+@contextmanager
+def _error_type_in_message() -> Iterator[None]:
+    """vLLM passes on the message of an error, but not its type."""
+    try:
+        yield
+    except (TimeoutError, ConnectionError) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, BucketTransfer)

@@ -1,0 +1,288 @@
+"""Train a built-in model: `python -m easyrl.model.built_in.make_tiny [tiny | tiny-countdown]`.
+
+Both are small Qwen3 models with one token per character, trained from scratch on generated training
+problems. The first stage trains on correct solutions; a short second stage trains on solutions with
+mistakes, so that RL has something to improve.
+
+    tiny              `arithmetic`, 0.8 M weights. Second stage: with HASTE_PROBABILITY a line adds
+                      a number in one step (`17+58=75`) instead of tens, then units, and with
+                      SLIP_PROBABILITY such a sum is off by 1 or 10. RL increases the accuracy from
+                      under a half; completions become longer.
+    tiny-countdown    `countdown-small`, 0.4 M weights, written in bfloat16. Second stage: after
+                      each wrong try the search stops with GIVE_UP_PROBABILITY and answers with that
+                      try. RL increases the accuracy from a quarter.
+
+A solution of `countdown-small`:
+
+    7 9 1 = 17                      the problem
+    9-1=8,8+7=15;17<                a try: two operations; the value is smaller than the target
+    9+7=16,16+1=17;17=              a correct try
+    <answer>(9+7)+1</answer>
+
+The same seed, machine, versions and number of threads give the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from easyrl.data import arithmetic, countdown
+from easyrl.data.hub import BUILT_IN_MODELS
+
+HASTE_PROBABILITY = 0.12
+SLIP_PROBABILITY = 0.5
+MAX_TRIES = 8
+GIVE_UP_PROBABILITY = 0.2
+MAX_POSITIONS = 1024
+BATCH_SIZE = 32
+BATCHES_PER_SORT = 16
+LEARNING_RATES = 3e-3, 5e-4
+"""Learning rates of the two stages."""
+IGNORED = -100
+"""Label of a token without loss."""
+
+
+class Recipe(NamedTuple):
+    num_heads: int
+    num_steps: tuple[int, int]
+    """Steps of the two stages."""
+    dtype: torch.dtype
+    example: Callable[[int, int, int, random.Random], tuple[str, str]]
+    """Return prompt and completion, given the stage, the seed, an index and a generator."""
+
+
+def arithmetic_example(stage: int, seed: int, index: int, rng: random.Random) -> tuple[str, str]:
+    operands = arithmetic.problem(seed, index)
+    solution = flawed_solution(operands, rng) if stage else arithmetic.worked_solution(operands)
+    return arithmetic.prompt_text(operands), solution
+
+
+def countdown_example(stage: int, seed: int, index: int, rng: random.Random) -> tuple[str, str]:
+    problem = countdown.SMALL.problem(seed, index)
+    return countdown.prompt_text(problem), search(problem, rng, GIVE_UP_PROBABILITY * stage)
+
+
+RECIPES = {
+    "tiny": Recipe(4, (1500, 150), torch.float32, arithmetic_example),
+    "tiny-countdown": Recipe(3, (700, 80), torch.bfloat16, countdown_example),
+}
+
+
+def make(name: str, output: Path, *, num_steps: Sequence[int], seed: int) -> None:
+    """Train a model in its two stages and write it, with its tokenizer, to `output`."""
+    recipe = RECIPES[name]
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, recipe.num_heads)
+    rng = random.Random(seed)
+    for stage, learning_rate in enumerate(LEARNING_RATES):
+
+        def example(index: int, stage: int = stage) -> tuple[str, str]:
+            return recipe.example(stage, seed + stage, index, rng)
+
+        data = batches(tokenizer, seed + stage, example)
+        train(model, data, num_steps=num_steps[stage], learning_rate=learning_rate)
+    model.to(recipe.dtype).save_pretrained(output)  # type: ignore[arg-type, unused-ignore]
+    tokenizer.save_pretrained(output)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character of printable ASCII, and the newline."""
+    vocabulary = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
+    backend = Tokenizer(
+        models.WordLevel({token: id_ for id_, token in enumerate(vocabulary)}, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, num_heads: int) -> Qwen3ForCausalLM:
+    """Return a model with random weights (torch's global seed), 32 wide per head."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32 * num_heads,
+        num_hidden_layers=4,
+        num_attention_heads=num_heads,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=96 * num_heads,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.do_sample = True
+    return model
+
+
+def batches(
+    tokenizer: PreTrainedTokenizerFast, seed: int, example: Callable[[int], tuple[str, str]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield input ids and labels, both [BATCH_SIZE, T], endlessly, in an order given by `seed`.
+
+    BATCHES_PER_SORT batches are drawn together and sorted by length, which saves padding.
+    """
+    rng = random.Random(seed)
+    index = 0
+    while True:
+        examples = []
+        for _ in range(BATCHES_PER_SORT * BATCH_SIZE):
+            prompt, completion = map(tokenizer.encode, example(index))
+            examples.append((prompt, [*completion, tokenizer.eos_token_id]))
+            index += 1
+        examples.sort(key=lambda example: len(example[0]) + len(example[1]))
+        starts = list(range(0, len(examples), BATCH_SIZE))
+        rng.shuffle(starts)
+        for start in starts:
+            chosen = examples[start : start + BATCH_SIZE]
+            length = max(len(prompt) + len(completion) for prompt, completion in chosen)
+            ids = torch.full((BATCH_SIZE, length), tokenizer.pad_token_id)
+            labels = torch.full((BATCH_SIZE, length), IGNORED)
+            for row, (prompt, completion) in enumerate(chosen):
+                end = len(prompt) + len(completion)
+                ids[row, :end] = torch.tensor(prompt + completion)
+                labels[row, len(prompt) : end] = torch.tensor(completion)
+            yield ids, labels
+
+
+def train(
+    model: Qwen3ForCausalLM,
+    data: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    num_steps: int,
+    learning_rate: float,
+) -> None:
+    """Take `num_steps` AdamW steps: a short warm-up, then a cosine decay to 1 %."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    num_warmup = max(1, num_steps // 20)
+
+    def factor(step: int) -> float:
+        return min((step + 1) / num_warmup, 0.505 + 0.495 * math.cos(math.pi * step / num_steps))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    began = time.monotonic()
+    for step in range(1, num_steps + 1):
+        ids, labels = next(data)
+        # Padding is on the right, so causal attention needs no mask.
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 50 == 0 or step == num_steps:
+            seconds = time.monotonic() - began
+            print(f"step {step}/{num_steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
+
+
+def flawed_solution(operands: Sequence[int], rng: random.Random) -> str:
+    """Return a solution of `arithmetic` that may contain wrong sums (see above)."""
+    total = operands[0]
+    lines = []
+    for number in operands[1:]:
+        tens, units = number // 10 * 10, number % 10
+        if rng.random() >= HASTE_PROBABILITY:
+            lines.append(f"{total}+{tens}={total + tens}+{units}={total + number}\n")
+            total += number
+        else:
+            slipped = rng.random() < SLIP_PROBABILITY
+            slip = rng.choice((-10, -1, 1, 10)) if slipped else 0
+            lines.append(f"{total}+{number}={total + number + slip}\n")
+            total += number + slip
+    return "".join(lines) + f"#{total}"
+
+
+class Try(NamedTuple):
+    working: str
+    expression: str
+    value: int
+
+
+def tries(problem: countdown.Problem) -> list[Try]:
+    """Return all expressions of the three numbers; the larger operand is always on the left."""
+    level, found = countdown.SMALL, []
+    for first, second in combinations(range(3), 2):
+        (third,) = {0, 1, 2} - {first, second}
+        high, low = sorted((problem.nums[first], problem.nums[second]), reverse=True)
+        other = problem.nums[third]
+        for inner in level.operations:
+            between = countdown.applied(inner, high, low)
+            if between is None or between > level.largest_value:
+                continue
+            for outer in level.operations:
+                left, right = max(between, other), min(between, other)
+                value = countdown.applied(outer, left, right)
+                if value is None or value > level.largest_value:
+                    continue
+                sign = "=" if value == problem.target else "<" if value < problem.target else ">"
+                working = f"{high}{inner}{low}={between},{left}{outer}{right}={value}"
+                pair = f"({high}{inner}{low})"
+                expression = (
+                    f"{pair}{outer}{other}" if between >= other else f"{other}{outer}{pair}"
+                )
+                found.append(Try(f"{working};{problem.target}{sign}\n", expression, value))
+    return found
+
+
+def search(problem: countdown.Problem, rng: random.Random, give_up_probability: float) -> str:
+    """Return tries in random order, ending with a correct one or where the search is given up, and
+    the answer."""
+    candidates = tries(problem)
+    rng.shuffle(candidates)
+    wrong = [each for each in candidates if each.value != problem.target]
+    correct = next(each for each in candidates if each.value == problem.target)
+    lines = []
+    for each in [*wrong[: rng.randrange(MAX_TRIES)], correct]:
+        lines.append(each.working)
+        if each is correct or rng.random() < give_up_probability:
+            break
+    return "".join(lines) + f"<answer>{each.expression}</answer>"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m easyrl.model.built_in.make_tiny",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", choices=RECIPES, nargs="?", default="tiny")
+    parser.add_argument("--output", type=Path, help="folder to write")
+    parser.add_argument("--steps", type=int, nargs=2, help="steps of the two stages")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    make(
+        given.model,
+        given.output or BUILT_IN_MODELS[given.model],
+        num_steps=given.steps or RECIPES[given.model].num_steps,
+        seed=given.seed,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Plain output: one line per iteration, and a table at the end.
+
+Used without a terminal and with --no-live; the table also follows the live view.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from easyrl import events
+from easyrl.config import Config
+from easyrl.events import Event, FromWorker
+from easyrl.formatting import counted
+from easyrl.model.checkpoint_files import CHECKPOINTS
+from easyrl.observe.text import safe, say, say_rich, shown
+
+STOPPING_SECONDS = 5.0
+"""Least time between two lines about what a stopped run still does."""
+
+
+class PlainLines:
+    """Print to standard output; why a run failed goes to standard error."""
+
+    def __init__(self) -> None:
+        self._folder, self._config = Path(), Config()
+        self._started = 0.0
+        self._phases: set[str] = set()
+        self._has_errors = False
+        self._stopping_shown = -math.inf
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case events.RunStarted(started, folder, config):
+                self._started, self._folder, self._config = started, folder, config
+                say(f"run folder {folder}\n{event.description}")
+            case FromWorker(_, time, worker_event):
+                self._report_worker(worker_event, time)
+            case events.FirstRollout(seconds):
+                say(f"first rollout after {seconds:.1f} s")
+            case events.Evaluated():
+                self._report_accuracy(event)
+            case events.IterationFinished(_, metrics):
+                self._report_iteration(metrics)
+            case events.Stopping(time, what):
+                if time - self._stopping_shown >= STOPPING_SECONDS:
+                    self._stopping_shown = time
+                    say(what)
+            case events.Note(text) | events.NoEvents(warning=text) if text:
+                say(safe(text))
+            case events.RunFinished(_, summary):
+                say_rich(end_table(summary, self._folder, self._config))
+            case events.RunEnded(exit_code, message) if message:
+                print_end(exit_code, message)
+
+    def _report_worker(self, event: events.WorkerEvent, time: float) -> None:
+        match event:
+            case events.Starting(what) if what not in self._phases:  # once for all workers
+                self._phases.add(what)
+                say(f"{what} (after {time - self._started:.1f} s)")
+            case (
+                events.GroupScored(errors=[message, *_])
+                | events.PromptEvaluated(errors=[message, *_])
+            ) if not self._has_errors:
+                self._has_errors = True
+                file = self._folder / "reward_errors.jsonl"
+                say(f"{safe(message)}\nthe run continues (reward.on_error); all errors: {file}")
+            case events.CheckpointSaved(version, seconds, num_bytes, ""):
+                iteration = version // self._config.train.updates_per_iteration
+                say(
+                    f"checkpoint of iteration {iteration}: "
+                    f"{self._folder / CHECKPOINTS / str(version)} "
+                    f"({num_bytes / 2**20:,.0f} MiB in {seconds:.1f} s)"
+                )
+
+    def _report_iteration(self, metrics: Mapping[str, Any]) -> None:
+        number = metrics["iteration"] + 1
+        replaced = metrics.get("groups_replaced")
+        say(
+            f"iteration {number}/{self._config.train.iterations}  "
+            f"reward {shown(metrics['reward'], '.3f')}  "
+            f"length {metrics['completions/mean_length']:.1f}  "
+            f"loss {shown(metrics['loss'], '+.4f')}  "
+            f"grad_norm {shown(metrics['grad_norm'], '.3f')}  "
+            f"{metrics['perf/iteration_seconds']:.2f} s  "
+            f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
+            + (f"  replaced {replaced}" if replaced else "")
+        )
+        if metrics.get("reward_errors"):
+            say(
+                f"iteration {number}: {counted(metrics['reward_errors'], 'reward call')} failed, "
+                f"{counted(metrics['groups_skipped'], 'group')} skipped"
+            )
+        if metrics["num_updates_not_finite"]:
+            say(
+                f"iteration {number}: the loss or gradient was not finite, so the update was "
+                "dropped (if this repeats, lower train.learning_rate)"
+            )
+
+    def _report_accuracy(self, event: events.Evaluated) -> None:
+        error = shown(event.standard_error, ".3f")
+        say(
+            f"held-out accuracy {shown(event.accuracy, '.3f')}"
+            + ("" if error == "none" else f" ± {error}")
+            + f" ({counted(event.num_prompts, 'problem')})"
+            + (f" after iteration {event.num_iterations}" if event.round > 1 else "")
+        )
+
+
+def print_end(exit_code: int, message: str) -> None:
+    """Print why a run did not finish."""
+    if exit_code == 0 or exit_code > 128:  # nothing to do, or stopped by the user
+        say(safe(message))
+    else:
+        say(f"easyrl: {safe(message)}", sys.stderr)
+
+
+def end_table(summary: Mapping[str, Any], folder: Path, config: Config) -> RenderableType:
+    """Return what a finished run reached, at what speed, and the next commands."""
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    table.add_row("run folder", Text(str(folder)))
+    if config.model.lora.rank is not None:
+        table.add_row("  model/", "the adapter merged into the model, for transformers and vLLM")
+        table.add_row("  adapter/", "for peft: AutoPeftModelForCausalLM.from_pretrained")
+    return Group(Text("finished", style="bold green"), table, _next_commands(folder, config))
+
+
+def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    first, last = (shown(summary[f"reward_{end}"], ".3f") for end in ("first", "last"))
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    if after is not None:
+        start = "" if before is None else f"{shown(before, '.3f')} -> "
+        rows.append(("held-out accuracy", start + shown(after, ".3f")))
+    if (best := summary.get("accuracy_best")) is not None:
+        rows.append(("  best", f"{best:.3f} after iteration {summary['iterations_best']}"))
+    trained = summary["completion_tokens"]
+    generated = summary.get("generated_tokens", trained)
+    speed = (
+        f"{trained:,} tokens in {summary['wall_seconds']:.1f} s, "
+        f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device"
+    )
+    if generated != trained:
+        speed += f"; {generated:,} generated"
+    groups = f"{summary['groups_trained']} trained, {summary['groups_off_policy']} off-policy"
+    for name in ("skipped", "replaced"):
+        if count := summary.get(f"groups_{name}"):
+            groups += f", {count} {name}"
+    rows += [
+        ("reward", f"{first} -> {last}"),
+        ("trained" if generated != trained else "generated and trained", speed),
+        ("overlap", f"{summary['overlap']:.0%} of the shorter of generating and training"),
+        ("groups", groups),
+    ]
+    if (updates := summary.get("updates_per_iteration", 1)) > 1:
+        rows.append(("updates", f"{updates} per iteration: only the first is strictly on-policy"))
+    problems = {
+        "reward call": (summary.get("reward_errors"), "failed"),
+        "update": (summary["updates_not_finite"], "dropped, not finite (lower the learning rate)"),
+        "group": (
+            summary.get("groups_not_replaced"),
+            "without advantages (no round of fresh prompts left)",
+        ),
+    }
+    rows += [
+        ("warning", f"{counted(count, noun)} {what}")
+        for noun, (count, what) in problems.items()
+        if count
+    ]
+    gap = summary["sampling_logp_difference_max"]
+    rows.append(
+        (
+            "engine and trainer",
+            "not compared: no group had a gradient"
+            if gap is None or math.isnan(gap)
+            else f"log-probabilities differ by at most {gap:.1e}",
+        )
+    )
+    return [*rows, ("weights", f"sha256 {summary['weights_sha256'][:16]}")]
+
+
+def _next_commands(folder: Path, config: Config) -> RenderableType:
+    run = quote(str(folder))
+    commands = {
+        f"easyrl watch {run}": "show the run again",
+        f"easyrl config --diff {run}": "settings that differ from the defaults",
+        _continue_command(folder, config): "train on",
+    }
+    lines = [
+        Text(f"  {command}", style="bold", no_wrap=True, overflow="ignore").append(
+            f"  # {what}", style="not bold dim"
+        )
+        for command, what in commands.items()
+    ]
+    return Group(Text("\nnext commands", style="dim"), *lines)
+
+
+def _continue_command(folder: Path, config: Config) -> str:
+    """Resume if there are checkpoints; else start a new run from the final model."""
+    if config.train.keep_checkpoints:
+        return (
+            f"easyrl grpo --resume {quote(str(folder))} --iterations {2 * config.train.iterations}"
+        )
+    model, config_file = (quote(str(folder / name)) for name in ("model", "config.yaml"))
+    command = f"easyrl grpo --config {config_file} --model {model} --output {quote(f'{folder}-2')}"
+    if config.train.learning_rate is None:  # null means another rate for another model
+        command += f" train.learning_rate={config.learning_rate:g}"
+    return command

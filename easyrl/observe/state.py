@@ -1,0 +1,263 @@
+"""The state of a run as a view shows it: a fold of the run's events.
+
+    event ──apply──► RunState ──render──► picture
+
+It has no clock: times are those of the events, and callers pass the time they ask about. The
+events that `easyrl watch` reads from the run folder give the same state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from easyrl import events
+from easyrl.config.devices import count_devices
+from easyrl.events import WORKING, Activity, Event, FromWorker, Span, SpanKind, UnderWay
+from easyrl.runtime.run_folder import sample_line
+from easyrl.runtime.totals import overlap
+
+MAX_SPANS = 2000
+"""Spans kept per worker."""
+MERGE_SECONDS = 0.02
+"""Spans of one kind with a smaller gap are merged."""
+RATE_SECONDS = 5.0
+"""Tokens per second are means over this long."""
+BUSY_SECONDS = 20.0
+"""Busy shares are means over this long."""
+ETA_ITERATIONS = 10
+"""The time left is estimated from this many iterations."""
+
+
+@dataclass(slots=True)
+class WorkerState:
+    name: str
+    device: str
+    phase: str  # current step of the worker's start; empty once it is ready
+    phase_started: float
+    spans: dict[bool, deque[Span]] = field(  # False: its own work, True: rewards being scored
+        default_factory=lambda: {is_score: deque(maxlen=MAX_SPANS) for is_score in (False, True)}
+    )
+    tokens: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    """(started, ended, number of tokens)"""
+    under_way: UnderWay | None = None
+
+    @property
+    def is_rollout(self) -> bool:
+        return self.name.startswith("rollout")
+
+    def add(self, activity: Activity) -> None:
+        self.under_way = activity.under_way
+        for span in activity.spans:
+            spans = self.spans[span.kind == "score"]
+            last = spans[-1] if spans else None
+            if last is None or last.kind != span.kind or span.started > last.ended + MERGE_SECONDS:
+                spans.append(span)
+            else:
+                spans[-1] = Span(span.kind, last.started, max(last.ended, span.ended))
+        working = [span for span in activity.spans if span.kind in WORKING] or activity.spans
+        if activity.num_tokens and working:
+            self.tokens.append((working[0].started, working[-1].ended, activity.num_tokens))
+
+    def tokens_per_second(self, until: float) -> float:
+        total = 0.0
+        for started, ended, number in reversed(self.tokens):
+            if ended <= until - RATE_SECONDS:
+                break
+            inside = min(ended, until) - max(started, until - RATE_SECONDS)
+            total += number * max(0.0, inside) / max(ended - started, 1e-9)
+        return total / RATE_SECONDS
+
+    def busy_share(self, until: float) -> float:
+        """The share of the last BUSY_SECONDS in which the worker processed tokens."""
+        (seconds,) = self.seconds_by_kind(until - BUSY_SECONDS, BUSY_SECONDS, 1)
+        return min(
+            1.0, sum(value for kind, value in seconds.items() if kind in WORKING) / BUSY_SECONDS
+        )
+
+    def seconds_by_kind(
+        self, since: float, slice_seconds: float, num_slices: int
+    ) -> list[dict[SpanKind, float]]:
+        """For each slice of time, the seconds of each kind of work."""
+        slices: list[dict[SpanKind, float]] = [{} for _ in range(num_slices)]
+        until = since + num_slices * slice_seconds
+        spans = [list(self.spans[True]), list(self.spans[False])]
+        if self.under_way is not None and self.under_way.started < until:
+            begun = Span(self.under_way.kind, self.under_way.started, until)
+            spans[begun.kind != "score"].append(begun)
+        for of_kind in spans:
+            for span in reversed(of_kind):
+                if span.ended <= since:
+                    break
+                first = max(0, int((span.started - since) / slice_seconds))
+                last = min(num_slices - 1, int((span.ended - since) / slice_seconds))
+                for number in range(first, last + 1):
+                    start = since + number * slice_seconds
+                    inside = min(span.ended, start + slice_seconds) - max(span.started, start)
+                    if inside > 1e-6:
+                        slices[number][span.kind] = slices[number].get(span.kind, 0.0) + inside
+        return slices
+
+
+@dataclass(slots=True)
+class RunState:
+    run: events.RunStarted | None = None
+    workers: dict[str, WorkerState] = field(default_factory=dict)
+    iteration: int | None = None
+    """The current one, from 0; None before the first and after the last."""
+    iteration_started: float = 0.0
+    num_groups: int = 0  # Finished groups of this iteration that will be trained
+    round: int = 0  # round of replacement prompts (`algorithm.dynamic_sampling`); 0: none yet
+    rewards: list[float] = field(default_factory=list)  # of each iteration
+    accuracies: dict[int, float] = field(default_factory=dict)
+    """Number of iterations trained -> held-out accuracy."""
+    iteration_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_ITERATIONS))
+    overlap: float | None = None
+    """Overlap in the newest iteration, as a share of the shorter of generating and training."""
+    tokens_per_second: float = 0.0  # completion tokens of the newest iteration over its wall time
+    counts: dict[str, int] = field(default_factory=dict)
+    """Sums of metrics that a user should be warned about."""
+    note: str = ""  # the newest note
+    warning: str = ""  # what the workers do, if there have been no events for long
+    sample: Mapping[str, Any] | None = None  # the newest line of `samples.jsonl`
+    evaluation: events.EvaluationStarted | None = None
+    num_answered: int = 0
+    stopping: str = ""
+    saving_since: float | None = None
+    summary: Mapping[str, Any] | None = None
+    ended: events.RunEnded | None = None
+    newest: float = 0.0  # the latest time in any event
+
+    def apply(self, event: Event) -> None:
+        self.newest = max(self.newest, _time_of(event))
+        if not isinstance(event, events.NoEvents):
+            self.warning = ""
+        match event:
+            case events.RunStarted(started=started, devices=devices):
+                self.run, self.newest, self.stopping, self.ended = event, started, "", None
+                self.iteration, self.num_groups = None, 0
+                self.workers = {
+                    name: WorkerState(name, device, "starting the process", started)
+                    for name, device in devices.items()
+                }
+            case events.RunResumed(metrics, accuracies):
+                self.rewards.clear()
+                self.accuracies = dict(accuracies)
+                for line in metrics:
+                    self._finish_iteration(line)
+            case FromWorker(worker, time, worker_event):
+                self._apply_worker(self.workers.get(worker), time, worker_event)
+            case events.Note(text):
+                self.note = text
+            case events.NoEvents(_, warning):
+                self.warning = warning or self.warning
+            case _:
+                self._apply_phase(event)
+
+    def _apply_phase(self, event: Event) -> None:
+        match event:
+            case events.EvaluationStarted():
+                self.iteration, self.evaluation, self.num_answered = None, event, 0
+            case events.Evaluated(accuracy=accuracy, num_iterations=number):
+                self.evaluation = None
+                number = len(self.rewards) if number is None else number
+                self.accuracies[number] = math.nan if accuracy is None else accuracy
+            case events.IterationStarted(time, iteration):
+                self.iteration, self.iteration_started = iteration, time
+                self.num_groups = self.round = 0
+                for worker in self.workers.values():
+                    worker.phase = ""  # its Ready may be missing in a shortened trace
+            case events.RoundStarted(round=round_):
+                self.round = round_
+            case events.IterationFinished(_, metrics):
+                self._finish_iteration(metrics)
+            case events.Stopping(_, what):
+                self.stopping = what
+            case events.SavingModel(time):
+                self.iteration, self.saving_since = None, time
+            case events.RunFinished(_, summary):
+                self.summary = summary
+            case events.RunEnded():
+                self.ended = event
+
+    def _apply_worker(
+        self, worker: WorkerState | None, time: float, event: events.WorkerEvent
+    ) -> None:
+        match event:
+            case events.Starting(what) if worker is not None:
+                worker.phase, worker.phase_started = what, time
+            case events.Ready() if worker is not None:
+                worker.phase = ""
+            case Activity() if worker is not None:
+                worker.add(event)
+            case events.GroupScored(errors=errors):
+                if errors:
+                    self.note = errors[-1].splitlines()[0]
+                if not event.is_rejected:
+                    self.num_groups += 1
+                    if event.samples:
+                        self.sample = sample_line(event, event.samples[-1])
+            case events.PromptEvaluated():
+                self.num_answered += 1
+
+    def _finish_iteration(self, metrics: Mapping[str, Any]) -> None:
+        seconds = metrics["perf/iteration_seconds"]
+        reward = metrics["reward"]  # None in the file where it was not finite
+        self.rewards.append(math.nan if reward is None else reward)
+        self.iteration_seconds.append(seconds)
+        self.tokens_per_second = metrics["perf/tokens_per_second"]
+        self.overlap = overlap(
+            infer_seconds=metrics["perf/infer_seconds"],
+            train_seconds=metrics["perf/train_seconds"],
+            weights_seconds=metrics["perf/weights_seconds"],
+            wall_seconds=seconds,
+        )
+        self.num_groups = self.round = 0
+        for name in (
+            "groups_skipped",
+            "groups_not_replaced",
+            "reward_errors",
+            "num_updates_not_finite",
+        ):
+            self.counts[name] = self.counts.get(name, 0) + int(metrics.get(name, 0))
+        if self.run is not None and len(self.rewards) == self.run.config.train.iterations:
+            self.iteration = None
+
+    @property
+    def is_starting(self) -> bool:
+        return any(worker.phase for worker in self.workers.values())
+
+    @property
+    def num_devices(self) -> int:
+        return count_devices(worker.device for worker in self.workers.values())
+
+    @property
+    def mean_iteration_seconds(self) -> float | None:
+        if not self.iteration_seconds:
+            return None
+        return sum(self.iteration_seconds) / len(self.iteration_seconds)
+
+    def seconds_left(self, now: float) -> float | None:
+        """Time until the end of the last iteration; None before the first has finished."""
+        mean = self.mean_iteration_seconds
+        if mean is None or self.run is None:
+            return None
+        num_left = self.run.config.train.iterations - len(self.rewards)
+        since = now - self.iteration_started if self.iteration is not None else 0.0
+        return max(0.0, (num_left - 1) * mean + max(0.0, mean - since)) if num_left else 0.0
+
+    def worker_tokens_per_second(self, until: float, *, rollout: bool) -> float:
+        workers = [w for w in self.workers.values() if w.is_rollout == rollout]
+        return sum(worker.tokens_per_second(until) for worker in workers)
+
+
+def _time_of(event: Event) -> float:
+    """The latest time in an event; 0 if it has none."""
+    match event:
+        case FromWorker(_, _, Activity(spans=spans, under_way=under_way)):
+            started = under_way.started if under_way is not None else 0.0
+            return max([*(span.ended for span in spans), started])
+    return float(getattr(event, "time", 0.0))

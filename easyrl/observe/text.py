@@ -1,0 +1,77 @@
+"""Text for the terminal: formatting, and printing that never fails."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+
+MAX_MESSAGE = 8000
+"""Characters of one message on the terminal."""
+
+
+def clock(seconds: float) -> str:
+    """`1:05`, `2:00:00`."""
+    minutes, seconds = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def shown(value: float | None, spec: str) -> str:
+    """Format a number; `none` for None and NaN."""
+    return "none" if value is None or math.isnan(value) else format(value, spec)
+
+
+def printable(text: str) -> str:
+    """Replace characters that move the cursor, change colours or reverse the text direction."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def safe(text: str, max_length: int = MAX_MESSAGE) -> str:
+    """Make text of any origin safe to print: printable lines, with the middle cut out if long."""
+    if len(text) > max_length:
+        half = max_length // 2
+        text = f"{text[:half]}\n… (shortened, the logs have all of it)\n{text[-half:]}"
+    return "\n".join(printable(line.expandtabs(4)) for line in text.split("\n"))
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print to standard output or `stream`; if that is closed, print nothing from now on."""
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:  # the reader of a pipe is gone, or a disk is full: the run continues
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def say_rich(renderable: RenderableType, height: int | None = None) -> None:
+    """Print something of Rich's."""
+    console = Console(highlight=False)
+    with console.capture() as capture:  # Rich itself would end the process on a broken pipe
+        console.print(renderable, crop=False, height=height)
+    say("\n".join(line.rstrip() for line in capture.get().removesuffix("\n").split("\n")))
+
+
+def is_live_terminal() -> bool:
+    """Return whether standard output is a terminal on which a live view can be drawn."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        return (
+            sys.stdout.isatty()
+            and os.isatty(sys.stdout.fileno())
+            and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+            and (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+            and is_in_foreground(sys.stdout.fileno())
+        )
+    return False
+
+
+def is_in_foreground(terminal: int) -> bool:
+    """Return whether this process may draw on the terminal; True if it does not control one."""
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return True

@@ -1,0 +1,143 @@
+"""This process and its parent: CPU cores, end with the parent, heap, random delays for tests.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+# -- CPU cores ------------------------------------------------------------------------------------
+
+CPU_QUOTAS = (
+    ("/sys/fs/cgroup/cpu.max",),  # cgroup v2: "quota period", or "max period"
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),  # v1
+)
+"""Files with a container's CPU quota."""
+TOPOLOGY = Path("/sys/devices/system/cpu")
+SPIN_COUNT, WAIT_POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+
+
+def num_cores() -> int:
+    """CPU cores this process may use: its affinity, limited by a container's quota, rounded up."""
+    cores = len(allowed_cores()) or os.cpu_count() or 1
+    for files in CPU_QUOTAS:
+        try:
+            quota, period = " ".join(Path(file).read_text() for file in files).split()
+            if int(quota) > 0:  # -1 and "max": no quota
+                cores = min(cores, -(-int(quota) // int(period)))
+        except (OSError, ValueError):
+            continue
+    return max(1, cores)
+
+
+def allowed_cores() -> frozenset[int]:
+    """The cores this process may run on; empty where the system has no affinity."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def split_cores(num_workers: int) -> tuple[tuple[int, ...], ...]:
+    """Disjoint core sets of equal size, one per worker; hyperthreads of a core stay together.
+
+    Empty if there are not more cores than workers, or under a quota: a quota is a share of the time
+    of all cores, which other containers use as well.
+    """
+    allowed = sorted(allowed_cores(), key=_position)
+    if num_workers >= len(allowed) or num_cores() < len(allowed):
+        return ()
+    share = len(allowed) // num_workers
+    return tuple(
+        tuple(sorted(allowed[number * share : (number + 1) * share]))
+        for number in range(num_workers)
+    )
+
+
+def pin(cores: Collection[int]) -> None:
+    """Restrict the calling thread, and the threads it starts later, to `cores` (empty: do nothing).
+
+    If none of the cores exists any more the thread keeps its affinity: slower, but correct.
+    """
+    if cores:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores)
+
+
+def spin_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that bound how long a waiting OpenMP thread spins.
+
+    Empty if `environment` already sets one of the two variables. GNU OpenMP's default of 300,000
+    turns is fast on exclusive cores, but on contended cores threads spin while the thread they wait
+    for cannot run, and an iteration takes minutes instead of seconds. Without spinning, every wait
+    is a system call, and two threads are slower than one.
+    """
+    is_set = SPIN_COUNT in environment or WAIT_POLICY in environment
+    return {} if is_set else {SPIN_COUNT: "10000"}
+
+
+def _position(core: int) -> tuple[int, int, int]:
+    """Package, physical core and number: neighbours in this order share caches."""
+    try:
+        folder = TOPOLOGY / f"cpu{core}" / "topology"
+        package, physical = (
+            int((folder / name).read_text()) for name in ("physical_package_id", "core_id")
+        )
+    except (OSError, ValueError):
+        return 0, core, core
+    return package, physical, core
+
+
+# -- parent and child -----------------------------------------------------------------------------
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+
+
+def die_with_parent() -> None:
+    """Terminate this process when its parent dies, also by SIGKILL.
+
+    The kernel does it (prctl), even while this process is stuck in code that holds the GIL.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it died before the lines above
+        os._exit(1)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+LARGEST_THRESHOLD = 2**31 - 1
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory for reuse instead of returning it to the kernel.
+
+    By default glibc maps each block of several MiB anew and unmaps it when freed. A trainer on the
+    CPU, whose activations are allocated and freed in every micro-batch, then spends about a tenth
+    of its time on page faults. The cost is fragmentation: the peak grew from 1014 to 1291 MiB with
+    13 million parameters. Does nothing with another C library.
+    """
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_THRESHOLD)
+        libc.mallopt(M_TRIM_THRESHOLD, LARGEST_THRESHOLD)
+
+
+# -- random delays --------------------------------------------------------------------------------
+
+MAX_DELAY_SECONDS = float(os.environ.get("EASYRL_RANDOM_DELAYS", "0") or 0)
+"""Tests set it to prove that timing does not change a deterministic run (docs/design.md)."""
+_RANDOM = random.Random()
+
+
+def maybe_sleep() -> None:
+    """Sleep for up to MAX_DELAY_SECONDS now and then: in engine, rewards, ring and trainer."""
+    if MAX_DELAY_SECONDS > 0.0 and _RANDOM.random() < 0.25:
+        time.sleep(_RANDOM.random() * MAX_DELAY_SECONDS)

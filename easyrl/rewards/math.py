@@ -1,0 +1,146 @@
+"""Built-in rewards that compare mathematical answers: `math` and `gsm8k`.
+
+`math` leaves parsing and comparing to the library math-verify, which imports sympy: only reward
+processes import it, and only where `math` is used. The library's verdict is final, also where it is
+debatable (tests/math_answers.py lists such answers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math as mathematics
+import re
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from decimal import Decimal, InvalidOperation
+from functools import cache, lru_cache
+from typing import Any
+
+from easyrl.rewards.functions import Completions, text_of
+
+MAX_CPU_SECONDS = 3
+"""Longest comparison of one answer. Real answers take a few hundredths; `9^{9^{9}}` never ends."""
+FORMULA = re.compile(r"\\boxed|\$|\\\(|\\\[")
+"""How math-verify recognizes a formula; an answer without one is parsed as a formula as a whole."""
+NUMBER = re.compile(
+    r"(?:(?<![\d)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
+)
+"""`18`, `-3.5`, `$1,234.50`, `.5`, `2e3`; in `7-5` the numbers are 7 and 5."""
+SPACED = str.maketrans({"−": "-", "\u202f": None, "\u2009": None})
+LATEX_SEPARATORS = re.compile(r"\{,\}|\\[,!]")
+
+
+def math(completions: Completions, answer: Sequence[Any], **_: Sequence[Any]) -> list[float | None]:
+    r"""1.0 where math-verify finds the completion's answer equal to the row's, else 0.0; None where
+    the row has none.
+
+    The completion's answer is searched after the last `</think>`: the last `\boxed{...}`, else what
+    follows "answer is" or "answer:", else the last formula or number. The library's own timeouts
+    are off, since they need the main thread's alarm. Instead the kernel ends the process after
+    MAX_CPU_SECONDS, which the pool counts as a wrong answer. Raises ValueError where the row's
+    answer cannot be parsed.
+    """
+    import math_verify  # noqa: F401  takes seconds, which do not count
+
+    with _cpu_limit(MAX_CPU_SECONDS):
+        return [
+            None if right is None else float(_is_right(text_of(completion), _gold(str(right))))
+            for completion, right in zip(completions, answer, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def _cpu_limit(seconds: int) -> Iterator[None]:
+    """Let the kernel end this process (SIGXCPU) after so much more processor time. An alarm would
+    not be seen within one multiplication of huge numbers."""
+    before = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = mathematics.ceil(time.process_time()) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, before)
+
+
+def _is_right(completion: str, gold: list[Any]) -> bool:
+    from math_verify import parse, verify
+
+    text = completion.rpartition("</think>")[2]
+    try:
+        found = parse(text, extraction_config=_extraction(), parsing_timeout=None)
+        return bool(verify(gold, found, timeout_seconds=None))
+    except Exception:  # recursion too deep, out of memory, ...
+        return False
+
+
+@cache
+def _extraction() -> tuple[Any, ...]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+    for name in ("math_verify.parser", "math_verify.grader"):  # they log each answer they refuse
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
+
+
+@lru_cache(maxsize=256)
+def _gold(answer: str) -> list[Any]:
+    """Parse a row's answer."""
+    from math_verify import parse
+
+    text = answer if FORMULA.search(answer) else rf"\boxed{{{answer}}}"
+    parsed: list[Any] = parse(text, extraction_config=_extraction(), parsing_timeout=None)
+    if not parsed:
+        raise ValueError(
+            f"column answer: expected an answer that math-verify can parse, got {answer!r:.80}"
+        )
+    return parsed
+
+
+def gsm8k(
+    completions: Completions, answer: Sequence[Any], **_: Sequence[Any]
+) -> list[float | None]:
+    r"""1.0 where the completion's number equals the row's, else 0.0; None where the row has none.
+
+    The row's number follows its last `####` (without one: its last number). The completion's is the
+    first number after its last `####`, as in the data; else the last number in its last
+    `\boxed{...}`; else its last number, as in lm-evaluation-harness's `flexible-extract` and verl's
+    flexible method. Thousands separators and dollar signs are ignored, and 18.0 equals 18. Raises
+    ValueError where the row's answer has no number.
+    """
+    scores: list[float | None] = []
+    for completion, row in zip(completions, answer, strict=True):
+        right = None if row is None else _number_in(str(row))
+        if row is not None and right is None:
+            raise ValueError(f"column answer: expected a number, got {row!r:.80}")
+        scores.append(None if row is None else float(_number_in(text_of(completion)) == right))
+    return scores
+
+
+def _number_in(text: str) -> Decimal | None:
+    text = LATEX_SEPARATORS.sub(lambda found: "," if found[0] == "{,}" else "", text)
+    text = text.translate(SPACED)
+    _, marker, after = text.rpartition("####")
+    if marker:
+        return _decimal(NUMBER.search(after))
+    _, marker, after = text.rpartition(r"\boxed{")
+    numbers = list(NUMBER.finditer(_up_to_closing_brace(after) if marker else text))
+    return _decimal(numbers[-1]) if numbers else None
+
+
+def _up_to_closing_brace(text: str) -> str:
+    """The part of `text` before the brace that closes one opened in front of it."""
+    depth = 1
+    for position, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:position]
+    return text
+
+
+def _decimal(found: re.Match[str] | None) -> Decimal | None:
+    if found is not None:
+        with contextlib.suppress(InvalidOperation):  # an exponent beyond Decimal's range
+            return Decimal(found[0].replace(",", "").replace("$", ""))
+    return None

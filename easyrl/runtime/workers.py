@@ -1,0 +1,239 @@
+"""All workers of a run: spawn them with their settings, and receive their events.
+
+    supervisor.wait ─► all events ────────────────────────► observer (as FromWorker)
+                       CheckpointSaved ───────────────────► checkpoints
+                       others except Activity and Note ───► next_event, for the controller
+
+`easyrl eval` has rollout workers only: no ring, no weight channel; engines keep the weights that
+they load.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from easyrl import events
+from easyrl.channels.ring_buffer import RingBuffer
+from easyrl.config import Config
+from easyrl.config.eval import Sampling
+from easyrl.events import Observer
+from easyrl.runtime.checkpoints import Checkpoints
+from easyrl.runtime.launch import rollout_main, train_main
+from easyrl.runtime.placement import Placement
+from easyrl.runtime.resume import Resume
+from easyrl.runtime.supervisor import TICK_SECONDS, Interrupted, Supervisor, Watchdog, Worker
+from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores
+from easyrl.workers.settings import WorkerSettings
+
+
+class Workers:
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        supervisor: Supervisor,
+        *,
+        log_of: Callable[[str], Path],
+        notify: Observer,
+        ring: RingBuffer | None = None,
+        store_path: str = "",
+        checkpoints: Checkpoints | None = None,
+        resumed: Resume | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        """Spawn them. Closes this process's copy of `ring`.
+
+        Args:
+            log_of: Path of a worker's log file, by its name.
+            store_path: File over which process groups are created.
+            sampling: Sampling settings, if not those of training.
+        """
+        self._config = config
+        self._placement = placement
+        self._supervisor = supervisor
+        self._log_of = log_of
+        self._notify = notify
+        self._ring = ring
+        self._store_path = store_path
+        self._checkpoints = checkpoints
+        self._resumed = resumed
+        self._sampling = sampling
+        num_rollout = placement.num_rollout_workers
+        self._board = (
+            IdleBoard(num_rollout + placement.train.count) if placement.lends_cores else None
+        )
+        self.rollout = [self._spawn("rollout", number, number) for number in range(num_rollout)]
+        self.train = self._spawn_train_workers(first_owner_id=num_rollout)
+        for shared in (ring, self._board):
+            if shared is not None:
+                shared.close()  # workers have descriptors of their own
+        self._received: deque[tuple[Worker, events.WorkerEvent]] = deque()
+        self._watchdog = Watchdog()
+        self.interrupted: Interrupted | None = None
+        """The signal that is stopping the run."""
+        self._needed: Sequence[Worker] | None = None
+        self._stop_seconds = self._deadline = math.inf
+
+    @property
+    def all(self) -> list[Worker]:
+        return [*self.train, *self.rollout]
+
+    @property
+    def rank0(self) -> Worker:
+        """Train rank 0: the only train worker that receives commands."""
+        return self.train[0]
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def wait_until_ready(self) -> None:
+        not_ready = {worker.name for worker in self.all}
+        while not_ready:
+            worker, event = self.next_event()
+            match event:
+                case events.Starting():
+                    pass
+                case events.Ready():
+                    not_ready.remove(worker.name)
+                case _:
+                    raise AssertionError(f"{worker.name} sent {event}")
+
+    def next_event(self) -> tuple[Worker, events.WorkerEvent]:
+        """Wait for the next event that the controller has to handle."""
+        event = self._next(lambda: False)
+        assert event is not None
+        return event
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk, if there is one."""
+        checkpoints = self._checkpoints
+        while checkpoints is not None and checkpoints.is_saving:
+            self._next(lambda: not checkpoints.is_saving)
+
+    def begin_to_stop(self, interrupted: Interrupted) -> None:
+        """From now on only the death of a train worker is a failure, and `interrupted` is raised
+        when no byte of a checkpoint is written for `runtime.timeout_seconds`."""
+        self.interrupted = interrupted
+        self._needed = self.train
+        self._stop_seconds = self._config.runtime.timeout_seconds
+        self._deadline = time.monotonic() + self._stop_seconds
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the run should have stopped by now."""
+        return time.monotonic() > self._deadline
+
+    def _next(self, until: Callable[[], bool]) -> tuple[Worker, events.WorkerEvent] | None:
+        """Wait for the next event for the controller; None as soon as `until()` is true."""
+        while not until():
+            while self._received:
+                worker, event = self._received.popleft()
+                self._watchdog.on_event(worker.name, event)
+                if isinstance(event, events.Note):
+                    self._notify(event)
+                    continue
+                self._notify(events.FromWorker(worker.name, time.monotonic(), event))
+                if isinstance(event, events.CheckpointSaved):
+                    assert self._checkpoints is not None
+                    self._checkpoints.on_saved(event)
+                    break  # `until` may be true now
+                if not isinstance(event, events.Activity):
+                    return worker, event
+            else:
+                self._receive()
+        return None
+
+    def _receive(self) -> None:
+        if self.interrupted is not None:
+            if self.is_late:
+                raise self.interrupted
+            if self._checkpoints is not None and self._checkpoints.report_progress():
+                self._deadline = time.monotonic() + self._stop_seconds
+        self._received.extend(self._supervisor.wait(TICK_SECONDS, needed=self._needed))
+        if not self._received:
+            self._notify(events.NoEvents(time.monotonic(), self._watchdog.tick(self.all)))
+
+    # -- processes --------------------------------------------------------------------------------
+
+    def _spawn_train_workers(self, first_owner_id: int) -> list[Worker]:
+        size = self._placement.train.count
+        pipes = [Pipe() for _ in range(1, size)]
+        ends = [tuple(ours for ours, _ in pipes), *((theirs,) for _, theirs in pipes)]
+        workers = [
+            self._spawn("train", rank, first_owner_id + rank, pipes=ends[rank])
+            for rank in range(size)
+        ]
+        for end in (end for pipe in pipes for end in pipe):
+            end.close()  # else a rank would not notice another one's death
+        return workers
+
+    def _spawn(
+        self, role: str, number: int, owner_id: int, pipes: tuple[Connection, ...] = ()
+    ) -> Worker:
+        resumed = self._resumed
+        state = resumed.state if resumed is not None else None
+        name = f"{role}-{number}"
+        settings = worker_settings(
+            self._config,
+            self._placement,
+            role,
+            number,
+            owner_id=owner_id,
+            sampling=self._sampling,
+            store_path=self._store_path,
+            log_file=str(self._log_of(name)),
+            core_sharing=self._core_sharing(role, owner_id),
+            pipes=pipes,
+            checkpoint=str(resumed.checkpoint) if resumed and resumed.checkpoint else None,
+            policy_version=state.policy_version if state is not None else 0,
+        )
+        target = rollout_main if role == "rollout" else train_main
+        return self._supervisor.spawn(name, target, settings, self._ring)
+
+    def _core_sharing(self, role: str, owner_id: int) -> CoreSharing | None:
+        """Each worker uses the cores of every n-th worker of the other group while that waits."""
+        if self._board is None:
+            return None
+        placement, num_rollout = self._placement, self._placement.num_rollout_workers
+        if role == "rollout":
+            other, first, threads = "train", num_rollout, placement.train_threads
+            if placement.engine.name == "vllm":
+                return CoreSharing(self._board, owner_id, shared=())
+        else:
+            other, first, threads = "rollout", 0, placement.infer_threads
+        number = owner_id if role == "rollout" else owner_id - num_rollout
+        shared = tuple(
+            SharedCores(first + each, threads, placement.cores_of(other, each))
+            for each in range(number, placement.num_workers(other), placement.num_workers(role))
+        )
+        return CoreSharing(self._board, owner_id, shared)
+
+
+def worker_settings(
+    config: Config, placement: Placement, role: str, number: int, **others: Any
+) -> WorkerSettings:
+    """Settings of a worker that follow from the placement, and `others`."""
+    is_rollout = role == "rollout"
+    is_cpu = (placement.infer if is_rollout else placement.train).kind == "cpu"
+    return WorkerSettings(
+        name=f"{role}-{number}",
+        config=config,
+        device="cpu" if is_cpu else f"{placement.accelerator}:0",
+        weights_cross_on_cpu=placement.weights_cross_on_cpu,
+        num_threads=placement.infer_threads if is_rollout else placement.train_threads,
+        max_concurrent_groups=placement.max_concurrent_groups,
+        engine=placement.engine.name,
+        tensor_parallel_size=placement.engine.tensor_parallel_size,
+        device_indices=() if is_cpu else placement.indices_of(role, number),
+        memory_fraction=placement.memory_fraction(role),
+        cores=placement.cores_of(role, number),
+        rank=0 if is_rollout else number,
+        num_train_ranks=placement.train.count,
+        **others,
+    )

@@ -1,0 +1,412 @@
+"""Micro-batches of the train ranks: groups are read from the ring, checked, shared out and packed.
+
+    ring ──groups──► rank 0: checks them (GroupReader), fills a micro-step (Rows)
+                       │
+                       ├─ Share: slots and rollouts ───► rank 1 packs what it reads in these slots
+                       │ ◄────────────── Packed ──────── rank 1
+                       │  rank 0 releases the slots; all ranks run forward and backward
+                       └─ UpdateEnd ───────────────────► all ranks step the optimizer
+
+A micro-step is one forward and backward of all train ranks. Rank 0 alone holds leases, so that a
+group is delivered once and its slot is freed once, however many ranks read it. The other ranks run
+the same generator (`MicroBatches`), fed from a pipe instead of the ring. They wait on pipes, not on
+the ranks' process group: a wait for the next group may be long, and `Stop` must get through. Every
+rank has one micro-batch in every micro-step (EMPTY where there are fewer rollouts than ranks), so
+that all ranks reach the same collectives. If a rank dies, the run ends.
+
+`sync` is `periodic` with one wait: no group is trained before all have arrived. In deterministic
+mode groups are trained in order of their group index, and a micro-step is filled before it is
+trained. Its boundaries, and the rank that trains a rollout, are then a function of the groups'
+order and lengths alone. Otherwise whatever has arrived is trained at once, unless it is very little
+(MIN_FILL).
+
+With several updates per iteration, the group index decides which update a group belongs to. If
+arrival decided, short completions would be trained first. Groups of later updates wait in their
+slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+
+from easyrl import events
+from easyrl.channels.ring_buffer import Lease, RingPort
+from easyrl.config import Config
+from easyrl.data.packing import Rollout, pack, split_group
+from easyrl.types import MicroBatch, RolloutGroup
+
+MIN_FILL = 0.1
+"""Smallest part of the token budget that is trained while more groups are to come. Small
+micro-batches cost more per token (27 % more at 600 tokens than at 4096, tiny model on one core)."""
+
+EMPTY = pack(
+    [
+        Rollout(
+            prompt_index=-1,
+            prompt_ids=np.zeros(1, dtype=np.int32),
+            completion_ids=np.zeros(1, dtype=np.int32),
+            rollout_logprobs=np.zeros(1, dtype=np.float32),
+            loss_mask=np.zeros(1, dtype=np.bool_),
+            advantage=0.0,
+        )
+    ]
+)
+"""Micro-batch of a rank without a rollout. Its one completion token is masked: the loss and its
+gradient are 0, and no metric counts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's rollouts in the next micro-step: (slot of the ring, number in `split_group`)."""
+
+    rollouts: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A rank has packed its share and no longer reads the slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateEnd:
+    """All groups of the update are trained: step the optimizer."""
+
+    num_loss_tokens: int
+    """Unmasked tokens of the update's groups, rollouts without a gradient included."""
+
+
+class Halted(Exception):
+    """The controller has dropped the current iteration."""
+
+
+class RankPipes:
+    """Pipes between train rank 0 (`dispatch`) and the other train ranks (`receive`)."""
+
+    def __init__(
+        self,
+        rank: int,
+        pipes: Sequence[Connection],
+        control: Connection,
+        *,
+        timeout_seconds: float,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`pipes`: of rank 0, one to each other rank; of another rank, the one to rank 0.
+        `waiting()` is entered for each wait of `receive`."""
+        self.rank = rank
+        self.num_ranks = 1 + len(pipes)  # rank 0
+        self._pipes = pipes
+        self._control = control
+        self._timeout_seconds = timeout_seconds
+        self._waiting = waiting
+
+    def dispatch(self, message: Any) -> None:
+        """Send `message` to all other ranks (rank 0)."""
+        self.dispatch_each([message] * len(self._pipes))
+
+    def dispatch_each(self, messages: Sequence[Any]) -> None:
+        """Send one message to each other rank (rank 0). Raises ConnectionError if one has died."""
+        for rank, (pipe, message) in enumerate(zip(self._pipes, messages, strict=True), start=1):
+            try:
+                pipe.send(message)
+            except OSError as error:
+                raise ConnectionError(f"train rank {rank} has died") from error
+
+    def receive(self) -> Any:
+        """Wait for the next message of rank 0, or of the controller, which sends `Stop` to every
+        rank. Raises ConnectionError if rank 0 has died."""
+        (pipe,) = self._pipes
+        ready = wait([pipe, self._control], timeout=0.0)
+        if not ready:
+            with self._waiting():
+                ready = wait([pipe, self._control])
+        if self._control in ready:
+            return self._control.recv()
+        try:
+            return pipe.recv()
+        except (EOFError, OSError) as error:
+            raise ConnectionError("train rank 0 has died") from error
+
+    def finish_packing(self) -> None:
+        """Report that this rank has packed its share; on rank 0, wait until every rank has.
+
+        Raises TimeoutError if a rank takes too long, ConnectionError if one has died.
+        """
+        if self.rank > 0:
+            self._pipes[0].send(Packed())
+            return
+        for rank, pipe in enumerate(self._pipes, start=1):
+            if not pipe.poll(self._timeout_seconds):
+                raise TimeoutError(
+                    f"train rank {rank} did not pack its share within "
+                    f"{self._timeout_seconds:g} s (runtime.timeout_seconds)"
+                )
+            try:
+                reply = pipe.recv()
+            except (EOFError, OSError) as error:
+                raise ConnectionError(f"train rank {rank} has died") from error
+            if not isinstance(reply, Packed):
+                raise RuntimeError(f"train rank {rank}: expected Packed, got {reply!r}")
+
+
+class GroupReader:
+    """Reads one iteration's groups from the ring: each exactly once, all of one policy."""
+
+    def __init__(
+        self,
+        config: Config,
+        port: RingPort,
+        *,
+        iteration: int,
+        policy_version: int,
+        wait_for_group: Callable[[], None],
+    ) -> None:
+        """`policy_version` is the one that was broadcast at the iteration's start.
+        `wait_for_group` returns when the ring may hold another group."""
+        train = config.train
+        self.groups_per_update = train.prompts_per_iteration // train.updates_per_iteration
+        self.num_read = 0
+        """Groups handed out so far."""
+        self.completion_tokens = 0
+        """Completion tokens of these groups."""
+        self.port = port
+        self._iteration = iteration
+        self._policy_version = policy_version
+        self._wait_for_group = wait_for_group
+        self._is_ordered = config.runtime.deterministic
+        self._waits_for_all = config.runtime.schedule == "sync"
+        self._due = set(range(train.prompts_per_iteration))  # group indices that have not arrived
+        self._arrived: dict[int, Lease] = {}  # by group index, in order of arrival
+
+    def next(self, update: int, *, wait: bool) -> Lease | None:
+        """Return the next group of an update that has groups left.
+
+        Return None, with `wait=False`, if it has not arrived yet.
+        """
+        while (index := self._available(update)) is None:
+            lease = self.port.get(0.0)
+            if lease is not None:
+                self._check(lease.group)
+                self._arrived[lease.group.group_index] = lease
+            elif wait or self._waits_for_all:
+                self._wait_for_group()
+            else:
+                return None
+        lease = self._arrived.pop(index)
+        self.num_read += 1
+        self.completion_tokens += lease.group.num_completion_tokens
+        return lease
+
+    def _available(self, update: int) -> int | None:
+        """Index of the group to hand out now, if it has arrived."""
+        if self._waits_for_all and self._due:
+            return None
+        if self._is_ordered:
+            return self.num_read if self.num_read in self._arrived else None
+        of_update = (i for i in self._arrived if i // self.groups_per_update == update)
+        return next(of_update, None)
+
+    def _check(self, group: RolloutGroup) -> None:
+        """On-policy and exactly once (docs/design.md, Invariants)."""
+        if group.policy_version != self._policy_version or group.iteration != self._iteration:
+            raise RuntimeError(
+                f"off-policy group of prompt {group.prompt_index}: expected iteration "
+                f"{self._iteration} and policy {self._policy_version}, got iteration "
+                f"{group.iteration} and policy {group.policy_version}"
+            )
+        if group.group_index not in self._due:
+            raise RuntimeError(
+                f"group {group.group_index} (prompt {group.prompt_index}) has already arrived in "
+                f"iteration {self._iteration}, or is not one of its groups"
+            )
+        self._due.remove(group.group_index)
+
+
+class MicroBatches:
+    """One train rank's micro-batches of one iteration.
+
+    Iterate once: for each update its micro-batches, then its UpdateEnd.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        reader: GroupReader,
+        pipes: RankPipes,
+        *,
+        shares_prompts: bool,
+        check_commands: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Only rank 0 reads with `reader`.
+
+        `check_commands` raises Halted to drop the iteration. It is called while no rank has begun
+        the next micro-step or the optimizer's step, so that no rank waits for another one in vain.
+        """
+        self._reader = reader
+        self._ring = reader.port.ring
+        self._pipes = pipes
+        self._check_commands = check_commands
+        self._num_updates = config.train.updates_per_iteration
+        self._max_tokens = config.train.max_tokens_per_micro_batch
+        self._fills_steps = config.runtime.deterministic
+        self._shares_prompts = shares_prompts
+        self._mask_truncated = config.algorithm.mask_truncated_completions
+        self._keep_zero_advantages = config.algorithm.trains_zero_advantages
+
+    def __iter__(self) -> Iterator[MicroBatch | UpdateEnd]:
+        """Raises RuntimeError for a group that is off-policy or arrives twice, and Halted."""
+        for step in self._planned() if self._pipes.rank == 0 else self._received():
+            if isinstance(step, UpdateEnd):
+                yield step
+                continue
+            rollouts, leases = step
+            batch = pack(rollouts, shares_prompts=self._shares_prompts) if rollouts else EMPTY
+            self._pipes.finish_packing()
+            for lease in leases:
+                lease.release()
+            yield batch
+
+    def _planned(self) -> Iterator[tuple[list[Rollout], list[Lease]] | UpdateEnd]:
+        """Rank 0: read the ring and dispatch the other ranks' shares.
+
+        Yields this rank's rollouts, with the leases to release once every rank has packed.
+        """
+        for update in range(self._num_updates):
+            self._num_loss_tokens = 0
+            for rows, leases in self._micro_steps(update):
+                own, *others = share_out(rows, self._pipes.num_ranks)
+                self._check_commands()
+                self._pipes.dispatch_each(
+                    [Share(tuple((each.slot, each.number) for each in share)) for share in others]
+                )
+                yield own, leases
+            self._check_commands()
+            end = UpdateEnd(self._num_loss_tokens)
+            self._pipes.dispatch(end)
+            yield end
+
+    def _micro_steps(self, update: int) -> Iterator[tuple[Rows, list[Lease]]]:
+        """Cut the update's groups into micro-steps: rows of rollouts, one per rank at the most,
+        and the leases of the groups that are complete with them."""
+        num_ranks, num_slots = self._pipes.num_ranks, self._ring.layout.num_slots
+        enough_tokens = MIN_FILL * self._max_tokens * num_ranks
+        num_left = self._reader.groups_per_update
+        rows, leases = self._no_rows(), list[Lease]()
+        while num_left:
+            # Do not wait while this process holds every slot: no group could arrive.
+            is_small = rows.num_tokens < enough_tokens and len(leases) < num_slots
+            lease = self._reader.next(update, wait=self._fills_steps or not rows.rows or is_small)
+            if lease is not None:
+                num_left -= 1
+                leases.append(lease)
+                mask = lease.group.trained_mask(mask_truncated=self._mask_truncated)
+                self._num_loss_tokens += int(mask.sum())
+                for rollout in self._split(lease.group, lease.slot):
+                    if len(rows.rows) == num_ranks and not rows.fits(rollout):
+                        yield rows, leases[:-1]
+                        rows, leases = self._no_rows(), [lease]
+                    rows.add(rollout)
+            if rows.rows and (lease is None or not num_left):
+                yield rows, leases
+                rows, leases = self._no_rows(), []
+            elif not rows.rows:  # no rollout of these groups has a gradient
+                for lease in leases:
+                    lease.release()
+                leases = []
+
+    def _received(self) -> Iterator[tuple[list[Rollout], list[Lease]] | UpdateEnd]:
+        """Other ranks: receive shares, and read their rollouts in the slots that rank 0 leases."""
+        num_updates = 0
+        while num_updates < self._num_updates:
+            match self._pipes.receive():
+                case Share(rollouts):
+                    slots = dict.fromkeys(slot for slot, _ in rollouts)
+                    groups = {slot: self._split(self._ring.group(slot), slot) for slot in slots}
+                    yield [groups[slot][number] for slot, number in rollouts], []
+                case UpdateEnd() as end:
+                    num_updates += 1
+                    yield end
+                case events.Halt():
+                    raise Halted
+                case events.Stop():
+                    raise SystemExit(0)
+                case message:
+                    raise RuntimeError(f"expected Share or UpdateEnd, got {message!r}")
+
+    def _split(self, group: RolloutGroup, slot: int) -> list[Rollout]:
+        return split_group(
+            group,
+            slot=slot,
+            mask_truncated=self._mask_truncated,
+            keep_zero_advantages=self._keep_zero_advantages,
+        )
+
+    def _no_rows(self) -> Rows:
+        return Rows(self._max_tokens, shares_prompts=self._shares_prompts)
+
+
+class Rows:
+    """Rollouts in order, filled one after another into rows of at most `max_tokens`.
+
+    A row takes at least one rollout, however long.
+    """
+
+    def __init__(self, max_tokens: int, *, shares_prompts: bool) -> None:
+        self.max_tokens = max_tokens
+        self.shares_prompts = shares_prompts
+        self.rows: list[list[Rollout]] = []
+        self.num_tokens = 0
+        self._num_in_last_row = 0
+
+    def fits(self, rollout: Rollout) -> bool:
+        """Whether the last row has space for it."""
+        if not self.rows:
+            return False
+        return self._num_in_last_row + self._added_by(rollout) <= self.max_tokens
+
+    def add(self, rollout: Rollout) -> None:
+        if not self.fits(rollout):
+            self.rows.append([])
+            self._num_in_last_row = 0
+        num_added = self._added_by(rollout)
+        self.rows[-1].append(rollout)
+        self._num_in_last_row += num_added
+        self.num_tokens += num_added
+
+    def _added_by(self, rollout: Rollout) -> int:
+        previous = self.rows[-1][-1] if self.rows[-1] else None
+        return rollout.num_tokens_behind(previous, shares_prompts=self.shares_prompts)
+
+
+def share_out(rows: Rows, num_ranks: int) -> list[list[Rollout]]:
+    """Divide the rollouts, in order, among the ranks so that the largest share is minimal.
+
+    Ranks wait for each other layer by layer, so the largest share decides. A binary search finds
+    the smallest budget with which filling rows needs at most `num_ranks` of them.
+    """
+    if num_ranks == 1:
+        return rows.rows
+    rollouts = [rollout for row in rows.rows for rollout in row]
+
+    def filled(max_tokens: int) -> list[list[Rollout]]:
+        refilled = Rows(max_tokens, shares_prompts=rows.shares_prompts)
+        for rollout in rollouts:
+            refilled.add(rollout)
+        return refilled.rows
+
+    low = max(rollout.num_tokens_behind(None) for rollout in rollouts)
+    high = max(low, rows.max_tokens)
+    while low < high:
+        middle = (low + high) // 2
+        if len(filled(middle)) <= num_ranks:
+            high = middle
+        else:
+            low = middle + 1
+    shares = filled(high)
+    return shares + [[] for _ in range(num_ranks - len(shares))]

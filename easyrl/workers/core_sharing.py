@@ -1,0 +1,124 @@
+"""CPU cores shared between workers: a worker that only waits lets others use its cores.
+
+    rollout worker, all groups done ─────── its cores ──► train worker
+    train worker, waiting for a group ───── its cores ──► rollout worker
+
+A byte in shared memory for each worker says whether it is idle; only that worker writes it. Nobody
+waits for a core or takes one back by force. A worker reads the bytes before each piece of work. A
+worker that becomes busy shares its cores until the other one's current piece is done.
+
+More threads may add up in another order, so results differ in their last bits. Deterministic runs
+share nothing.
+
+Imports torch only where it is used: settings are unpickled before torch may be imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.context import assert_spawning
+from typing import Any
+
+from easyrl.channels.memory import anonymous_memory
+from easyrl.processes import pin
+
+
+class IdleBoard:
+    """One byte per worker: whether it is idle. Passed to spawned workers as an argument."""
+
+    def __init__(self, num_workers: int) -> None:
+        """Every worker is busy at first."""
+        self._map(anonymous_memory(num_workers))
+
+    def _map(self, memory_fd: int) -> None:
+        self._memory_fd = memory_fd
+        self._bytes = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
+
+    def __getstate__(self) -> Any:
+        assert_spawning(self)
+        return reduction.DupFd(self._memory_fd)
+
+    def __setstate__(self, handle: Any) -> None:
+        self._map(handle.detach())
+
+    def set_idle(self, worker: int, is_idle: bool) -> None:
+        self._bytes[worker] = is_idle
+
+    def is_idle(self, worker: int) -> bool:
+        return bool(self._bytes[worker])
+
+    def close(self) -> None:
+        """Close this process's descriptor; the workers have their own."""
+        self._bytes.close()
+        os.close(self._memory_fd)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCores:
+    """Cores of another worker that may be used while it is idle."""
+
+    worker: int
+    """Number on the board of the worker that owns them."""
+    num_threads: int
+    cores: tuple[int, ...]
+    """Empty: the owner is not pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSharing:
+    """One worker's part in core sharing; sent to it when it is spawned."""
+
+    board: IdleBoard
+    worker: int
+    """Its own number on the board."""
+    shared: tuple[SharedCores, ...]
+    """Cores of others that this worker, and no other, may use."""
+
+
+class WorkerCores:
+    """The cores and threads that a worker computes with. Without `sharing` nothing changes them."""
+
+    def __init__(
+        self, num_threads: int, cores: tuple[int, ...], sharing: CoreSharing | None
+    ) -> None:
+        self._num_threads = num_threads
+        self._cores = cores
+        self._sharing = sharing
+        self._in_use: tuple[SharedCores, ...] = ()
+        # A thread keeps the affinity of the thread that started it, and outlives the use of shared
+        # cores. So it may run on all shared cores: the system finds one that is idle.
+        shared = () if sharing is None else sharing.shared
+        self._all_cores = {*cores, *(core for each in shared for core in each.cores)}
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """Let others use this worker's cores inside the block, in which it only waits."""
+        if self._sharing is None:
+            yield
+            return
+        self._sharing.board.set_idle(self._sharing.worker, True)
+        try:
+            yield
+        finally:
+            self._sharing.board.set_idle(self._sharing.worker, False)
+
+    def use_available(self) -> None:
+        """Compute on the calling thread with its own cores and those of idle workers."""
+        if self._sharing is None:
+            return
+        board = self._sharing.board
+        available = tuple(each for each in self._sharing.shared if board.is_idle(each.worker))
+        if available == self._in_use:
+            return
+        self._in_use = available
+        if self._cores:
+            pin(self._all_cores if available else self._cores)
+
+        import torch
+
+        torch.set_num_threads(self._num_threads + sum(each.num_threads for each in available))

@@ -1,0 +1,235 @@
+"""Cores of a worker that waits serve the other group, and go back to it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from easyrl import processes
+from easyrl.config import load_config
+from easyrl.runtime import engine_choice
+from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.workers import Workers
+from easyrl.workers import core_sharing
+from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores, WorkerCores
+from easyrl.workers.settings import WorkerSettings
+
+
+@pytest.fixture
+def board() -> Iterator[IdleBoard]:
+    board = IdleBoard(3)
+    yield board
+    board.close()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a worker asked for: cores, then threads."""
+    asked: list[Any] = []
+    monkeypatch.setattr(core_sharing, "pin", lambda mask: asked.append(sorted(mask)))
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    return asked
+
+
+def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(
+    board: IdleBoard, asked: list[Any]
+) -> None:
+    shared = (SharedCores(1, 2, (2, 3)), SharedCores(2, 1, (4,)))
+    ours = WorkerCores(2, (0, 1), CoreSharing(board, 0, shared))
+    theirs = WorkerCores(2, (2, 3), CoreSharing(board, 1, ()))
+    ours.use_available()
+    assert asked == []  # nobody is idle
+    with theirs.idle():
+        ours.use_available()
+        ours.use_available()
+        assert asked == [[0, 1, 2, 3, 4], 4]  # once
+        board.set_idle(2, True)
+        ours.use_available()
+        assert asked[2:] == [[0, 1, 2, 3, 4], 5]
+    ours.use_available()
+    assert asked[4:] == [[0, 1, 2, 3, 4], 3]
+    board.set_idle(2, False)
+    ours.use_available()
+    assert asked[6:] == [[0, 1], 2]
+
+
+def test_unpinned_workers_share_threads_alone(board: IdleBoard, asked: list[Any]) -> None:
+    board.set_idle(1, True)
+    WorkerCores(2, (), CoreSharing(board, 0, (SharedCores(1, 2, ()),))).use_available()
+    assert asked == [4]
+
+
+def test_without_sharing_threads_stay_as_they_are(asked: list[Any]) -> None:
+    alone = WorkerCores(2, (0, 1), None)
+    with alone.idle():
+        alone.use_available()
+    assert asked == []
+
+
+TURNS = """
+import json, os
+import torch
+from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores, WorkerCores
+one, other = %d, %d
+board = IdleBoard(3)
+shared = (SharedCores(1, 1, (one,)), SharedCores(2, 1, (other,)))
+cores = WorkerCores(1, (one,), CoreSharing(board, 0, shared))
+torch.set_num_threads(1)
+others = set(os.listdir("/proc/self/task"))  # NumPy's, which torch does not compute with
+for worker in (1, 2):
+    board.set_idle(worker, True)
+    cores.use_available()
+    torch.randn(400, 400) @ torch.randn(400, 400)
+    board.set_idle(worker, False)
+threads = set(os.listdir("/proc/self/task")) - others
+print(json.dumps([sorted(os.sched_getaffinity(int(thread))) for thread in threads]))
+"""
+
+
+@pytest.mark.skipif(len(processes.allowed_cores()) < 2, reason="one core")
+def test_a_thread_started_on_shared_cores_reaches_all_of_them() -> None:
+    two = tuple(sorted(processes.allowed_cores())[:2])
+    done = subprocess.run(
+        [sys.executable, "-c", TURNS % two], capture_output=True, text=True, check=True
+    )
+    masks = json.loads(done.stdout)
+    assert masks and all(mask == list(two) for mask in masks)
+
+
+def test_a_core_that_has_gone_ends_no_run(board: IdleBoard) -> None:
+    before, num_threads = processes.allowed_cores(), torch.get_num_threads()
+    gone = (os.cpu_count() or 1) + 2**10
+    sharing = CoreSharing(board, 0, (SharedCores(1, 2, (gone + 1,)),))
+    try:
+        board.set_idle(1, True)
+        WorkerCores(2, (gone,), sharing).use_available()
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(num_threads)
+    assert processes.allowed_cores() == before
+
+
+def test_the_users_spin_settings_win() -> None:
+    assert processes.spin_environment({}) == {"GOMP_SPINCOUNT": "10000"}
+    for own in ({"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "passive"}):
+        assert processes.spin_environment(own) == {}
+
+
+def test_a_worker_is_busy_again_after_an_interrupted_wait(board: IdleBoard) -> None:
+    worker = WorkerCores(1, (), CoreSharing(board, 1, ()))
+    with pytest.raises(KeyboardInterrupt), worker.idle():
+        assert board.is_idle(1)
+        raise KeyboardInterrupt
+    assert not board.is_idle(1)
+
+
+def be_idle(board: IdleBoard, control: Connection) -> None:
+    board.set_idle(2, True)
+    control.send("idle")
+    control.recv()
+    board.set_idle(2, False)
+    control.send("busy")
+
+
+def test_all_processes_see_one_board_without_a_name(board: IdleBoard) -> None:
+    assert str(Path(f"/proc/self/fd/{board._memory_fd}").readlink()).startswith("/memfd:")
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=be_idle, args=(board, theirs))
+    process.start()
+    assert ours.recv() == "idle"
+    assert [board.is_idle(worker) for worker in range(3)] == [False, False, True]
+    ours.send("end")
+    assert ours.recv() == "busy"
+    assert not board.is_idle(2)
+    process.join()
+
+
+# -- who shares with whom -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "CPU_QUOTAS", ())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+
+
+def placed(*words: str) -> Placement:
+    return resolve_placement(load_config(None, {}, words))
+
+
+def settings_of(placement: Placement) -> dict[str, WorkerSettings]:
+    """By name, in the board's order."""
+    spawned: dict[str, WorkerSettings] = {}
+    supervisor: Any = SimpleNamespace(
+        spawn=lambda name, target, settings, ring: spawned.update({name: settings})
+    )
+    Workers(load_config(), placement, supervisor, log_of=Path, notify=lambda event: None)
+    return spawned
+
+
+def sharing_of(settings: WorkerSettings) -> CoreSharing:
+    return cast(CoreSharing, settings.core_sharing)
+
+
+@pytest.mark.parametrize(("infer", "train"), [(1, 1), (3, 1), (1, 3), (3, 2), (2, 5)])
+@pytest.mark.usefixtures("eight_cores")
+def test_every_worker_shares_with_one_of_the_other_group(infer: int, train: int) -> None:
+    words = (f"devices.infer=cpu:{infer}", f"devices.train=cpu:{train}")
+    spawned = settings_of(placed(*words, "train.prompts_per_iteration=8"))
+    names = list(spawned)
+    assert [sharing_of(each).worker for each in spawned.values()] == [*range(len(names))]
+    used = [(user, each) for user, own in spawned.items() for each in sharing_of(own).shared]
+    assert sorted(names[each.worker] for _, each in used) == sorted(names)
+    for user, each in used:
+        owner = spawned[names[each.worker]]
+        assert owner.name.partition("-")[0] != user.partition("-")[0]
+        assert (each.num_threads, each.cores) == (owner.num_threads, owner.cores)
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_cores_are_shared_on_cpus_unless_threads_or_bits_are_fixed() -> None:
+    both = ("devices.infer=cpu", "devices.train=cpu")
+    assert placed(*both).lends_cores
+    for word in (
+        "devices.threads=2",
+        "runtime.deterministic=true",
+    ):
+        apart = placed(*both, word)
+        assert not apart.lends_cores
+        assert all(settings.core_sharing is None for settings in settings_of(apart).values())
+    # More workers than cores: none is free when one is idle.
+    assert not placed("devices.infer=cpu:8", "devices.train=cpu").lends_cores
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_vllm_shares_its_cores_and_uses_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes in a process of its own, whose threads are set once."""
+    monkeypatch.setattr(engine_choice, "unsupported_reason", lambda *about: None)
+    placement = placed(
+        *("devices.infer=cpu", "devices.train=cpu", "rollout.engine=vllm"),
+        "train.prompts_per_iteration=128",
+    )
+    spawned = settings_of(placement)
+    assert sharing_of(spawned["rollout-0"]).shared == ()
+    (shared,) = sharing_of(spawned["train-0"]).shared
+    assert shared.cores == spawned["rollout-0"].cores
+    assert placement.max_concurrent_groups == 32
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_more_groups_are_in_flight_where_a_waiting_trainer_shares() -> None:
+    words = ("devices.infer=cpu", "devices.train=cpu", "train.prompts_per_iteration=128")
+    assert placed(*words).max_concurrent_groups == 64
+    assert placed(*words, "devices.threads=4").max_concurrent_groups == 32

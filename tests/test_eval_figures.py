@@ -1,0 +1,123 @@
+"""The figures of an evaluation against enumeration and simulation."""
+
+from itertools import combinations, product
+from math import comb, isnan
+
+import numpy as np
+import pytest
+
+from easyrl.evaluate.compare import NUM_RESAMPLES, paired
+from easyrl.evaluate.results import avg_at_every_k, pass_at_every_k, pass_at_k
+from easyrl.runtime.evaluation import is_correct, mean_and_error
+
+
+@pytest.mark.parametrize("num_samples", range(1, 8))
+def test_pass_at_k_is_the_share_of_choices_with_a_correct_sample(num_samples: int) -> None:
+    for num_correct in range(num_samples + 1):
+        samples = [True] * num_correct + [False] * (num_samples - num_correct)
+        for k in range(1, num_samples + 1):
+            choices = [any(choice) for choice in combinations(samples, k)]
+            expected = sum(choices) / len(choices)
+            assert pass_at_k(num_samples, num_correct, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_does_not_overflow_with_many_samples() -> None:
+    expected = 1 - comb(1990, 1000) / comb(2000, 1000)
+    assert pass_at_k(2000, 10, 1000) == pytest.approx(expected, rel=1e-9)
+
+
+def test_pass_at_k_and_avg_at_k_are_means_over_problems() -> None:
+    correct = np.array([[True, False, False], [False, False, False], [False, True, True]])
+    assert pass_at_every_k(correct) == pytest.approx([1 / 3, (2 / 3 + 0 + 1) / 3, 2 / 3])
+    assert avg_at_every_k(correct) == pytest.approx([1 / 3, 1 / 3, 1 / 3])
+    assert avg_at_every_k(correct[2:]) == pytest.approx([0, 1 / 2, 2 / 3])
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    rng = np.random.default_rng(0)
+    chances = rng.uniform(0, 0.5, size=40)
+    expected = np.mean(1 - (1 - chances) ** 3)
+    got = [pass_at_every_k(rng.random((40, 5)) < chances[:, None])[2] for _ in range(2000)]
+    assert abs(np.mean(got) - expected) < 4 * np.std(got) / np.sqrt(len(got))
+
+
+@pytest.mark.parametrize("num_samples", [1, 4])
+def test_standard_error_is_the_spread_of_repeated_evaluations(num_samples: int) -> None:
+    """On new problems each time. Samples of one problem are correlated: an error with samples as
+    the unit would be a third too small with four of them."""
+    rng = np.random.default_rng(1)
+    accuracies, errors = [], []
+    for _ in range(4000):
+        chances = rng.beta(0.5, 0.5, size=60)
+        means = (rng.random((60, num_samples)) < chances[:, None]).mean(axis=1)
+        accuracy, error = mean_and_error(means)
+        accuracies.append(accuracy)
+        errors.append(error)
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(accuracies), rel=0.04)
+
+
+def test_undefined_figures_are_nan() -> None:
+    assert all(map(isnan, mean_and_error([])))
+    assert mean_and_error([0.5])[0] == 0.5 and isnan(mean_and_error([0.5])[1])
+
+
+def by_enumeration(first: np.ndarray, second: np.ndarray) -> float:
+    differences = first.mean(axis=1) - second.mean(axis=1)
+    observed = abs(differences.sum())
+    sums = [abs(np.dot(signs, differences)) for signs in product((1, -1), repeat=len(differences))]
+    return float(np.mean(np.array(sums) >= observed - 1e-9))
+
+
+@pytest.mark.parametrize("samples", [(1, 1), (2, 3), (8, 8), (4, 1)])
+def test_paired_test_counts_all_sign_flips(samples: tuple[int, int]) -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(8):
+        first, second = (rng.random((9, count)) < 0.5 for count in samples)
+        result = paired(first, second)
+        assert result["test"].endswith("exact")
+        assert result["p_value"] == pytest.approx(by_enumeration(first, second))
+        assert paired(second, first)["p_value"] == pytest.approx(result["p_value"])
+
+
+def test_paired_test_with_one_sample_is_mcnemars_exact_test() -> None:
+    """12 problems only the first has right, 3 only the second, 85 both or none."""
+    first = np.array([True] * 12 + [False] * 3 + [True] * 60 + [False] * 25)[:, None]
+    second = np.array([False] * 12 + [True] * 3 + [True] * 60 + [False] * 25)[:, None]
+    result = paired(first, second)
+    binomial = 2 * sum(comb(15, k) for k in range(4)) / 2**15
+    assert result["p_value"] == pytest.approx(binomial, rel=1e-12)
+    assert [result[f"num_{which}"] for which in ("better", "worse", "equal")] == [12, 3, 85]
+    assert result["difference"] == pytest.approx(0.09)
+    expected = np.std((first * 1.0 - second)[:, 0], ddof=1) / 10
+    assert result["standard_error"] == pytest.approx(expected)
+
+
+def test_paired_test_draws_sign_flips_for_many_problems() -> None:
+    """Against the normal approximation, which is close for hundreds of problems."""
+    rng = np.random.default_rng(4)
+    chances = rng.beta(0.5, 0.5, size=(400, 1))
+    first, second = rng.random((400, 8)) < chances, rng.random((400, 7)) < chances + 0.015
+    result = paired(first, second)
+    differences = first.mean(axis=1) - second.mean(axis=1)
+    z = abs(differences.sum()) / np.sqrt(np.square(differences).sum())
+    from scipy import stats
+
+    assert f"{NUM_RESAMPLES:,} random" in result["test"]
+    assert 0.001 < result["p_value"] < 0.9
+    assert result["p_value"] == pytest.approx(2 * stats.norm.sf(z), rel=0.05)
+
+
+def test_paired_test_is_not_too_liberal() -> None:
+    rng = np.random.default_rng(3)
+    p_values = []
+    for _ in range(300):
+        chances = rng.random((9, 1))
+        samples = [rng.random((9, 3)) < chances for _ in range(2)]
+        p_values.append(paired(samples[0], samples[1])["p_value"])
+    assert np.mean(np.array(p_values) <= 0.05) <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 300)
+    assert paired(np.ones((4, 2), bool), np.ones((4, 2), bool))["p_value"] == 1.0
+
+
+def test_reward_just_below_the_bound_by_rounding_is_correct() -> None:
+    rewards = np.float32([1.0, 0.1 * 3 + 0.7 - 1e-7, 0.99, np.nan])
+    assert is_correct(rewards, 1.0).tolist() == [True, True, False, False]

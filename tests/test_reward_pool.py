@@ -1,0 +1,540 @@
+"""Reward processes: never blocking, one failed call costs itself alone, nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pebble import ProcessFuture
+from reward_pools import config_of, finished
+
+from easyrl import events
+from easyrl.rewards import worker
+from easyrl.rewards.functions import RewardError
+from easyrl.rewards.pool import RewardPool, ScoredGroup, combine
+from easyrl.runtime.iteration import IterationRecord
+from runs import SMALL, finish, lines_of, summary_of, without_timing
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+FUNCTIONS = """
+import os, signal, sys, time, zlib
+import numpy as np
+
+def arguments(prompts, completions, completion_ids, answer, **columns):
+    assert prompts == ["1+1="] * 2, prompts
+    assert completions == ["2", "3"], completions
+    assert completion_ids == [[5], [6, 7]], completion_ids
+    assert answer == ["2", "2"], answer
+    from_trainer = {"trainer_state", "log_extra", "log_metric"}
+    assert columns.keys() - from_trainer == {"level"} and columns["level"] == [4, 4], columns
+    assert columns.keys() >= from_trainer, columns
+    return [0.5, None]
+
+def chat(prompts, completions, completion_ids, **columns):
+    assert prompts == [[{"role": "user", "content": "1+1?"}]] * 2, prompts
+    return [float(completion[0]["content"]) for completion in completions]
+
+def changes(prompts, completions, completion_ids, level, **_):
+    for argument in (prompts, completions, completion_ids, level[0]):
+        argument.clear()
+    return [1.0, 1.0]
+
+def sees(prompts, completions, completion_ids, level, **_):
+    assert prompts and completions and completion_ids and level == [[1, 2]] * 2
+    return [1.0, 1.0]
+
+def torch_free(completions, **_): return [float("torch" in sys.modules)] * len(completions)
+def pid(completions, **_): return [os.getpid()] * len(completions)
+def good(completions, **_): return [1.0] * len(completions)
+def numpy_scores(completions, **_): return np.array([0.25, 0.75], dtype=np.float32)
+
+def sleepy(completions, **_):
+    time.sleep(float(completions[0]))
+    return [1.0] * len(completions)
+
+def raises(completions, **_): raise KeyError("mine")
+def leaves(completions, **_): sys.exit("no")
+def needs_answer(completions, answer, **_): return [1.0] * len(completions)
+def too_few(completions, **_): return [1.0]
+def text(completions, **_): return ["1.0", 2.0]
+def nan(completions, **_): return [1.0, float("nan")]
+def huge(completions, **_): return [1.0, 1e39]
+def scalar(completions, **_): return np.array(1.0)
+def nothing(completions, **_): return None
+def a_set(completions, **_): return {1.0, 2.0}
+def a_dict(completions, **_): return {0: 1.0, 1: 2.0}
+def none(completions, **_): return [None, None]
+def sometimes_none(completions, **_): return [None, 1.0]
+def exits(completions, **_): os._exit(3)
+def exits_with_zero(completions, **_): os._exit(0)
+def crashes(completions, **_): os.kill(os.getpid(), signal.SIGSEGV)
+def hangs(completions, **_): time.sleep(1000)
+
+def eats(completions, **_):
+    eaten = []
+    while True:
+        eaten.append(bytearray(2**25))
+
+def oom_score(completions, **_):
+    return [float(open("/proc/self/oom_score_adj").read())] * len(completions)
+
+def prints(completions, **_):
+    for _ in range(2**20):
+        print("x" * 1000)
+    return [1.0] * len(completions)
+
+def by_prompt(prompts, completions, **_):
+    return {"good": good, "exits": exits, "raises": raises, "hangs": hangs}[prompts[0]](completions)
+
+def varied(completions, **_): return [len(text) % 7 / 7 for text in completions]
+
+def one_in_ten_is_hostile(prompts, completions, **_):
+    kind = zlib.crc32(prompts[0].encode()) % 40
+    return (hangs, exits, eats, prints)[kind](completions) if kind < 4 else varied(completions)
+"""
+Open = Callable[..., RewardPool]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    file = tmp_path / "own.py"
+    file.write_text(FUNCTIONS)
+    return file
+
+
+@pytest.fixture
+def open_pool(own: Path) -> Iterator[Open]:
+    """Of names of FUNCTIONS and built-in names."""
+    with ExitStack() as opened:
+
+        def make(*names: str, **settings: object) -> RewardPool:
+            specs = [name if name in ("code", "math") else f"{own}:{name}" for name in names]
+            pool = RewardPool(config_of(*specs, **settings))
+            opened.callback(pool.close)
+            return pool
+
+        yield make
+
+
+def score(pool: RewardPool, *prompts: Any, **columns: Any) -> list[ScoredGroup]:
+    """Two completions of each prompt; keys are the prompts' indices."""
+    for key, prompt in enumerate(prompts or ("1+1=",)):
+        pool.submit(key, prompt, ["2", "3"], [[5], [6, 7]], columns)
+    return sorted(finished(pool, len(prompts) or 1))
+
+
+def scores_of(pool: RewardPool, *prompts: Any, **columns: Any) -> Any:
+    (scored,) = score(pool, *prompts, **columns)
+    assert scored.scores is not None and not scored.errors, scored
+    return scored.scores
+
+
+def ended(pid: int, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# Calls.
+
+
+def test_function_gets_trl_arguments(open_pool: Open) -> None:
+    pool = open_pool("arguments", "numpy_scores", "torch_free")
+    assert scores_of(pool, answer="2", level=4) == [[0.5, None], [0.25, 0.75], [0.0, 0.0]]
+
+
+def test_chat_completions_are_assistant_messages(open_pool: Open) -> None:
+    assert scores_of(open_pool("chat"), CHAT) == [[2.0, 3.0]]
+
+
+def test_functions_of_one_call_do_not_share_arguments(open_pool: Open) -> None:
+    assert scores_of(open_pool("changes", "sees"), level=[1, 2]) == [[1.0, 1.0]] * 2
+
+
+def test_preset_scores_itself() -> None:
+    pool = RewardPool(config_of())
+    pool.submit(7, "1+1=", ["#2", "#3"], [[1], [2]], {"answer": "2"})
+    assert finished(pool, 1) == [ScoredGroup(7, [[1.0, 0.0]], [])]
+    pool.close()
+
+
+def test_completions_of_code_and_math_are_tasks_of_their_own(open_pool: Open) -> None:
+    """An endless comparison is a wrong answer, and costs no other completion its score."""
+    pool = open_pool("math", "pid", reward__on_error="stop")
+    pool.submit(0, "q", [r"\boxed{4}", r"\boxed{9^{9^{9}}}", "4"], [[1]] * 3, {"answer": "4"})
+    ((_, scores, errors, *_),) = finished(pool, 1)
+    assert scores is not None and not errors
+    assert scores[0] == [1.0, 0.0, 1.0] and scores[1][0] == scores[1][1] == scores[1][2]
+
+
+@pytest.mark.alone
+def test_slow_reward_does_not_block(open_pool: Open) -> None:
+    pool = open_pool("sleepy")
+    pool.submit(0, "q", ["0"], [[1]], {})
+    finished(pool, 1)  # the processes are up
+    began = time.perf_counter()
+    pool.submit(1, "q", ["0.5"], [[1]], {})
+    assert pool.finished() == []
+    assert select.select([pool], [], [], 0)[0] == []
+    assert time.perf_counter() - began < 0.1
+    assert [scored.key for scored in finished(pool, 1)] == [1]
+    assert select.select([pool], [], [], 0)[0] == []  # the wake-up is used up
+
+
+@pytest.mark.alone
+def test_several_processes_score_at_once(open_pool: Open) -> None:
+    pool = open_pool("sleepy", reward__num_workers=2)
+    for seconds in ("0.3", "0.8"):
+        began = time.perf_counter()
+        for key in range(2):
+            pool.submit(key, "q", [seconds], [[1]], {})
+        finished(pool, 2)
+    assert time.perf_counter() - began < 1.5
+
+
+# Failures.
+
+INVALID = {
+    "raises": "KeyError: 'mine'",
+    "leaves": "SystemExit: no",
+    "needs_answer": "'answer'",
+    "too_few": "[1.0]",
+    "text": "'1.0'",
+    "nan": "nan",
+    "huge": "1e+39",
+    "scalar": "array(1.)",
+    "nothing": "None",
+    "a_set": "{1.0, 2.0}",
+    "a_dict": "{0: 1.0, 1: 2.0}",
+    "eats": "MemoryError",
+}
+LOST = {
+    "exits": "exit code 3",
+    "exits_with_zero": "reward.timeout_seconds",
+    "crashes": "exit code -11",
+    "hangs": "reward.timeout_seconds",
+    "none": "None",
+}
+
+
+def check_error(error: str, function: str, named: str) -> None:
+    assert named in error and function in error and "'1+1='" in error
+    assert "worker.py" not in error  # the user's frames only
+
+
+def test_failed_functions_score_zero_with_an_error_that_names_them(open_pool: Open) -> None:
+    pool = open_pool("good", *INVALID, reward__on_error="zero", reward__memory_limit_gib=0.25)
+    ((_, scores, errors, *_),) = score(pool)
+    assert scores == [[1.0, 1.0]] + [[0.0, 0.0]] * len(INVALID)
+    for error, (function, named) in zip(errors, INVALID.items(), strict=True):
+        check_error(error, function, named)
+
+
+@pytest.mark.parametrize("function", LOST)
+def test_failed_call_is_skipped_with_an_error_that_names_it(open_pool: Open, function: str) -> None:
+    pool = open_pool(function, reward__on_error="skip_group", reward__timeout_seconds=2)
+    ((_, scores, (error,), *_),) = score(pool)
+    assert scores is None
+    check_error(error, function, LOST[function])
+
+
+@pytest.mark.parametrize("function", ["a_set", "exits"])
+def test_failed_call_stops_the_run_by_default(open_pool: Open, function: str) -> None:
+    with pytest.raises(RewardError, match=function):
+        score(open_pool(function))
+
+
+def test_completion_that_no_function_scores_is_an_error(open_pool: Open) -> None:
+    ((_, scores, errors, *_),) = score(open_pool("sometimes_none", reward__on_error="zero"))
+    assert scores == [[0.0, 1.0]] and len(errors) == 1
+
+
+def test_reward_file_that_does_not_load_is_an_error(own: Path, open_pool: Open) -> None:
+    own.write_text("import no_such_thing")
+    with pytest.raises(RewardError, match="No module named 'no_such_thing'"):
+        score(open_pool("f"))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_lost_process_costs_its_own_call_and_is_replaced(open_pool: Open, num_workers: int) -> None:
+    settings = {"reward__num_workers": num_workers, "reward__timeout_seconds": 2}
+    pool = open_pool("by_prompt", reward__on_error="skip_group", **settings)
+    prompts = ["good", "exits", "good", "raises", "good", "hangs", "exits", "good"]
+    scored = score(pool, *prompts)
+    assert [bool(each.scores) for each in scored] == [prompt == "good" for prompt in prompts]
+    assert [len(each.errors) for each in scored] == [int(prompt != "good") for prompt in prompts]
+
+
+def test_process_killed_between_two_calls_costs_nothing(open_pool: Open) -> None:
+    pool = open_pool("pid", reward__num_workers=1)
+    for pause in (0.0, 0.5):  # before the pool notices, and after
+        scores = scores_of(pool)
+        os.kill(int(scores[0][0]), signal.SIGKILL)
+        time.sleep(pause)
+        for _, again, errors, *_ in score(pool, "q", "q", "q"):
+            assert again is not None and again != scores and not errors
+
+
+def test_pipes_that_a_dead_process_has_locked_cost_nothing(
+    open_pool: Open,
+) -> None:
+    pool = open_pool("pid", reward__num_workers=1)
+    before = scores_of(pool)
+    pipes = pool._pool._pool_manager.worker_manager.workers_channel
+    assert pipes.mutex.writer_mutex.acquire(timeout=5)  # and never released
+    for _, again, errors, *_ in score(pool, "q", "q"):
+        assert again is not None and again != before and not errors
+
+
+def test_calls_that_a_broken_pool_forgot_are_repeated(
+    open_pool: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = open_pool("pid", reward__num_workers=1)
+    before = scores_of(pool)
+    monkeypatch.setattr(pool._pool, "schedule", lambda *_, **__: ProcessFuture())
+    os.kill(int(before[0][0]), signal.SIGKILL)
+    for _, again, errors, *_ in score(pool, "q", "q"):
+        assert again is not None and again != before and not errors
+
+
+def test_pool_that_breaks_again_and_again_is_an_error(
+    open_pool: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("easyrl.rewards.pool.start", os._exit)  # called with a config: it fails
+    pool = open_pool("good", reward__on_error="zero", reward__num_workers=1)
+    ((_, scores, errors, *_),) = score(pool)
+    assert scores == [[0.0, 0.0]] and "3 times" in errors[0]
+
+
+# Memory and output.
+
+
+def test_where_memory_runs_out_the_kernel_ends_a_reward_process_first(open_pool: Open) -> None:
+    assert scores_of(open_pool("oom_score")) == [[1000.0, 1000.0]]
+
+
+def test_call_that_prints_without_end_fails(
+    open_pool: Open, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pool = open_pool("prints", "good", reward__on_error="zero", reward__num_workers=1)
+    for scored in score(pool, "q", "q"):
+        assert scored.scores == [[0.0, 0.0], [1.0, 1.0]]
+        assert len(scored.errors) == 1 and "MiB" in scored.errors[0]
+    assert len(capfd.readouterr().out) <= 2 * worker.MAX_OUTPUT_CHARACTERS
+
+
+# The end.
+
+
+@pytest.mark.alone
+def test_close_ends_a_hanging_reward_at_once(open_pool: Open) -> None:
+    pool = open_pool("pid", "sleepy", reward__num_workers=1)
+    pool.submit(0, "q", ["0"], [[1]], {})
+    ((_, scores, *_),) = finished(pool, 1)
+    assert scores is not None and scores[0][0] is not None
+    for key in range(50):  # one running, the others queued
+        pool.submit(key, "q", ["60"], [[1] * 10_000], {})
+    time.sleep(0.2)
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 2
+    assert ended(int(scores[0][0]), 0.1)
+    pool.close()  # a second time does nothing
+
+
+def test_ctrl_c_leaves_the_reward_processes_alone(open_pool: Open) -> None:
+    pool = open_pool("pid", reward__num_workers=1)
+    before = scores_of(pool)
+    os.kill(int(before[0][0]), signal.SIGINT)
+    assert scores_of(pool) == before
+
+
+PARENT = """
+import select, sys
+from easyrl.config import load_config
+from easyrl.rewards.pool import RewardPool
+
+if __name__ == "__main__":
+    functions = [f"{sys.argv[1]}:pid", f"{sys.argv[1]}:sleepy"]
+    pool = RewardPool(load_config(None, {"reward.functions": functions}))
+    pool.submit(0, "q", ["0"], [[1]], {})
+    select.select([pool], [], [])
+    print(int(pool.finished()[0].scores[0][0]), flush=True)
+    pool.submit(1, "q", ["600"], [[1]], {})
+    select.select([pool], [], [])
+"""
+
+
+def test_reward_processes_end_with_a_killed_parent(own: Path, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    command = [sys.executable, str(script), str(own)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        children = [child.pid for child in psutil.Process(parent.pid).children()]
+        assert pid in children and len(children) >= 2
+        parent.kill()
+    assert all(ended(child) for child in children)
+
+
+# Groups and runs.
+
+
+def test_combine_is_the_weighted_sum_of_what_applies() -> None:
+    rewards = combine([[1.0, None, 0.0], [2.0, 4.0, None]], [1.0, 0.5])
+    assert rewards.tolist() == [2.0, 2.0, 0.0]
+    assert rewards.dtype == "float32"
+    with pytest.raises(ValueError, match="completion 1"):
+        combine([[1.0, None], [1.0, None]], [1.0, 1.0])
+
+
+def group_scored(index: int, rewards: list[float], **changes: Any) -> events.GroupScored:
+    group = {
+        "iteration": 0,
+        "group_index": index,
+        "prompt_index": index,
+        "rewards": rewards,
+        "rewards_by_function": [rewards],
+        "completion_lengths": [3, 5],
+        "num_truncated": 1,
+        "busy_seconds": 0.0,
+    }
+    return events.GroupScored(**{**group, **changes})
+
+
+def test_skipped_groups_are_counted_and_have_no_reward() -> None:
+    record = IterationRecord(0, num_replacement_rounds=1)
+    nan = float("nan")
+    record.add_group("rollout-0", group_scored(0, [0.0, 1.0]), 1.0)
+    skipped = {"errors": ["why"], "is_skipped": True, "is_unwanted": True}
+    record.add_group(
+        "rollout-0", group_scored(1, [nan, nan], rewards_by_function=[], **skipped), 1.0
+    )
+    record.trained = events.IterationTrained(0, 1, 2, 0, 16, 0.0, {})
+    metrics = record.metrics(["score"])
+    assert (metrics["groups_skipped"], metrics["reward_errors"]) == (1, 1)
+    assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (0, 1)
+    assert metrics["reward"] == metrics["rewards/score/mean"] == 0.5
+    assert metrics["completions/mean_length"] == 4.0
+    record.groups.pop(0)
+    assert str(record.metrics(["score"])["reward"]) == "nan"
+
+
+def test_logged_metrics_are_averaged_over_the_groups_that_have_them() -> None:
+    record = IterationRecord(0)
+    for index, logged in enumerate([{"words": 2.0, "reward": 1.0}, {"words": 3.0}, {}]):
+        record.add_group("rollout-0", group_scored(index, [0.0, 1.0], logged=logged), 1.0)
+    assert record.logged(taken=["reward"]) == {"words": 2.5, "logged/reward": 1.0}
+
+
+LOGS = """
+def score(prompts, completions, log_extra, log_metric, trainer_state, **_):
+    log_extra("first", [text[:1] for text in completions])
+    log_metric("steps", trainer_state.global_step)
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.long
+def test_what_rewards_log_is_in_the_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "logs.py").write_text(LOGS)
+    folder = tmp_path / "run"
+    code, _, err = finish(
+        *("--output", str(folder), "--iterations", "2", "--reward", f"{tmp_path}/logs.py:score"),
+        *("train.prompts_per_iteration=2", "rollout.num_generations=2", "data.num_held_out=0"),
+    )
+    assert (code, err) == (0, "")
+    assert [line["steps"] for line in lines_of(folder / "metrics.jsonl")] == [0, 1]
+    for line in lines_of(folder / "metrics.jsonl"):
+        assert {"rewards/score/mean", "rewards/score/std"} <= line.keys()
+    for sample in lines_of(folder / "samples.jsonl"):
+        assert sample["first"] == sample["completion"][:1]
+
+
+SOMETIMES = """
+import os, zlib
+
+def score(prompts, completions, **_):
+    kind = zlib.crc32(prompts[0].encode()) % 10
+    if kind == 0:
+        os._exit(1)
+    return [float(len(text)) for text in completions] if kind > 1 else 1 / 0
+"""
+
+
+@pytest.mark.long
+def test_skipped_groups_keep_both_schedules_in_step_to_the_last_bit(tmp_path: Path) -> None:
+    """Processes that die and calls that raise, under random delays: the same groups are skipped and
+    replaced, and the same weights come out."""
+    (tmp_path / "r.py").write_text(SOMETIMES)
+    ends = {}
+    for schedule in ("sync", "periodic"):
+        folder = tmp_path / schedule
+        code, _, err = finish(
+            *("--output", str(folder), "--iterations", "3", "--schedule", schedule, *SMALL),
+            *("--reward", f"{tmp_path}/r.py:score", "reward.on_error=skip_group"),
+            *("runtime.deterministic=true", "rollout.max_concurrent_groups=2"),
+            EASYRL_RANDOM_DELAYS="0.01",
+        )
+        assert (code, err) == (0, "")
+        summary = summary_of(folder)
+        metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
+        assert summary["groups_trained"] == 12
+        assert 0 < summary["groups_skipped"] == sum(line["groups_skipped"] for line in metrics) < 12
+        assert (summary["groups_replaced"], summary["groups_not_replaced"]) == (
+            summary["groups_skipped"],
+            0,
+        )
+        errors = lines_of(folder / "reward_errors.jsonl")
+        of_training = [line for line in errors if line["iteration"] is not None]
+        assert len(of_training) == summary["reward_errors"] == summary["groups_skipped"]
+        assert len(errors) > len(of_training)  # held-out problems, too
+        groups = sorted((line["iteration"], line["prompt_index"]) for line in of_training)
+        ends[schedule] = summary["weights_sha256"], metrics, groups
+    assert ends["sync"] == ends["periodic"]
+
+
+@pytest.mark.long
+def test_run_with_hostile_rewards_continues_and_counts_them(tmp_path: Path, own: Path) -> None:
+    """One group in ten sleeps for ever, ends its process, eats memory or prints a gigabyte. The
+    speed is printed, not bounded."""
+    seconds = {}
+    for function in ("varied", "one_in_ten_is_hostile"):
+        folder = tmp_path / function
+        code, _, err = finish(
+            *("--output", str(folder), "--iterations", "3", "--reward", f"{own}:{function}"),
+            *("train.prompts_per_iteration=48", "rollout.num_generations=4"),
+            *("data.num_held_out=0", "reward.num_workers=4", "reward.on_error=zero"),
+            "rollout.max_completion_length=24",
+            *("reward.timeout_seconds=2", "reward.memory_limit_gib=0.5"),
+            "train.keep_checkpoints=0",
+            timeout=600,
+        )
+        assert (code, err) == (0, "")
+        metrics = lines_of(folder / "metrics.jsonl")
+        seconds[function] = sum(line["perf/iteration_seconds"] for line in metrics)
+    errors = [json.dumps(line) for line in lines_of(folder / "reward_errors.jsonl")]
+    for kind in ("reward.timeout_seconds", "exit code 3", "MemoryError", "MiB"):
+        assert any(kind in line for line in errors), kind
+    assert summary_of(folder)["reward_errors"] == len(errors)
+    assert summary_of(folder)["groups_trained"] == 3 * 48
+    print(
+        f"speed with hostile rewards: {seconds['varied'] / seconds[function]:.2f} of that without"
+    )

@@ -1,0 +1,313 @@
+"""Whole runs on vLLM's CPU build: on-policy, same run, clean ends, stuck updates, steady memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from test_clean_ends import SECONDS, shared_memory
+
+from easyrl.engines.vllm.processes import processes_of
+from runs import (
+    SMALL,
+    descendants,
+    finish,
+    lines_of,
+    start,
+    summary_of,
+    wait_for_line,
+    wait_until_gone,
+    without_timing,
+)
+from tiny_models import untied_model
+
+pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm` installs it and runs these")
+pytestmark = pytest.mark.vllm
+
+TOLERANCE = 1e-4  # nats, in float32
+START_SECONDS = 600.0
+VLLM = ("rollout.engine=vllm", "algorithm.beta=0.04")
+"""With a reference, groups of equal rewards are computed too."""
+
+
+def assert_on_policy(folder: Path) -> None:
+    assert summary_of(folder)["groups_off_policy"] == 0
+    for line in lines_of(folder / "metrics.jsonl"):
+        gap = line["sampling/sampling_logp_difference/max"]
+        if gap is None:  # all rewards of each group are equal: nothing is computed
+            assert line["frac_reward_zero_std"] == 1.0
+        else:
+            assert gap <= TOLERANCE
+
+
+def test_run_is_on_policy_and_leaves_no_process(tmp_path: Path) -> None:
+    before = set(psutil.pids())
+    folder = tmp_path / "run"
+    words = ("--output", str(folder), "--iterations", "3", "--infer-devices", "cpu")
+    code, out, err = finish(*words, *SMALL, *VLLM)
+    assert (code, err) == (0, "")
+    assert "engine of the rollout workers: vllm" in out
+    assert summary_of(folder)["policy_version"] == 3
+    assert_on_policy(folder)
+    here = psutil.process_iter(["name"])
+    left = [each for each in here if each.pid not in before and "VLLM" in each.info["name"]]
+    assert not wait_until_gone(left, 3.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2], ids=["two engines", "one engine over two devices"])
+def test_two_devices_and_a_model_with_an_untied_head(tmp_path: Path, size: int) -> None:
+    folder, model = tmp_path / "run", untied_model(tmp_path / "m")
+    words = ("--output", str(folder), "--iterations", "3", "--infer-devices", "cpu:2")
+    more = f"rollout.tensor_parallel_size={size}"
+    code, _, err = finish("--model", model, *words, *SMALL, *VLLM, more)
+    assert (code, err) == (0, "")
+    assert_on_policy(folder)
+    assert not list(Path("/dev/shm").glob("vllm_dist_*"))
+
+
+@pytest.mark.long
+def test_log_probabilities_are_compared_with_top_p_and_stop_strings(tmp_path: Path) -> None:
+    """The logits stay divided by the temperature after every update."""
+    folder = tmp_path / "run"
+    sampling = ("rollout.temperature=0.7", "rollout.top_p=0.8", 'rollout.stop=["\\n"]')
+    words = ("--output", str(folder), "--iterations", "3", *SMALL, *VLLM, *sampling)
+    code, out, err = finish(*words)
+    assert code == 0, err
+    assert "warning" in out and "rollout.top_p" in out
+    for line in lines_of(folder / "metrics.jsonl"):
+        assert 0 < line["sampling/sampling_logp_difference/max"] <= TOLERANCE
+
+
+@pytest.mark.long
+def test_evaluation_uses_the_models_own_weights(tmp_path: Path) -> None:
+    """No weights are sent: greedy answers are those of the embedded engine."""
+    answers: dict[str, dict[str, str]] = {}
+    for engine in ("vllm", "embedded"):
+        folder = tmp_path / engine
+        words = ["eval", "--no-live", "--infer-devices", "cpu", "--engine", engine]
+        words += ["--output", str(folder), "data.num_held_out=8", "eval.max_completion_length=128"]
+        done = subprocess.run(
+            [sys.executable, "-m", "easyrl", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+        lines = lines_of(folder / "samples.jsonl")
+        answers[engine] = {line["problem"]: line["completion"] for line in lines}
+    assert len(answers["vllm"]) == 8
+    assert sum(answers["embedded"][k] == text for k, text in answers["vllm"].items()) >= 7
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
+def test_demo_learns(tmp_path: Path, devices: str) -> None:
+    folder = tmp_path / "run"
+    words = ("--output", str(folder), "--infer-devices", devices, "rollout.engine=vllm")
+    code, _, err = finish(*words, timeout=1800)
+    assert (code, err) == (0, "")
+    summary = summary_of(folder)
+    assert summary["accuracy_after"] >= 0.85 and summary["reward_last"] >= 0.9
+    assert_on_policy(folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
+def test_both_schedules_end_in_the_same_bits_under_random_delays(
+    tmp_path: Path, devices: str
+) -> None:
+    words = (
+        *SMALL[1:],
+        "train.prompts_per_iteration=16",
+        "rollout.engine=vllm",
+        "runtime.deterministic=true",
+        "rollout.max_concurrent_groups=3",  # sequences wait for a free row
+    )
+    ends = {}
+    for schedule in ("sync", "periodic"):
+        folder = tmp_path / schedule
+        flags = ("--output", str(folder), "--infer-devices", devices, "--schedule", schedule)
+        code, _, err = finish(
+            *flags, "--iterations", "6", *words, EASYRL_RANDOM_DELAYS="0.05", timeout=1200
+        )
+        assert (code, err) == (0, "")
+        metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
+        ends[schedule] = summary_of(folder)["weights_sha256"], metrics
+    assert ends["sync"] == ends["periodic"]
+
+
+# -- ends -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Started:
+    run: subprocess.Popen[str]
+    temporary: Path
+    shared_memory_before: set[Path]
+
+    def engine(self, names: str) -> psutil.Process:
+        """vLLM's process, once such names exist in its private folder."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            assert self.run.poll() is None, self.run.communicate()
+            for folder in {file.parent for file in self.temporary.glob(f"easyrl-*/{names}")}:
+                if engines := processes_of(str(folder)):
+                    return psutil.Process(engines[0])
+            time.sleep(0.01)
+        raise AssertionError(f"no {names} in {self.temporary}")
+
+    def assert_nothing_left(self) -> None:
+        """No file and no shared memory, a moment later."""
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            shared = shared_memory() - self.shared_memory_before
+            if not (left := [*self.temporary.iterdir(), *shared]):
+                return
+            time.sleep(0.05)
+        assert left == []
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    """A run that has just been started, with its own folder for temporary files."""
+    before = shared_memory()
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # its path is short enough for sockets
+    run = start(
+        *("--output", str(tmp_path / "run"), "--infer-devices", "cpu", "--no-live", *SMALL),
+        "rollout.engine=vllm",
+        TMPDIR=str(temporary),
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kept"),
+    )
+    yield Started(run, temporary, before)
+    run.kill()
+    run.communicate()
+    shutil.rmtree(temporary)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["controller", "rollout worker", "vLLM", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("*-*-*", id="sockets"),
+        pytest.param("vllm_dist_*", id="model"),
+        pytest.param(None, id="running"),
+    ],
+)
+def test_killed_run_leaves_nothing(started: Started, victim: str, moment: str | None) -> None:
+    run = started.run
+    if moment is None:
+        wait_for_line(run, "iteration 1/", timeout=START_SECONDS)
+    engine = started.engine(moment or "*-*-*")
+    processes = descendants(run.pid)
+    assert engine in processes
+    if victim == "Ctrl-C":  # a terminal sends it to all
+        for process in [psutil.Process(run.pid), *processes]:
+            process.send_signal(signal.SIGINT)
+    else:
+        pids = {"controller": run.pid, "rollout worker": engine.ppid(), "vLLM": engine.pid}
+        os.kill(pids[victim], signal.SIGKILL)
+    _, err = run.communicate(timeout=60)
+    assert not wait_until_gone(processes, SECONDS)
+    if moment is not None:
+        assert run.returncode == {"controller": -signal.SIGKILL, "Ctrl-C": 130}.get(victim, 1)
+    if victim == "vLLM":
+        assert ("vLLM has ended" if moment is None else "vLLM did not start") in err
+    started.assert_nothing_left()
+
+
+TIMEOUT_SECONDS = 8.0
+"""Longer than anything that does not hang, on a busy machine."""
+END_SECONDS = 20.0
+"""After the timeout, on a busy machine: for an iteration, and the end of all processes."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("hanging", "expected"),
+    [
+        ("trainer", r"rollout rank 1 of 2 ranks, bucket [34] of \d+"),
+        (  # whichever of the two reports first
+            "loading",
+            r"rollout rank 1 .* bucket 4 |the trainer of 2 ranks, bucket \d+ of \d+: .*1;",
+        ),
+        ("loaded", "rollout rank 1 has loaded all buckets"),
+    ],
+)
+def test_stuck_update_is_reported_and_ends_the_run(
+    tmp_path: Path, hanging: str, expected: str
+) -> None:
+    words = ["--output", str(tmp_path / "run"), "--infer-devices", "cpu", "--no-live", *SMALL]
+    words += ["rollout.engine=vllm", f"runtime.timeout_seconds={TIMEOUT_SECONDS}"]
+    run = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "hanging_run.py"), hanging, "2", "3", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_line(run, "iteration 1/", timeout=START_SECONDS)
+    began = time.monotonic()
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 1
+    assert time.monotonic() - began <= TIMEOUT_SECONDS + END_SECONDS
+    last = err.strip().splitlines()[-1]
+    assert "runtime.timeout_seconds" in last
+    assert re.search(expected, last), last
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+FIRST, LAST = 10, 50
+MAX_GROWTH = 1.02
+"""Of a process's resident memory after iteration FIRST."""
+
+
+@pytest.mark.long
+def test_no_process_grows_over_fifty_iterations(tmp_path: Path) -> None:
+    run = start(
+        *("--output", str(tmp_path / "run"), "--iterations", "100000", "--no-live"),
+        *("--infer-devices", "cpu", "rollout.engine=vllm", "data.num_held_out=8"),
+        "train.max_tokens_per_micro_batch=2048",  # of one size, as soon as there are several
+        "train.save_every=5",  # the first checkpoint's copies exist before iteration FIRST
+    )
+    table: list[list[int]] = []
+    try:
+        for iteration in range(FIRST, LAST + 1):
+            wait_for_line(run, f"iteration {iteration}/", timeout=START_SECONDS)
+            if not table:
+                processes = [psutil.Process(run.pid), *descendants(run.pid)]
+                names = [_name_of(process, tmp_path / "run" / "logs") for process in processes]
+            table.append([process.memory_info().rss for process in processes])
+    finally:
+        run.terminate()
+        run.communicate(timeout=60)
+    for name, *rss in zip(names, *table, strict=True):
+        samples = " ".join(f"{num_bytes / 2**20:.1f}" for num_bytes in rss[::5])
+        print(f"{name}: {samples} MiB, {rss[-1] / rss[0] - 1:+.2%}")
+    assert {"train-0", "rollout-0", "VLLM::EngineCore"} <= set(names), names
+    for name, first, last in zip(names, table[0], table[-1], strict=True):
+        assert last <= first * MAX_GROWTH, (name, first, last)
+
+
+def _name_of(process: psutil.Process, logs: Path) -> str:
+    """A worker by the name of its log, another process by its title or command."""
+    if process.name().startswith("VLLM"):
+        return process.name()
+    if process.parent() is not None and "spawn_main" in " ".join(process.cmdline()):
+        is_worker = "grpo" in " ".join(process.parent().cmdline())
+        log = Path(f"/proc/{process.pid}/fd/1").readlink()
+        return log.stem if is_worker and log.parent == logs else f"a process of {log.stem}"
+    return " ".join(process.cmdline())[-60:]
