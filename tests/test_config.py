@@ -240,7 +240,7 @@ def test_unknown_key_names_the_nearest(word: str, near: str) -> None:
         "rollout.num_generations=1",
         'rollout.stop=[""]',
         "rollout.stop=[a, a]",
-        "runtime.deterministic=yes",
+        "runtime.deterministic=maybe",
         "runtime.schedule=async",
         "runtime.resume=auto",
         "reward.functions=exact_match",
@@ -251,7 +251,6 @@ def test_unknown_key_names_the_nearest(word: str, near: str) -> None:
         "data.dataset=[a, a]",
         "data.weights=[1, 2]",
         "data.weights=[0]",
-        "data.chat_template_kwargs={tokenize: false}",
         "train.updates_per_iteration=3",
         "train.max_tokens_per_micro_batch=767",
         "algorithm.beta=-0.1",
@@ -382,17 +381,17 @@ def test_device_sets(text: str, expected: DeviceSet) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["3-1", "0,,2", "gpu", "", "cpu:0", "0,0", "0-2,1", "cpu:", "-1", "1-", "cpu,0", "0.5"]
+    "text", ["3-1", "0,,2", "gpu", "cpu:0", "0,0", "0-2,1", "cpu:", "-1", "1-", "cpu,0", "0.5"]
 )
 @pytest.mark.parametrize("side", ["infer", "train"])
 def test_malformed_device_set_is_refused(text: str, side: str) -> None:
-    with pytest.raises(ConfigError, match=rf"devices\.{side} \(--{side}-devices\)"):
-        load_config(None, {f"devices.{side}": text})
+    assert error_of(f"devices.{side}={text}").startswith(f"devices.{side}")
 
 
 @pytest.mark.parametrize(("infer", "train"), [("0-3", "3-4"), ("0,1", "0,1"), ("0", "0-1")])
 def test_overlapping_device_sets_are_refused(infer: str, train: str) -> None:
-    assert "devices.train" in error_of(f"devices.infer={infer}", f"devices.train={train}")
+    with pytest.raises(ConfigError, match=r"devices\.train"):
+        check_disjoint(parse_device_set(infer), parse_device_set(train))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pydantic import ValidationError, model_validator
 
 from easyrl.config import text as config_text
 from easyrl.config.algorithm import AlgorithmConfig
-from easyrl.config.changed_keys import MERGED, REMOVED, RENAMED, merge_old_keys
+from easyrl.config.changed_keys import update_old_keys
 from easyrl.config.data import DataConfig
 from easyrl.config.devices import DevicesConfig, DeviceSet, check_disjoint, parse_device_set
 from easyrl.config.eval import EvalConfig
@@ -27,7 +27,7 @@ from easyrl.config.model import AttentionMode, DType, LoraConfig, ModelConfig
 from easyrl.config.reward import RewardConfig
 from easyrl.config.rollout import RolloutConfig
 from easyrl.config.runtime import OutputConfig, RuntimeConfig
-from easyrl.config.text import ConfigError, Scalar, Section
+from easyrl.config.text import ConfigError, Section
 from easyrl.config.train import TrainConfig
 from easyrl.formatting import counted
 
@@ -88,66 +88,57 @@ class Config(Section):
         """Slots of the ring buffer, with its default."""
         return self.rollout.ring_slots or self.train.prompts_per_iteration
 
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_old_keys(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            values = {name: dict(v) if isinstance(v, dict) else v for name, v in values.items()}
+            for warning in update_old_keys(values):
+                print(f"warning: {warning}", file=sys.stderr)
+        return values
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        problems = [
-            *self._ring_problems(),
-            *self._train_problems(),
-            *self.reward.problems(),
+        updates, prompts = self.train.updates_per_iteration, self.train.prompts_per_iteration
+        longest, budget = self.max_sequence_length, self.train.max_tokens_per_micro_batch
+        weights, num_functions = self.reward.weights, len(self.reward.functions or ["preset's"])
+        all_may_wait = (
+            self.runtime.schedule == "sync"
+            or self.runtime.deterministic
+            or updates > 1
+            or self.algorithm.dynamic_sampling
+        )
+        checks = [
+            (
+                self.ring_slots >= prompts or not all_may_wait,
+                f"rollout.ring_slots: expected at least {prompts} (train.prompts_per_iteration) or "
+                "null, because all groups of an iteration may wait in the ring with runtime."
+                "schedule=sync, runtime.deterministic, algorithm.dynamic_sampling or train."
+                f"updates_per_iteration over 1, got {self.ring_slots}",
+            ),
+            (
+                prompts % updates == 0,
+                f"train.updates_per_iteration: expected a divisor of {prompts} "
+                f"(train.prompts_per_iteration), got {updates}",
+            ),
+            (
+                longest <= budget,
+                f"train.max_tokens_per_micro_batch: expected at least {longest}, one rollout (data."
+                f"max_prompt_length + rollout.max_completion_length), got {budget}",
+            ),
+            (
+                weights is None or len(weights) == num_functions,
+                "reward.weights: expected one for each of "
+                f"{counted(num_functions, 'reward function')}, got {weights}",
+            ),
+            (
+                self.runtime.resume == "never" or self.output.dir is not None,
+                "runtime.resume: expected output.dir (--output) too with auto, got null",
+            ),
         ]
-        if self.reward.weights is not None:
-            num_functions = len(self.reward.functions or ["the task's own"])
-            if len(self.reward.weights) != num_functions:
-                problems.append(
-                    "reward.weights: expected one for each of "
-                    f"{counted(num_functions, 'reward function')}, got {self.reward.weights}"
-                )
-        if self.runtime.resume == "auto" and self.output.dir is None:
-            problems.append("runtime.resume: auto needs the run folder: set output.dir (--output)")
-        if self.devices.infer is not None and self.devices.train is not None:
-            try:
-                check_disjoint(
-                    parse_device_set(self.devices.infer, "devices.infer"),
-                    parse_device_set(self.devices.train, "devices.train"),
-                )
-            except ConfigError as overlap:
-                problems.append(str(overlap))
-        if problems:
+        if problems := [message for holds, message in checks if not holds]:
             raise ValueError("\n".join(problems))
         return self
-
-    def _ring_problems(self) -> list[str]:
-        """A ring smaller than an iteration deadlocks where all groups may have to wait in it."""
-        needed = self.train.prompts_per_iteration
-        reasons = {
-            "runtime.schedule=sync": self.runtime.schedule == "sync",
-            "runtime.deterministic=true": self.runtime.deterministic,
-            "train.updates_per_iteration": self.train.updates_per_iteration > 1,
-            "algorithm.dynamic_sampling=true": self.algorithm.dynamic_sampling,
-        }
-        return [
-            f"rollout.ring_slots: expected at least {needed} (train.prompts_per_iteration) or "
-            f"null, because with {reason} all groups of an iteration may wait in the ring, got "
-            f"{self.ring_slots}"
-            for reason, holds in reasons.items()
-            if holds and self.ring_slots < needed
-        ][:1]
-
-    def _train_problems(self) -> list[str]:
-        problems = []
-        updates, prompts = self.train.updates_per_iteration, self.train.prompts_per_iteration
-        if prompts % updates:
-            problems.append(
-                f"train.updates_per_iteration: expected a divisor of {prompts} "
-                f"(train.prompts_per_iteration), got {updates}"
-            )
-        longest, budget = self.max_sequence_length, self.train.max_tokens_per_micro_batch
-        if longest > budget:
-            problems.append(
-                f"train.max_tokens_per_micro_batch: expected at least {longest}, the length of one "
-                f"rollout (data.max_prompt_length + rollout.max_completion_length), got {budget}"
-            )
-        return problems
 
 
 def load_config(
@@ -160,67 +151,24 @@ def load_config(
     `flags` are named flags by `section.key`; None means that the flag was not given. `words` are
     `section.key=value`. Raises ConfigError with one line for every problem found.
     """
-    layers: list[tuple[Path | None, str | tuple[str, Any]]] = []
-    if file is not None:
-        layers += [(file, pair) for pair in config_text.read_file(Config, file)]
-    layers += [(None, pair) for pair in (flags or {}).items() if pair[1] is not None]
-    layers += [(None, word) for word in words]
+    values = config_text.read_file(file) if file is not None else {}
+    for name, value in (flags or {}).items():
+        if value is not None:
+            config_text.put(values, name, value)
     problems: list[str] = []
-    values: dict[str, Any] = {}
-    for source, layer in layers:
+    for word in words:
         try:
-            name, value = config_text.read_word(Config, layer) if isinstance(layer, str) else layer
-            if (current := _current_name(name, value, source)) is None:
-                continue
-            if current in MERGED:
-                value = _text_of(current, value)
-            else:
-                value = config_text.convert(Config, current, value)
+            config_text.put(values, *config_text.read_word(Config, word))
         except ConfigError as error:
             problems.append(str(error))
-            continue
-        *path, key = current.split(".")
-        section = values
-        for part in path:
-            section = section.setdefault(part, {})
-        section[key] = value
     try:
-        for warning in merge_old_keys(values):
-            print(f"warning: {warning}", file=sys.stderr)
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems += config_text.problems(error)
-    except ValueError as error:
-        problems.append(str(error))
+        problems += config_text.problems(Config, error)
     if problems:
-        raise ConfigError("\n".join(problems))
+        source = [f"(the config file was {file})"] if file is not None else []
+        raise ConfigError("\n".join(problems + source))
     return config
-
-
-def _current_name(name: str, value: Any, file: Path | None) -> str | None:
-    """Return the key's name in this release; None where it is gone and has its old default.
-
-    Raises ConfigError for a removed key with another value.
-    """
-    changed = REMOVED.get(name) or RENAMED.get(name)
-    if changed is None:
-        return name
-    got = config_text.plain(value)
-    if got == changed.default or (isinstance(value, Scalar) and value.text == changed.default):
-        return None
-    if name in REMOVED:
-        line = f"; delete the line in {file}" if file else ""
-        raise ConfigError(f"{name}: removed in easyrl 0.2: {REMOVED[name].reason}{line}")
-    print(f"warning: {name} is now {RENAMED[name].name}", file=sys.stderr)
-    return RENAMED[name].name
-
-
-def _text_of(name: str, value: Any) -> str | None:
-    if isinstance(value, Scalar):
-        value = None if value.value is None else value.text
-    if value is not None and not isinstance(value, str):
-        raise ConfigError(f"{name}: expected a string, got {config_text.plain(value)!r}")
-    return value
 
 
 def to_commented_yaml(config: Config, *, only_changes: bool = False) -> str:

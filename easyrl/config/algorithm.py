@@ -23,12 +23,12 @@ class AlgorithmConfig(Section):
     """Advantages and the loss (GRPO and its family)."""
 
     advantage_estimator: Literal["group", "rloo"] = "group"
-    """Baseline of a rollout's reward: the mean of its group (`group`) or of the other rollouts in
-    it (`rloo`; as published with scale_rewards: none)."""
+    """Baseline of a reward: the mean of its group (`group`) or of the group's other rollouts
+    (`rloo`; as published with scale_rewards: none)."""
     scale_rewards: Literal["group", "none"] = "group"
     """Divide a group's advantages by the standard deviation of its rewards (`group`), or not."""
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "grpo"
-    """How token losses are averaged: over each completion, then over completions (`grpo`); over all
+    """Average of token losses: over each completion, then over completions (`grpo`); over all
     tokens of an update (`dapo`); as if each completion had `rollout.max_completion_length` tokens
     (`dr_grpo`; as published with scale_rewards: none). `cispo` averages like `dapo`, but clips the
     ratio's weight, so that every token keeps its gradient."""
@@ -39,8 +39,8 @@ class AlgorithmConfig(Section):
     """The probability ratio is clipped below at 1 - epsilon (not by `cispo`). With one update per
     iteration (`train.updates_per_iteration`) the ratio is 1 and nothing is clipped."""
     epsilon_high: float | None = Field(default=None, gt=0.0)
-    """The probability ratio is clipped above at 1 + epsilon_high, with epsilon_high under 1; for
-    `cispo` at epsilon_high itself, at least 1. Null: epsilon, for `cispo` 5."""
+    """The ratio is clipped above at 1 + epsilon_high, with epsilon_high under 1; for `cispo` at
+    epsilon_high itself, at least 1. Null: epsilon, for `cispo` 5."""
     beta: float = Field(default=0.0, ge=0.0)
     """Weight of the KL divergence from the reference, the model at the start of the run."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
@@ -49,15 +49,14 @@ class AlgorithmConfig(Section):
     """Do not train completions that were cut off, as at `rollout.max_completion_length`. They still
     count in their group's advantages, and in the loss as completions; their tokens do not."""
     importance_sampling_correction: Literal["none", "truncate", "mask", "auto"] = "auto"
-    """Weight each token by its probability in the trainer over the one in the engine, which compute
-    slightly differently: at most importance_sampling_cap (`truncate`), or 0 beyond it (`mask`).
-    `auto`: none in float32, truncate below it."""
+    """Weight each token by its probability in the trainer over that in the engine, which differ
+    slightly: at most importance_sampling_cap (`truncate`), or 0 beyond it (`mask`). `auto`: none in
+    float32, truncate below it."""
     importance_sampling_cap: float = Field(default=3.0, gt=1.0)
     """Largest weight of importance_sampling_correction."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal, and whose advantages are therefore 0, by fresh
-    prompts at the same weights (DAPO), in at most three rounds per iteration. Groups left after
-    that count with an advantage of 0."""
+    """Replace groups with equal rewards, whose advantages are 0, by fresh prompts at the same
+    weights (DAPO), in at most three rounds per iteration. Those left count with advantage 0."""
 
     @property
     def resolved_epsilon_high(self) -> float:
@@ -74,11 +73,9 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _epsilon_high_fits(self) -> Self:
         # The two ranges do not meet, so that a value meant for the other kind of loss is noticed.
-        is_cispo = self.loss_type == "cispo"
-        if (self.resolved_epsilon_high >= 1.0) != is_cispo:
-            expected = "at least 1" if is_cispo else "under 1"
+        if (self.resolved_epsilon_high >= 1.0) != (self.loss_type == "cispo"):
             raise ValueError(
-                f"algorithm.epsilon_high: expected {expected} with algorithm.loss_type="
-                f"{self.loss_type}, or null, got {self.epsilon_high}"
+                "algorithm.epsilon_high: expected null, at least 1 with algorithm.loss_type=cispo, "
+                f"or under 1 with any other, got {self.epsilon_high} with {self.loss_type}"
             )
         return self

@@ -9,65 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from easyrl.config.text import plain, put
 
-class Removed(NamedTuple):
-    default: Any
-    """Value that the key had where nobody set it."""
-    reason: str
-    """Why it is gone, and what to use instead."""
-
-
-class Renamed(NamedTuple):
-    default: Any
-    name: str
-
-
-OTHER_DISTRIBUTION = "it samples from a distribution other than the trained one"
-REMOVED: Mapping[str, Removed] = {
-    "algorithm.delta": Removed(
-        None, "use algorithm.epsilon_high, or loss_type=cispo, to bound the probability ratio"
-    ),
-    "algorithm.dynamic_sampling_max_rounds": Removed(3, "it is always 3"),
-    "devices.lend_cores": Removed(
-        True,
-        "idle workers always lend their cores; devices.threads=N gives each worker fixed threads",
-    ),
-    "eval.top_k": Removed(None, "use rollout.top_k"),
-    "eval.top_p": Removed(None, "the preset's value is used, else rollout.top_p"),
-    "output.project": Removed("easyrl", "trackers put every run under the project 'easyrl'"),
-    "output.sample_groups": Removed(1, "one group per iteration is written to samples.jsonl"),
-    "reward.code_memory_bytes": Removed(2**30, "each process of a program may use 2 GiB"),
-    "reward.code_score": Removed(
-        "all", "a program scores 1 where all tests pass; write a function of your own for a share"
-    ),
-    "reward.length_cache": Removed(None, "it is a fifth of rollout.max_completion_length (DAPO)"),
-    "rollout.bad_words": Removed([], OTHER_DISTRIBUTION),
-    "rollout.max_completion_seconds": Removed(
-        None, "it makes a run depend on a clock; use rollout.max_completion_length"
-    ),
-    "rollout.max_model_length": Removed(
-        None, "lower data.max_prompt_length or rollout.max_completion_length"
-    ),
-    "rollout.min_p": Removed(0.0, OTHER_DISTRIBUTION),
-    "rollout.repetition_penalty": Removed(1.0, OTHER_DISTRIBUTION),
-    "rollout.structured_outputs": Removed(None, OTHER_DISTRIBUTION),
-    "train.adam_beta1": Removed(0.9, "it is always 0.9"),
-    "train.adam_beta2": Removed(0.99, "it is always 0.99"),
-    "train.keep_best": Removed(
-        False, "the best checkpoint is always kept where train.eval_every is over 0"
-    ),
-    "train.weight_decay": Removed(0.0, "at RL learning rates (1e-6) it changes nothing measurable"),
+SAMPLING = "it samples from a distribution other than the trained one"
+REMOVED: Mapping[str, tuple[Any, str]] = {
+    "algorithm.delta": (None, "bound the ratio with algorithm.epsilon_high or loss_type=cispo"),
+    "algorithm.dynamic_sampling_max_rounds": (3, "it is always 3"),
+    "devices.lend_cores": (True, "idle workers always lend their cores, or use devices.threads"),
+    "eval.top_k": (None, "use rollout.top_k"),
+    "eval.top_p": (None, "the preset's value is used, else rollout.top_p"),
+    "output.project": ("easyrl", "trackers put every run under the project 'easyrl'"),
+    "output.sample_groups": (1, "one group per iteration is written to samples.jsonl"),
+    "reward.code_memory_bytes": (2**30, "each process of a program may use 2 GiB"),
+    "reward.code_score": ("all", "1 where all tests pass; write your own function for a share"),
+    "reward.length_cache": (None, "it is a fifth of rollout.max_completion_length (DAPO)"),
+    "rollout.bad_words": ([], SAMPLING),
+    "rollout.max_completion_seconds": (None, "use rollout.max_completion_length"),
+    "rollout.max_model_length": (None, "use data.max_prompt_length, rollout.max_completion_length"),
+    "rollout.min_p": (0.0, SAMPLING),
+    "rollout.repetition_penalty": (1.0, SAMPLING),
+    "rollout.structured_outputs": (None, SAMPLING),
+    "train.adam_beta1": (0.9, "it is always 0.9"),
+    "train.adam_beta2": (0.99, "it is always 0.99"),
+    "train.keep_best": (False, "the best checkpoint is always kept with train.eval_every"),
+    "train.weight_decay": (0.0, "at RL learning rates (1e-6) it changes nothing measurable"),
 }
-"""Removed in 0.2."""
-RENAMED: Mapping[str, Renamed] = {
-    "devices.infer_memory_fraction": Renamed(0.5, "rollout.memory_fraction"),
-    "devices.infer_threads": Renamed(None, "devices.threads"),
-    "devices.train_threads": Renamed(None, "devices.threads"),
-    "rollout.gpu_memory_fraction": Renamed(0.9, "rollout.memory_fraction"),
+"""Removed in 0.2: the old default, and why, or what to use instead."""
+RENAMED: Mapping[str, tuple[Any, str]] = {
+    "devices.infer_memory_fraction": (0.5, "rollout.memory_fraction"),
+    "devices.infer_threads": (None, "devices.threads"),
+    "devices.train_threads": (None, "devices.threads"),
+    "rollout.gpu_memory_fraction": (0.9, "rollout.memory_fraction"),
 }
-"""Renamed in 0.2; the old name will be refused in 0.3."""
+"""Renamed in 0.2: the old default, and the new name. The old name will be refused in 0.3."""
 MERGED: Mapping[str, str | None] = {
     "data.subset": None,
     "data.split": None,
@@ -79,46 +55,53 @@ MERGED: Mapping[str, str | None] = {
 """Keys with their old defaults that 0.2 merged into another one; they will be refused in 0.3."""
 
 
-def merge_old_keys(settings: dict[str, dict[str, Any]]) -> list[str]:
-    """Replace the MERGED keys in `settings`, sections with their keys; return the warnings.
+def update_old_keys(settings: dict[str, Any]) -> list[str]:
+    """Replace old keys in `settings`, sections with their keys; return the warnings.
 
     data.subset=S, data.split=T         dataset `owner/name` becomes `owner/name:S:T`
     eval.subset=S, eval.split=T         the same with eval.dataset
     reward.answer_column=C              data.columns={answer: C}
     reward.code_tests_column=C          data.columns={tests: C}
 
-    Raises ValueError for a subset or split without a data set.
+    Raises ValueError for a removed key, and for a subset or split without a data set.
     """
-    given: dict[str, str] = {}
-    for name, default in MERGED.items():
+    defaults = {name: old[0] for name, old in {**REMOVED, **RENAMED}.items()} | {**MERGED}
+    given: dict[str, Any] = {}
+    for name, default in defaults.items():
         section, _, key = name.partition(".")
-        value = settings.get(section, {}).pop(key, default)
-        if value not in (None, default):
-            given[name] = value
+        if isinstance(settings.get(section), dict):
+            value = settings[section].pop(key, None)
+            if plain(value) not in (None, default):
+                given[name] = value
+    removed = [f"{name}: removed in 0.2: {REMOVED[name][1]}" for name in given if name in REMOVED]
+    if removed:
+        raise ValueError("\n".join(removed))
     warnings = []
+    for name, value in given.items():
+        if name in RENAMED:
+            new = RENAMED[name][1]
+            section, _, key = new.partition(".")
+            if plain(settings.get(section, {}).get(key)) is None:
+                put(settings, new, value)
+            warnings.append(f"{name} is now {new}, which wins where both are set")
+        elif column := MERGED[name]:
+            columns = settings.get("data", {}).get("columns") or {}
+            put(settings, "data.columns", {column: value} | columns)
+            warnings.append(f"{name} is now data.columns={{{column}: {value}}}")
     for section in ("data", "eval"):
         subset, split = given.get(f"{section}.subset", ""), given.get(f"{section}.split", "")
-        if not subset and not split:
-            continue
-        dataset = settings.setdefault(section, {}).get("dataset")
-        if dataset is None:
-            raise ValueError(f"{section}.subset, {section}.split: expected {section}.dataset too")
-        many = isinstance(dataset, list)
-        names = [_with_split(name, subset, split) for name in (dataset if many else [dataset])]
-        settings[section]["dataset"] = names if many else names[0]
-        warnings.append(
-            f"{section}.subset and {section}.split are now part of {section}.dataset="
-            f"{', '.join(names)}"
-        )
-    for name, column in given.items():
-        if name.startswith("reward."):
-            columns = settings.setdefault("data", {}).get("columns") or {}
-            settings["data"]["columns"] = {MERGED[name]: column} | columns
-            warnings.append(f"{name} is now data.columns={{{MERGED[name]}: {column}}}")
+        if subset or split:
+            dataset = _with_split(settings[section].get("dataset"), section, subset, split)
+            settings[section]["dataset"] = dataset
+            warnings.append(f"{section}.subset, {section}.split: use {section}.dataset={dataset}")
     return warnings
 
 
-def _with_split(name: str, subset: str, split: str) -> str:
-    if Path(name).expanduser().is_dir():  # of save_to_disk
-        return f"{name}/{split}"
-    return f"{name}:{subset}" + (f":{split}" if split else "")
+def _with_split(dataset: Any, section: str, subset: str, split: str) -> Any:
+    if plain(dataset) is None:
+        raise ValueError(f"{section}.subset, {section}.split: expected {section}.dataset too")
+    if isinstance(dataset, list):
+        return [_with_split(name, section, subset, split) for name in dataset]
+    if Path(dataset).expanduser().is_dir():  # of save_to_disk
+        return f"{dataset}/{split}"
+    return f"{dataset}:{subset}" + (f":{split}" if split else "")

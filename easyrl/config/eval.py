@@ -26,17 +26,15 @@ class EvalConfig(Section):
     """Sampling temperature; 0: greedy. Null: the preset's, else 0 for one sample per problem and
     `rollout.temperature` for several."""
     max_completion_length: int | None = Field(default=None, ge=1)
-    """Maximum completion length in tokens; null: the preset's, else
-    `rollout.max_completion_length`."""
+    """Longest completion in tokens; null: the preset's, else `rollout.max_completion_length`."""
     correct_reward: float = 1.0
-    """A completion is correct if its reward, the weighted sum of all functions, is at least
-    this."""
+    """A completion is correct from this reward on, the weighted sum of all functions."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:
         if self.temperature == 0.0 and (self.num_samples or 1) > 1:
             raise ValueError(
-                f"eval.num_samples: expected 1 with eval.temperature=0 (all samples of a problem "
+                "eval.num_samples: expected 1 with eval.temperature=0 (all samples of a problem "
                 f"are the same), got {self.num_samples}"
             )
         return self
@@ -55,32 +53,19 @@ class Sampling:
 
     @classmethod
     def of_training(cls, rollout: RolloutConfig) -> Self:
-        return cls(
-            rollout.num_generations,
-            rollout.max_completion_length,
-            rollout.temperature,
-            rollout.top_k,
-            rollout.top_p,
-        )
+        length, temperature = rollout.max_completion_length, rollout.temperature
+        return cls(rollout.num_generations, length, temperature, rollout.top_k, rollout.top_p)
 
     @classmethod
     def of_evaluation(
         cls, config: EvalConfig, rollout: RolloutConfig, of_preset: Mapping[str, Any]
     ) -> Self:
         """Settings of the user, else of the preset (by the keys of `eval`), else of training."""
-
-        def chosen(key: str, default: Any) -> Any:
-            own = getattr(config, key)
-            return own if own is not None else of_preset.get(key, default)
-
-        num_samples = chosen("num_samples", 1)
-        temperature = chosen("temperature", 0.0 if num_samples == 1 else rollout.temperature)
-        if temperature == 0.0 and num_samples > 1:
-            temperature = rollout.temperature  # the preset is greedy, the user wants several
-        return cls(
-            num_samples,
-            chosen("max_completion_length", rollout.max_completion_length),
-            temperature,
-            rollout.top_k,
-            of_preset.get("top_p", rollout.top_p),
-        )
+        values: dict[str, Any] = {"num_samples": 1, "temperature": 0.0}
+        values |= {"max_completion_length": rollout.max_completion_length, "top_p": rollout.top_p}
+        values |= of_preset
+        values |= {key: value for key, value in config if value is not None}
+        if values["temperature"] == 0.0 and values["num_samples"] > 1:
+            values["temperature"] = rollout.temperature
+        names = ("num_samples", "max_completion_length", "temperature", "top_p")
+        return cls(top_k=rollout.top_k, **{name: values[name] for name in names})

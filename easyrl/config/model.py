@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from easyrl.config.text import Section, each_once
+from easyrl.config.text import EACH_ONCE, Section
 
 AttentionMode = Literal["auto", "shared_prompt", "repeated"]
 DType = Literal["float32", "bfloat16"]
@@ -14,32 +14,21 @@ DType = Literal["float32", "bfloat16"]
 
 class LoraConfig(Section):
     """LoRA: train small adapters beside the linear layers instead of the model's own weights.
-    Needs peft: pip install 'easyrl[lora]'. There is no dropout, because engines sample without it.
-    Adapters and frozen weights are kept in float32."""
+    Needs peft: pip install 'easyrl[lora]'. Without dropout, as engines sample without it."""
 
     rank: int | None = Field(default=None, ge=1)
     """Rank of the adapters; null: no LoRA, all weights are trained."""
     alpha: int | None = Field(default=None, ge=1)
     """An adapter's output is multiplied by alpha / rank; null: twice the rank."""
-    target_modules: list[str] | None = Field(default=None, min_length=1)
-    """Linear layers that get an adapter, a list of names or ends of names (`[q_proj, v_proj]`);
-    null: all of them except the head."""
-
-    @field_validator("target_modules")
-    @classmethod
-    def _are_names(cls, value: list[str] | None) -> list[str] | None:
-        if value is not None and "" in value:
-            raise ValueError(f"model.lora.target_modules: expected names, got {value}")
-        return value and each_once("model.lora.target_modules", value)
+    target_modules: Annotated[list[str] | None, EACH_ONCE] = Field(default=None, min_length=1)
+    """Linear layers that get an adapter, by the ends of their names ([q_proj, v_proj]); null: all
+    except the head."""
 
     @model_validator(mode="after")
     def _has_rank(self) -> Self:
         for key in ("alpha", "target_modules"):
-            if self.rank is None and getattr(self, key) is not None:
-                raise ValueError(
-                    f"model.lora.{key}: expected together with a rank, as in model.lora.rank=16, "
-                    f"got {getattr(self, key)} without one"
-                )
+            if self.rank is None and (value := getattr(self, key)) is not None:
+                raise ValueError(f"model.lora.{key}: expected model.lora.rank too, got {value}")
         return self
 
     @property
@@ -55,8 +44,8 @@ class ModelConfig(Section):
     path: str = Field(default="tiny", min_length=1)
     """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-countdown`)."""
     dtype: DType = "float32"
-    """Data type in which engines and trainer compute. With `bfloat16` the trainer still keeps
-    weights, sums of gradients, optimizer state and log-probabilities in float32."""
+    """Data type in which engines and trainer compute. The trainer keeps weights, sums of gradients,
+    optimizer state and log-probabilities in float32."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
     attention: AttentionMode = "auto"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from easyrl.config.text import Section
 
@@ -35,13 +35,11 @@ class RewardConfig(Section):
     """Longest time of one reward call, which scores a group (`code` and `math`: a completion), in
     seconds; null: `runtime.timeout_seconds`."""
     memory_limit_gib: float | None = Field(default=4.0, ge=0.25)
-    """Memory that each reward process may allocate, in GiB; null: no limit. A call that needs more
-    fails."""
+    """Memory that each reward process may allocate, in GiB; null: no limit."""
     on_error: Literal["stop", "skip_group", "zero"] = "stop"
-    """What follows a reward call that raises, returns an invalid value, takes too long, needs too
-    much memory or ends its process: the run ends (`stop`), the group is replaced (`skip_group`), or
-    its completions score 0 in that function (`zero`). Unless it is `stop`, such calls are counted
-    and written to reward_errors.jsonl."""
+    """After a reward call that raises, returns an invalid value, takes too long, needs too much
+    memory or ends its process: end the run (`stop`), replace the group (`skip_group`), or let its
+    completions score 0 in that function (`zero`). The last two log to reward_errors.jsonl."""
 
     @field_validator("code_sandbox", mode="before")
     @classmethod
@@ -51,28 +49,18 @@ class RewardConfig(Section):
 
     @field_validator("pattern")
     @classmethod
-    def _check_pattern(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                re.compile(value)
-            except (re.error, OverflowError, RecursionError) as error:
-                raise ValueError(
-                    f"reward.pattern: expected a regular expression, got {value!r}: {error}"
-                ) from None
+    def _is_regular_expression(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"expected a regular expression ({error})") from None
         return value
 
-    def problems(self) -> list[str]:
-        """Inconsistencies between keys, one message each."""
-        functions = self.functions or []
-        problems = []
-        if self.pattern is not None and "regex" not in functions:
-            problems.append(
-                "reward.pattern: expected null, since regex is not in reward.functions, got "
-                f"{self.pattern!r}"
+    @model_validator(mode="after")
+    def _regex_has_a_pattern(self) -> Self:
+        if ("regex" in (self.functions or [])) != (self.pattern is not None):
+            raise ValueError(
+                "reward.pattern: expected a regular expression with the reward function regex, and "
+                f"null without it, got {self.pattern!r}"
             )
-        if "regex" in functions and self.pattern is None:
-            problems.append(
-                "reward.pattern: expected a regular expression for the reward regex, such as "
-                "reward.pattern='<answer>.*</answer>', got null"
-            )
-        return problems
+        return self

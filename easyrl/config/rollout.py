@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from easyrl.config.text import Section, each_once
+from easyrl.config.text import EACH_ONCE, Section
 
 
 class RolloutConfig(Section):
@@ -16,21 +16,21 @@ class RolloutConfig(Section):
     """Completions per prompt: the group whose rewards are compared."""
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens; a longer one is cut off."""
-    stop: list[str] = Field(default_factory=list)
+    stop: Annotated[list[str], EACH_ONCE] = Field(default_factory=list)
     """Strings that end a completion, as in ["\\n\\n", END]: after the token with which its text
     first contains one. The stop string's own tokens stay: they are trained, and rewards see them.
     """
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature, of generation and of the trained distribution alike."""
     top_k: int = Field(default=0, ge=0)
-    """Sample only from this many most probable tokens; 0: from all. Any other value makes sampling
-    differ from the trained distribution."""
+    """Sample only from this many most probable tokens; 0: all. Other values make sampling differ
+    from the trained distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Sample only from the fewest (most probable) tokens whose probabilities sum to this; 1: all.
-    Any other value makes sampling differ from the trained distribution."""
+    """Sample only from the most probable tokens with this sum of probabilities; 1: all. Other
+    values make sampling differ from the trained distribution."""
     max_concurrent_groups: int | None = Field(default=None, ge=1)
-    """Groups in flight per engine. More makes the engine efficient, fewer lets groups finish one
-    after another; null: chosen from `train.prompts_per_iteration`."""
+    """Groups in flight per engine: more make it efficient, fewer finish one after another; null:
+    chosen from `train.prompts_per_iteration`."""
     ring_slots: int | None = Field(default=None, ge=1)
     """Finished groups that the ring buffer holds; null: `train.prompts_per_iteration`."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"
@@ -39,19 +39,11 @@ class RolloutConfig(Section):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that one vLLM engine spans: a divisor of their number."""
     memory_fraction: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Fraction of its accelerator's memory that a rollout worker may take for weights and KV cache,
-    between 0 and 1. Null: 0.9, or 0.5 of an accelerator that it shares with a train worker."""
+    """Fraction of its accelerator's memory that a rollout worker may take for weights and KV cache.
+    Null: 0.9, or 0.5 of an accelerator that it shares with a train worker."""
 
     @property
     def processors(self) -> dict[str, Any]:
         """The keys besides the temperature that change the sampled distribution."""
         neutral = {"top_k": 0, "top_p": 1.0}
-        values = {key: getattr(self, key) for key in neutral}
-        return {key: value for key, value in values.items() if value != neutral[key]}
-
-    @field_validator("stop")
-    @classmethod
-    def _are_texts(cls, value: list[str]) -> list[str]:
-        if "" in value:
-            raise ValueError("rollout.stop: expected strings that are not empty, got an empty one")
-        return each_once("rollout.stop", value)
+        return {key: value for key, value in self if value != neutral.get(key, value)}

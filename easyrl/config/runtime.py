@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from easyrl.config.text import Section, each_once
+from easyrl.config.text import EACH_ONCE, Section
+
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 class RuntimeConfig(Section):
@@ -17,16 +19,14 @@ class RuntimeConfig(Section):
     schedule: Literal["periodic", "sync"] = "periodic"
     """`periodic` trains on groups while others are generated; `sync` waits for all of them."""
     deterministic: bool = False
-    """The same configuration gives the same weights to the last bit, under either schedule; slower.
-    """
+    """The same config gives the same weights to the last bit, under either schedule; slower."""
     resume: Literal["never", "auto"] = "never"
-    """`auto`: resume from the newest whole checkpoint in output.dir if there is one, else start a
-    new run. The same command then serves for the start and for every restart."""
+    """`auto`: resume from the newest whole checkpoint in output.dir, or start a new run if there is
+    none, so that one command serves for the start and for every restart."""
     timeout_seconds: float = Field(default=120.0, gt=0.0)
-    """Longest wait of workers for each other (to exchange weights; of train workers in each step),
-    longest time of one reward call, and longest time without progress while the last checkpoint of
-    a stopped run is written, in seconds. After it the run stops and says why (for a reward call see
-    `reward.on_error`)."""
+    """Longest time, in seconds, that workers wait for each other, that a reward call takes, and
+    that the last checkpoint of a stopped run makes no progress. After it the run stops and says why
+    (for a reward call see `reward.on_error`)."""
 
 
 class OutputConfig(Section):
@@ -34,11 +34,6 @@ class OutputConfig(Section):
 
     dir: str | None = Field(default=None, min_length=1)
     """The run folder; null: runs/<time>-<task>."""
-    log_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default_factory=list)
+    log_to: Annotated[list[Tracker], EACH_ONCE] = Field(default_factory=list)
     """Trackers that also get the metrics: a list of `tensorboard`, `wandb` (Weights & Biases),
     `trackio`, `mlflow`; each needs its extra, as in pip install 'easyrl[wandb]'."""
-
-    @field_validator("log_to")
-    @classmethod
-    def _names_each_once(cls, value: list[str]) -> list[str]:
-        return each_once("output.log_to", value)

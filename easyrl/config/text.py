@@ -1,9 +1,8 @@
 """Read configs from YAML and `section.key=value` words, and print them as YAML or Markdown.
 
-Knows sections and keys only as fields of a pydantic model. A section may hold another one
-(`model.lora`); its keys then have two dots in their names. A plain YAML scalar keeps its text until
-the type of its key is known, so that `data.dataset: 007` is a string and `train.iterations: 7` a
-number.
+Sections and keys are the fields of pydantic models; a section may hold another one (`model.lora`).
+A YAML scalar without quotes keeps its text until the type of its key is known: `data.dataset: 007`
+is a string, `train.iterations: 7` a number.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 
 class ConfigError(ValueError):
@@ -29,93 +26,90 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    """Strict and frozen: a value of another type is an error, never converted."""
+    """Frozen, and without unknown keys. Text is converted where a number or a bool is expected."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_plain_scalars(cls, value: Any, info: Any) -> Any:
+        annotation = cls.model_fields[info.field_name].annotation
+        if plain(value) is None and _is_section(annotation):
+            return {}  # a section whose keys are all commented out
+        if plain(value) is None and NoneType in _kinds(annotation):
+            return None
+        return plain(value) if annotation == dict[str, Any] else value
 
-class Scalar(NamedTuple):
-    """A YAML scalar without quotes: its text, and the value that YAML reads in it."""
 
-    text: str
-    value: Any
+class Plain(str):
+    """The text of a YAML scalar without quotes."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> Any:
+        """What it means: null, true, false or a decimal number as in JSON, else a string (no dates,
+        no octal numbers, no `yes`)."""
+        text = str(self)
+        if text in ("", "~", "null"):
+            return None
+        if text in ("true", "false"):
+            return text == "true"
+        if re.fullmatch(r"[-+]?(0|[1-9](_?[0-9])*)", text):
+            return int(text)
+        number = r"[-+]?(?!0[0-9])([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"  # also 1e-6
+        return float(text) if re.fullmatch(number, text) else text
+
+
+def plain(value: Any) -> Any:
+    """Replace the plain scalars in a value by what they mean."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value.value if isinstance(value, Plain) else value
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the scalars of JSON: null, true, false and decimal numbers; all else is a string
-    (no dates, no octal numbers, no `yes`). A key given twice is an error."""
+    """YAML whose scalars without quotes are Plain. A key given twice is an error."""
 
-    yaml_implicit_resolvers: ClassVar[Any] = {}  # type: ignore[misc]
+    yaml_implicit_resolvers = {}  # type: ignore[misc]  # noqa: RUF012
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        value = super().construct_object(node, deep=True)
-        is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
-        return Scalar(node.value, value) if is_plain else value
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        return Plain(value) if node.style is None else value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping: dict[str, Any] = {}
+        mapping = {}
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(None, None, "a key must be a word", key.start_mark)
-            if key.value in mapping:
-                problem = f"'{key.value}' is given twice"
+            if not isinstance(key, yaml.ScalarNode) or key.value in mapping:
+                problem = f"expected each key once, as a word, got '{key.value}'"
                 raise yaml.MarkedYAMLError(None, None, problem, key.start_mark)
-            mapping[key.value] = self.construct_object(value)
+            mapping[key.value] = self.construct_object(value, deep=True)
         return mapping
-
-
-for tag, pattern, first in (
-    ("null", r"~|null|", ["~", "n", ""]),
-    ("bool", r"true|false", ["t", "f"]),
-    ("int", r"[-+]?(0|[1-9][0-9_]*)", list("-+0123456789")),
-    ("float", r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
-    ("float", r"[-+]?[0-9]+[eE][-+]?[0-9]+", list("-+0123456789")),  # 1e-6
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"), first)
 
 
 def _parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        what = error.problem or error.context
-        raise ConfigError(f"{source}{line}: not readable as YAML: {what}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{source}: not readable as YAML: {error}") from None
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or error
+        raise ConfigError(f"{source}{line}: not readable as YAML: {reason}") from None
 
 
-def read_file(schema: type[BaseModel], path: Path) -> list[tuple[str, Any]]:
-    """Read the keys of a config file, by their full names, and their values."""
+def read_file(path: Path) -> dict[str, Any]:
+    """Read a config file: sections with their keys."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"--config, --diff: there is no file '{path}'") from None
+        content = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config, --diff: '{path}' cannot be read: {error}") from None
-    return list(_keys_in(_parse_yaml(text, str(path)), "", sections(schema), path))
-
-
-def _keys_in(
-    value: Any, name: str, known: dict[str, type[BaseModel]], path: Path
-) -> Iterator[tuple[str, Any]]:
-    if value is None or (isinstance(value, Scalar) and value.value is None):
-        return  # a section whose keys are all commented out
-    if not isinstance(value, dict):
-        where = f"{path}: {name}" if name else str(path)
-        raise ConfigError(f"{where}: expected a section with keys in it, got {plain(value)!r}")
-    for key, inner in value.items():
-        full_name = f"{name}.{key}" if name else key
-        if full_name in known or not name:
-            yield from _keys_in(inner, full_name, known, path)
-        else:
-            yield full_name, inner
+    if not isinstance(content, dict | None):
+        raise ConfigError(f"{path}: expected sections with keys in them, got {content!r}")
+    return content or {}
 
 
 def read_word(schema: type[BaseModel], word: str) -> tuple[str, Any]:
@@ -124,73 +118,35 @@ def read_word(schema: type[BaseModel], word: str) -> tuple[str, Any]:
     The value is YAML, but a key that takes a string also takes text that YAML cannot read or reads
     as something else: `reward.pattern=[0-4]$`, `data.dataset={a}.jsonl`.
     """
-    name, equals, text = word.partition("=")
-    name, text = name.strip(), text.strip()
+    name, equals, text = (part.strip() for part in word.partition("="))
     if not equals or "." not in name:
         near = nearest(schema, name)
         hint = f" (did you mean {near}=...?)" if near else ""
         raise ConfigError(f"'{word}': expected section.key=value{hint}")
     field = keys(schema).get(name)
     kinds = _kinds(field.annotation) if field else ()
-    takes_text = any(kind is str or get_origin(kind) is Literal for kind in kinds)
     try:
         value = _parse_yaml(text, name)
     except ConfigError:
-        if not takes_text:
+        if str not in kinds:
             raise
-        return name, Scalar(text, text)
-    if value is None:
-        value = Scalar("", None)
-    is_quoted = isinstance(value, str)
-    containers = [get_origin(kind) for kind in kinds]
-    if takes_text and not is_quoted and type(value) not in containers:
-        value = Scalar(text, value.value if isinstance(value, Scalar) else text)
-    return name, value
+        value = None
+    fits = type(value) in (str, *map(get_origin, kinds))  # a quoted string, a list, a mapping
+    return name, Plain(text) if value is None or (str in kinds and not fits) else value
 
 
-def convert(schema: type[BaseModel], name: str, value: Any) -> Any:
-    """Convert the scalars in a value to the type of its key. Raises ConfigError for an unknown
-    key; a value that does not fit is left for pydantic to refuse."""
-    field = keys(schema).get(name)
-    if field is None:
-        raise ConfigError(_unknown(schema, name))
-    return _fit(value, field.annotation)
-
-
-def _fit(value: Any, annotation: Any) -> Any:
-    kinds = _kinds(annotation)
-    if isinstance(value, Scalar):
-        if value.value is None and NoneType in kinds:
-            return None
-        takes_text = any(kind is str or get_origin(kind) is Literal for kind in kinds)
-        return value.text if takes_text else value.value
-    items = {get_origin(kind): get_args(kind)[-1] for kind in kinds if get_args(kind)}
-    if isinstance(value, list):
-        return [_fit(item, items.get(list, Any)) for item in value]
-    if isinstance(value, dict):
-        return {key: _fit(item, items.get(dict, Any)) for key, item in value.items()}
-    return value
+def put(settings: dict[str, Any], name: str, value: Any) -> None:
+    """Set a key, by its full name, in sections with their keys."""
+    *sections, key = name.split(".")
+    for section in sections:
+        if not isinstance(settings.get(section), dict):
+            settings[section] = {}
+        settings = settings[section]
+    settings[key] = value
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-
-
-def plain(value: Any) -> Any:
-    """The value as YAML reads it, whatever the type of its key."""
-    return _fit(value, Any)
-
-
-def _unknown(schema: type[BaseModel], name: str) -> str:
-    section, _, _ = name.rpartition(".")
-    known = sections(schema)
-    if name in known:
-        return f"{name}: expected one of its keys, {_keys_of(known[name], name)}"
-    what = "key" if section in known else "section"
-    if near := nearest(schema, name):
-        return f"{name}: unknown {what}; did you mean {near}?"
-    expected = _keys_of(known[section], section) if section in known else ", ".join(known)
-    return f"{name}: unknown {what}; expected one of {expected}"
 
 
 def nearest(schema: type[BaseModel], name: str) -> str | None:
@@ -203,73 +159,71 @@ def nearest(schema: type[BaseModel], name: str) -> str | None:
     return by_word[near[0]] if near else None
 
 
-def problems(error: ValidationError) -> list[str]:
+def problems(schema: type[BaseModel], error: ValidationError) -> list[str]:
     """pydantic's findings, one line each."""
-    return [_problem(details) for details in error.errors(include_url=False)]
+    found = []
+    for details in error.errors(include_url=False):
+        location, value = details["loc"], details["input"]
+        names = [".".join(map(str, location[: n + 1])) for n in range(len(location))] or [""]
+        key = next((name for name in names if name in keys(schema)), None)  # not what is inside it
+        got = json.dumps(plain(value), ensure_ascii=False, default=str)
+        if key is not None:
+            expected = re.sub(r"^\w+ should (be|have) |^Value error, expected ", "", details["msg"])
+            found.append(f"{key}: expected {re.sub(', (got|unable) .*', '', expected)}, got {got}")
+        elif details["type"] == "value_error":  # a check of several keys, with a whole message
+            found.append(details["msg"].removeprefix("Value error, "))
+        elif details["type"] == "extra_forbidden":
+            found.append(_unknown(schema, names[-1], value))
+        else:
+            inside = ", ".join(key for key in keys(schema) if key.startswith(f"{names[-1]}."))
+            found.append(f"{names[-1]}: expected a section with keys ({inside}), got {got}")
+    return found
 
 
-def _problem(details: ErrorDetails) -> str:
-    own = details.get("ctx", {}).get("error")
-    if isinstance(own, ValueError):  # a check of the section itself, with a whole message
-        return str(own)
-    expected = re.sub(r"^\w+ should (be|have) ", "", details["msg"]).split(", got")[0]
-    key = ".".join(map(str, details["loc"]))
-    got = json.dumps(details["input"], ensure_ascii=False, default=str)
-    return f"{key}: expected {expected}, got {got}"
+def _unknown(schema: type[BaseModel], name: str, value: Any) -> str:
+    while isinstance(value, dict) and value:  # an unknown section: by its first key
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    section = name.rpartition(".")[0]
+    what = "key" if section in sections(schema) else "section"
+    if (near := nearest(schema, name)) and near != name:
+        return f"{name}: unknown {what}; did you mean {near}?"
+    expected = [key for key in keys(schema) if key.rpartition(".")[0] == section]
+    return f"{name}: unknown {what}; expected one of {', '.join(expected or sections(schema))}"
 
 
-def commented_yaml(config: BaseModel, defaults: BaseModel | None = None) -> str:
+def commented_yaml(config: BaseModel, defaults: BaseModel | None = None, indent: str = "") -> str:
     """Print every key under its docstring as a comment; `read_file` reads the same values back.
 
     With `defaults`, print only keys that differ from them.
     """
     blocks = []
-    for name in type(config).model_fields:
-        lines = _commented_section(name, getattr(config, name), getattr(defaults, name, None), "")
-        if lines:
-            blocks.append("\n".join(lines) + "\n")
-    return "\n".join(blocks)
-
-
-def _commented_section(
-    name: str, section: BaseModel, defaults: BaseModel | None, indent: str
-) -> list[str]:
-    lines: list[str] = []
-    inner = f"{indent}  "
-    for key, field in type(section).model_fields.items():
-        value, default = getattr(section, key), getattr(defaults, key, None)
+    for key, field in type(config).model_fields.items():
+        value, default = getattr(config, key), getattr(defaults, key, None)
         if isinstance(value, BaseModel):
-            lines += _commented_section(key, value, default, inner)
-            continue
-        comment = _comment(field.description or "", inner)
-        if defaults is not None:
-            if value == default:
-                continue
-            comment += _comment(f"Default: {_yaml_value(default)}", inner)
-        lines += [*comment, f"{inner}{key}: {_yaml_value(value)}"]
-    if not lines:
-        return []
-    return [*_comment(type(section).__doc__ or "", indent), f"{indent}{name}:", *lines]
+            inner = commented_yaml(value, default, indent + "  ")
+            if inner:
+                heading = _comment(type(value).__doc__, indent)
+                blocks.append(f"{heading}{indent}{key}:\n{inner}")
+        elif defaults is None or value != default:
+            comment = _comment(field.description, indent)
+            if defaults is not None:
+                comment += _comment(f"Default: {_yaml_value(default)}", indent)
+            blocks.append(f"{comment}{indent}{key}: {_yaml_value(value)}\n")
+    return ("" if indent else "\n").join(blocks)
 
 
-def _comment(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        " ".join(text.split()),
-        width=98,
-        initial_indent=f"{indent}# ",
-        subsequent_indent=f"{indent}# ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _comment(text: str | None, indent: str) -> str:
+    words = " ".join((text or "").split())
+    lines = textwrap.wrap(words, 96 - len(indent), break_on_hyphens=False)
+    return "".join(f"{indent}# {line}\n" for line in lines)
 
 
 def _yaml_value(value: Any) -> str:
     if isinstance(value, dict):  # as JSON, which shows what is a string and what a number
         return json.dumps(value, ensure_ascii=False)
-    texts = value if isinstance(value, list) else [value]
-    has_line_ends = any(isinstance(t, str) and t.splitlines() not in ([], [t]) for t in texts)
     # In double quotes an end of line is written as an escape and stays on its line.
-    style = '"' if has_line_ends else None
+    style = '"' if re.search(r"\\[nxu]", repr(value)) else None
     text = yaml.safe_dump(
         value, default_flow_style=True, default_style=style, width=2**31, allow_unicode=True
     )
@@ -310,16 +264,15 @@ def keys(schema: type[BaseModel]) -> dict[str, FieldInfo]:
     }
 
 
-def _keys_of(model: type[BaseModel], section: str) -> str:
-    return ", ".join(f"{section}.{key}" for key in model.model_fields)
-
-
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def each_once(key: str, value: list[str]) -> list[str]:
-    """Raise ValueError where a list of names has one twice."""
-    if len(set(value)) < len(value):
-        raise ValueError(f"{key}: expected each name once, got {value}")
+def _check_each_once(value: Any) -> Any:
+    if isinstance(value, list) and (len(set(value)) < len(value) or "" in value):
+        raise ValueError("expected each name once, and none empty")
     return value
+
+
+EACH_ONCE = AfterValidator(_check_each_once)
+"""Refuses a list that has a string twice, or an empty one."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from easyrl.config.text import Section, each_once
+from easyrl.config.text import EACH_ONCE, Section
+
+Offloaded = Literal["reference", "old", "optimizer"]
 
 
 class TrainConfig(Section):
@@ -29,12 +31,11 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """The gradient's norm is clipped to this."""
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
-    """Tokens of a packed row, a group's prompt counted once: how much is trained at a time. It does
-    not change the result."""
+    """Tokens trained at a time, a group's prompt counted once. It does not change the result."""
     activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass and compute the layer again there: far
-    less memory for a third more time. It does not change the result."""
-    offload: list[Literal["reference", "old", "optimizer"]] = Field(default_factory=list)
+    """Compute each layer again in the backward pass: far less memory for a third more time. It does
+    not change the result."""
+    offload: Annotated[list[Offloaded], EACH_ONCE] = Field(default_factory=list)
     """What is kept in host memory instead of on the train devices, a list: weights of the
     `reference` (with algorithm.beta) and of the `old` policy (updates_per_iteration over 1), copied
     to the device for each micro-batch; the `optimizer`, which then steps on the CPU, with gradients
@@ -42,8 +43,7 @@ class TrainConfig(Section):
     when training on the CPU."""
 
     save_every: int | None = Field(default=10, ge=1)
-    """Iterations between checkpoints; null: none in between. The last iteration of a run, also of a
-    stopped one, is always saved."""
+    """Iterations between checkpoints; null: only after the last one of a run or a stopped run."""
     keep_checkpoints: int = Field(default=2, ge=0)
     """Newest checkpoints to keep, each three times the trained weights in size; 0: none is written,
     and the run cannot be resumed."""
@@ -56,8 +56,3 @@ class TrainConfig(Section):
     def keep_best(self) -> bool:
         """Whether the checkpoint with the highest accuracy is kept beside the newest ones."""
         return self.eval_every > 0 and self.keep_checkpoints > 0
-
-    @field_validator("offload")
-    @classmethod
-    def _names_each_once(cls, value: list[str]) -> list[str]:
-        return each_once("train.offload", value)

@@ -81,7 +81,7 @@ class Placement:
 def resolve_placement(config: Config) -> Placement:
     """Choose devices, threads, cores and engine. Raises ConfigError for missing devices."""
     wanted = {
-        key: None if text is None else parse_device_set(text, f"devices.{key}")
+        key: None if text is None else parse_device_set(text)
         for key, text in (("infer", config.devices.infer), ("train", config.devices.train))
     }
     if wanted["train"] is not None:
@@ -120,7 +120,7 @@ def resolve_placement(config: Config) -> Placement:
 def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Placement:
     """The placement of an evaluation: engines only, by default one on each accelerator."""
     text = config.devices.infer
-    wanted = None if text is None else parse_device_set(text, "devices.infer")
+    wanted = None if text is None else parse_device_set(text)
     kind, count = "cpu", 0
     if wanted is None or wanted.kind == "accelerator":
         kind, count = devices.accelerator(is_asked=wanted is not None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from easyrl.config import Config, ConfigError
-from easyrl.config.changed_keys import merge_old_keys
+from easyrl.config.changed_keys import update_old_keys
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import BROKEN, CHECKPOINTS, Checkpoint, newest_checkpoint
 from easyrl.runtime.run_folder import folder_of, lock_folder
@@ -216,7 +216,7 @@ def _nothing_to_resume(folder: Path, broken: Mapping[Path, str], *, has_ended: b
 def _check_settings(config: Config, state: RunState, path: Path | None) -> None:
     """Raise ConfigError if a setting that decides what is trained has changed."""
     before = {name: dict(keys) for name, keys in state.config.items()}
-    merge_old_keys(before)  # of a run of an earlier release
+    update_old_keys(before)  # of a run of an earlier release
     problems = [
         f"{section}.{key}: expected {json.dumps(before[section][key])} as in the run, got "
         f"{json.dumps(value)}"
