@@ -171,7 +171,6 @@ MISTAKES = {
     "model.lora.rank=4 model.lora.target_modules=[embed_tokens]": "model.lora.target_modules",
     "model.lora.rank=100000000": "model.lora.rank",
     # devices
-    "--infer-devices 0-1 --train-devices 1-2": "devices.train",
     "--infer-devices 0-3": "devices.infer",
     "--train-devices cpu:3 train.updates_per_iteration=8": "devices.train",
     # the model
