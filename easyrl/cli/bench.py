@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
-from easyrl.cli.common import InferDevices, TrainDevices, Words, user_errors
+from easyrl.cli.common import InferDevices, TrainDevices, Words, command
 
 bench = typer.Typer(help="Measure the parts and the whole.", no_args_is_help=True)
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the results here.")
+    Path | None, Option("--json", metavar="FILE", help="Also write the results here.")
 ]
 
 
@@ -36,8 +37,7 @@ def bench_attention(json: JsonFile = None) -> None:
 @bench.command("pipeline")
 def bench_pipeline(
     prompts: Annotated[
-        list[int] | None,
-        typer.Option(min=2, help="Prompts per iteration; repeatable."),
+        list[int] | None, Option(min=2, help="Prompts per iteration; repeatable.")
     ] = None,
     json: JsonFile = None,
 ) -> None:
@@ -50,7 +50,7 @@ def bench_weights(
     *,
     infer_devices: InferDevices = None,
     train_devices: TrainDevices = None,
-    dtype: Annotated[str, typer.Option(help="Engines: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, Option(help="Engines: float32 or bfloat16.")] = "float32",
     json: JsonFile = None,
 ) -> None:
     """A weight update against bare broadcasts of as many bytes."""
@@ -63,10 +63,8 @@ def bench_loop(
     *,
     infer_devices: InferDevices = None,
     train_devices: TrainDevices = None,
-    model: Annotated[str | None, typer.Option(help="0.6B, 1.7B (default: both) or small.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 or float32 (default on the CPU).")
-    ] = None,
+    model: Annotated[str | None, Option(help="0.6B, 1.7B (default: both) or small.")] = None,
+    dtype: Annotated[str | None, Option(help="bfloat16 or float32 (default on the CPU).")] = None,
     json: JsonFile = None,
     words: Words = None,
 ) -> None:
@@ -75,9 +73,8 @@ def bench_loop(
     _bench("loop", json, **devices, model=model, dtype=dtype, words=words or ())
 
 
-def _bench(suite: str, file: Path | None, **options: Any) -> None:
+@command
+def _bench(suite: str, file: Path | None, **options: Any) -> int:
     from easyrl.bench.report import run_suite
 
-    with user_errors():
-        exit_code = run_suite(suite, file, **options)
-    raise typer.Exit(exit_code)
+    return run_suite(suite, file, **options)

@@ -6,60 +6,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
-from easyrl.cli.common import (
-    ConfigFile,
-    InferDevices,
-    NoLive,
-    TrainDevices,
-    Words,
-    load,
-    user_errors,
-)
+from easyrl.cli import common
+from easyrl.cli.common import ConfigFile, InferDevices, NoLive, TrainDevices, Words
 
 if TYPE_CHECKING:
     from easyrl.config import Config
 
 
+@common.command
 def grpo(
     *,
     config: ConfigFile = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="A built-in model (`tiny`), a Hugging Face folder, or a hub id."),
-    ] = None,
+    model: Annotated[str | None, Option(help="`tiny`, a Hugging Face folder, or a hub id.")] = None,
     dataset: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A preset, a .jsonl, .csv or .parquet file, a folder of save_to_disk, or a hub "
-            "id; several are mixed."
-        ),
+        list[str] | None, Option(help="A preset, file, folder or hub id; several are mixed.")
     ] = None,
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(help="exact_match, file.py:function or package.module:function; repeatable."),
-    ] = None,
+    reward: common.Reward = None,
     infer_devices: InferDevices = None,
     train_devices: TrainDevices = None,
-    output: Annotated[str | None, typer.Option(metavar="DIR", help="The run folder.")] = None,
-    iterations: Annotated[
-        int | None, typer.Option(help="Iterations of the run, in all, resumed or not.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same data and sampling.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="periodic or sync.")] = None,
+    output: Annotated[str | None, Option(metavar="DIR", help="The run folder.")] = None,
+    iterations: Annotated[int | None, Option(help="Iterations in all, resumed or not.")] = None,
+    seed: common.Seed = None,
+    schedule: Annotated[str | None, Option(help="periodic or sync.")] = None,
     resume: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Resume this run from its newest checkpoint."),
+        Path | None, Option(metavar="RUN", help="Resume this run from its newest checkpoint.")
     ] = None,
     no_live: NoLive = False,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Print the resolved config, placement and memory, and stop."
-        ),
+        bool, Option("--dry-run", help="Print the resolved config, placement and memory, and stop.")
     ] = False,
     words: Words = None,
-) -> None:
+) -> int:
     """Train a model with GRPO."""
     flags = {
         "model.path": model,
@@ -72,20 +51,17 @@ def grpo(
         "runtime.seed": seed,
         "runtime.schedule": schedule,
     }
-    with user_errors():
-        if resume is not None:
-            config, flags["output.dir"] = _resumed(resume, config, output), str(resume)
-        resolved = load(config, flags, words)
-        if dry_run:
-            from easyrl.runtime.places import with_whole_paths
+    if resume is not None:
+        config, flags["output.dir"] = _resumed(resume, config, output), str(resume)
+    resolved = common.load(config, flags, words)
+    if dry_run:
+        from easyrl.runtime.places import with_whole_paths
 
-            _print_plan(with_whole_paths(resolved, is_resumed=resume is not None))
-            return
-        from easyrl.observe.observers import make_observers
-        from easyrl.runtime.run import run
+        return _print_plan(with_whole_paths(resolved, is_resumed=resume is not None))
+    from easyrl.observe.observers import make_observers
+    from easyrl.runtime.run import run
 
-        exit_code = run(resolved, make_observers(resolved, live=not no_live), resume)
-    raise typer.Exit(exit_code)
+    return run(resolved, make_observers(resolved, live=not no_live), resume)
 
 
 def _resumed(run: Path, config: Path | None, output: str | None) -> Path:
@@ -103,7 +79,7 @@ def _resumed(run: Path, config: Path | None, output: str | None) -> Path:
     return run / "config.yaml"
 
 
-def _print_plan(config: Config) -> None:
+def _print_plan(config: Config) -> int:
     from easyrl.config import to_commented_yaml
     from easyrl.data.hub import describe_model
     from easyrl.runtime.placement import describe, resolve_placement
@@ -116,3 +92,4 @@ def _print_plan(config: Config) -> None:
     typer.echo(to_commented_yaml(config))
     for line in "\n".join(lines).splitlines():  # comments: the whole output is a config file
         typer.echo(f"# {line}".rstrip())
+    return 0

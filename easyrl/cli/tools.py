@@ -7,21 +7,21 @@ from typing import Annotated
 
 import typer
 
-from easyrl.cli.common import NoLive, user_errors
+from easyrl.cli.common import NoLive, command
 
 
+@command
 def watch(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     no_live: NoLive = False,
-) -> None:
+) -> int:
     """Watch a run, or see one that has ended, from its folder alone."""
     from easyrl.observe.watch import watch
 
-    with user_errors():
-        exit_code = watch(folder, live=not no_live)
-    raise typer.Exit(exit_code)
+    return watch(folder, live=not no_live)
 
 
+@command
 def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run: its newest one.")
@@ -29,20 +29,18 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
 ) -> None:
     """Write a checkpoint as a model that transformers and vLLM load."""
-    with user_errors():
-        from easyrl.model.export import export_checkpoint
+    from easyrl.model.export import export_checkpoint
 
-        typer.echo(export_checkpoint(checkpoint, folder))
+    typer.echo(export_checkpoint(checkpoint, folder))
 
 
+@command
 def doctor(
     json: Annotated[
         bool, typer.Option("--json", help="Print the facts and lines as JSON.")
     ] = False,
-) -> None:
+) -> int:
     """Check what EasyRL can use on this machine, and how to fix the rest."""
     from easyrl.doctor import run_doctor
 
-    with user_errors():
-        exit_code = run_doctor(as_json=json)
-    raise typer.Exit(exit_code)
+    return run_doctor(as_json=json)
