@@ -29,7 +29,7 @@ from packaging.version import Version
 from easyrl import devices
 from easyrl.config import ConfigError, load_config, parse_device_set
 from easyrl.engines.vllm import platforms
-from easyrl.runtime.engine_choice import EngineChoice, choose_engine
+from easyrl.runtime.placement import EngineChoice, choose_engine
 
 ROOT = Path(__file__).parent.parent
 ENGINE, WORKER = (ROOT / f"easyrl/engines/vllm/{name}.py" for name in ("engine", "worker"))

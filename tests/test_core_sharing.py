@@ -18,7 +18,7 @@ import torch
 
 from easyrl import processes
 from easyrl.config import load_config
-from easyrl.runtime import engine_choice
+from easyrl.runtime import placement as placement_module
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.workers import Workers
 from easyrl.workers import core_sharing
@@ -216,7 +216,7 @@ def test_cores_are_shared_on_cpus_unless_threads_or_bits_are_fixed() -> None:
 @pytest.mark.usefixtures("eight_cores")
 def test_vllm_shares_its_cores_and_uses_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes in a process of its own, whose threads are set once."""
-    monkeypatch.setattr(engine_choice, "unsupported_reason", lambda *about: None)
+    monkeypatch.setattr(placement_module, "unsupported_reason", lambda *about: None)
     placement = placed(
         *("devices.infer=cpu", "devices.train=cpu", "rollout.engine=vllm"),
         "train.prompts_per_iteration=128",

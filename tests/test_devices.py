@@ -101,7 +101,7 @@ def test_each_cpu_worker_has_its_cores_unless_threads_are_chosen(
     placement = placed("devices.infer=cpu:2", "devices.train=cpu")
     assert [placement.cores_of("rollout", n) for n in (0, 1)] == [(0, 4), (1, 5)]
     assert placement.cores_of("train", 0) == (2, 6)
-    assert placement.infer_threads == placement.train_threads == 2
+    assert placement.num_threads == 2
     assert "rollout-1: cpu, 2 CPU thread(s) on the cores 1,5" in describe(placement)
     chosen = placed("devices.infer=cpu", "devices.train=cpu", "devices.threads=8")
     assert chosen.cores_of("rollout", 0) == chosen.cores_of("train", 0) == ()

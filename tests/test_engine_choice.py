@@ -12,8 +12,13 @@ from easyrl import devices
 from easyrl.config import Config, ConfigError, load_config, parse_device_set
 from easyrl.engines.vllm import platforms
 from easyrl.model.files import ModelFiles
-from easyrl.runtime.engine_choice import EngineChoice, check_engine_memory, choose_engine
-from easyrl.runtime.placement import describe, device_names, resolve_placement
+from easyrl.runtime.placement import (
+    EngineChoice,
+    choose_engine,
+    describe,
+    device_names,
+    resolve_placement,
+)
 
 GPUS, CPU = parse_device_set("0-3"), parse_device_set("cpu")
 
@@ -115,24 +120,6 @@ def test_tensor_parallel_size_that_does_not_fit_is_refused(install, words: tuple
     install("0.32.0")
     with pytest.raises(ConfigError, match=r"^rollout\.tensor_parallel_size"):
         choose_engine(of(*words), GPUS)
-
-
-def test_a_part_of_the_memory_that_leaves_no_kv_cache_is_refused() -> None:
-    shape = {"num_hidden_layers": 16, "num_attention_heads": 16, "hidden_size": 2048}
-    model = ModelFiles("m", shape, 2**28)  # a GiB of weights in float32
-    tokens = ["data.max_prompt_length=3840", "rollout.max_completion_length=256"]
-    tokens += ["train.max_tokens_per_micro_batch=4096"]  # a GiB of keys and values
-
-    def check(fraction: float, size: int, *words: str) -> None:
-        config = of(*tokens, f"rollout.memory_fraction={fraction}", *words)
-        choice = EngineChoice("vllm", tensor_parallel_size=size)
-        check_engine_memory(config, choice, model, total_bytes=4 * 2**30)
-
-    check(0.5, 1)
-    with pytest.raises(ConfigError, match=r"^rollout\.memory_fraction"):
-        check(0.4, 1)
-    check(0.4, 2)
-    check(0.3, 1, "model.dtype=bfloat16")
 
 
 def test_beside_the_trainer_vllm_is_told_how_large_its_cache_is(

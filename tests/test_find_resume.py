@@ -13,9 +13,8 @@ import pytest
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
-from easyrl.runtime.places import with_whole_paths
 from easyrl.runtime.preflight import check_run
-from easyrl.runtime.resume import find_resume
+from easyrl.runtime.resume import find_resume, with_absolute_paths
 from mistakes import TINY, make_run
 
 AUTO = ("runtime.resume=auto",)
@@ -62,7 +61,7 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(
 def test_a_finished_run_without_a_checkpoint_cannot_grow(tmp_path: Path) -> None:
     folder = finished(tmp_path / "run")
     for words, resume in ((AUTO, None), ((), folder)):
-        with pytest.raises(ConfigError, match=r"no checkpoint: the run has finished and kept none"):
+        with pytest.raises(ConfigError, match=r"has no complete checkpoint"):
             find_resume(config_of(folder, *words, "train.iterations=70"), resume)
 
 
@@ -120,12 +119,12 @@ def test_rows_that_have_changed_are_told(tmp_path: Path) -> None:
 def test_what_is_no_file_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "arithmetic").mkdir()  # the built-in data set wins
-    assert with_whole_paths(load_config()) == load_config()
+    assert with_absolute_paths(load_config()) == load_config()
     (tmp_path / "gpt2").write_text("a file beside the hub's model of that name")
     for model in ("owner/name", "gpt2"):
         words = [f"model.path={model}", "data.dataset=none.jsonl"]
         config = load_config(words=[*words, "reward.functions=[m.n:f, x.py:f]"])
-        assert with_whole_paths(config) == config
+        assert with_absolute_paths(config) == config
 
 
 OTHER_MEASURES = {

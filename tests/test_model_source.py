@@ -19,9 +19,8 @@ from easyrl.config import ConfigError, load_config
 from easyrl.data.hub import describe_model, model_config_from_hub, resolve_model
 from easyrl.model.files import fingerprint, max_positions
 from easyrl.model.source import find_model
-from easyrl.runtime.places import with_whole_paths
 from easyrl.runtime.preflight import check_run
-from easyrl.runtime.resume import find_resume
+from easyrl.runtime.resume import find_resume, with_absolute_paths
 from mistakes import TINY, make_run
 
 
@@ -159,12 +158,12 @@ def test_a_local_folder_wins_over_the_built_in_model_but_a_resumed_run_keeps_its
     assert Path(resolve_model("tiny")) == TINY and "built-in" in describe_model("tiny")
     own = shutil.copytree(TINY, tmp_path / "tiny")
     (own / "tokenizer.json").write_text("{}")
-    started = with_whole_paths(load_config(words=["model.path=tiny"])).model.path
+    started = with_absolute_paths(load_config(words=["model.path=tiny"])).model.path
     assert started == str(own) and str(own) in describe_model(started)
     assert find_model(started).identity() != find_model(str(TINY)).identity()
     # The run recorded `tiny` where no such folder was.
     words = ("devices.infer=cpu", "devices.train=cpu")
-    config = with_whole_paths(load_config(run / "config.yaml", words=words), is_resumed=True)
+    config = with_absolute_paths(load_config(run / "config.yaml", words=words), is_resumed=True)
     assert config.model.path == "tiny"
     found = find_resume(config, run)
     assert found is not None

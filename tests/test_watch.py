@@ -162,7 +162,7 @@ def test_resumed_run_reads_as_one_run(written: tuple[RunFolder, list[Event]]) ->
     notify(events.IterationStarted(started.started + 80, 1))
     notify(group(started.started + 81, 4, iteration=1))
     folder.close()
-    again = RunFolder.reopen(started.config, lock_folder(folder.path), sizes)
+    again = RunFolder(started.config, lock_folder(folder.path), sizes)
     later = time.monotonic() + 100
     resumed = [
         dataclasses.replace(started, started=later, num_iterations=1),

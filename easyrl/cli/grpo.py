@@ -55,9 +55,9 @@ def grpo(
         config, flags["output.dir"] = _resumed(resume, config, output), str(resume)
     resolved = common.load(config, flags, words)
     if dry_run:
-        from easyrl.runtime.places import with_whole_paths
+        from easyrl.runtime.resume import with_absolute_paths
 
-        return _print_plan(with_whole_paths(resolved, is_resumed=resume is not None))
+        return _print_plan(with_absolute_paths(resolved, is_resumed=resume is not None))
     from easyrl.observe.observers import make_observers
     from easyrl.runtime.run import run
 
@@ -66,8 +66,6 @@ def grpo(
 
 def _resumed(run: Path, config: Path | None, output: str | None) -> Path:
     """The config file of a run to resume, which keeps its folder and its settings."""
-    from easyrl.runtime.resume import no_run_folder
-
     for flag, value in (("--config", config), ("--output", output)):
         if value is not None:
             raise ValueError(
@@ -75,7 +73,10 @@ def _resumed(run: Path, config: Path | None, output: str | None) -> Path:
                 "settings in its config.yaml; give flags and words only for what may change"
             )
     if not (run / "config.yaml").is_file():
-        raise ValueError(no_run_folder(run))
+        what = "has no config.yaml" if run.is_dir() else "is no folder"
+        raise ValueError(
+            f"--resume: expected a run folder, such as runs/<time>-<task>, but '{run}' {what}"
+        )
     return run / "config.yaml"
 
 

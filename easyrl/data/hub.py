@@ -24,7 +24,7 @@ def resolve_model(path: str) -> str:
     """Return the folder of a built-in model or of a local one, or else `path` itself (a hub id).
 
     A built-in name is the built-in model here: commands have replaced it by the path of a local
-    folder of that name, where there is one (`runtime.places`).
+    folder of that name, where there is one (`runtime.resume`).
     """
     folder = BUILT_IN_MODELS.get(path) or Path(path).expanduser()
     return str(folder) if folder.is_dir() else path

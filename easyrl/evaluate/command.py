@@ -27,7 +27,7 @@ from easyrl.evaluate.results import Answers, accuracy_of, summarize
 from easyrl.events import Observer, combine_observers
 from easyrl.rewards.loading import reward_names, reward_specs
 from easyrl.runtime.placement import describe, device_names
-from easyrl.runtime.places import with_whole_paths
+from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite
 from easyrl.runtime.supervisor import (
     SIGNALLED,
@@ -62,7 +62,7 @@ def evaluate(
         notify = combine_observers(observers)
         notify(events.CheckStarted("checking the model, the data and the devices"))
         compared = None if other is None else read_evaluation(other)
-        plan = make_plan(with_whole_paths(config), base)
+        plan = make_plan(with_absolute_paths(config), base)
         with closing(EvalFolder(plan.config, plan.settings())) as folder:
             known = set(plan.ids)
             answers = [a for a in folder.read(plan.sampling.num_samples) if a.problem in known]

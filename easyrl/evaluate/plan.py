@@ -81,12 +81,9 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     config = config.model_copy(update={"data": with_long_problems(config.data)})
     files = read_model_files(source.base)
     problems = problems_of(open_prompts(config, is_trained=False), config)
-    of_preset = eval_sampling(config.data)
-    sampling = Sampling.of_evaluation(config.eval, config.rollout, of_preset)
+    sampling = Sampling.of_evaluation(config.eval, config.rollout, eval_sampling(config.data))
     sampled = _with_sampling(config, sampling)
-    is_of_preset = config.eval.max_completion_length is None and bool(of_preset)
-    whose = " (the preset's)" * is_of_preset
-    check_positions(sampled, files, section="eval", whose=whose)
+    check_positions(sampled, files, section="eval")
     check_rewards(sampled, problems.prompt(0))
     base_model = config.model.model_copy(update={"path": source.base})
     checked = checked_prompts(
@@ -134,5 +131,5 @@ def _fit_memory(config: Config, placement: Placement, files: ModelFiles) -> Plac
         if fits or num_problems == 1 or config.rollout.max_concurrent_groups is not None:
             break
         placement = replace(placement, max_concurrent_groups=num_problems // 2)
-    check_memory(processes, sizes, placement)
+    check_memory(processes, sizes)
     return placement

@@ -1,17 +1,31 @@
-"""Which worker runs on which device, with how many threads and groups in flight."""
+"""Which engine a run uses, and which worker runs on which device, with how many threads and groups
+in flight."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import Config, ConfigError, DeviceSet, check_disjoint, parse_device_set
+from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
-from easyrl.runtime.engine_choice import EMBEDDED, EngineChoice, choose_engine
 
 ROWS_OF_EVALUATION = 128
 """Sequences in flight per engine in an evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    name: Literal["embedded", "vllm"] = "embedded"
+    reason: str = ""
+    """Why it was chosen by `auto`."""
+    tensor_parallel_size: int = 1
+    """Devices of one engine."""
+
+
+EMBEDDED = EngineChoice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +34,8 @@ class Placement:
     train: DeviceSet
     accelerator: str
     """Kind of the accelerators in torch; "cpu" where there is none."""
-    infer_threads: int
-    train_threads: int
+    num_threads: int
+    """Per worker."""
     max_concurrent_groups: int
     """Per rollout worker."""
     engine: EngineChoice = EMBEDDED
@@ -80,33 +94,57 @@ class Placement:
 
 def resolve_placement(config: Config) -> Placement:
     """Choose devices, threads, cores and engine. Raises ConfigError for missing devices."""
-    wanted = {
-        key: None if text is None else parse_device_set(text)
-        for key, text in (("infer", config.devices.infer), ("train", config.devices.train))
-    }
-    if wanted["train"] is not None:
-        _check_has_groups(wanted["train"], config)  # before torch is loaded
-    kind, count = "cpu", 0
-    if any(devices_ is None or devices_.kind == "accelerator" for devices_ in wanted.values()):
-        is_asked = any(devices_ and devices_.kind == "accelerator" for devices_ in wanted.values())
-        kind, count = devices.accelerator(is_asked=is_asked)
-    infer = wanted["infer"] or _default("infer", count, wanted["train"])
-    train = wanted["train"] or _default("train", count, infer)
-    for key, devices_ in (("infer", infer), ("train", train)):
-        _check_present(key, devices_, kind, count)
+    infer, train = _wanted(config.devices.infer), _wanted(config.devices.train)
+    kind, count = _accelerators(infer, train)
+    infer = infer or _default("infer", count, train)
+    train = train or _default("train", count, infer)
     check_disjoint(infer, train)
+    _check_has_groups(train, config)
+    return _place(config, infer, train, kind, count)
+
+
+def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Placement:
+    """The placement of an evaluation: engines only, by default one on each accelerator."""
+    infer = _wanted(config.devices.infer)
+    kind, count = _accelerators(infer)
+    if infer is None:
+        infer = DeviceSet("accelerator", tuple(range(count))) if count else DeviceSet("cpu", (0,))
+    placement = _place(config, infer, DeviceSet("cpu", ()), kind, count)
+    most = config.rollout.max_concurrent_groups or max(1, ROWS_OF_EVALUATION // num_samples)
+    per_engine = -(-num_prompts // placement.num_rollout_workers)
+    return replace(placement, max_concurrent_groups=min(most, per_engine))
+
+
+def _wanted(text: str | None) -> DeviceSet | None:
+    return None if text is None else parse_device_set(text)
+
+
+def _accelerators(*wanted: DeviceSet | None) -> tuple[str, int]:
+    """Kind and number of accelerators. Torch is not loaded if only CPUs are wanted."""
+    if all(each is not None and each.kind == "cpu" for each in wanted):
+        return "cpu", 0
+    is_asked = any(each is not None and each.kind == "accelerator" for each in wanted)
+    return devices.accelerator(is_asked=is_asked)
+
+
+def _place(config: Config, infer: DeviceSet, train: DeviceSet, kind: str, count: int) -> Placement:
+    for key, wanted in (("infer", infer), ("train", train)):
+        if wanted.kind == "accelerator" and max(wanted.indices) >= count:
+            found = (
+                f"{kind} devices 0-{count - 1}, or cpu" if count else "cpu: no accelerator found"
+            )
+            raise ConfigError(f"devices.{key} (--{key}-devices): expected {found}, got '{wanted}'")
     engine = choose_engine(config, infer, accelerator=kind)
     num_engines = infer.count // engine.tensor_parallel_size
     num_workers = num_engines + train.count
-    share = max(1, num_cores() // num_workers)
     has_own_cores = config.devices.threads is None and infer.kind == train.kind == "cpu"
-    lends_cores = has_own_cores and not config.runtime.deterministic and num_workers <= num_cores()
+    can_lend = has_own_cores and train.count > 0 and not config.runtime.deterministic
+    lends_cores = can_lend and num_workers <= num_cores()
     return Placement(
         infer=infer,
         train=train,
         accelerator=kind,
-        infer_threads=config.devices.threads or share,
-        train_threads=config.devices.threads or share,
+        num_threads=config.devices.threads or max(1, num_cores() // num_workers),
         max_concurrent_groups=_max_concurrent_groups(
             config, num_engines, lends_cores=lends_cores and engine.name == "embedded"
         ),
@@ -117,31 +155,28 @@ def resolve_placement(config: Config) -> Placement:
     )
 
 
-def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Placement:
-    """The placement of an evaluation: engines only, by default one on each accelerator."""
-    text = config.devices.infer
-    wanted = None if text is None else parse_device_set(text)
-    kind, count = "cpu", 0
-    if wanted is None or wanted.kind == "accelerator":
-        kind, count = devices.accelerator(is_asked=wanted is not None)
-    everything = DeviceSet("accelerator", tuple(range(count))) if count else DeviceSet("cpu", (0,))
-    infer = wanted or everything
-    _check_present("infer", infer, kind, count)
-    engine = choose_engine(config, infer, accelerator=kind)
-    num_engines = infer.count // engine.tensor_parallel_size
-    share = config.devices.threads or max(1, num_cores() // num_engines)
-    has_own_cores = config.devices.threads is None and infer.kind == "cpu"
-    most = config.rollout.max_concurrent_groups or max(1, ROWS_OF_EVALUATION // num_samples)
-    return Placement(
-        infer=infer,
-        train=DeviceSet("cpu", ()),
-        accelerator=kind,
-        infer_threads=share,
-        train_threads=1,
-        max_concurrent_groups=min(most, -(-num_prompts // num_engines)),
-        engine=engine,
-        cores=split_cores(num_engines) if has_own_cores else (),
-    )
+def choose_engine(config: Config, infer: DeviceSet, *, accelerator: str = "") -> EngineChoice:
+    """Choose the engine for devices `infer`. `accelerator`: their kind in torch, if not the CPU.
+    Raises ConfigError for an engine that cannot be used on these devices."""
+    wanted, size = config.rollout.engine, config.rollout.tensor_parallel_size
+    kind = "cpu" if infer.kind == "cpu" else accelerator
+    reason = unsupported_reason(kind, config.model.dtype)
+    if config.runtime.deterministic and not (kind == "cpu" and size == 1):
+        reason = (
+            "with runtime.deterministic=true vLLM is only known to repeat its bits on CPUs with "
+            "rollout.tensor_parallel_size=1"
+        )
+    if wanted == "vllm" and reason is not None:
+        raise ConfigError(f"rollout.engine: expected embedded, because {reason}, got vllm")
+    if wanted == "auto" and kind == "cpu":
+        reason = "the default on the CPU"
+    is_vllm = wanted == "vllm" or (wanted == "auto" and reason is None)
+    if infer.count % size or (size > 1 and not is_vllm):
+        expected = f"a divisor of {infer.count}, the number of devices in devices.infer"
+        expected = expected if is_vllm else "1 with the embedded engine"
+        raise ConfigError(f"rollout.tensor_parallel_size: expected {expected}, got {size}")
+    why = (reason or "it is installed") if wanted == "auto" else ""
+    return EngineChoice("vllm" if is_vllm else "embedded", why, size)
 
 
 def ring_layout(config: Config, placement: Placement) -> RingLayout:
@@ -169,43 +204,36 @@ def device_names(placement: Placement) -> dict[str, str]:
 def describe(placement: Placement) -> str:
     """Describe the placement in lines of text."""
     lines = []
-    for role, threads in (
-        ("rollout", placement.infer_threads),
-        ("train", placement.train_threads),
-    ):
-        for number in range(placement.num_workers(role)):
-            device = placement.device_name(role, number)
-            cores = ",".join(map(str, placement.cores_of(role, number)))
-            on_cores = f" on the cores {cores}" if cores else ""
-            lines.append(f"{role}-{number}: {device}, {threads} CPU thread(s){on_cores}")
+    for worker, device in device_names(placement).items():
+        role, number = worker.split("-")
+        cores = ",".join(map(str, placement.cores_of(role, int(number))))
+        on_cores = f" on the cores {cores}" if cores else ""
+        lines.append(f"{worker}: {device}, {placement.num_threads} CPU thread(s){on_cores}")
     if placement.lends_cores:
-        who, whom = (
-            ("worker", "other group")
-            if placement.engine.name == "embedded"
-            else ("engine", "trainer")
-        )
+        is_mutual = placement.engine.name == "embedded"
+        who, whom = ("worker", "other group") if is_mutual else ("engine", "trainer")
         lines.append(f"the {whom} uses the cores of a waiting {who}")
     lines.append(f"groups in flight per rollout worker: {placement.max_concurrent_groups}")
     why = f" ({placement.engine.reason})" if placement.engine.reason else ""
     lines.append(f"engine of the rollout workers: {placement.engine.name}{why}")
     if placement.shares_device:
-        parts = [f"{placement.memory_fraction(role):.0%}" for role in ("rollout", "train")]
+        rollout, train = (placement.memory_fraction(role) for role in ("rollout", "train"))
         lines.append(
-            f"both groups share one accelerator: {parts[0]} of its memory for the rollout worker, "
-            f"{parts[1]} for the train worker (rollout.memory_fraction)"
+            f"both groups share one accelerator: {rollout:.0%} of its memory for the rollout "
+            f"worker, {train:.0%} for the train worker (rollout.memory_fraction)"
         )
     return "\n".join(lines)
 
 
-def _max_concurrent_groups(config: Config, num_workers: int, *, lends_cores: bool) -> int:
+def _max_concurrent_groups(config: Config, num_engines: int, *, lends_cores: bool) -> int:
     """Enough rows to keep the engine efficient, few enough that groups finish one by one, and at
     most an engine's share of the prompts. More where the waiting trainer's cores are used."""
-    per_worker = -(-config.train.prompts_per_iteration // num_workers)
+    per_engine = -(-config.train.prompts_per_iteration // num_engines)
     if config.rollout.max_concurrent_groups is not None:
-        return min(config.rollout.max_concurrent_groups, per_worker)
+        return min(config.rollout.max_concurrent_groups, per_engine)
     if config.runtime.schedule == "sync" and not config.runtime.deterministic:
-        return per_worker  # no trainer waits for the first group
-    return max(min(per_worker, 16), per_worker // (2 if lends_cores else 4))
+        return per_engine  # no trainer waits for the first group
+    return max(min(per_engine, 16), per_engine // (2 if lends_cores else 4))
 
 
 def _default(key: str, count: int, other: DeviceSet | None) -> DeviceSet:
@@ -234,14 +262,3 @@ def _check_has_groups(train: DeviceSet, config: Config) -> None:
             f"for each group of an update (train.prompts_per_iteration={prompts}, "
             f"train.updates_per_iteration={updates}), got '{train}'"
         )
-
-
-def _check_present(key: str, wanted: DeviceSet, kind: str, count: int) -> None:
-    if wanted.kind == "cpu":
-        return
-    missing = [index for index in wanted.indices if index >= count]
-    if missing:
-        expected = (
-            f"{kind} devices 0-{count - 1}, or cpu" if count else "cpu (no accelerator found)"
-        )
-        raise ConfigError(f"devices.{key} (--{key}-devices): expected {expected}, got '{wanted}'")

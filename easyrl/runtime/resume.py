@@ -13,33 +13,28 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Self
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.changed_keys import update_old_keys
+from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import BROKEN, CHECKPOINTS, Checkpoint, newest_checkpoint
 from easyrl.runtime.run_folder import folder_of, lock_folder
 
-MAY_CHANGE = {
-    "model": ("attention",),
-    "reward": ("code_sandbox", "num_workers", "on_error", "timeout_seconds", "memory_limit_gib"),
-    "rollout": ("max_concurrent_groups", "memory_fraction", "ring_slots"),
-    "train": (
-        "iterations",
-        "save_every",
-        "keep_checkpoints",
-        "eval_every",
-        "activation_checkpointing",
-        "offload",
-        "max_tokens_per_micro_batch",
-    ),
-    "eval": ("*",),
-    "devices": ("*",),
-    "runtime": ("schedule", "resume", "timeout_seconds"),
-    "output": ("*",),
-}
+MAY_CHANGE = (
+    "model.attention",
+    *("reward.code_sandbox", "reward.num_workers", "reward.on_error", "reward.timeout_seconds"),
+    "reward.memory_limit_gib",
+    *("rollout.max_concurrent_groups", "rollout.memory_fraction", "rollout.ring_slots"),
+    *("train.iterations", "train.save_every", "train.keep_checkpoints", "train.eval_every"),
+    *("train.activation_checkpointing", "train.offload", "train.max_tokens_per_micro_batch"),
+    *("eval.*", "devices.*", "output.*"),
+    *("runtime.schedule", "runtime.resume", "runtime.timeout_seconds"),
+)
 """Settings that decide how long, where and how fast the run is, but not what is trained."""
 MEASURE = "accuracy"
 """Key in a run's identity: the problems that its accuracies were measured on."""
@@ -74,18 +69,15 @@ class RunState:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Self:
-        """Raises ConfigError if a required field is missing, or the state is of a newer EasyRL."""
+        """Raises ConfigError for the state of a newer EasyRL."""
         state = checkpoint.state
         if state.get("version", STATE_VERSION) > STATE_VERSION:
             raise ConfigError(
                 f"'{checkpoint.path}': expected a state of version {STATE_VERSION} or older, got "
                 f"{state['version']}: resume with the newer EasyRL that wrote it"
             )
-        missing = {"policy_version", "num_iterations", "config", "identity"} - state.keys()
-        if missing:
-            raise ConfigError(f"'{checkpoint.path}': its state lacks {', '.join(sorted(missing))}")
-        names = [each.name for each in fields(cls)]
-        return cls(**{name: state[name] for name in names if name in state})
+        names = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in state.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +121,8 @@ class Resume:
             ]
         if self.is_measured_anew:
             lines.append(
-                "eval.* has changed: from now on accuracy is measured on other problems or with "
-                "another eval.correct_reward, earlier accuracies are not compared with it, and the "
-                "best checkpoint is chosen anew"
+                "the problems of eval.dataset or eval.correct_reward have changed: earlier "
+                "accuracies are not compared, and the best checkpoint is chosen anew"
             )
         lines += [
             f"skipped {path}: {why} (now {path.name}{BROKEN})" for path, why in self.broken.items()
@@ -142,16 +133,14 @@ class Resume:
 def find_resume(config: Config, folder: Path | None) -> Resume | None:
     """Find what to resume from; None if a new run starts in a new folder.
 
-    `folder`: the value of `--resume`, or None. Raises ConfigError if that is no run folder, has no
-    complete checkpoint, is in use by another run, or belongs to a run with other settings.
+    `folder`: the value of `--resume`, or None. Raises ConfigError if that has no complete
+    checkpoint, is in use by another run, or belongs to a run with other settings.
     """
     is_auto = folder is None
     if folder is None:
         folder = folder_of(config)
         if config.runtime.resume == "never" or not _is_begun(folder):
             return None
-    elif not (folder / "config.yaml").is_file():
-        raise ConfigError(no_run_folder(folder))
     lock = lock_folder(folder)
     try:
         checkpoint, broken = newest_checkpoint(folder / CHECKPOINTS)
@@ -159,10 +148,15 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
         found = Resume(folder, lock, path, state, broken)
         if state is not None:
             _check_settings(config, state, path)
-        elif not found.is_finished(config):
-            has_ended = _finished_iterations(folder) is not None
-            if broken or has_ended or not is_auto:
-                raise ConfigError(_nothing_to_resume(folder, broken, has_ended=has_ended))
+        elif not found.is_finished(config) and (
+            broken or not is_auto or (folder / "summary.json").exists()
+        ):
+            reasons = "".join(f"\n{path}: {why}" for path, why in broken.items())
+            raise ConfigError(
+                f"--resume, runtime.resume: '{folder}' has no complete checkpoint "
+                f"(train.save_every, train.keep_checkpoints){reasons}\nto start again: easyrl grpo "
+                f"--config {folder / 'config.yaml'} --output {folder}-2"
+            )
     except BaseException:
         os.close(lock)
         raise
@@ -181,36 +175,17 @@ def measured_as(found: Resume, identity: Mapping[str, Any]) -> Resume:
 def _is_begun(folder: Path) -> bool:
     """Whether a run has begun in this folder. An empty folder counts: a scheduler may have created
     it, or a run may have been killed right after."""
-    if not folder.is_dir():
-        return False
-    return (folder / "config.yaml").is_file() or {path.name for path in folder.iterdir()} <= {
-        "logs"
-    }
-
-
-def no_run_folder(folder: Path) -> str:
-    what = "has no config.yaml" if folder.is_dir() else "is no folder"
-    return f"--resume: expected a run folder, such as runs/<time>-<task>, but '{folder}' {what}"
+    if (folder / "config.yaml").is_file():
+        return True
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {"logs"}
 
 
 def _finished_iterations(folder: Path) -> int | None:
     """The number of iterations of a finished run; None if it has not finished."""
     try:
         return int(json.loads((folder / "summary.json").read_text())["iterations"])
-    except (OSError, ValueError, TypeError, KeyError):  # no summary, or an incomplete one
+    except (OSError, ValueError):  # no summary, or a truncated one
         return None
-
-
-def _nothing_to_resume(folder: Path, broken: Mapping[Path, str], *, has_ended: bool) -> str:
-    again = f"easyrl grpo --config {folder / 'config.yaml'} --output {folder}-2"
-    if broken:
-        reasons = "\n".join(f"{path}: {why}" for path, why in broken.items())
-        return f"'{folder}' has no complete checkpoint:\n{reasons}\nto start again: {again}"
-    why = "has finished and kept none" if has_ended else "ended before its first one"
-    return (
-        f"--resume, runtime.resume: '{folder}' has no checkpoint: the run {why} "
-        f"(train.save_every, train.keep_checkpoints); to start again: {again}"
-    )
 
 
 def _check_settings(config: Config, state: RunState, path: Path | None) -> None:
@@ -220,19 +195,16 @@ def _check_settings(config: Config, state: RunState, path: Path | None) -> None:
     problems = [
         f"{section}.{key}: expected {json.dumps(before[section][key])} as in the run, got "
         f"{json.dumps(value)}"
-        for section, keys in config.model_dump().items()
+        for section, keys in config.model_dump(mode="json").items()
         for key, value in keys.items()
-        if key not in MAY_CHANGE.get(section, ())
-        and "*" not in MAY_CHANGE.get(section, ())
-        and key in before.get(section, {})
-        and before[section][key] != json.loads(json.dumps(value))
+        if before.get(section, {}).get(key, value) != value
+        and not any(fnmatch(f"{section}.{key}", pattern) for pattern in MAY_CHANGE)
     ]
     if problems:
-        can_change = ", ".join(f"{name}.{key}" for name, keys in MAY_CHANGE.items() for key in keys)
         raise ConfigError(
             f"'{path}' is a checkpoint of a run with other settings:\n"
             + "\n".join(problems)
-            + f"\non resuming only these can change: {can_change}; to train with other "
+            + f"\non resuming only these can change: {', '.join(MAY_CHANGE)}; to train with other "
             f"settings, start a new run: easyrl export {path} DIR; easyrl grpo --model DIR"
         )
     if config.train.iterations < state.num_iterations:
@@ -242,12 +214,42 @@ def _check_settings(config: Config, state: RunState, path: Path | None) -> None:
         )
 
 
-def check_same(found: Resume | None, key: str, what: str, identity: Mapping[str, Any]) -> None:
-    """Raise ConfigError if what `key` names has changed since the run started."""
-    if found is None or found.state is None:
-        return
-    if found.state.identity.get(key) != identity[key]:
-        raise ConfigError(
-            f"{key}: {what} not those that the run in '{found.folder}' started from; restore them, "
-            "or start a new run (--output)"
-        )
+def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
+    """Return the config with absolute paths of the files and folders that it names, so that the run
+    can be resumed from any folder.
+
+    Other names (hub ids, built-in models, modules, missing files) stay as they are. A folder wins
+    over a built-in model of the same name, but not in the config of a resumed run, whose folders
+    are absolute paths already.
+    """
+    model, data, functions = config.model.path, config.data, config.reward.functions
+    if Path(model).expanduser().is_dir() and not (is_resumed and model in BUILT_IN_MODELS):
+        model = _absolute(model)
+    names = [_absolute_data(name) for name in data.datasets]
+    changed = {
+        "model": {"path": model},
+        "data": {"dataset": names[0] if isinstance(data.dataset, str) else names},
+        "eval": {"dataset": config.eval.dataset and _absolute_data(config.eval.dataset)},
+        "reward": {"functions": functions and [_absolute_reward(spec) for spec in functions]},
+    }
+    return config.model_copy(
+        update={
+            section: getattr(config, section).model_copy(update=update)
+            for section, update in changed.items()
+        }
+    )
+
+
+def _absolute(name: str) -> str:
+    """Symbolic links are kept, because they may change."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
+
+
+def _absolute_data(name: str) -> str:
+    return name if name in PRESETS else _absolute(name)
+
+
+def _absolute_reward(spec: str) -> str:
+    file, colon, name = spec.rpartition(":")
+    return _absolute(file) + colon + name if file.endswith(".py") else spec

@@ -18,9 +18,8 @@ from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import checkpoints_in, discard_unfinished, set_aside
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.placement import describe, device_names, ring_layout
-from easyrl.runtime.places import with_whole_paths
 from easyrl.runtime.preflight import Preflight, check_run
-from easyrl.runtime.resume import Resume, find_resume, measured_as
+from easyrl.runtime.resume import Resume, find_resume, measured_as, with_absolute_paths
 from easyrl.runtime.run_folder import RunFolder, RunFolderLost, read_lines
 from easyrl.runtime.supervisor import (
     SIGNALLED,
@@ -41,7 +40,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
     `resume`: run folder to resume. Observers learn of a run only after all checks have passed.
     """
     started = time.monotonic()
-    config = with_whole_paths(config, is_resumed=resume is not None)
+    config = with_absolute_paths(config, is_resumed=resume is not None)
     notify = combine_observers(observers)
     notify(events.CheckStarted("checking the model, the data and the devices"))
     resumed = find_resume(config, resume)
@@ -55,7 +54,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         folder = RunFolder(config)
     else:
         resumed = measured_as(resumed, checked.identity)
-        folder = RunFolder.reopen(config, resumed.lock, resumed.file_sizes)
+        folder = RunFolder(config, resumed.lock, resumed.file_sizes)
         for path in resumed.broken:
             set_aside(path)
         discard_unfinished(folder.checkpoints)
@@ -104,9 +103,8 @@ def _train(controller: Controller) -> events.RunEnded:
         raise ValueError(str(error)) from error
     except Exception as error:
         cause = traceback.format_exception_only(error)[-1].strip()
-        log = folder.keep_traceback(traceback.format_exc())
-        where = f"\n(the full traceback is in {log})" if log else ""
-        return events.RunEnded(FAILED, cause + where)
+        folder.write_log(traceback.format_exc())
+        return events.RunEnded(FAILED, f"{cause}\n(the full traceback is in {folder.log})")
     return events.RunEnded(FINISHED, "")
 
 

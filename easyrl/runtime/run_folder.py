@@ -19,8 +19,9 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from easyrl import __version__, events
 from easyrl.config import Config, ConfigError, to_commented_yaml
@@ -41,58 +42,31 @@ class RunFolderLost(OSError):
 class RunFolder:
     """The folder of one run. It is locked until `close`."""
 
-    is_resumed = False
-
-    def __init__(self, config: Config) -> None:
-        """Create the folder. Raises ConfigError, and leaves nothing, if it exists or cannot be
-        created."""
+    def __init__(
+        self, config: Config, lock: int | None = None, sizes: Mapping[str, int] | None = None
+    ) -> None:
+        """Create the folder; or open that of a resumed run, locked by `lock`, and cut its growing
+        files back to `sizes` (in bytes). Raises ConfigError if it cannot be created or written."""
         self.path = folder_of(config)
-        self._lock = self._create(config)
-
-    @classmethod
-    def reopen(cls, config: Config, lock: int, sizes: Mapping[str, int]) -> Self:
-        """Open the folder of a resumed run, locked by `lock`, and cut its growing files back to
-        these sizes. Raises ConfigError if it cannot be written."""
-        folder = cls.__new__(cls)
-        folder.path, folder._lock = folder_of(config), lock
-        folder.is_resumed = True
+        self.is_resumed = lock is not None
         try:
-            (folder.path / "logs").mkdir(exist_ok=True)
-            new = folder.path / "config.yaml.unfinished"
+            if lock is None:
+                self.path.mkdir(parents=True)
+                lock = lock_folder(self.path)
+            self._lock = lock
+            (self.path / "logs").mkdir(exist_ok=True)
+            new = self.path / "config.yaml.unfinished"
             new.write_text(to_commented_yaml(config))
-            new.rename(folder.path / "config.yaml")
+            new.rename(self.path / "config.yaml")
             for name in GROWING:
-                file = folder.path / name
-                if file.exists():
-                    os.truncate(file, _end_of_lines(file, sizes.get(name, 0)))
-            (folder.path / "summary.json").unlink(missing_ok=True)
-        except OSError as error:
-            raise _unusable(folder.path, f"cannot be written: {error.strerror}") from None
-        return folder
-
-    def _create(self, config: Config) -> int:
-        """Return the lock. It is taken before the folder has contents: `runtime.resume=auto` may
-        otherwise take an empty folder for that of a killed run."""
-        parents = [parent for parent in self.path.parents if not os.path.lexists(parent)]
-        lock = None
-        try:
-            self.path.mkdir(parents=True)
-            lock = lock_folder(self.path)
-            (self.path / "logs").mkdir()  # exists if another process had the lock before
-            (self.path / "config.yaml").write_text(to_commented_yaml(config))
-        except FileExistsError:
-            if lock is not None:
-                os.close(lock)
-            raise _exists(self.path) from None
+                if (file := self.path / name).exists():
+                    os.truncate(file, _end_of_lines(file, (sizes or {}).get(name, 0)))
+            (self.path / "summary.json").unlink(missing_ok=True)
         except OSError as error:
             if lock is not None:
-                shutil.rmtree(self.path, ignore_errors=True)
-                os.close(lock)
-            for parent in parents:
-                with contextlib.suppress(OSError):  # not created, or not empty any more
-                    parent.rmdir()
-            raise _unusable(self.path, f"cannot be made: {error.strerror}") from None
-        return lock
+                self.discard()
+                self.close()
+            raise _unusable(self.path, error) from None
 
     def discard(self) -> None:
         """Remove the folder of a run that does not start after all, unless it is resumed."""
@@ -129,25 +103,25 @@ class RunFolder:
         """Write what the folder keeps. Raises RunFolderLost."""
         match event:
             case events.RunStarted(description=description):
-                self._log(f"easyrl {__version__}\n{description}")
+                self.write_log(f"easyrl {__version__}\n{description}")
             case events.FromWorker(worker, _, worker_event):
                 self._observe_worker(worker, worker_event)
             case events.IterationFinished(metrics=metrics):
                 self._append("metrics.jsonl", metrics)
             case events.Note(text) | events.NoEvents(warning=text) if text:
-                self._log(text)
+                self.write_log(text)
             case events.RunFinished(summary=summary):
                 text = json.dumps(finite(summary), indent=2, allow_nan=False)
                 self._write("summary.json", text + "\n", mode="w")
             case events.RunEnded(exit_code, message):
-                self._log(f"ended with exit code {exit_code}\n{message}")
+                self.write_log(f"ended with exit code {exit_code}\n{message}")
 
     def _observe_worker(self, worker: str, event: events.WorkerEvent) -> None:
         match event:
             case events.Starting(what):
-                self._log(f"{worker}: {what}")
+                self.write_log(f"{worker}: {what}")
             case events.Ready():
-                self._log(f"{worker}: ready")
+                self.write_log(f"{worker}: ready")
             case events.GroupScored(iteration, _, prompt_index):
                 self._append_errors(iteration, prompt_index, event.errors)
                 for sample in [] if event.is_rejected else event.samples:
@@ -162,19 +136,11 @@ class RunFolder:
             line = {"iteration": iteration, "prompt_index": prompt_index, "error": message}
             self._append("reward_errors.jsonl", line)
 
-    def keep_traceback(self, text: str) -> Path | None:
-        """Write a traceback to the log; return the file, or None if it cannot be written."""
-        return self.log if self._log(text) else None
-
-    def _log(self, text: str) -> bool:
-        """Return whether it was written; a log that cannot be written does not end the run."""
+    def write_log(self, text: str) -> None:
+        """A log that cannot be written does not end the run."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text.rstrip()}\n"
-        try:
-            with self.log.open("a", errors="backslashreplace") as file:
-                file.write(line)
-        except OSError:
-            return False
-        return True
+        with contextlib.suppress(OSError), self.log.open("a", errors="backslashreplace") as file:
+            file.write(line)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         self._write(name, json.dumps(finite(line), allow_nan=False) + "\n", mode="a")
@@ -182,23 +148,23 @@ class RunFolder:
     def _write(self, name: str, text: str, *, mode: str) -> None:
         """Write all of the text or, if possible, nothing."""
         deadline = time.monotonic() + FULL_DISK_SECONDS
-        while True:
-            try:
-                with (self.path / name).open(f"{mode}b", buffering=0) as file:
-                    _write_all(file, text.encode())
-                return
-            except OSError as error:
-                if error.errno not in DISK_FULL or time.monotonic() > deadline:
-                    raise self._lost(name, error) from error
-            time.sleep(0.05)
-
-    def _lost(self, name: str, error: OSError) -> RunFolderLost:
-        if not self.path.is_dir():
-            return RunFolderLost(f"the run folder '{self.path}' was removed during the run")
-        return RunFolderLost(
-            f"the run folder '{self.path}' cannot be written any more: {error.strerror} ({name}); "
-            "what was written before is kept; use an output.dir (--output) on a disk with space"
-        )
+        rest = text.encode()
+        try:
+            with (self.path / name).open(f"{mode}b", buffering=0) as file:
+                size = file.tell()
+                while rest:
+                    try:
+                        rest = rest[file.write(rest) :]
+                    except OSError as error:
+                        if error.errno not in DISK_FULL or time.monotonic() > deadline:
+                            file.truncate(size)
+                            raise
+                        time.sleep(0.05)
+        except OSError as error:
+            raise RunFolderLost(
+                f"the run folder '{self.path}' cannot be written any more: {error.strerror} "
+                f"({name}); use an output.dir (--output) on a disk with space"
+            ) from error
 
 
 def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, Any]:
@@ -221,17 +187,6 @@ def _end_of_lines(file: Path, size: int) -> int:
     return file.read_bytes().rfind(b"\n") + 1
 
 
-def _write_all(file: Any, rest: bytes) -> None:
-    size = file.tell()
-    try:
-        while rest:
-            rest = rest[file.write(rest) :]
-    except OSError:
-        with contextlib.suppress(OSError):
-            file.truncate(size)
-        raise
-
-
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """Read a `metrics.jsonl` or `samples.jsonl`, without an incomplete last line. Raises ValueError
     for a broken line before it."""
@@ -252,12 +207,9 @@ def folder_of(config: Config) -> Path:
     if config.output.dir:
         return Path(config.output.dir).expanduser()
     task = "+".join(Path(name).stem for name in config.data.datasets)
-    name = path = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{task}"
-    number = 1
-    while Path(path).exists():
-        number += 1
-        path = f"{name}-{number}"
-    return Path(path)
+    path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{task}")
+    numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(each for each in chain([path], numbered) if not each.exists())
 
 
 def lock_folder(folder: Path) -> int:
@@ -266,7 +218,7 @@ def lock_folder(folder: Path) -> int:
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise _unusable(folder, f"cannot be opened: {error.strerror}") from None
+        raise _unusable(folder, error) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -295,20 +247,16 @@ def is_locked(folder: Path) -> bool:
 def refuse_existing(folder: Path) -> None:
     """Raise ConfigError if the path exists."""
     if os.path.lexists(folder):
-        raise _exists(folder)
+        raise ConfigError(
+            f"output.dir (--output): '{folder}' exists; expected a new folder, so that no run is "
+            "overwritten (to continue a run: --resume)"
+        )
 
 
-def _exists(folder: Path) -> ConfigError:
+def _unusable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"output.dir (--output): '{folder}' exists; expected a new folder, so that no run is "
-        "overwritten (to continue a run: --resume)"
-    )
-
-
-def _unusable(folder: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"output.dir (--output, --resume): '{folder}' {why}; expected a folder that can be "
-        "written, on a disk with space"
+        f"output.dir (--output, --resume): expected a folder that can be written, got '{folder}': "
+        f"{error.strerror}"
     )
 
 

@@ -202,14 +202,14 @@ class Workers:
             return None
         placement, num_rollout = self._placement, self._placement.num_rollout_workers
         if role == "rollout":
-            other, first, threads = "train", num_rollout, placement.train_threads
+            other, first = "train", num_rollout
             if placement.engine.name == "vllm":
                 return CoreSharing(self._board, owner_id, shared=())
         else:
-            other, first, threads = "rollout", 0, placement.infer_threads
+            other, first = "rollout", 0
         number = owner_id if role == "rollout" else owner_id - num_rollout
         shared = tuple(
-            SharedCores(first + each, threads, placement.cores_of(other, each))
+            SharedCores(first + each, placement.num_threads, placement.cores_of(other, each))
             for each in range(number, placement.num_workers(other), placement.num_workers(role))
         )
         return CoreSharing(self._board, owner_id, shared)
@@ -226,7 +226,7 @@ def worker_settings(
         config=config,
         device="cpu" if is_cpu else f"{placement.accelerator}:0",
         weights_cross_on_cpu=placement.weights_cross_on_cpu,
-        num_threads=placement.infer_threads if is_rollout else placement.train_threads,
+        num_threads=placement.num_threads,
         max_concurrent_groups=placement.max_concurrent_groups,
         engine=placement.engine.name,
         tensor_parallel_size=placement.engine.tensor_parallel_size,
