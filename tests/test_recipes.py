@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.data.hub import BUILT_IN_MODELS
-from easyrl.runtime.places import with_whole_paths
 from easyrl.runtime.preflight import check_run
+from easyrl.runtime.resume import with_absolute_paths
 from hub_rows import put_in_place_of_the_hub
 from mistakes import TINY, change_json
 
@@ -69,7 +69,7 @@ def test_a_recipe_runs_dry(file: Path, stand_in: Path) -> None:
     assert "a run would not start" not in result.output
     shown = Path("shown.yaml")
     shown.write_text(result.output)
-    assert load_config(shown) == with_whole_paths(load_config(file, flags))  # as in config.yaml
+    assert load_config(shown) == with_absolute_paths(load_config(file, flags))  # as in config.yaml
 
 
 @recipe
