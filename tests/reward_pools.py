@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import select
 import time
+from collections.abc import Sequence
+
+import pytest
 
 from easyrl.config import Config, load_config
+from easyrl.rewards import worker
 from easyrl.rewards.pool import POLL_SECONDS, RewardPool, ScoredGroup
+from easyrl.rewards.worker import Call, CallResult, TrainerState
+from easyrl.types import Prompt
 
 
 def config_of(*functions: object, **settings: object) -> Config:
@@ -14,6 +20,20 @@ def config_of(*functions: object, **settings: object) -> Config:
     flags = {"reward.functions": [str(each) for each in functions]} if functions else {}
     words = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
     return load_config(None, flags, words)
+
+
+def call(config: Config, prompt: Prompt, completions: Sequence[str]) -> CallResult:
+    """What a reward process does with a group, in this process. Completion n has n + 1 tokens, of
+    the update 5 of 20."""
+    ids = [[7] * (index + 1) for index in range(len(completions))]
+    functions = list(range(len(config.reward.functions or ())))
+    state = TrainerState(global_step=5, max_steps=20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "_config", config, raising=False)
+        patch.setattr(worker, "_functions", [])
+        return worker.call_functions(
+            Call(functions, 0, prompt.content, completions, ids, prompt.columns, state)
+        )
 
 
 def finished(pool: RewardPool, num_groups: int) -> list[ScoredGroup]:

@@ -12,8 +12,7 @@ from test_code_sandbox import needs_bwrap
 
 from easyrl.config import ConfigError
 from easyrl.rewards import sandbox
-from easyrl.rewards.code import program_of
-from easyrl.rewards.code_tests import read_tests, same_text, same_value
+from easyrl.rewards.code import program_of, read_tests, same_text, same_value
 from easyrl.rewards.loading import check_rewards, load_reward
 from easyrl.rewards.pool import RewardPool
 from easyrl.rewards.sandbox import SandboxError
@@ -50,7 +49,6 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
         ["assert math.isclose(area(1), pi)"],
         {"test_imports": ["import math"], "test_setup_code": "from math import pi"},
     ),
-    "named as one of Python's own": ("def sum(a, b): return a * b", "assert sum(2, 3) == 6", {}),
     "imported as solution": (
         ADD,
         "from solution import add\nimport solution\n"
@@ -70,11 +68,7 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
         json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", ["7"]]}),
         {},
     ),
-    "LiveCodeBench": (
-        "print(int(input()) + 1)",
-        [{"input": "1", "output": "2", "testtype": "stdin"}],
-        {},
-    ),
+    "LiveCodeBench": ("print(int(input()) + 1)", [{"input": "1", "output": "2"}], {}),
     "LiveCodeBench's functions": (
         "from typing import List\nclass Solution:\n"
         "    def total(self, nums: List[int], start: int) -> int: return sum(nums) + start",
@@ -173,14 +167,13 @@ def test_the_last_python_block_is_the_program() -> None:
 @pytest.mark.parametrize(
     ("tests", "row", "message"),
     [
-        (7, {}, "got 7"),
-        ([], {}, r"got \[\]"),
+        (None, {}, "got None"),
         ([1, 2], {}, r"got \[1, 2\]"),
         ("assert add(1,", {}, "assert add"),
         ("import math\nx = 3\ndef f(): pass", {}, "assert, a call"),
         (CHECK, {}, "entry_point"),
         ({"inputs": ["1"]}, {}, "inputs"),
-        ({"inputs": ["1"], "outputs": []}, {}, "outputs"),
+        ({"inputs": ["1"], "outputs": ["2", "3"]}, {}, "outputs"),
         ([{"input": "1"}], {}, "input"),
         ([{"input": "1", "output": "2", "testtype": "functional"}], {}, "fn_name"),
     ],
@@ -188,11 +181,6 @@ def test_the_last_python_block_is_the_program() -> None:
 def test_tests_that_cannot_be_used_are_refused(tests: Any, row: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_tests(tests, row)
-
-
-def test_row_without_tests_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"data.columns.*has: answer"):
-        score("x", None, answer="3")
 
 
 def test_outputs_are_compared_by_lines_and_numbers() -> None:
@@ -209,8 +197,10 @@ def test_outputs_are_compared_by_lines_and_numbers() -> None:
 def test_run_is_refused_before_it_starts() -> None:
     example = Prompt(0, "q", {"tests": "assert add(1, 2) == 3"})
     check_rewards(config_of("code", rollout__num_generations=16), example)
-    with pytest.raises(ConfigError, match=r"data.columns.*has: other"):
+    with pytest.raises(ConfigError, match=r"'tests'; the data has: other"):
         check_rewards(config_of("code"), Prompt(0, "q", {"other": "x"}))
+    with pytest.raises(ConfigError, match=r"column tests"):
+        check_rewards(config_of("code"), Prompt(0, "q", {"tests": "assert add("}))
     with pytest.raises(ConfigError, match=r"reward.code_timeout_seconds.*runtime.timeout_seconds"):
         check_rewards(config_of("code", reward__code_timeout_seconds=120), example)
 

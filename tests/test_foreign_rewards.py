@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_pools import config_of, finished
+from reward_pools import call, config_of
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import ConfigError
 from easyrl.data.datasets import open_prompts
 from easyrl.rewards.loading import check_rewards
-from easyrl.rewards.pool import RewardPool, ScoredGroup
-from easyrl.rewards.signatures import TrainerState
 from easyrl.types import Prompt
 
 # The shapes that TRL's documentation shows: what each reads, and how.
@@ -39,9 +36,6 @@ def by_reference(completions, ground_truth, **kwargs):
 def for_maths(prompts, completions, task, **kwargs):
     return [1.0 if t == "math" else None for t in task]
 
-def for_code(prompts, completions, task, **kwargs):
-    return [-1.0 if t == "code" else None for t in task]
-
 async def asynchronous(prompts, completions, **kwargs):
     await asyncio.sleep(0.01)
     return [1.0 if completion else 0.0 for completion in completions]
@@ -65,32 +59,16 @@ def without_kwargs(prompts, completions):
 """
 TEXTS = [r"It is \boxed{4}.", "Five", r"\boxed{5}"]
 GOOD = "<think>2+2</think><answer>4</answer>"
+CHAT = [{"role": "system", "content": "Think first."}, {"role": "user", "content": "What is 2+2?"}]
 TABLE = [
-    # function, rows of the data, the completions, the scores
-    ("by_number_of_tokens", {"prompt": "The sky is"}, TEXTS, [2, 3, 1]),
+    # function, row of the data, completions, scores
+    ("by_number_of_tokens", {"prompt": "The sky is"}, TEXTS, [1, 2, 3]),
     ("by_number_of_characters", {"prompt": "The sky is"}, TEXTS, [16, 4, 9]),
-    (
-        "by_format",
-        {"prompt": [{"role": "user", "content": "What is 2+2?"}]},
-        [GOOD, "4", GOOD + "."],
-        [1, 0, 0],
-    ),
-    (
-        "by_format",
-        {
-            "prompt": [
-                {"role": "system", "content": "Think first."},
-                {"role": "user", "content": "What is 2+2?"},
-            ],
-            "ground_truth": "4",
-        },
-        [GOOD, GOOD, "4"],
-        [1, 1, 0],
-    ),
+    ("by_format", {"prompt": CHAT[1:]}, [GOOD, "4", GOOD + "."], [1, 0, 0]),
+    ("by_format", {"prompt": CHAT, "ground_truth": "4"}, [GOOD, GOOD, "4"], [1, 1, 0]),
     ("by_reference", {"prompt": "What is 2+2?", "ground_truth": "4"}, TEXTS, [1, 0, 0]),
     ("for_maths", {"prompt": "What is 2+2?", "task": "math"}, TEXTS, [1, 1, 1]),
     ("for_maths", {"prompt": "Add two numbers.", "task": "code"}, TEXTS, [None] * 3),
-    ("for_code", {"prompt": "Add two numbers.", "task": "code"}, TEXTS, [-1, -1, -1]),
     ("asynchronous", {"prompt": "The sky is"}, ["", "a", "b"], [0, 1, 1]),
     ("in_stages", {"prompt": "The sky is"}, TEXTS, [0.25] * 3),
     ("logs", {"prompt": "The sky is"}, TEXTS, [0.5] * 3),
@@ -99,42 +77,22 @@ TABLE = [
 ]
 
 
-def score(config: Config, prompt: Prompt, completions: list[str]) -> ScoredGroup:
-    with closing(RewardPool(config)) as pool:
-        ids = [[7] * length for length in (2, 3, 1)]
-        state = TrainerState(global_step=5, max_steps=20)
-        pool.submit(0, prompt.content, completions, ids, prompt.columns, trainer_state=state)
-        return finished(pool, 1)[0]
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
+@pytest.mark.parametrize(("name", "row", "texts", "scores"), TABLE)
+def test_trl_functions_and_formats_work_unchanged(
+    name: str, row: dict[str, Any], texts: list[str], scores: list[float | None], tmp_path: Path
+) -> None:
     (tmp_path / "trl.py").write_text(TRL)
-    return tmp_path / "data.jsonl"
-
-
-@pytest.mark.parametrize("rows", sorted({json.dumps(row) for _, row, _, _ in TABLE}))
-def test_trl_functions_and_formats_work_unchanged(rows: str, data: Path) -> None:
-    data.write_text(rows + "\n")
-    table = [line for line in TABLE if json.dumps(line[1]) == rows]
-    texts = table[0][2]
-    names = [name for name, _, completions, _ in table if completions == texts]
-    config = config_of(*(f"{data.parent}/trl.py:{name}" for name in names), data__dataset=data)
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(row) + "\n")
+    config = config_of(f"{tmp_path}/trl.py:{name}", data__dataset=data)
     prompt = open_prompts(config).prompt(0)
     check_rewards(config, prompt)
-    # None of a single function is an error; beside another one it is what the table says.
-    config = config_of(
-        *(f"{data.parent}/trl.py:{n}" for n in (*names, "asynchronous")), data__dataset=data
-    )
-    scored = score(config, prompt, texts)
-    assert not scored.errors and scored.scores is not None
-    for name, row, completions, expected in table:
-        if completions == texts:
-            assert scored.scores[names.index(name)] == expected, (name, row)
-    if "logs" in names:
-        assert scored.metrics == {"words": 5 / 3}
-        assert scored.columns["first_word"] == ["It", "Five", r"\boxed{5}"]
-        assert scored.columns["parts"][1] == {"words": ["Five"], "none": None}
+    result = call(config, prompt, texts)
+    assert result.scores == [scores] and not result.errors
+    if name in ("logs", "forwards"):
+        assert result.metrics == {"words": 5 / 3}
+        assert result.columns["first_word"] == ["It", "Five", r"\boxed{5}"]
+        assert result.columns["parts"][1] == {"words": ["Five"], "none": None}
 
 
 ASYNC = """
@@ -144,7 +102,7 @@ started = []
 
 async def slow(completions, **kwargs):
     started.append(1)
-    while len(started) < 2:  # only together do they come to an end
+    while len(started) < 2:  # they end only together
         await asyncio.sleep(0.01)
     return [1.0] * len(completions)
 
@@ -159,15 +117,10 @@ async def fails(completions, **kwargs):
 def test_asynchronous_functions_are_awaited_together_and_fail_alone(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text(ASYNC)
-    config = config_of(
-        *(f"{file}:{name}" for name in ("slow", "fails", "slow_too")),
-        reward__on_error="zero",
-        reward__timeout_seconds=10,
-    )
-    scored = score(config, Prompt(0, "q", {}), TEXTS)
-    assert scored.scores == [[1.0] * 3, [0.0] * 3, [1.0] * 3]
-    assert len(scored.errors) == 1 and "KeyError: 'mine'" in scored.errors[0]
-    assert "asyncio" not in scored.errors[0]  # the user's frames alone
+    config = config_of(*(f"{file}:{name}" for name in ("slow", "fails", "slow_too")))
+    result = call(config, Prompt(0, "q", {}), TEXTS)
+    assert result.scores == [[1.0] * 3, [0.0] * 3, [1.0] * 3]
+    assert len(result.errors) == 1 and "KeyError: 'mine'" in result.errors[0]
 
 
 VERL = """
@@ -185,7 +138,6 @@ def short(solution_str, ground_truth):
 async def later(solution_str, ground_truth, extra_info=None):
     assert extra_info == {}
     return float(solution_str == ground_truth)
-
 """
 VERL_ROW = {
     "data_source": "openai/gsm8k",
@@ -200,9 +152,9 @@ def test_verl_function_is_called_for_each_completion(tmp_path: Path) -> None:
     config = config_of(*(f"{file}:{n}" for n in ("compute_score", "with_more", "short")))
     prompt = Prompt(0, [{"role": "user", "content": "2+2?"}], VERL_ROW)
     check_rewards(config, prompt)
-    scored = score(config, prompt, ["4", "5", " 4"])
-    assert scored.scores == [[1, 0, 0], [2, 0, 0], [1, 0, 0]] and not scored.errors
-    assert scored.columns == {"acc": [True, False, False], "pred": ["4", "5", " 4"]}
+    result = call(config, prompt, ["4", "5", " 4"])
+    assert result.scores == [[1, 0, 0], [2, 0, 0], [1, 0, 0]] and not result.errors
+    assert result.columns == {"acc": [True, False, False], "pred": ["4", "5", " 4"]}
 
 
 @pytest.mark.parametrize("row", [{"ground_truth": "4"}, {"answer": "4"}])
@@ -210,7 +162,7 @@ def test_verl_ground_truth_may_be_a_column(row: dict[str, Any], tmp_path: Path) 
     (tmp_path / "v.py").write_text(VERL)
     config = config_of(f"{tmp_path}/v.py:later")
     check_rewards(config, Prompt(0, "q", row))
-    assert score(config, Prompt(0, "q", row), ["4", "5", "4"]).scores == [[1, 0, 1]]
+    assert call(config, Prompt(0, "q", row), ["4", "5", "4"]).scores == [[1, 0, 1]]
 
 
 # Errors, before the run and in it.
@@ -248,18 +200,16 @@ def no_score(data_source, solution_str, ground_truth, extra_info):
 
 def test_invalid_logging_or_a_missing_score_fails_the_function(tmp_path: Path) -> None:
     (tmp_path / "w.py").write_text(WRONG)
-    names = ("too_few", "taken", "no_number", "no_score")
-    specs = [f"{tmp_path}/w.py:{name}" for name in names]
-    config = config_of(*specs, reward__on_error="zero")
-    errors = score(config, Prompt(0, "q", {"answer": "4"}), TEXTS).errors
-    for error, name, named in zip(
-        errors, names, ["'x'", "'reward'", "'many'", "'score'"], strict=True
-    ):
-        assert name in error and named in error
+    named = {"too_few": "'x'", "taken": "'reward'", "no_number": "'many'", "no_score": "'score'"}
+    config = config_of(*(f"{tmp_path}/w.py:{name}" for name in named))
+    errors = call(config, Prompt(0, "q", {"answer": "4"}), TEXTS).errors
+    for error, (name, cause) in zip(errors, named.items(), strict=True):
+        assert name in error and cause in error
 
 
 @pytest.mark.parametrize("name", ["trainer_state", "log_extra", "log_metric", "completions"])
-def test_column_with_the_name_of_an_argument_is_refused(name: str, data: Path) -> None:
+def test_column_with_the_name_of_an_argument_is_refused(name: str, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "q", name: 1}) + "\n")
     with pytest.raises(ConfigError, match=f"column '{name}' .*has the name of an argument"):
         open_prompts(config_of("format", data__dataset=data))

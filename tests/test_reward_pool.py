@@ -10,13 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from pebble import ProcessFuture
 from reward_pools import config_of, finished
 
 from easyrl import events
@@ -26,7 +25,6 @@ from easyrl.rewards.pool import RewardPool, ScoredGroup, combine
 from easyrl.runtime.iteration import IterationRecord
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 
-CHAT = [{"role": "user", "content": "1+1?"}]
 FUNCTIONS = """
 import os, signal, sys, time, zlib
 import numpy as np
@@ -36,14 +34,9 @@ def arguments(prompts, completions, completion_ids, answer, **columns):
     assert completions == ["2", "3"], completions
     assert completion_ids == [[5], [6, 7]], completion_ids
     assert answer == ["2", "2"], answer
-    from_trainer = {"trainer_state", "log_extra", "log_metric"}
-    assert columns.keys() - from_trainer == {"level"} and columns["level"] == [4, 4], columns
-    assert columns.keys() >= from_trainer, columns
+    assert columns.keys() == {"level", "trainer_state", "log_extra", "log_metric"}, columns
+    assert columns["level"] == [4, 4], columns
     return [0.5, None]
-
-def chat(prompts, completions, completion_ids, **columns):
-    assert prompts == [[{"role": "user", "content": "1+1?"}]] * 2, prompts
-    return [float(completion[0]["content"]) for completion in completions]
 
 def changes(prompts, completions, completion_ids, level, **_):
     for argument in (prompts, completions, completion_ids, level[0]):
@@ -157,19 +150,14 @@ def test_function_gets_trl_arguments(open_pool: Open) -> None:
     assert scores_of(pool, answer="2", level=4) == [[0.5, None], [0.25, 0.75], [0.0, 0.0]]
 
 
-def test_chat_completions_are_assistant_messages(open_pool: Open) -> None:
-    assert scores_of(open_pool("chat"), CHAT) == [[2.0, 3.0]]
-
-
 def test_functions_of_one_call_do_not_share_arguments(open_pool: Open) -> None:
     assert scores_of(open_pool("changes", "sees"), level=[1, 2]) == [[1.0, 1.0]] * 2
 
 
 def test_preset_scores_itself() -> None:
-    pool = RewardPool(config_of())
-    pool.submit(7, "1+1=", ["#2", "#3"], [[1], [2]], {"answer": "2"})
-    assert finished(pool, 1) == [ScoredGroup(7, [[1.0, 0.0]], [])]
-    pool.close()
+    with closing(RewardPool(config_of())) as pool:
+        pool.submit(7, "1+1=", ["#2", "#3"], [[1], [2]], {"answer": "2"})
+        assert finished(pool, 1) == [ScoredGroup(7, [[1.0, 0.0]], [])]
 
 
 def test_completions_of_code_and_math_are_tasks_of_their_own(open_pool: Open) -> None:
@@ -193,17 +181,6 @@ def test_slow_reward_does_not_block(open_pool: Open) -> None:
     assert time.perf_counter() - began < 0.1
     assert [scored.key for scored in finished(pool, 1)] == [1]
     assert select.select([pool], [], [], 0)[0] == []  # the wake-up is used up
-
-
-@pytest.mark.alone
-def test_several_processes_score_at_once(open_pool: Open) -> None:
-    pool = open_pool("sleepy", reward__num_workers=2)
-    for seconds in ("0.3", "0.8"):
-        began = time.perf_counter()
-        for key in range(2):
-            pool.submit(key, "q", [seconds], [[1]], {})
-        finished(pool, 2)
-    assert time.perf_counter() - began < 1.5
 
 
 # Failures.
@@ -289,35 +266,13 @@ def test_process_killed_between_two_calls_costs_nothing(open_pool: Open) -> None
             assert again is not None and again != scores and not errors
 
 
-def test_pipes_that_a_dead_process_has_locked_cost_nothing(
-    open_pool: Open,
-) -> None:
-    pool = open_pool("pid", reward__num_workers=1)
-    before = scores_of(pool)
-    pipes = pool._pool._pool_manager.worker_manager.workers_channel
-    assert pipes.mutex.writer_mutex.acquire(timeout=5)  # and never released
-    for _, again, errors, *_ in score(pool, "q", "q"):
-        assert again is not None and again != before and not errors
-
-
-def test_calls_that_a_broken_pool_forgot_are_repeated(
-    open_pool: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = open_pool("pid", reward__num_workers=1)
-    before = scores_of(pool)
-    monkeypatch.setattr(pool._pool, "schedule", lambda *_, **__: ProcessFuture())
-    os.kill(int(before[0][0]), signal.SIGKILL)
-    for _, again, errors, *_ in score(pool, "q", "q"):
-        assert again is not None and again != before and not errors
-
-
 def test_pool_that_breaks_again_and_again_is_an_error(
     open_pool: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("easyrl.rewards.pool.start", os._exit)  # called with a config: it fails
     pool = open_pool("good", reward__on_error="zero", reward__num_workers=1)
-    ((_, scores, errors, *_),) = score(pool)
-    assert scores == [[0.0, 0.0]] and "3 times" in errors[0]
+    with pytest.raises(RewardError, match="processes"):
+        score(pool)
 
 
 # Memory and output.
@@ -354,13 +309,6 @@ def test_close_ends_a_hanging_reward_at_once(open_pool: Open) -> None:
     assert time.monotonic() - began < 2
     assert ended(int(scores[0][0]), 0.1)
     pool.close()  # a second time does nothing
-
-
-def test_ctrl_c_leaves_the_reward_processes_alone(open_pool: Open) -> None:
-    pool = open_pool("pid", reward__num_workers=1)
-    before = scores_of(pool)
-    os.kill(int(before[0][0]), signal.SIGINT)
-    assert scores_of(pool) == before
 
 
 PARENT = """
@@ -401,8 +349,6 @@ def test_combine_is_the_weighted_sum_of_what_applies() -> None:
     rewards = combine([[1.0, None, 0.0], [2.0, 4.0, None]], [1.0, 0.5])
     assert rewards.tolist() == [2.0, 2.0, 0.0]
     assert rewards.dtype == "float32"
-    with pytest.raises(ValueError, match="completion 1"):
-        combine([[1.0, None], [1.0, None]], [1.0, 1.0])
 
 
 def group_scored(index: int, rewards: list[float], **changes: Any) -> events.GroupScored:

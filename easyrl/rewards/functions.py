@@ -69,17 +69,14 @@ def format_(completions: Completions, **_: Sequence[Any]) -> list[float]:
 
 
 def length_penalty(
-    max_completion_length: int,
-    cache: int,
-    /,
-    completion_ids: Sequence[Sequence[int]],
-    **_: Sequence[Any],
+    max_completion_length: int, /, completion_ids: Sequence[Sequence[int]], **_: Sequence[Any]
 ) -> list[float]:
     """0 up to `max_completion_length - cache` tokens, falling to -1 at `max_completion_length`.
 
-    The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13); lengths include the
-    end-of-sequence token.
+    The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13), with its cache of a fifth;
+    lengths include the end-of-sequence token.
     """
+    cache = max(1, max_completion_length // 5)
     threshold = max_completion_length - cache
     return [-min(1.0, max(0, len(ids) - threshold) / cache) for ids in completion_ids]
 

@@ -1,13 +1,15 @@
 """Resolve the entries of `reward.functions`: a built-in name, `file.py:function` or
-`package.module:function`.
+`package.module:function`, in one of two forms.
 
-Errors are ConfigErrors that name what was searched and what exists; an error in the user's own file
-is shown with its traceback.
+    TRL    f(prompts, completions, completion_ids, **columns) -> [score]      one group
+    verl   f(data_source, solution_str, ground_truth, extra_info) -> score    one completion
+
+Problems are ConfigErrors; an error in the user's own file is shown with its traceback.
 """
 
 from __future__ import annotations
 
-import difflib
+import asyncio
 import functools
 import importlib
 import importlib.util
@@ -15,54 +17,36 @@ import inspect
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from easyrl.config import Config, ConfigError
+from easyrl.config.reward import RewardConfig
 from easyrl.data.presets import preset_of
+from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.rewards import functions, math
 from easyrl.rewards.code import check_code, code
-from easyrl.rewards.functions import RewardFunction
-from easyrl.rewards.signatures import from_verl, ground_truth_column, is_verl, required_columns
-from easyrl.types import Prompt
+from easyrl.rewards.functions import RewardFunction, text_of
+from easyrl.types import SAMPLE_COLUMNS, Prompt
 
 KEY = "reward.functions (--reward)"
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltIn:
-    """A built-in reward."""
-
-    bind: Callable[[Config], RewardFunction]
-    """Bind the function to its settings."""
-    columns: tuple[str, ...] = ()
-    """Columns that the data must have."""
-    check: Callable[[Config, Mapping[str, Any]], None] = lambda config, columns: None
-    """Check the settings and the first row; raises ConfigError."""
-
-
-def _bind_length_penalty(config: Config) -> RewardFunction:
-    longest = config.rollout.max_completion_length
-    return functools.partial(functions.length_penalty, longest, max(1, longest // 5))  # DAPO
-
-
-BUILT_IN: Mapping[str, BuiltIn] = {
-    "exact_match": BuiltIn(lambda config: functions.exact_match, ("answer",)),
-    "math": BuiltIn(lambda config: math.math, ("answer",)),
-    "gsm8k": BuiltIn(lambda config: math.gsm8k, ("answer",)),
-    "code": BuiltIn(lambda config: functools.partial(code, config.reward), check=check_code),
-    "regex": BuiltIn(
-        lambda config: functools.partial(functions.regex, config.reward.pattern or "")
+BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {
+    "exact_match": lambda config: functions.exact_match,
+    "math": lambda config: math.math,
+    "gsm8k": lambda config: math.gsm8k,
+    "code": lambda config: functools.partial(code, config.reward),
+    "regex": lambda config: functools.partial(functions.regex, config.reward.pattern or ""),
+    "format": lambda config: functions.format_,
+    "countdown": lambda config: functions.countdown,
+    "length_penalty": lambda config: functools.partial(
+        functions.length_penalty, config.rollout.max_completion_length
     ),
-    "format": BuiltIn(lambda config: functions.format_),
-    "countdown": BuiltIn(lambda config: functions.countdown, ("nums", "target")),
-    "length_penalty": BuiltIn(_bind_length_penalty),
 }
+"""Each binds a function to its settings."""
 PER_COMPLETION = ("code", "math")
-"""Slow ones: each completion is a task of its own in the pool."""
+"""Slow ones: each completion is a call of its own."""
 FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:function, or package.module:function"
 
 
@@ -70,16 +54,12 @@ def reward_specs(config: Config) -> list[str]:
     """`reward.functions`, by default the preset's reward."""
     if config.reward.functions:
         return list(config.reward.functions)
-    of_presets = {}
-    for name in config.data.datasets:
-        preset = preset_of(name, config.data)
-        if preset is None:
-            raise ConfigError(f"{KEY}: expected {FORMS}, got none; '{name}' has no default")
-        of_presets[preset.reward] = name
-    if len(of_presets) > 1:
-        rewards = ", ".join(f"{reward} of '{name}'" for reward, name in of_presets.items())
-        raise ConfigError(f"{KEY}: expected {FORMS}, got none, and different defaults: {rewards}")
-    return list(of_presets)
+    presets = [preset_of(name, config.data) for name in config.data.datasets]
+    defaults = list(dict.fromkeys(preset.reward if preset else None for preset in presets))
+    if len(defaults) != 1 or defaults[0] is None:
+        names = ", ".join(config.data.datasets)
+        raise ConfigError(f"{KEY}: expected {FORMS}, got none; {names} has no default")
+    return [defaults[0]]
 
 
 def reward_names(config: Config) -> list[str]:
@@ -102,55 +82,52 @@ def reward_weights(config: Config) -> list[float]:
 
 def check_rewards(config: Config, example: Prompt) -> None:
     """Load every function and check that the data has its columns, before a run starts."""
+    given = dict.fromkeys([*RESERVED_COLUMNS, *example.columns])
     for spec in reward_specs(config):
-        if spec in BUILT_IN:
-            load_reward(spec, config)
-            _check_columns(spec, BUILT_IN[spec].columns, config, example)
-            BUILT_IN[spec].check(config, example.columns)
-        else:
-            function = _find(spec)
-            if not is_verl(function):
-                _check_columns(spec, required_columns(function), config, example)
-            elif ground_truth_column(example.columns, config.reward.answer_column) is None:
-                raise ConfigError(
-                    f"{KEY}: '{spec}' has verl's signature and needs a column reward_model (with "
-                    f"ground_truth in it), ground_truth or {config.reward.answer_column} "
-                    f"(see data.columns); {_columns_of(example)}"
-                )
-
-
-def _check_columns(spec: str, needed: Sequence[str], config: Config, example: Prompt) -> None:
-    for column in needed:
-        if column not in example.columns:
-            key = "data.columns" if column == config.reward.answer_column else KEY
+        function = BUILT_IN[spec](config) if spec in BUILT_IN else _find(spec)
+        try:
+            if _is_verl(function):
+                _truth_column(example.columns)
+            else:
+                inspect.signature(function).bind(**accepted_arguments(function, given))
+        except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{key}: '{spec}' needs a column '{column}'; {_columns_of(example)}. A parameter "
-                "of a function of your own that has a default needs no column"
-            )
-
-
-def _columns_of(example: Prompt) -> str:
-    return f"the data has: {', '.join(example.columns) or 'no other column'}"
+                f"{KEY}: '{spec}': {error}; the data has: {', '.join(example.columns) or 'none'} "
+                "(data.columns renames columns)"
+            ) from None
+        if spec == "code":
+            check_code(config, example.columns)
 
 
 def load_reward(spec: str, config: Config) -> RewardFunction:
     """Load the function of one entry of `reward.functions`, in TRL's form."""
-    if spec in BUILT_IN:
-        return BUILT_IN[spec].bind(config)
-    function = _find(spec)
-    if not is_verl(function):
-        return function
-    column, dataset = config.reward.answer_column, ", ".join(config.data.datasets)
-    return from_verl(function, answer_column=column, dataset=dataset)
+    function = BUILT_IN[spec](config) if spec in BUILT_IN else _find(spec)
+    return _from_verl(function, ", ".join(config.data.datasets)) if _is_verl(function) else function
+
+
+def accepted_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Those of the arguments that the function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback without EasyRL's and importlib's frames at its start."""
+    frame = error.__traceback__
+    ignored = (str(Path(__file__).parent), importlib.__file__, "<frozen importlib")
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ignored):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
 
 
 def _find(spec: str) -> RewardFunction:
     """The user's function, unchanged."""
-    path, colon, name = spec.rpartition(":")
-    if not colon or not path or not name.isidentifier():
-        near = difflib.get_close_matches(spec, BUILT_IN, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(f"{KEY}: expected {FORMS}, got '{spec}'{hint}")
+    path, _, name = spec.rpartition(":")
+    if not path or not name:
+        raise ConfigError(f"{KEY}: expected {FORMS}, got '{spec}'")
     is_file = path.endswith(".py")
     file = Path(path).expanduser().resolve()
     if is_file and not file.is_file():
@@ -162,36 +139,13 @@ def _find(spec: str) -> RewardFunction:
     try:
         module = _load_file(file) if is_file else importlib.import_module(path)
     except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and not is_file and f"{path}.".startswith(f"{missing}."):
-            raise ConfigError(f"{KEY}: expected {FORMS}, got '{spec}' ({error})") from None
-        raise ConfigError(f"{KEY}: '{path}' fails to load:\n{own_traceback(error)}") from error
+        raise ConfigError(f"{KEY}: cannot load '{path}':\n{user_traceback(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        existing = [
-            found
-            for found, value in vars(module).items()
-            if inspect.isfunction(value)
-            and value.__module__ == module.__name__
-            and not found.startswith("_")
-        ]
-        raise ConfigError(
-            f"{KEY}: '{path}' has no function '{name}'; it has: {', '.join(existing) or 'none'}"
-        )
+        own = (n for n, each in inspect.getmembers(module, inspect.isfunction))
+        raise ConfigError(f"{KEY}: '{path}' has no function '{name}'; it has: {', '.join(own)}")
     reward: RewardFunction = function
     return reward
-
-
-def own_traceback(error: BaseException) -> str:
-    """The traceback without EasyRL's own frames at its start."""
-    frame: TracebackType | None = error.__traceback__
-    ours = str(Path(__file__).parent)
-    while frame is not None:
-        file = frame.tb_frame.f_code.co_filename
-        if not file.startswith((ours, "<frozen importlib", importlib.__file__ or ours)):
-            break
-        frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
 
 
 @functools.cache  # entries of the same file share one module
@@ -202,3 +156,52 @@ def _load_file(file: Path) -> ModuleType:
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _is_verl(function: Callable[..., Any]) -> bool:
+    return {"solution_str", "ground_truth"} <= inspect.signature(function).parameters.keys()
+
+
+def _truth_column(columns: Collection[str]) -> str:
+    """The column that a function in verl's form gets its ground truth from."""
+    candidates = ("reward_model", "ground_truth", RewardConfig.answer_column)
+    for name in candidates:
+        if name in columns:
+            return name
+    raise TypeError(f"expected one of the columns {', '.join(candidates)}")
+
+
+def _from_verl(compute_score: Callable[..., Any], dataset: str) -> RewardFunction:
+    """Wrap a function in verl's form as one in TRL's form.
+
+    It is called for each completion with the columns `data_source` (else the data set's name),
+    `reward_model["ground_truth"]` (else the column `ground_truth`, else `answer`) and `extra_info`
+    (else an empty mapping). It returns a number, or a mapping with the number as `score`, whose
+    other entries become columns of the samples.
+    """
+
+    async def score(
+        completions: Sequence[Any], log_extra: Callable[..., None], **columns: Sequence[Any]
+    ) -> list[Any]:
+        truth_column = _truth_column(columns)
+        results = []
+        for index, completion in enumerate(completions):
+            given = ("data_source", "extra_info", truth_column)
+            row = {name: columns[name][index] for name in given if name in columns}
+            truth = row[truth_column]
+            arguments = {
+                "data_source": row.get("data_source", dataset),
+                "solution_str": text_of(completion),
+                "ground_truth": truth["ground_truth"] if truth_column == "reward_model" else truth,
+                "extra_info": row.get("extra_info") or {},
+            }
+            results.append(compute_score(**accepted_arguments(compute_score, arguments)))
+        if inspect.isawaitable(results[0]):
+            results = await asyncio.gather(*results)
+        rows = [each if isinstance(each, Mapping) else {"score": each} for each in results]
+        for key in dict.fromkeys(key for row in rows for key in row):
+            if key not in ("score", *SAMPLE_COLUMNS):
+                log_extra(key, [row.get(key) for row in rows])
+        return [row["score"] for row in rows]
+
+    return score

@@ -5,14 +5,14 @@
       fileno() readable  ◄─── wake-up pipe ────  scores, or errors
       finished()  ──► [ScoredGroup(key, scores, errors)]
 
-A group is one task for the user's functions and the cheap built-in ones, and one task per
+A group is one call for the user's functions and the cheap built-in ones, and one call per
 completion for `code` and `math`. Only `close` blocks. The processes import no torch and end with
 the rollout worker, also when it is killed.
 
-A task that raises, exceeds its timeout or ends its process costs that task only; the pool starts
-another process. A pool that breaks (a process killed between two tasks) is replaced, and its tasks
-are repeated up to MAX_ATTEMPTS times. A broken pool may forget tasks without waking anyone: call
-`finished` at least every POLL_SECONDS while groups are being scored.
+A call that raises, exceeds its timeout or ends its process fails alone; pebble starts another
+process. A pool that breaks (a process killed between two calls) is replaced, and its calls are
+repeated. A broken pool may forget calls without waking anyone: call `finished` at least every
+POLL_SECONDS while groups are being scored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import signal
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -33,13 +33,19 @@ from pebble import ProcessExpired, ProcessPool
 from easyrl.config import Config
 from easyrl.rewards.functions import RewardError
 from easyrl.rewards.loading import PER_COMPLETION, reward_names, reward_specs
-from easyrl.rewards.signatures import TrainerState
-from easyrl.rewards.worker import Call, CallResult, call_functions, describe_prompt, start
+from easyrl.rewards.worker import (
+    Call,
+    CallResult,
+    TrainerState,
+    call_functions,
+    describe_prompt,
+    start,
+)
 from easyrl.types import Float32, Messages
 
 POLL_SECONDS = 1.0
-MAX_ATTEMPTS = 3
-"""A task that is repeated whenever the pool breaks may be the cause."""
+MAX_RESTARTS = 3
+"""Pools that may break one after the other without scoring a group."""
 
 
 class ScoredGroup(NamedTuple):
@@ -57,20 +63,8 @@ class ScoredGroup(NamedTuple):
 class _Group:
     key: Hashable
     prompt: str | Messages
-    scores: list[list[float | None]]  # [functions][G]
-    num_open_tasks: int = 0
-    errors: list[str] = field(default_factory=list)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    group: _Group
-    call: Call
-    first: int  # index of its first completion in the group
-    future: Future[CallResult] = field(default_factory=Future)
-    num_attempts: int = 0
+    num_completions: int
+    calls: dict[Call, Future[CallResult]]
 
 
 class RewardPool:
@@ -81,13 +75,11 @@ class RewardPool:
         self._config = config
         self._names = reward_names(config)
         specs = reward_specs(config)
-        per_completion = [n for n, spec in enumerate(specs) if spec in PER_COMPLETION]
-        self._per_completion: list[tuple[int, ...]] = [(index,) for index in per_completion]
-        self._per_group = tuple(index for index in range(len(specs)) if index not in per_completion)
-        own = config.reward.timeout_seconds
-        self._timeout_key = "runtime.timeout_seconds" if own is None else "reward.timeout_seconds"
-        self._timeout_seconds = config.runtime.timeout_seconds if own is None else own
-        self._open: dict[_Task, None] = {}  # without a result, in order of submission
+        self._per_completion = [n for n, spec in enumerate(specs) if spec in PER_COMPLETION]
+        self._per_group = [n for n, spec in enumerate(specs) if spec not in PER_COMPLETION]
+        self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
+        self._groups: list[_Group] = []  # being scored
+        self._num_restarts = 0
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
@@ -104,19 +96,15 @@ class RewardPool:
         trainer_state: TrainerState | None = None,
     ) -> None:
         """Score the G completions of one prompt; `key` identifies the group in `finished`."""
-        scores: list[list[float | None]] = [[0.0] * len(completions) for _ in self._names]
-        group = _Group(key, prompt, scores)
-        state = trainer_state or TrainerState()
-        tasks = [(self._per_group, 0, len(completions))] if self._per_group else []
-        for functions in self._per_completion:
-            tasks += [(functions, index, index + 1) for index in range(len(completions))]
-        for functions, first, end in tasks:
+        size, state = len(completions), trainer_state or TrainerState()
+        parts = [(self._per_group, 0, size)] if self._per_group else []
+        parts += [([index], n, n + 1) for index in self._per_completion for n in range(size)]
+        calls = {}
+        for functions, first, end in parts:
             texts, ids = completions[first:end], completion_ids[first:end]
-            call = Call(functions, prompt, texts, ids, columns, state)
-            task = _Task(group, call, first)
-            group.num_open_tasks += 1
-            self._open[task] = None
-            self._send(task)
+            call = Call(functions, first, prompt, texts, ids, columns, state)
+            calls[call] = self._schedule(call)
+        self._groups.append(_Group(key, prompt, size, calls))
 
     def finished(self) -> list[ScoredGroup]:
         """The groups scored since the last call, without waiting.
@@ -126,21 +114,17 @@ class RewardPool:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_reader, 65536)
         if self.is_broken:
-            lost = [task for task in self._open if not task.future.done() or _is_lost(task)]
-            self._pool.stop()  # type: ignore[no-untyped-call]
-            self._pool.join()
-            self._pool = self._start_pool()
-            for task in lost:
-                self._send(task)
-        groups = []
-        for task in [task for task in self._open if task.future.done() and not _is_lost(task)]:
-            groups += self._record(task)
-        return groups
+            self._restart()
+        scored = [group for group in self._groups if all(map(_has_result, group.calls.values()))]
+        for group in scored:
+            self._groups.remove(group)
+            self._num_restarts = 0
+        return [self._collect(group) for group in scored]
 
     @property
     def is_broken(self) -> bool:
-        """Whether tasks may have been lost with the pool; `finished` repeats them."""
-        return bool(self._open) and not self._pool.active
+        """Whether calls may have been lost with the pool; `finished` repeats them."""
+        return bool(self._groups) and not self._pool.active
 
     def fileno(self) -> int:
         """Readable when `finished` has something: for select or multiprocessing.connection.wait."""
@@ -150,8 +134,7 @@ class RewardPool:
         """End all processes at once, whatever they are doing."""
         if self._wake_writer < 0:
             return
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join()
+        self._stop_pool()
         os.close(self._wake_reader)
         os.close(self._wake_writer)
         self._wake_reader = self._wake_writer = -1
@@ -166,96 +149,85 @@ class RewardPool:
         pool.schedule(int)  # pebble starts the processes with the first task
         return pool
 
-    def _send(self, task: _Task) -> None:
-        if task.num_attempts == MAX_ATTEMPTS:
-            task.future = Future()
-            task.future.set_exception(BrokenProcessPool("the reward processes were killed"))
-        else:
-            task.num_attempts += 1
-            try:
-                task.future = self._pool.schedule(
-                    call_functions, args=(task.call,), timeout=self._timeout_seconds
-                )
-            except RuntimeError:  # the pool is broken, which `finished` will see
-                task.future = Future()
-                self._wake()
-        task.future.add_done_callback(lambda _: self._wake())  # in a thread of the pool
+    def _stop_pool(self) -> None:
+        self._pool.stop()  # type: ignore[no-untyped-call]
+        self._pool.join()
+
+    def _restart(self) -> None:
+        self._num_restarts += 1
+        if self._num_restarts > MAX_RESTARTS:
+            raise RewardError(f"the reward processes ended {self._num_restarts} times")
+        self._stop_pool()
+        self._pool = self._start_pool()
+        for group in self._groups:
+            for call in [call for call, future in group.calls.items() if not _has_result(future)]:
+                group.calls[call] = self._schedule(call)
+
+    def _schedule(self, call: Call) -> Future[CallResult]:
+        future: Future[CallResult] = Future()
+        try:
+            future = self._pool.schedule(call_functions, (call,), timeout=self._timeout_seconds)
+        except RuntimeError as error:  # the pool is broken, which `finished` will see
+            future.set_exception(BrokenProcessPool(str(error)))
+        future.add_done_callback(lambda _: self._wake())  # in a thread of the pool
+        return future
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it is readable anyway; closed: nobody waits
             os.write(self._wake_writer, b"x")
 
-    def _record(self, task: _Task) -> list[ScoredGroup]:
-        """Enter a task's result into its group; returns the group once it is complete."""
-        del self._open[task]
-        group, functions = task.group, task.call.functions
-        result = self._result_of(task)
-        for function, scores in zip(functions, result.scores, strict=False):
-            group.scores[function][task.first : task.first + len(scores)] = scores
-        group.errors += result.errors
-        if functions == self._per_group:
-            group.metrics, group.columns = result.metrics, result.columns
-        group.num_open_tasks -= 1
-        if group.num_open_tasks == 0:
-            without = [
-                index
-                for index, scores in enumerate(zip(*group.scores, strict=True))
-                if all(score is None for score in scores)
-            ]
-            for index in without:
-                group.scores[0][index] = 0.0
-            if without:
-                group.errors.append(
-                    f"reward ({', '.join(self._names)}): every function returned None for "
-                    f"completion {', '.join(map(str, without))}, {describe_prompt(group.prompt)}"
-                )
+    def _collect(self, group: _Group) -> ScoredGroup:
+        scores: list[list[float | None]] = [[0.0] * group.num_completions for _ in self._names]
+        errors: list[str] = []
+        metrics: dict[str, float] = {}
+        columns: dict[str, Sequence[Any]] = {}
+        for call, future in group.calls.items():
+            result = self._result_of(call, future)
+            for function, part in zip(call.functions, result.scores, strict=False):
+                scores[function][call.first : call.first + len(part)] = part
+            errors += result.errors
+            metrics |= result.metrics
+            columns |= result.columns
+        by_completion = enumerate(zip(*scores, strict=True))
+        without = [index for index, values in by_completion if set(values) == {None}]
+        for index in without:
+            scores[0][index] = 0.0
+        if without:
+            errors.append(
+                f"reward ({', '.join(self._names)}): every function returned None for "
+                f"completion {', '.join(map(str, without))}, {describe_prompt(group.prompt)}"
+            )
         on_error = self._config.reward.on_error
-        if group.errors and on_error == "stop":
-            raise RewardError(group.errors[0])
-        if group.num_open_tasks > 0:
-            return []
-        is_skipped = bool(group.errors) and on_error == "skip_group"
-        rewards = None if is_skipped else group.scores
-        errors = [*dict.fromkeys(group.errors)]
-        return [ScoredGroup(group.key, rewards, errors, group.metrics, group.columns)]
+        if errors and on_error == "stop":
+            raise RewardError(errors[0])
+        is_skipped = bool(errors) and on_error == "skip_group"
+        errors = list(dict.fromkeys(errors))  # one endless program per completion is one error
+        return ScoredGroup(group.key, None if is_skipped else scores, errors, metrics, columns)
 
-    def _result_of(self, task: _Task) -> CallResult:
+    def _result_of(self, call: Call, future: Future[CallResult]) -> CallResult:
         """The result, or an error for a call that did not return."""
-        try:
-            return task.future.result()
-        except TimeoutError:
-            problem = f"took longer than {self._timeout_seconds:g} s ({self._timeout_key})"
-        except ProcessExpired as expired:
-            if expired.exitcode == -signal.SIGXCPU and task.call.functions != self._per_group:
-                return CallResult()  # math.MAX_CPU_SECONDS: the score is 0
-            problem = f"ended its process (exit code {expired.exitcode})"
-        except BrokenProcessPool as error:
-            problem = f"lost its processes {MAX_ATTEMPTS} times ({error})"
-        except Exception as error:  # a function cannot be loaded, or a result cannot be pickled
-            problem = f"failed: {error}"
-        names = ", ".join(self._names[index] for index in task.call.functions)
-        return CallResult(
-            errors=[f"reward ({names}) {problem}, {describe_prompt(task.group.prompt)}"]
-        )
+        match future.exception():
+            case None:
+                return future.result()
+            case TimeoutError():
+                problem = f"took longer than {self._timeout_seconds:g} s (reward.timeout_seconds)"
+            case ProcessExpired(exitcode=code):
+                if code == -signal.SIGXCPU and call.functions != self._per_group:
+                    return CallResult()  # math.MAX_CPU_SECONDS: the score is 0
+                problem = f"ended its process (exit code {code})"
+            case error:  # a function cannot be loaded, or a result cannot be pickled
+                problem = f"failed: {error}"
+        names = ", ".join(self._names[index] for index in call.functions)
+        return CallResult(errors=[f"reward ({names}) {problem}, {describe_prompt(call.prompt)}"])
 
 
 def combine(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) -> Float32:
-    """The weighted sum [G] of the functions' scores [functions][G]; None does not count.
-
-    Raises ValueError where every function gave None for a completion.
-    """
-    assert len(scores) == len(weights), "one weight per function"
+    """The weighted sum [G] of the functions' scores [functions][G]; None does not count."""
     table = np.array(scores, dtype=np.float64)  # None becomes nan; scores themselves are finite
-    applies = ~np.isnan(table)
-    if not applies.any(axis=0).all():
-        index = int(np.flatnonzero(~applies.any(axis=0))[0])
-        raise ValueError(f"every reward function returned None for completion {index}")
-    weighted = np.where(applies, table, 0.0) * np.asarray(weights, dtype=np.float64)[:, None]
-    rewards: Float32 = weighted.sum(axis=0).astype(np.float32)
+    rewards: Float32 = np.nansum(table * np.array(weights)[:, None], axis=0).astype(np.float32)
     return rewards
 
 
-def _is_lost(task: _Task) -> bool:
-    """Whether the task is to be repeated in another pool."""
-    failed = task.future.done() and isinstance(task.future.exception(), BrokenProcessPool)
-    return failed and task.num_attempts < MAX_ATTEMPTS
+def _has_result(future: Future[CallResult]) -> bool:
+    """Whether the call is over, and not lost with a broken pool."""
+    return future.done() and not isinstance(future.exception(), BrokenProcessPool)

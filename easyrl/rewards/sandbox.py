@@ -38,6 +38,7 @@ SYSTEM_FILES = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store"),
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
 )
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 TMP_BYTES = 128 << 20
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -51,11 +52,12 @@ ENVIRONMENT = {
 FIRST_USER, NUM_USERS = 61184, 4336
 """User numbers for programs when EasyRL runs as root: systemd's range for dynamic users."""
 PROBE_SECONDS = 20.0
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 PR_SET_CHILD_SUBREAPER = 36
-CONTAINER_FLAGS = (
-    "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
-    "--security-opt systempaths=unconfined"
+HOW_TO_ALLOW = (
+    "Either allow it (in a container: docker run --security-opt seccomp=unconfined --security-opt "
+    "apparmor=unconfined --security-opt systempaths=unconfined; elsewhere unprivileged user "
+    "namespaces), or set reward.code_sandbox=limits where the container itself is the sandbox "
+    "(docs/rewards.md)"
 )
 
 
@@ -66,8 +68,8 @@ class SandboxError(RuntimeError):
 def run(job: dict[str, Any], kind: Kind, timeout_seconds: float) -> list[str | None]:
     """The output of each test up to the first that failed (None) or was not reached.
 
-    `job` has the keys kind, program, tests, function and token (see `code_runner`). Raises
-    SandboxError.
+    `job` has the keys kind, program and tests, and of other kinds than stdin function and token
+    (see `code_runner`). Raises SandboxError.
     """
     return _run(job, "limits" if kind == "limits" else find_bwrap(), timeout_seconds)
 
@@ -85,7 +87,6 @@ def find_bwrap() -> str:
     """The first way to start bwrap that works here. As root: change the user, then start bwrap;
     where that user cannot read this Python environment (in /root), start bwrap as root and change
     the user inside. Raises SandboxError."""
-    reason = "bwrap is not installed (apt-get install bubblewrap)"
     if shutil.which("bwrap"):
         for variant in ("bwrap", "bwrap as root") if os.geteuid() == 0 else ("bwrap",):
             try:
@@ -94,11 +95,9 @@ def find_bwrap() -> str:
                 reason = str(error)
             else:
                 return variant
-    raise SandboxError(
-        f"bubblewrap cannot isolate programs here: {reason}. Either allow it (in a container: "
-        f"{CONTAINER_FLAGS}; elsewhere unprivileged user namespaces), or set "
-        "reward.code_sandbox=limits where the container itself is the sandbox (docs/rewards.md)"
-    )
+    else:
+        reason = "bwrap is not installed (apt-get install bubblewrap)"
+    raise SandboxError(f"bubblewrap cannot isolate programs here: {reason}. {HOW_TO_ALLOW}")
 
 
 def _probe(variant: str) -> None:
@@ -109,32 +108,24 @@ def _probe(variant: str) -> None:
 
 def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str | None]:
     user = FIRST_USER + os.getpid() % NUM_USERS if os.geteuid() == 0 else None
-    command = [sys.executable, "-s", "-P", "-S", "-c", _runner_source()]
-    job = {
-        "function": None,
-        "token": "",
-        **job,
-        "packages": _package_folders(),
-        "cpu_seconds": math.ceil(timeout_seconds) + 1,
-        "user": user if variant == "bwrap as root" else None,
-        "landlock": None,
-        "num_other_processes": 0,
-    }
+    inner_user, outer_user = (user, None) if variant == "bwrap as root" else (None, user)
+    job = job | {"cpu_seconds": math.ceil(timeout_seconds) + 1, "user": inner_user}
+    command = [sys.executable, "-I", "-c", _runner_source()]
     environment = ENVIRONMENT
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile())
         errors = stack.enter_context(tempfile.TemporaryFile())
-        reader, writer = os.pipe()  # says that the runner has started, before the program has
-        stack.callback(os.close, reader)
         if variant == "limits":
-            work = stack.enter_context(_work_folder(user))
+            folder = tempfile.TemporaryDirectory(prefix="easyrl-code-", ignore_cleanup_errors=True)
+            work = stack.enter_context(folder)
+            if user is not None:
+                os.chown(work, user, user)
             environment = ENVIRONMENT | {"HOME": work, "TMPDIR": work}
             job["landlock"] = {"read_only": _read_only_paths(), "writable": [work, *DEVICES]}
             job["num_other_processes"] = 0 if user else _count_own_threads()
             stack.enter_context(_killing_remaining())
         else:
             command = [*_bwrap_command(variant), *command]
-        job["ready"] = writer
         try:
             process = subprocess.Popen(
                 command,
@@ -144,15 +135,12 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
                 env=environment,
                 cwd=environment["HOME"],
                 start_new_session=True,
-                pass_fds=[writer],
-                user=None if variant == "bwrap as root" else user,
-                group=None if variant == "bwrap as root" else user,
-                extra_groups=None if user is None or variant == "bwrap as root" else [],
+                user=outer_user,
+                group=outer_user,
+                extra_groups=None if outer_user is None else [],
             )
         except OSError as error:
-            raise SandboxError(f"{error} (as user {user})" if user else str(error)) from None
-        finally:
-            os.close(writer)
+            raise SandboxError(f"{error} (as user {user})") from None
         try:
             process.communicate(json.dumps(job).encode(), timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -160,12 +148,10 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
         finally:
             process.kill()
             process.wait()
-        os.set_blocking(reader, False)
-        with contextlib.suppress(BlockingIOError):
-            if not os.read(reader, 1) and process.returncode != -signal.SIGKILL:
-                errors.seek(0)
-                text = errors.read(4000).decode("utf-8", "replace").strip()
-                raise SandboxError(f"exit code {process.returncode}: {text}")
+        if 0 < process.returncode < 128 and process.returncode != code_runner.PROGRAM_FAULT:
+            errors.seek(0)
+            text = errors.read(4000).decode("utf-8", "replace").strip()
+            raise SandboxError(f"exit code {process.returncode}: {text}")
         output.seek(0)
         outputs: list[str | None] = []
         with contextlib.suppress(ValueError, TypeError, KeyError):  # cut off, or not the runner's
@@ -176,14 +162,12 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
 
 def _bwrap_command(variant: str) -> list[str]:
     if variant == "bwrap":
-        isolation = ["--unshare-all", "--cap-drop", "ALL"]
+        namespaces, rights = ["all"], []
     else:  # the runner gives up these two with the user
-        namespaces = ("ipc", "pid", "net", "uts", "cgroup-try")
-        isolation = [f"--unshare-{each}" for each in namespaces]
-        isolation += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    command = ["bwrap", *isolation, "--die-with-parent", "--new-session", "--clearenv"]
-    for name, value in ENVIRONMENT.items():
-        command += ["--setenv", name, value]
+        namespaces = ["ipc", "pid", "net", "uts", "cgroup-try"]
+        rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    command = ["bwrap", *(f"--unshare-{each}" for each in namespaces), "--cap-drop", "ALL", *rights]
+    command += ["--die-with-parent", "--new-session"]
     size = ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs"]
     command += ["--proc", "/proc", "--dev", "/dev", *size, "/dev/shm", *size, "/tmp"]
     for path in map(Path, _read_only_paths()):  # after /tmp, where an environment may lie
@@ -199,25 +183,6 @@ def _read_only_paths() -> list[str]:
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     prefixes |= {os.path.realpath(path) for path in prefixes}
     return [*SYSTEM_FILES, *sorted(path for path in prefixes if not path.startswith("/usr"))]
-
-
-@functools.cache
-def _package_folders() -> list[str]:
-    """The folders of sys.path that belong to this Python environment."""
-    prefixes = tuple(f"{path}/" for path in (*_read_only_paths(), "/usr"))
-    return [path for path in sys.path if path.startswith(prefixes) and Path(path).is_dir()]
-
-
-@contextlib.contextmanager
-def _work_folder(user: int | None) -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix="easyrl-code-")
-    try:
-        if user is not None:
-            os.chown(folder, user, user)
-        yield folder
-    finally:
-        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):  # however deep it is
-            subprocess.run([*command, "--", folder], check=False, stderr=subprocess.DEVNULL)
 
 
 @contextlib.contextmanager

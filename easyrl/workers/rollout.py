@@ -35,7 +35,7 @@ from easyrl.model.policy import Policy
 from easyrl.processes import maybe_sleep, pin
 from easyrl.rewards.loading import reward_weights
 from easyrl.rewards.pool import POLL_SECONDS, RewardPool, ScoredGroup, combine
-from easyrl.rewards.signatures import TrainerState
+from easyrl.rewards.worker import TrainerState
 from easyrl.types import Float32, IndexedPrompt, Prompt, RolloutGroup
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.settings import WorkerSettings
