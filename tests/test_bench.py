@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,34 +15,30 @@ from easyrl.bench.measure import peak_bytes
 from easyrl.bench.runs import Recorder
 from easyrl.cli import app
 from easyrl.config import load_config
-from easyrl.model.files import load_eos_token_ids, load_model_config, read_model_files
+from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.runtime.preflight import check_run
 from easyrl.runtime.supervisor import Interrupted, WorkerFailure
 
 
 def test_ring_compares_both_ways_to_send_a_group() -> None:
     (row,) = ring.run(group_bytes=(65536,), repetitions=1, num_wakeups=20)
-    assert row["speedup"] == pytest.approx(
-        row["ring_groups_per_second"] / row["queue_groups_per_second"]
-    )
+    rates = row["ring_groups_per_second"], row["queue_groups_per_second"]
+    assert row["speedup"] == pytest.approx(rates[0] / rates[1])
     assert 0 < row["wakeup_p50_seconds"] <= row["wakeup_p99_seconds"] < 1
 
 
 def test_engine_generates_the_given_lengths() -> None:
-    baseline = engine.Generate()
-    tokenizer = engine.load_tokenizer("tiny")
-    prompts = [engine.render_prompt(text, tokenizer) for text in ("12+34=", "5+6+7=", "8+9=")]
-    row = engine.compare("ragged", prompts, [3, 9, 1], baseline, repetitions=1)
-    assert row["completion_tokens"] == 13 and row["speedup"] > 0
-    assert engine.check_greedy(prompts, baseline)["greedy_mismatches"] == 0
+    row = engine.compare("ragged", [[5, 6, 7], [8, 9], [10]], [3, 9, 1], repetitions=1)
+    assert row["completion_tokens"] == 13
+    rates = row["engine_tokens_per_second"], row["generate_tokens_per_second"]
+    assert row["speedup"] == pytest.approx(rates[0] / rates[1])
 
 
 def test_attention_compares_the_same_work() -> None:
     size = attention.SMALL | {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 50}
-    shape = attention.Shape(prompt_len=40, shortest=3, longest=12, num_generations=4)
+    shape = attention.Shape(prompt_len=40, shortest=7, longest=7, num_generations=4)
     row = attention.compare(shape, size, torch.float32, "cpu", repetitions=1)
-    num_completion = sum(shape.completion_lengths)
-    assert row["token_ratio"] == (4 * 40 + num_completion) / (40 + num_completion)
+    assert row["token_ratio"] == 4 * (40 + 7) / (40 + 4 * 7)
     assert row["memory_ratio"] > 1.5 and row["speedup"] > 0
     for error in ("max_logprob_error", "max_grad_error"):
         assert 0 < row[error] < 1e-5 and 0 < row[f"{error}_repeated"] < 1e-5
@@ -56,7 +51,6 @@ def test_peak_memory_counts_tensors_that_live_at_the_same_time() -> None:
 
     def together() -> torch.Tensor:
         first = torch.zeros(1000)
-        first.add_(1.0)
         return first + first[:500].repeat(2)  # beside a copy and a sum
 
     cpu = torch.device("cpu")
@@ -68,15 +62,12 @@ def test_weights_counts_the_bytes_of_an_update() -> None:
     """With a cast on the way. The suite itself compares every bit."""
     size = attention.SMALL | {"num_hidden_layers": 2, "vocab_size": 40_000}
     (row,) = weights.run("cpu", "cpu", "bfloat16", repetitions=1, size=size)
-    embedding, head = 40_000 * 256, 40_000 * 256
     layer = 256 * (256 + 2 * 128 + 256 + 3 * 768) + 2 * 256 + 2 * 64
-    assert row["weight_bytes"] == 2 * (embedding + head + 2 * layer + 256)
-    assert row["gigabytes_per_second"] == pytest.approx(
-        row["weight_bytes"] / 1e9 / row["seconds_per_update"]
-    )
-    assert row["share_of_bare"] == pytest.approx(
-        row["gigabytes_per_second"] / row["bare_broadcast_gigabytes_per_second"]
-    )
+    assert row["weight_bytes"] == 2 * (2 * 40_000 * 256 + 2 * layer + 256)
+    rate = row["weight_bytes"] / 1e9 / row["seconds_per_update"]
+    assert row["gigabytes_per_second"] == pytest.approx(rate)
+    bare = row["bare_broadcast_gigabytes_per_second"]
+    assert row["share_of_bare"] == pytest.approx(rate / bare)
     assert 2**20 <= row["peak_extra_bytes"] <= 3 * row["bucket_bytes"]
     with pytest.raises(ValueError, match=r"devices\.train"):
         weights.run("cpu", "cpu:2")
@@ -88,8 +79,7 @@ def test_pipeline_does_the_same_work_in_every_mode() -> None:
     assert len({round(recorder.completion_tokens) for recorder in recorders}) == 1
     for recorder in recorders:
         for phase in ("infer", "train"):
-            seconds = recorder.median(f"perf/{phase}_seconds")
-            assert 0 < seconds < recorder.median("perf/iteration_seconds")
+            assert 0 < recorder.median(f"{phase}_seconds") < recorder.median("iteration_seconds")
 
 
 def test_pipeline_takes_ratios_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +89,7 @@ def test_pipeline_takes_ratios_within_a_round(monkeypatch: pytest.MonkeyPatch) -
         recorder = Recorder()
         names = ("iteration", "infer", "train", "weights")
         values = (next(seconds), 2, 1, 0.5)
-        metrics = {f"perf/{n}_seconds": value for n, value in zip(names, values, strict=True)}
-        recorder.metrics = [metrics | {"perf/tokens_per_second": 1.0}]
+        recorder.metrics = [{f"perf/{n}_seconds": v for n, v in zip(names, values, strict=True)}]
         return recorder
 
     monkeypatch.setattr(pipeline, "measure", measure)
@@ -110,19 +99,17 @@ def test_pipeline_takes_ratios_within_a_round(monkeypatch: pytest.MonkeyPatch) -
     assert rows["periodic"]["share_of_ceiling"] == pytest.approx(4 / (3.5 / 2))
 
 
-@pytest.mark.parametrize("suite", [attention, engine, loop, pipeline, ring, weights])
-def test_table_fits_a_terminal_of_80_columns(
-    suite: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_tables_fit_a_terminal_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    row = dict.fromkeys(suite.COLUMNS, 1234.5)
-    if suite is pipeline:
-        row |= {"mode": "colocated"}  # type: ignore[dict-item]
-    report.print_table("suite", [row], suite.COLUMNS)
-    output = capsys.readouterr().out
-    assert max(map(len, output.splitlines())) <= 80
-    assert all(word in output for heading in suite.COLUMNS.values() for word in heading.split())
-    assert suite is not pipeline or "colocated" in output
+    for suite in (attention, engine, loop, pipeline, ring, weights):
+        columns = suite.COLUMNS
+        report.print_table([dict.fromkeys(columns, 1234.5) | {"mode": "colocated"}], columns)
+        output = capsys.readouterr().out
+        assert max(map(len, output.splitlines())) <= 80
+        assert output.split().count("1234") == len(columns) - ("mode" in columns)
+        assert ("colocated" in output) == ("mode" in columns)
 
 
 @pytest.mark.parametrize(
@@ -162,32 +149,26 @@ def test_recorder_counts_the_time_in_which_both_groups_are_busy() -> None:
         recorder(activity("train-0", *training))
         metrics = {"iteration": number, "perf/tokens_per_second": 3.0 + number}
         recorder(events.IterationFinished(start + 8, metrics))
-    assert recorder.iterations == [(10.0, 18.0)]
-    assert recorder.median("perf/tokens_per_second") == 4.0
+    assert recorder.median("tokens_per_second") == 4.0
     # Training that began in the first iteration takes two seconds of the second one.
-    assert recorder.busy_shares() == (6 / 8, 5 / 8, 3 / 8)
+    assert recorder.busy_shares() == pytest.approx((6 / 8, 5 / 8, 3 / 8), abs=1e-3)
 
 
 def test_loop_makes_a_run_that_passes_every_check(tmp_path: Path) -> None:
-    load = loop.Load(20, 5, 12, 4, 4, 2, 200)
     size = loop.SIZES["small"] | {"num_hidden_layers": 1}
-    num_weights = loop.write_model(tmp_path / "model", size, load, "bfloat16")
-    flags = {"devices.infer": "cpu", "devices.train": "cpu", "model.dtype": "bfloat16"}
-    config = loop.config_of(tmp_path, flags, ["train.learning_rate=0.1"], 2, load)
-    assert config.train.learning_rate == 0.1 and config.train.iterations == 3
-    files = read_model_files(config.model.path)
-    assert files.num_weights == num_weights
-    preflight = check_run(config)
-    assert preflight.prompts.epoch_length == 3 * load.num_prompts
+    flags = {"devices.infer": "cpu", "devices.train": "cpu", "train.iterations": 2, **loop.ON_CPU}
+    inputs = loop.write_inputs(tmp_path, size, load_config(None, flags))
+    config = load_config(None, {**flags, **inputs, "output.dir": str(tmp_path / "run")})
+    assert check_run(config).prompts.epoch_length == 2 * config.train.prompts_per_iteration
     ends = load_eos_token_ids(config.model.path, load_model_config(config.model.path))
-    assert len(ends) == 256 // 5 and max(ends) < 256
+    assert len(ends) == 256 // 24 and max(ends) < 256
 
 
 def test_loop_counts_six_operations_per_weight_and_token() -> None:
     """And those of attention."""
-    size = loop.SIZES["1.7B"]
     words = ["train.prompts_per_iteration=32", "rollout.num_generations=16"]
-    flops = loop.iteration_flops(size, load_config(None, {}, words), 256, 300 * 32 * 16)
+    config = load_config(None, {"data.max_prompt_length": 256}, words)
+    flops = loop.training_flops(loop.SIZES["1.7B"], config, 300 * 32 * 16)
     tokens = 32 * (256 + 300 * 16)
     of_layers = 28 * (2048 * 128 * (2 * 16 + 2 * 8) + 3 * 2048 * 6144)
     assert 6 * of_layers * tokens < flops < 8 * 1.72e9 * tokens

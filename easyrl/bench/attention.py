@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,43 +23,18 @@ import torch
 from torch import Tensor
 
 from easyrl import devices
-from easyrl.bench.measure import median_ratio, peak_bytes, seconds_of_each
+from easyrl.bench.measure import median_ratio, peak_bytes, take_turns, timed
+from easyrl.bench.models import QWEN3_06B, SMALL, random_model
 from easyrl.data.packing import Rollout, pack
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.cpu_layers import speed_up_linear_layers
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
 
-SMALL = {
-    "vocab_size": 256,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
-QWEN3_06B = {
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
-COLUMNS = {
-    "prompt_len": "P",
-    "completion_len": "R",
-    "num_generations": "G",
-    "speedup": "speedup",
-    "token_ratio": "tokens",
-    "efficiency": "efficiency",
-    "memory_ratio": "memory",
-    "max_logprob_error": "log-p. error",
-    "max_grad_error": "grad. error",
-}
+COLUMNS = (
+    *("prompt_len", "completion_len", "num_generations", "speedup", "token_ratio", "efficiency"),
+    *("memory_ratio", "max_logprob_error", "max_grad_error"),
+)
 
 
 class Shape(NamedTuple):
@@ -69,12 +44,6 @@ class Shape(NamedTuple):
     shortest: int
     longest: int
     num_generations: int
-
-    @property
-    def completion_lengths(self) -> list[int]:
-        rng = np.random.default_rng(0)
-        drawn = rng.integers(self.shortest, self.longest, self.num_generations, endpoint=True)
-        return [int(length) for length in drawn]
 
 
 CPU_SHAPES = (
@@ -102,8 +71,6 @@ class Group(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Figures of one forward and backward pass of a group."""
-
     logprobs: Tensor  # [K]
     gradients: dict[str, Tensor]
 
@@ -124,9 +91,12 @@ def compare(
     shape: Shape, size: Mapping[str, Any], dtype: torch.dtype, kind: str, repetitions: int
 ) -> dict[str, Any]:
     device = torch.device(kind)
-    policy = _make_policy(size, dtype, device)
-    group = make_group(shape, size["vocab_size"], device)
-    lengths = shape.completion_lengths
+    register_attention()
+    with device:
+        model = random_model(size, attn_implementation=ATTENTION_NAME).to(dtype).eval()
+    if kind == "cpu":
+        speed_up_linear_layers(model)
+    policy, group = Policy(model, device), make_group(shape, size["vocab_size"], device)
     rows = {
         "shared": packed(group, policy, shares_prompts=True),
         "repeated": packed(group, policy, shares_prompts=False),
@@ -134,15 +104,14 @@ def compare(
     expected = each_alone(group, policy)
     errors = {name: _errors(row(), expected) for name, row in rows.items()}
     peaks = {name: peak_bytes(row, device) for name, row in rows.items()}
-    seconds = seconds_of_each(rows, repetitions, device)
+    seconds = take_turns({name: timed(row, device) for name, row in rows.items()}, repetitions)
     speedup = median_ratio(seconds["repeated"], seconds["shared"])
-    num_tokens = shape.prompt_len + sum(lengths)
-    token_ratio = (shape.prompt_len * len(lengths) + sum(lengths)) / num_tokens
-    flops = model_flops(size, shape.prompt_len, lengths, num_tokens)
-    shared_seconds = statistics.median(seconds["shared"])
+    num_prompt, num_completion = shape.prompt_len, len(group.weights)
+    num_repeated = num_prompt * shape.num_generations + num_completion
+    token_ratio = num_repeated / (num_prompt + num_completion)
     return {
-        "prompt_len": shape.prompt_len,
-        "completion_len": round(statistics.mean(lengths), 1),
+        "prompt_len": num_prompt,
+        "completion_len": round(num_completion / shape.num_generations, 1),
         "num_generations": shape.num_generations,
         "speedup": speedup,
         "token_ratio": token_ratio,
@@ -153,21 +122,21 @@ def compare(
         "max_grad_error_repeated": errors["repeated"][1],
         "peak_memory_bytes": peaks["shared"],
         "memory_ratio": peaks["repeated"] / peaks["shared"],
-        "seconds": shared_seconds,
-        "completion_tokens_per_second": sum(lengths) / shared_seconds,
-        "model_flops_per_second": flops / shared_seconds,
+        "seconds": statistics.median(seconds["shared"]),
         "dtype": str(dtype).removeprefix("torch."),
     }
 
 
 def make_group(shape: Shape, vocab_size: int, device: torch.device) -> Group:
     """Draw random tokens and weights."""
+    prompt_len, shortest, longest, num_generations = shape
     generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(shortest, longest + 1, (num_generations,), generator=generator).tolist()
     prompt, *completions = (
         torch.randint(vocab_size, (length,), generator=generator).to(device)
-        for length in (shape.prompt_len, *shape.completion_lengths)
+        for length in (prompt_len, *lengths)
     )
-    weights = torch.randn(sum(shape.completion_lengths), generator=generator).to(device)
+    weights = torch.randn(sum(lengths), generator=generator).to(device)
     return Group(prompt, completions, weights)
 
 
@@ -176,16 +145,15 @@ def each_alone(group: Group, policy: Policy) -> Result:
     model = copy.deepcopy(policy.model).double()
     model.set_attn_implementation("eager")
     model.zero_grad()
-    logprobs = []
+    results = []
     weights = torch.split(group.weights, [len(c) for c in group.completions])
     for completion, own_weights in zip(group.completions, weights, strict=True):
         sequence = torch.cat([group.prompt, completion])
         logits = model(input_ids=sequence[None], use_cache=False).logits[0]
         predicting = logits[len(group.prompt) - 1 : -1]
         alone = torch.log_softmax(predicting, dim=-1).gather(1, completion[:, None])[:, 0]
-        (alone * own_weights).sum().backward()  # type: ignore[no-untyped-call]
-        logprobs.append(alone.detach())
-    return Result(torch.cat(logprobs), {n: p.grad for n, p in model.named_parameters()})
+        results.append(_backward(alone, own_weights, model))
+    return Result(torch.cat([result.logprobs for result in results]), results[-1].gradients)
 
 
 def packed(group: Group, policy: Policy, *, shares_prompts: bool) -> Callable[[], Result]:
@@ -219,25 +187,15 @@ def packed(group: Group, policy: Policy, *, shares_prompts: bool) -> Callable[[]
             temperature=1.0,
             vocabulary_size=policy.vocabulary_size,
         )
-        (logprobs * group.weights).sum().backward()  # type: ignore[no-untyped-call]
-        return Result(logprobs.detach(), {n: p.grad for n, p in policy.model.named_parameters()})
+        return _backward(logprobs, group.weights, policy.model)
 
     return forward_and_backward
 
 
-def _make_policy(size: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Policy:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    register_attention()
-    torch.manual_seed(0)
-    words: dict[str, Any] = {**size, "attn_implementation": ATTENTION_NAME}
-    config = Qwen3Config(**words, max_position_embeddings=4096)
-    with device:
-        model: Any = Qwen3ForCausalLM(config)
-    model.to(dtype)
-    if device.type == "cpu":
-        speed_up_linear_layers(model)
-    return Policy(model.eval(), device)
+def _backward(logprobs: Tensor, weights: Tensor, model: Any) -> Result:
+    """Gradients of the weighted sum are added to those that the model has."""
+    (logprobs * weights).sum().backward()  # type: ignore[no-untyped-call]
+    return Result(logprobs.detach(), {n: p.grad for n, p in model.named_parameters()})
 
 
 def _errors(result: Result, expected: Result) -> tuple[float, float]:
@@ -248,23 +206,3 @@ def _errors(result: Result, expected: Result) -> tuple[float, float]:
         for name, g in expected.gradients.items()
     ]
     return float((result.logprobs.double() - expected.logprobs).abs().max()), max(of_gradients)
-
-
-def model_flops(
-    size: Mapping[str, Any], prompt_len: int, lengths: Sequence[int], num_tokens: int
-) -> float:
-    """Floating-point operations that forward and backward of a group as one row of `num_tokens`
-    need at least (no recomputation): 6 per weight and token, and those of attention. `lengths`: of
-    its completions."""
-    width, heads, layers = (
-        size[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
-    projections = size["head_dim"] * (2 * heads + 2 * size["num_key_value_heads"])
-    layer_weights = layers * width * (projections + 3 * size["intermediate_size"])
-    completions = np.array(lengths, dtype=np.float64)
-    pairs = prompt_len**2 / 2 + float((completions * prompt_len + completions**2 / 2).sum())
-    return float(
-        6 * layer_weights * num_tokens
-        + 6 * width * size["vocab_size"] * completions.sum()
-        + 12 * layers * heads * size["head_dim"] * pairs
-    )

@@ -1,4 +1,4 @@
-"""Measure time in turns, and the peak memory of some code."""
+"""Measure time in turns, and the peak memory of an action."""
 
 from __future__ import annotations
 
@@ -7,27 +7,39 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from easyrl import devices
 
+T = TypeVar("T")
 
-def seconds_of_each(
-    actions: Mapping[str, Callable[[], object]], repetitions: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Seconds of each action, `repetitions` times. Actions take turns, so that noise affects all of
-    them alike; compare them by `median_ratio`. A first turn warms up and does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
-    for repetition in range(repetitions + 1):
-        for name, action in actions.items():
-            devices.synchronize(device)
-            started = time.perf_counter()
-            action()
-            devices.synchronize(device)
-            if repetition > 0:
-                seconds[name].append(time.perf_counter() - started)
+
+def take_turns(
+    actions: Mapping[str, Callable[[], T]], repetitions: int, num_warm_up: int = 1
+) -> dict[str, list[T]]:
+    """Return the results of each action, called `repetitions` times after the warm-up.
+
+    Actions take turns, so that noise affects all of them alike; compare them by `median_ratio`."""
+    turns = [
+        {name: action() for name, action in actions.items()}
+        for _ in range(num_warm_up + repetitions)
+    ]
+    return {name: [turn[name] for turn in turns[num_warm_up:]] for name in actions}
+
+
+def timed(action: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """Return a function that calls `action` and returns the seconds that it took."""
+
+    def seconds() -> float:
+        devices.synchronize(device)
+        start = time.perf_counter()
+        action()
+        devices.synchronize(device)
+        return time.perf_counter() - start
+
     return seconds
 
 
@@ -37,7 +49,7 @@ def median_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
-    """The most bytes of tensors that `action` holds at once, beyond those held before.
+    """Most bytes of tensors that `action` holds at once, beyond those held before.
 
     Accelerators count them; on the CPU torch's profiler does.
     """
@@ -57,15 +69,14 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_resident_bytes(action: Callable[[], object]) -> int:
-    """How much this process's resident memory grows at most during `action`. Raises OSError where
-    the kernel is not Linux."""
-    before = _status_bytes("VmRSS")
+    """Largest growth of this process's resident memory during `action`. Linux only."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before = _high_water_bytes()
     action()
-    return _status_bytes("VmHWM") - before
+    return _high_water_bytes() - before
 
 
-def _status_bytes(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+def _high_water_bytes() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import signal
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from easyrl import events
 from easyrl.config import Config
-from easyrl.events import WORKING
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import SIGNALLED, Interrupted, WorkerFailure
 
 NUM_WARM_UP = 1
-Spans = Sequence[tuple[float, float]]
-"""Start and end of each, in seconds."""
+SAMPLE_SECONDS = 1e-4
 
 
 class Recorder:
-    """An observer of a run."""
+    """Observe a run."""
 
     def __init__(self) -> None:
         self.metrics: list[Mapping[str, Any]] = []
-        """Metrics of the iterations that are measured."""
-        self.iterations: list[tuple[float, float]] = []
-        """Their spans."""
+        """Metrics of the measured iterations."""
         self.error = ""
+        self._iterations: list[tuple[float, float]] = []  # start and end
         self._working: dict[str, list[tuple[float, float]]] = {"rollout": [], "train": []}
         self._started = 0.0
 
@@ -34,19 +34,19 @@ class Recorder:
         match event:
             case events.IterationStarted(time, _):
                 self._started = time
-            case events.FromWorker(worker, _, events.Activity() as activity):
+            case events.FromWorker(worker, _, events.Activity(spans)):
                 self._working[worker.partition("-")[0]] += [
-                    (span.started, span.ended) for span in activity.spans if span.kind in WORKING
+                    (span.started, span.ended) for span in spans if span.kind in events.WORKING
                 ]
             case events.IterationFinished(time, metrics):
                 if metrics["iteration"] >= NUM_WARM_UP:
                     self.metrics.append(metrics)
-                    self.iterations.append((self._started, time))
+                    self._iterations.append((self._started, time))
             case events.RunEnded(message=message):
                 self.error = message
 
-    def median(self, metric: str) -> float:
-        return float(statistics.median(metrics[metric] for metrics in self.metrics))
+    def median(self, name: str) -> float:
+        return float(statistics.median(metrics[f"perf/{name}"] for metrics in self.metrics))
 
     @property
     def completion_tokens(self) -> float:
@@ -57,42 +57,24 @@ class Recorder:
         )
 
     def busy_shares(self) -> tuple[float, float, float]:
-        """The share of the time in which any engine, any trainer, and both were busy."""
-        infer, train = (overlap(self.iterations, union(s)) for s in self._working.values())
-        seconds = total(self.iterations)
-        return (
-            total(infer) / seconds,
-            total(train) / seconds,
-            total(overlap(infer, train)) / seconds,
-        )
+        """Return the shares of the time in which any engine, any trainer, and both were busy."""
+        times = np.concatenate([np.arange(*span, SAMPLE_SECONDS) for span in self._iterations])
+        busy = np.zeros((2, len(times)), dtype=np.bool_)
+        for row, spans in zip(busy, self._working.values(), strict=True):
+            for span in spans:
+                row[slice(*np.searchsorted(times, span))] = True
+        infer, train = busy
+        return float(infer.mean()), float(train.mean()), float((infer & train).mean())
 
 
-def record(config: Config, recorder: Recorder, name: str) -> Recorder:
+def record(config: Config, name: str) -> Recorder:
     """Train from start to end. Raises WorkerFailure with `name` if the run fails."""
+    recorder = Recorder()
     exit_code = run(config, [recorder])
     if exit_code > SIGNALLED:
         raise Interrupted(signal.Signals(exit_code - SIGNALLED))
     if exit_code != 0:
         raise WorkerFailure(f"bench, {name}: {recorder.error}")
+    tokens, seconds = recorder.median("tokens_per_second"), recorder.median("iteration_seconds")
+    print(f"{name}: {tokens:.0f} tokens/s, {seconds:.2f} s per iteration", file=sys.stderr)
     return recorder
-
-
-def union(spans: Spans) -> Spans:
-    """The same time in order, without overlaps."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def overlap(some: Spans, others: Spans) -> Spans:
-    """The time that is in both; neither has overlaps."""
-    shared = ((max(a[0], b[0]), min(a[1], b[1])) for a in some for b in others)
-    return [(start, end) for start, end in shared if start < end]
-
-
-def total(spans: Spans) -> float:
-    return sum(end - start for start, end in spans)

@@ -1,19 +1,16 @@
 """A weight update against bare broadcasts of the same bytes.
 
-A train process sends the weights of a random model of Qwen3-0.6B's shape (596 million, 311 names)
-and rollout processes load them, through the weight channel as in a run: over Gloo, over NCCL or
-HCCL if both have accelerators, or on the device that they share. The trainer's weights are float32.
-Engines have them in float32 or bfloat16, and they are sent in that type.
+A train process sends the weights of a random model of Qwen3-0.6B's shape (596 million, 311 names),
+in float32, and rollout processes load them in their dtype, through the weight channel as in a run.
 
     update   from the moment the trainer begins to send until the last engine has loaded all
     bare     as many bytes, in the same process group, from the memory of the trainer's weights
-             straight into that of the engine's: nothing is packed, cut, cast or copied. Once as one
+             straight into that of the engine's: nothing is packed, cast or copied. Once as one
              broadcast, once in pieces of a bucket's size; the faster one counts
 
 The peak is the largest of all processes', from before they join the channel to the end of an
-update, beside the model: on the CPU the growth of the process's memory, on accelerators what torch
-has allocated. The engines' weights are compared with the trainer's, bit by bit, after an update
-into zeros.
+update, beside the model. The engines' weights are compared with the trainer's, bit by bit, after an
+update into zeros.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,8 +28,8 @@ import torch
 from torch import Tensor
 
 from easyrl import devices
-from easyrl.bench.attention import QWEN3_06B
-from easyrl.bench.measure import peak_bytes, peak_resident_bytes
+from easyrl.bench.measure import peak_bytes, peak_resident_bytes, take_turns
+from easyrl.bench.models import QWEN3_06B, random_model
 from easyrl.channels import BUCKET_BYTES
 from easyrl.config import Config, ConfigError, DType, load_config
 from easyrl.engines.base import PolicyEngine
@@ -44,17 +42,12 @@ from easyrl.runtime.supervisor import Supervisor
 from easyrl.runtime.workers import worker_settings
 from easyrl.workers.settings import WorkerSettings
 
-MIN_SHARE, MAX_BUCKETS = 0.7, 3
-"""The goals: the share of the bare rate, and the memory beside the model."""
-COLUMNS = {
-    "dtype": "dtype",
-    "weight_bytes": "bytes",
-    "seconds_per_update": "s / update",
-    "gigabytes_per_second": "GB/s",
-    "bare_broadcast_gigabytes_per_second": "bare, GB/s",
-    "share_of_bare": f"of bare (goal: {MIN_SHARE})",
-    "peak_extra_bytes": f"peak, bytes (goal: {MAX_BUCKETS * BUCKET_BYTES})",
-}
+MIN_SHARE = 0.7
+"""The goal: the share of the bare rate."""
+COLUMNS = (
+    *("dtype", "weight_bytes", "seconds_per_update", "gigabytes_per_second"),
+    *("bare_broadcast_gigabytes_per_second", "share_of_bare", "peak_extra_bytes", "bucket_bytes"),
+)
 
 
 def run(
@@ -71,52 +64,40 @@ def run(
     says why its memory could not be opened twice, so that weights crossed on the CPU (None: they
     did not). Raises ConfigError for several train devices: one process sends.
     """
-    flags = {
-        "devices.infer": infer_devices,
-        "devices.train": train_devices,
-        "model.dtype": dtype,
-        "rollout.engine": "embedded",
-    }
-    config = load_config(None, flags, ())
+    flags = {"devices.infer": infer_devices, "devices.train": train_devices, "model.dtype": dtype}
+    config = load_config(None, {**flags, "rollout.engine": "embedded"}, ())
     placement = resolve_placement(config)
     if placement.train.count > 1:
         raise ConfigError(
-            "devices.train (--train-devices): expected one device (one process sends), got "
-            f"'{placement.train}'"
+            f"devices.train (--train-devices): expected one device, got '{placement.train}'"
         )
     with Supervisor() as supervisor:
         members = _Members(supervisor, config, placement, size)
-        peak = max(members.all("join_and_update"))
-        (_, num_bytes), *_ = members.all("update")
-        reason = members.all("unsupported_reason")[0]
-        if len(set(members.all("digest"))) > 1:
-            raise RuntimeError(
-                "bench weights: an engine's weights differ from those that were sent"
-            )
-        ways: dict[str, tuple[Any, ...]] = {"update": ("update",)}
+        peaks, sizes, digests, reasons = zip(*members.all("prepare"), strict=True)
+        if len(set(digests)) > 1:
+            raise RuntimeError("bench weights: an engine's weights differ from those sent")
+        num_bytes = sizes[0]
+        ways = {"update": partial(members.seconds, "update")}
         if not placement.shares_device:
-            ways["one broadcast"] = ("broadcast", num_bytes, num_bytes)
-            ways["buckets"] = ("broadcast", num_bytes, BUCKET_BYTES)
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(repetitions):
-            for way, call in ways.items():
-                seconds[way].append(members.seconds(*call))
-    rates = {way: num_bytes / 1e9 / statistics.median(taken) for way, taken in seconds.items()}
+            for variant, chunk_bytes in ("one broadcast", num_bytes), ("buckets", BUCKET_BYTES):
+                ways[variant] = partial(members.seconds, "broadcast", num_bytes, chunk_bytes)
+        medians = {w: statistics.median(s) for w, s in take_turns(ways, repetitions).items()}
+    seconds = medians.pop("update")
     row = {
         "dtype": dtype,
         "weight_bytes": num_bytes,
-        "seconds_per_update": statistics.median(seconds["update"]),
-        "gigabytes_per_second": rates.pop("update"),
-        "peak_extra_bytes": peak,
+        "seconds_per_update": seconds,
+        "gigabytes_per_second": num_bytes / 1e9 / seconds,
+        "peak_extra_bytes": max(peaks),
         "bucket_bytes": BUCKET_BYTES,
         "infer_devices": str(placement.infer),
         "train_devices": str(placement.train),
     }
     if placement.shares_device:
-        return [row | {"unsupported_reason": reason}]
-    variant, bare = max(rates.items(), key=lambda rate: rate[1])
-    row |= {"bare_broadcast_gigabytes_per_second": bare, "bare_variant": variant}
-    return [row | {"share_of_bare": row["gigabytes_per_second"] / bare}]
+        return [row | {"unsupported_reason": reasons[0]}]
+    bare_seconds, variant = min((taken, variant) for variant, taken in medians.items())
+    row |= {"bare_variant": variant, "share_of_bare": bare_seconds / seconds}
+    return [row | {"bare_broadcast_gigabytes_per_second": num_bytes / 1e9 / bare_seconds}]
 
 
 class _Members:
@@ -125,19 +106,14 @@ class _Members:
     def __init__(
         self, supervisor: Supervisor, config: Config, placement: Placement, size: Mapping[str, Any]
     ) -> None:
-        self._store_fd = os.memfd_create("easyrl-store")  # until this process ends
         self._supervisor = supervisor
+        self._store_fd = os.memfd_create("easyrl-store")  # until this process ends
+        store_path = f"/proc/{os.getpid()}/fd/{self._store_fd}"
         self._workers = []
         names = [("train", 0), *(("rollout", n) for n in range(placement.num_rollout_workers))]
-        for rank, (role, number) in enumerate(names):
+        for rank, name in enumerate(names):
             settings = worker_settings(
-                config,
-                placement,
-                role,
-                number,
-                owner_id=rank,
-                store_path=f"/proc/{os.getpid()}/fd/{self._store_fd}",
-                log_file=None,
+                config, placement, *name, owner_id=rank, store_path=store_path, log_file=None
             )
             member = (__name__, _Member.__name__, settings, rank, len(names), dict(size))
             self._workers.append(supervisor.spawn(settings.name, run_worker, *member))
@@ -155,7 +131,7 @@ class _Members:
 
     def seconds(self, method: str, *arguments: Any) -> float:
         """From the trainer's start to the last one's end."""
-        spans = [span for span, _ in self.all(method, *arguments)]
+        spans = self.all(method, *arguments)
         return float(max(end for _, end in spans) - spans[0][0])
 
 
@@ -178,7 +154,7 @@ class _Member(PolicyEngine):
         self._is_trainer = rank == 0
         self._control = control
         self._dtype = getattr(torch, settings.config.model.dtype)  # of the engines
-        self._version = 0
+        self._version = self._num_bytes = 0
         dtype = torch.float32 if self._is_trainer else self._dtype
         self.policy, self._memory = _random_policy(size, dtype, torch.device(settings.device))
         if not self._is_trainer:
@@ -189,62 +165,53 @@ class _Member(PolicyEngine):
             method, arguments = call
             self._control.send((getattr(self, method)(*arguments),))
 
-    def join_and_update(self) -> int:
-        """The peak of bytes that both take."""
+    def prepare(self) -> tuple[int, int, str, str | None]:
+        """Join the channel and update once. Returns the peak of bytes that both take, the bytes
+        sent, a hash of all weights in the engines' dtype, and `unsupported_reason`."""
 
         def action() -> None:
             self.join_weights(self._endpoint)
             self.update()
 
-        if self.policy.device.type == "cpu":
-            return peak_resident_bytes(action)
-        return peak_bytes(action, self.policy.device)
-
-    def unsupported_reason(self) -> str | None:
+        on_cpu = self.policy.device.type == "cpu"
+        peak = peak_resident_bytes(action) if on_cpu else peak_bytes(action, self.policy.device)
+        digest = hashlib.sha256()
+        for name, weight in self.policy.named_weights():
+            bits = weight.detach().to(self._dtype).cpu().view(-1).view(torch.uint8)
+            digest.update(name.encode() + bits.numpy().tobytes())
         assert self._channel is not None
-        return self._channel.unsupported_reason
+        return peak, self._num_bytes, digest.hexdigest(), self._channel.unsupported_reason
 
-    def update(self) -> tuple[tuple[float, float], int]:
-        """Start and end in seconds, on the clock that all processes share, and the bytes sent."""
+    def update(self) -> tuple[float, float]:
+        """Return start and end in seconds, on the clock that all processes share."""
         assert self._channel is not None
         self._version += 1
-        num_bytes = 0
         start = time.monotonic()
         if self._is_trainer:
-            num_bytes = self._channel.send(
+            self._num_bytes = self._channel.send(
                 self._version, self.policy.weights(), dtype=self._dtype, gather=gathered
             )
         else:
             self.receive_weights(self._version)
         devices.synchronize(self.policy.device)
-        return (start, time.monotonic()), num_bytes
+        return start, time.monotonic()
 
-    def broadcast(self, num_bytes: int, chunk_bytes: int) -> tuple[tuple[float, float], int]:
-        """Broadcast the memory of the weights."""
+    def broadcast(self, num_bytes: int, chunk_bytes: int) -> tuple[float, float]:
+        """Broadcast the memory of the weights. Returns start and end."""
         assert self._channel is not None
         start = time.monotonic()
         for chunk in torch.split(self._memory[:num_bytes], chunk_bytes):
             self._channel.broadcast(chunk, "a bare broadcast")
         devices.synchronize(self.policy.device)
-        return (start, time.monotonic()), num_bytes
-
-    def digest(self) -> str:
-        """Hash the bits of all weights, in the engines' dtype."""
-        digest = hashlib.sha256()
-        for name, weight in self.policy.named_weights():
-            bits = weight.detach().to(self._dtype).cpu().view(-1).view(torch.uint8)
-            digest.update(name.encode() + bits.numpy().tobytes())
-        return digest.hexdigest()
+        return start, time.monotonic()
 
 
 def _random_policy(
     size: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> tuple[Policy, Tensor]:
-    """A random Qwen3 with all weights in one piece of memory, and this memory as bytes."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+    """Return a model with all weights in one piece of memory, and this memory as bytes."""
     with torch.device("meta"):
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**size))
+        model = random_model(size)
     lengths = [parameter.numel() for parameter in model.parameters()]
     memory = torch.empty(sum(lengths), dtype=dtype, device=device)
     memory.uniform_(-1.0, 1.0, generator=torch.Generator(device).manual_seed(0))
