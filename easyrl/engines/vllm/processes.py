@@ -15,12 +15,11 @@ what it is doing to an anonymous file, and the rollout worker reads it while it 
 
     rank:             waiting for bucket n ─► loading bucket n ─► … ─► done
     rollout worker:   no change for runtime.timeout_seconds ─► TimeoutError
-
-No torch and no vLLM is imported here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
@@ -30,17 +29,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 # -- cleanup --------------------------------------------------------------------------------------
 
 FOLDER = "VLLM_RPC_BASE_PATH"
 """Variable that tells vLLM where to create its sockets."""
-SOCKET_NAME_BYTES = 37
-"""Length of vLLM's socket names, with the slash."""
-MAX_PATH_BYTES = 107
-"""Longest path of a Unix socket."""
+MAX_FOLDER_BYTES = 107 - 37
+"""Longest path of a Unix socket, without vLLM's socket name and the slash."""
 POLL_SECONDS = 0.05
 KILL_SECONDS = 30.0
 """Give up on a process that has not ended this long after SIGKILL: it hangs in a driver."""
@@ -51,7 +47,7 @@ class Cleanup:
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="easyrl-")
-        if len(self.folder.encode()) + SOCKET_NAME_BYTES > MAX_PATH_BYTES:
+        if len(self.folder.encode()) > MAX_FOLDER_BYTES:
             Path(self.folder).rmdir()
             self.folder = tempfile.mkdtemp(prefix="easyrl-", dir="/tmp")
         self._cleaner = subprocess.Popen(
@@ -62,17 +58,11 @@ class Cleanup:
             cwd="/",
             start_new_session=True,
         )
-        # Otherwise the first spawn starts it with vLLM's environment, but all processes share it.
-        resource_tracker.ensure_running()
-        self._folder_before = os.environ.get(FOLDER)
         os.environ[FOLDER] = self.folder
 
     def stop_marking(self) -> None:
-        """Restore the environment: processes started from now on do not belong to vLLM."""
-        if self._folder_before is None:
-            os.environ.pop(FOLDER, None)
-        else:
-            os.environ[FOLDER] = self._folder_before
+        """Processes started from now on do not belong to vLLM."""
+        del os.environ[FOLDER]
 
     def close(self) -> None:
         assert self._cleaner.stdin is not None
@@ -85,12 +75,9 @@ def processes_of(folder: str) -> list[int]:
     entry = f"{FOLDER}={folder}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (process / "environ").read_bytes()
-        except OSError:  # it has ended, or belongs to another user
-            continue
-        if entry in environment.split(b"\0"):
-            found.append(int(process.name))
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if entry in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
     return found
 
 
@@ -99,10 +86,8 @@ def remove(folder: str) -> None:
     deadline = time.monotonic() + KILL_SECONDS
     while (left := processes_of(folder)) and time.monotonic() < deadline:  # one may start another
         for pid in left:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(POLL_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -110,6 +95,11 @@ def remove(folder: str) -> None:
 # -- progress of a weight update ------------------------------------------------------------------
 
 WAITING, LOADING, DONE = range(3)
+_STATES = (
+    "waits for bucket {} from the trainer",
+    "hangs while it loads bucket {}",
+    "has loaded all buckets and does not answer",
+)
 _RECORD = struct.Struct("qqq")  # per rank: number of reports, state, bucket
 GRACE_SECONDS = 3.0
 """Added while all ranks wait: the weight channel's own timeout has a better message."""
@@ -119,16 +109,14 @@ class RankProgress:
     """Report the progress of one rank."""
 
     def __init__(self, path: str, rank: int) -> None:
-        fd = os.open(path, os.O_RDWR)
-        self._memory = mmap.mmap(fd, 0)
-        os.close(fd)
-        self._rank = rank
+        with Path(path).open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self._start = rank * _RECORD.size
         self._num_reports = 0
 
     def report(self, state: int, bucket: int = 0) -> None:
         self._num_reports += 1
-        record = self._num_reports, state, bucket
-        _RECORD.pack_into(self._memory, self._rank * _RECORD.size, *record)
+        _RECORD.pack_into(self._memory, self._start, self._num_reports, state, bucket)
 
 
 class UpdateProgress:
@@ -138,10 +126,10 @@ class UpdateProgress:
         """`first_rank`: the first rank's number in the weight channel."""
         self._first_rank = first_rank
         self._timeout_seconds = timeout_seconds
-        self._fd = os.memfd_create("easyrl-progress")
-        os.ftruncate(self._fd, num_ranks * _RECORD.size)
-        self._memory = mmap.mmap(self._fd, 0)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        fd = os.memfd_create("easyrl-progress")  # until this process ends
+        os.ftruncate(fd, num_ranks * _RECORD.size)
+        self._memory = mmap.mmap(fd, 0)
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
         """The file that the ranks open."""
         self.begin()
 
@@ -158,25 +146,14 @@ class UpdateProgress:
         hanging = [record for record in records if record[1][1] == LOADING]
         if seconds < self._timeout_seconds + (0.0 if hanging else GRACE_SECONDS):
             return
-        states = ", ".join(_describe(rank, *record) for rank, record in hanging or records)
+        states = ", ".join(
+            f"rollout rank {rank} {_STATES[state].format(bucket + 1)}"
+            for rank, (_, state, bucket) in hanging or records
+        )
         raise TimeoutError(
             f"weight channel: the rollout worker waits for vLLM, in which {states} (no progress "
             f"for {seconds:.1f} s; runtime.timeout_seconds bounds this wait)"
         )
-
-    def close(self) -> None:
-        self._memory.close()
-        os.close(self._fd)
-
-
-def _describe(rank: int, num_reports: int, state: int, bucket: int) -> str:
-    if not num_reports:
-        return f"rollout rank {rank} has not begun"
-    if state == DONE:
-        return f"rollout rank {rank} has loaded all buckets and does not answer"
-    if state == LOADING:
-        return f"rollout rank {rank} hangs while it loads bucket {bucket + 1}"
-    return f"rollout rank {rank} waits for bucket {bucket + 1} from the trainer"
 
 
 if __name__ == "__main__":

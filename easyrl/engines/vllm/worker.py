@@ -21,6 +21,7 @@ import multiprocessing.util
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -52,49 +53,49 @@ from easyrl.engines.vllm.processes import DONE, FOLDER, LOADING, WAITING, RankPr
 from easyrl.processes import die_with_parent
 from easyrl.types import WeightPiece
 
-SHARED_MEMORY = Path("/dev/shm")
 MAX_COLUMNS = 256
 """Number of columns of a packed weight that are compared."""
 CHUNK_ELEMENTS = 2**24
 """Number of elements that are summed at a time."""
 _INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
+# -- executors ------------------------------------------------------------------------------------
+
 
 class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
     """Run the model in the process of vLLM's scheduler, also on CPUs."""
 
     def _init_executor(self) -> None:
-        _tie_to_rollout_worker()
-        super()._init_executor()
-        _unlink_locks()
+        with _tied_to_rollout_worker():
+            super()._init_executor()
 
 
 class ManyProcessesExecutor(MultiprocExecutor):  # type: ignore[misc]
     """Run each tensor-parallel rank in its own process."""
 
     def _init_executor(self) -> None:
-        _tie_to_rollout_worker()
-        super()._init_executor()
-        _unlink_locks()
+        with _tied_to_rollout_worker():
+            super()._init_executor()
         queue = getattr(self, "rpc_broadcast_mq", None)
         memory = getattr(getattr(queue, "buffer", None), "shared_memory", None)
         if memory is not None:  # all ranks have opened it
             memory.unlink()
 
 
-def _tie_to_rollout_worker() -> None:
+@contextmanager
+def _tied_to_rollout_worker() -> Iterator[None]:
     """End with the rollout worker, ignore a terminal's signals, and create temporary files in the
-    folder that `processes.Cleanup` removes."""
+    folder that `processes.Cleanup` removes. At the end remove the names of locks, which all
+    processes have opened by then; a killed process would leave them."""
     die_with_parent()
     tempfile.tempdir = os.environ[FOLDER]
     for signum in (signal.SIGINT, signal.SIGHUP):  # the controller handles them
         signal.signal(signum, signal.SIG_IGN)
-
-
-def _unlink_locks() -> None:
-    """Remove the names of locks that all processes have opened; a killed process would leave
-    them."""
+    yield
     multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+
+
+# -- weight transfer ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -123,13 +124,11 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
         self._progress: RankProgress | None = None
         self.held: list[ParameterChecksum] = []
         """Checksums after an update."""
-        self.unused: list[str] = []
-        """Received weights without a parameter in vLLM's model."""
-        self.missing: list[str] = []
-        """Parameters for which no weight has been received yet."""
-        self._loaded: set[str] = set()
+        self.unmatched: list[str] = []
+        """Weights of an update without a parameter in vLLM's model, and parameters without a
+        weight."""
         self._sent: dict[str, ParameterChecksum] = {}  # by parameter
-        self._sent_columns: dict[str, int] = {}
+        self._sent_columns: Counter[str] = Counter()
 
     def init_transfer_engine(self, init_info: TransferInitInfo) -> None:
         endpoint, rank = dict(init_info.endpoint), get_tensor_model_parallel_rank()
@@ -141,11 +140,11 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
         with _error_type_in_message():
             self._channel = WeightChannel(WeightEndpoint(**endpoint))
         if ident := os.environ.get("VLLM_DIST_IDENT"):  # segments that all CPU ranks have opened
-            for segment in SHARED_MEMORY.glob(f"{ident}-*"):
+            for segment in Path("/dev/shm").glob(f"{ident}-*"):
                 segment.unlink(missing_ok=True)
 
     def start_weight_update(self) -> None:
-        self._sent, self._sent_columns, self.unused = {}, {}, []
+        self._sent, self._sent_columns, self.unmatched = {}, Counter(), []
         with set_current_vllm_config(self.vllm_config):  # layers read it; not all workers set it
             initialize_layerwise_reload(self.model)
 
@@ -153,21 +152,17 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
         assert self._channel is not None and self._progress is not None
         pieces = self._channel.receive(update_info.policy_version)
         with set_current_vllm_config(self.vllm_config), _error_type_in_message():
-            self._load(_reporting(pieces, self._progress))
-
-    def _load(self, pieces: Iterator[WeightPiece]) -> None:
-        for name, weight, bucket in whole_weights(pieces, self.device):
-            parameters = self.load(name, weight)
-            if not parameters:
-                self.unused.append(name)
-            for parameter in parameters:
-                sent = self._sent.setdefault(parameter, ParameterChecksum(parameter, bucket))
-                sent.names.append(name)
-                sent.is_matrix |= weight.ndim > 1
-                sent.sent += checksum(weight)
-                if self.device.type == "cpu" and weight.ndim == 2:
-                    columns = self._sent_columns.get(parameter, 0)
-                    self._sent_columns[parameter] = columns + checksum(_columns(weight))
+            for name, weight, bucket in whole_weights(pieces, self.device, self._progress):
+                parameters = self.load(name, weight)
+                if not parameters:
+                    self.unmatched.append(name)
+                for parameter in parameters:
+                    sent = self._sent.setdefault(parameter, ParameterChecksum(parameter, bucket))
+                    sent.names.append(name)
+                    sent.is_matrix |= weight.ndim > 1
+                    sent.sent += checksum(weight)
+                    if self.device.type == "cpu" and weight.ndim == 2:
+                        self._sent_columns[parameter] += checksum(_columns(weight))
 
     def load(self, name: str, weight: Tensor) -> set[str]:
         """Load a whole weight; return the names of the parameters that it is part of."""
@@ -176,35 +171,26 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
     def finish_weight_update(self) -> None:
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
-        modules = dict(self.model.named_modules())
-        packed = {name: module for name, module in modules.items() if _is_packed(module)}
+        packed = {n: module for n, module in self.model.named_modules() if _is_packed(module)}
         for module in packed.values():
             if module.weight.numel():
                 # vLLM packs a head that is tied to the embedding only once.
                 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-        self._loaded |= set(self._sent)
         parameters = dict(self.model.named_parameters())
-        self.missing = sorted(set(parameters) - self._loaded)
+        self.unmatched += [name for name in parameters if name not in self._sent]
         self.held = [
             replace(sent, held=checksum(parameters[name]))
             for name, sent in self._sent.items()
             if parameters[name].numel()
         ]
-        self.held += [self._held_packed(name, module) for name, module in packed.items()]
-
-    def _held_packed(self, name: str, module: Any) -> ParameterChecksum:
-        parameter = f"{name}.weight"
-        if parameter not in self._sent:  # tied
-            named = self.model.named_parameters()
-            parameter = next(other for other, weight in named if weight is module.weight)
-        return replace(
-            self._sent[parameter],
-            parameter=f"{name} (packed)",
-            sent=self._sent_columns[parameter],
-            held=checksum(_packed_columns(module)),
-        )
+        for name, module in packed.items():
+            # A tied weight has another module's name.
+            parameter = next(other for other, w in parameters.items() if w is module.weight)
+            columns = self._sent_columns[parameter], checksum(_packed_columns(module))
+            sent = replace(self._sent[parameter], sent=columns[0], held=columns[1])
+            self.held.append(replace(sent, parameter=f"{name} (packed)"))
 
     def shutdown(self) -> None:
         self._channel = None
@@ -216,10 +202,10 @@ class WorkerExtension:
     weight_transfer_engine: BucketTransfer
     model_runner: Any
 
-    def easyrl_held_weights(self) -> tuple[list[Any], list[str], list[str]]:
-        """After an update: checksums, weights without a parameter, parameters without a weight."""
+    def easyrl_held_weights(self) -> tuple[list[Any], list[str]]:
+        """Return `held` and `unmatched` of the last update."""
         transfer = self.weight_transfer_engine
-        return [held.as_row() for held in transfer.held], transfer.unused, transfer.missing
+        return [held.as_row() for held in transfer.held], transfer.unmatched
 
     def easyrl_set_logprobs_mode(self, mode: str) -> None:
         """Set the mode of a sampler that was created without it."""
@@ -241,12 +227,14 @@ class WorkerExtension:
 
 
 def whole_weights(
-    pieces: Iterator[WeightPiece], device: torch.device
+    pieces: Iterator[WeightPiece], device: torch.device, progress: RankProgress
 ) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield name, values and first bucket of each weight. The values are a copy: vLLM keeps them
-    until a layer has all of its weights."""
+    """Yield name, values and first bucket of each weight, and report the progress. The values are a
+    copy: vLLM keeps them until a layer has all of its weights."""
     values, first = torch.empty(0), 0
+    progress.report(WAITING)
     for piece in pieces:
+        progress.report(LOADING, piece.bucket)
         if piece.start == 0:
             size = torch.Size(piece.shape).numel()
             values, first = torch.empty(size, dtype=piece.values.dtype, device=device), piece.bucket
@@ -254,16 +242,20 @@ def whole_weights(
         values[piece.start : end].copy_(piece.values)
         if end == len(values):
             yield piece.name, values.view(piece.shape), first
-
-
-def _reporting(pieces: Iterator[WeightPiece], progress: RankProgress) -> Iterator[WeightPiece]:
-    """Yield the pieces and report which bucket is waited for or loaded."""
-    progress.report(WAITING)
-    for piece in pieces:
-        progress.report(LOADING, piece.bucket)
-        yield piece
         progress.report(WAITING, piece.bucket)
     progress.report(DONE)
+
+
+@contextmanager
+def _error_type_in_message() -> Iterator[None]:
+    """vLLM passes on the message of an error, but not its type."""
+    try:
+        yield
+    except (TimeoutError, ConnectionError) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+# -- checksums ------------------------------------------------------------------------------------
 
 
 def checksum(values: Tensor) -> int:
@@ -294,20 +286,9 @@ def _packed_columns(module: Any) -> Tensor:
     """The compared columns of the packed weight [N, K], transposed: [C, N]."""
     names = "input_size_per_partition", "input_size", "embedding_dim"  # before 0.31: of a head
     num_columns = next(size for name in names if (size := getattr(module, name, None)))
-    compared = _compared(num_columns)
-    one_hot = torch.zeros(len(compared), num_columns, dtype=module.weight.dtype)
-    one_hot[torch.arange(len(compared)), compared] = 1.0
+    one_hot = nn.functional.one_hot(_compared(num_columns), num_columns).to(module.weight.dtype)
     product: Tensor = module.cpu_linear(one_hot, module.weight, None)
     return product + 0.0
-
-
-@contextmanager
-def _error_type_in_message() -> Iterator[None]:
-    """vLLM passes on the message of an error, but not its type."""
-    try:
-        yield
-    except (TimeoutError, ConnectionError) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, BucketTransfer)
