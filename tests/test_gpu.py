@@ -20,7 +20,6 @@ from test_attention import FAMILIES, largest_gradient_gap, tiny_model
 from easyrl.bench import attention as bench
 from easyrl.bench import loop as bench_loop
 from easyrl.bench import weights as bench_weights
-from easyrl.bench.loop import ON_CPU
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.attention_kernels import AttentionSettings
@@ -36,14 +35,23 @@ pytestmark = [
 ]
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
+NEEDS_VLLM = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
 ANSWERS = (*SMALL, "rollout.max_completion_length=100")
 """Long enough that some answers are right; otherwise nothing is trained."""
-SHARED = ("--infer-devices", "0", "--train-devices", "0", "--no-live")
+SHARED = ("--infer-devices", "0", "--train-devices", "0")
 FEW_LAYERS = bench.QWEN3_06B | {"num_hidden_layers": 3, "vocab_size": 30_000}
 """78 million weights: norms that share a bucket, matrices that need none, one in several pieces."""
 GROUPS = [(70, [33, 200, 1]), (300, [5, 128]), (3, [9])]
 NUM_TOKENS = sum(prompt + sum(completions) for prompt, completions in GROUPS)
+
+
+def run(folder: Path, *words: str, timeout: float = 240) -> str:
+    """Run to the end without an error; return what was printed."""
+    code, out, err = finish("--output", str(folder), "--no-live", *words, timeout=timeout)
+    assert code == 0, out + err
+    return out + err
 
 
 def tensors(dtype, heads=(4, 2, 2), head_size=64):
@@ -104,13 +112,11 @@ def test_bfloat16_with_shared_prompts_is_as_exact_as_with_repeated_ones():
 def test_a_run_on_one_shared_gpu_is_deterministic(schedule, tmp_path: Path):
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder, how in zip(folders, (schedule, "sync"), strict=True):
-        code, out, err = finish(
-            "--infer-devices", "0", "--train-devices", "0", "--no-live", "--iterations", "3",
-            "--schedule", how, "--output", str(folder),
+        run(
+            folder, *SHARED, "--iterations", "3", "--schedule", how,
             "runtime.deterministic=true", "data.num_held_out=16",
             "train.prompts_per_iteration=6", "rollout.max_completion_length=100",
         )  # fmt: skip
-        assert code == 0, out + err
         summary = summary_of(folder)
         assert summary["groups_off_policy"] == 0 and summary["groups_trained"] == 18
     assert len({summary_of(folder)["weights_sha256"] for folder in folders}) == 1
@@ -118,17 +124,15 @@ def test_a_run_on_one_shared_gpu_is_deterministic(schedule, tmp_path: Path):
 
 def test_weights_stay_in_the_memory_of_a_shared_gpu_and_each_group_has_its_fraction(tmp_path: Path):
     segments = set(Path("/dev/shm").iterdir())
-    words = ("--infer-devices", "0", "--train-devices", "0", "--no-live", "--iterations", "2")
-    code, out, err = finish(
-        *words, "--output", str(tmp_path / "run"), "rollout.memory_fraction=0.3",
+    printed = run(
+        tmp_path / "run", *SHARED, "--iterations", "2", "rollout.memory_fraction=0.3",
         "data.num_held_out=16", "train.prompts_per_iteration=4",
     )  # fmt: skip
-    assert code == 0, out + err
-    assert "30% of its memory for the rollout worker" in out
-    assert "weights cross through the CPU" not in out + err
+    assert "30% of its memory for the rollout worker" in printed
+    assert "weights cross through the CPU" not in printed
     assert set(Path("/dev/shm").iterdir()) <= segments
-    code, out, err = finish(*words, "--output", str(tmp_path / "small"),
-        "rollout.memory_fraction=0.00001")  # fmt: skip
+    small = ("--output", str(tmp_path / "small"), "rollout.memory_fraction=0.00001")
+    code, _, err = finish(*SHARED, *small)
     assert code == 2 and "rollout.memory_fraction" in err
 
 
@@ -193,24 +197,16 @@ def test_every_bit_of_the_weights_arrives_on_another_gpu(dtype):
     print(f"{dtype}: {row['gigabytes_per_second']:.1f} GB/s between GPUs")
 
 
-def trainer_channel(generation: int, size: int = 1) -> WeightChannel:
-    fd = os.memfd_create("test-store")
+def trainer_channel(size: int, timeout_seconds: float) -> WeightChannel:
+    store = f"/proc/{os.getpid()}/fd/{os.memfd_create('test-store')}"
     return WeightChannel(
-        WeightEndpoint(
-            f"/proc/{os.getpid()}/fd/{fd}",
-            generation=generation,
-            rank=0,
-            world_size=size,
-            device="cuda:0",
-            timeout_seconds=10.0 if size == 1 else 1.0,
-            bucket_bytes=2**22,
-        )
+        WeightEndpoint(store, 0, 0, size, "cuda:0", timeout_seconds, bucket_bytes=2**22)
     )
 
 
 def test_the_channel_broadcasts_over_nccl():
     """With one rank, the most that NCCL supports on one GPU: in buckets, direct, cast, repeated."""
-    channel = trainer_channel(0)
+    channel = trainer_channel(1, 10.0)
     big = torch.randn(3 * 2**20, device="cuda")
     tensors = {"big": big, "half": big[:999].bfloat16(), "scalar": torch.tensor(1.0).cuda()}
     every = [Weight.kept(*each, is_trained=True) for each in tensors.items()]
@@ -225,21 +221,27 @@ def test_the_channel_broadcasts_over_nccl():
 
 def test_missing_nccl_rank_is_waited_for_until_the_timeout():
     with pytest.raises(TimeoutError, match="the trainer of 2 ranks, making the process group"):
-        trainer_channel(0, size=2)
+        trainer_channel(2, 1.0)
 
 
 # -- whole runs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["sync", "periodic"])
-def test_a_run_in_bfloat16_on_one_shared_gpu(schedule, tmp_path: Path):
-    """The trainer's weights are float32 and are gathered as bfloat16, a layer at a time."""
-    code, out, err = finish(
-        *SHARED, "--iterations", "3", "--output", str(tmp_path / "run"), "--schedule", schedule,
-        *ANSWERS, "model.dtype=bfloat16",
-    )  # fmt: skip
-    assert code == 0, out + err
-    assert "weights cross through the CPU" not in out + err
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--schedule", "sync", "model.dtype=bfloat16"),
+        ("--schedule", "periodic", "model.dtype=bfloat16"),
+        pytest.param(("rollout.engine=vllm", "model.dtype=bfloat16"), marks=NEEDS_VLLM),
+        pytest.param(("rollout.engine=vllm", "model.dtype=float32"), marks=NEEDS_VLLM),
+    ],
+    ids=" ".join,
+)
+def test_rollout_and_trainer_share_a_gpu(words, tmp_path: Path):
+    """In bfloat16 the trainer's weights are float32, gathered as bfloat16, a layer at a time."""
+    more = ("--iterations", "3", *ANSWERS, "rollout.memory_fraction=0.4", *words)
+    printed = run(tmp_path / "run", *SHARED, *more, timeout=600)
+    assert "weights cross through the CPU" not in printed
     assert summary_of(tmp_path / "run")["groups_off_policy"] == 0
     for line in lines_of(tmp_path / "run" / "metrics.jsonl"):
         assert line["sampling/sampling_logp_difference/mean"] < 0.02
@@ -250,18 +252,17 @@ def test_a_run_in_bfloat16_on_one_shared_gpu(schedule, tmp_path: Path):
 def test_offloading_does_not_change_training(dtype, tmp_path: Path):
     """The reference and the old policy are loaded into the policy's weights. If the policy's were
     restored too early, the second update would have no KL."""
-    of = {}
-    for offload in ("[]", "[optimizer, reference, old]"):
-        folder = tmp_path / str(len(of))
-        code, out, err = finish(
-            *SHARED, "--iterations", "1", "--output", str(folder), *ANSWERS, f"model.dtype={dtype}",
+    lines = []
+    for number, offload in enumerate(("[]", "[optimizer, reference, old]")):
+        folder = tmp_path / str(number)
+        run(
+            folder, *SHARED, "--iterations", "1", *ANSWERS, f"model.dtype={dtype}",
             "runtime.deterministic=true", "algorithm.beta=0.1", "train.updates_per_iteration=2",
             "train.learning_rate=0.001", "train.lr_scheduler_type=constant",
             f"train.offload={offload}",
         )  # fmt: skip
-        assert code == 0, out + err
-        (of[offload],) = lines_of(folder / "metrics.jsonl")
-    here, there = of.values()
+        lines += lines_of(folder / "metrics.jsonl")
+    here, there = lines
     assert here["kl"] > 0 and here["grad_norm"] > 0
     for name in ("kl", "clip_ratio/high_mean", "grad_norm"):
         assert there[name] == pytest.approx(here[name], rel=0.02, abs=1e-6), name
@@ -269,32 +270,14 @@ def test_offloading_does_not_change_training(dtype, tmp_path: Path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resumed_run_ends_in_the_same_bits(dtype, tmp_path: Path):
-    words = (*ANSWERS, f"model.dtype={dtype}", "runtime.deterministic=true")
+    words = (*SHARED, *ANSWERS, f"model.dtype={dtype}", "runtime.deterministic=true")
     words += ("train.lr_scheduler_type=constant",)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    for folder, iterations in ((whole, "4"), (parted, "2")):
-        code, out, err = finish(
-            *SHARED, "--iterations", iterations, "--output", str(folder), *words
-        )
-        assert code == 0, out + err
+    run(whole, "--iterations", "4", *words)
+    run(parted, "--iterations", "2", *words)
     code, out, err = finish("--resume", str(parted), "--iterations", "4", "--no-live")
     assert code == 0, out + err
     assert summary_of(parted)["weights_sha256"] == summary_of(whole)["weights_sha256"]
-
-
-@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_vllm_and_the_trainer_share_a_gpu(dtype, tmp_path: Path):
-    code, out, err = finish(
-        *SHARED, "--iterations", "3", "--output", str(tmp_path / "run"), *ANSWERS,
-        f"model.dtype={dtype}", "rollout.engine=vllm", "rollout.memory_fraction=0.4",
-        timeout=600,
-    )  # fmt: skip
-    assert code == 0, out + err
-    assert "weights cross through the CPU" not in out + err
-    assert summary_of(tmp_path / "run")["groups_off_policy"] == 0
-    for line in lines_of(tmp_path / "run" / "metrics.jsonl"):
-        assert line["sampling/sampling_logp_difference/mean"] < 0.02
 
 
 @pytest.mark.parametrize(
@@ -307,17 +290,14 @@ def test_vllm_and_the_trainer_share_a_gpu(dtype, tmp_path: Path):
     ],
 )
 def test_a_run_where_each_group_has_devices_of_its_own(infer, train, tmp_path: Path):
-    code, out, err = finish(
-        "--infer-devices", infer, "--train-devices", train, "--no-live", "--iterations", "3",
-        "--output", str(tmp_path / "run"), *ANSWERS,
-    )  # fmt: skip
-    assert code == 0, out + err
+    where = ("--infer-devices", infer, "--train-devices", train)
+    run(tmp_path / "run", *where, "--iterations", "3", *ANSWERS)
     summary = summary_of(tmp_path / "run")
     assert summary["groups_off_policy"] == 0 and summary["groups_trained"] == 12
 
 
 def test_bench_loop_measures_a_shared_gpu():
-    (row,) = bench_loop.run("0", "0", "small", "bfloat16", iterations=1, load=ON_CPU)
+    (row,) = bench_loop.run("0", "0", "small", "bfloat16", iterations=1, load=bench_loop.ON_CPU)
     assert row["weight_gigabytes_per_second"] > 0
     assert 0.0 < row["both_busy"] <= 1.0
     assert row["device"] == torch.cuda.get_device_name(0)

@@ -130,8 +130,9 @@ def compare(
 def make_group(shape: Shape, vocab_size: int, device: torch.device) -> Group:
     """Draw random tokens and weights."""
     prompt_len, shortest, longest, num_generations = shape
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(shortest, longest, num_generations, endpoint=True).tolist()
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(shortest, longest + 1, (num_generations,), generator=generator).tolist()
     prompt, *completions = (
         torch.randint(vocab_size, (length,), generator=generator).to(device)
         for length in (prompt_len, *lengths)
