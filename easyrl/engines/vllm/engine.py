@@ -7,8 +7,8 @@ vLLM's client needs an event loop, which runs in a thread. vLLM works in process
 continues between two calls of `step`.
 
 Which sequences share a forward pass depends on when requests arrive, so the last bits of a result
-may differ between runs although sampling is seeded. With `is_deterministic` all requests are handed
-over at once, while vLLM is paused.
+may differ between runs although sampling is seeded. With `is_deterministic` requests are handed
+over all at once, while vLLM is idle and paused.
 
 Every completion names the weights that sampled it; another version than the policy's is an error.
 
@@ -106,7 +106,7 @@ class VllmEngine:
         self._tensor_parallel_size = tensor_parallel_size
         self._is_deterministic = is_deterministic
         self._num_unfinished = 0
-        self._held_back: list[tuple[GroupRequest, SamplingParams]] = []
+        self._waiting: list[GroupRequest] = []
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them
         self._finished: SimpleQueue[FinishedGroup | BaseException] = SimpleQueue()
         self._verifier = ChecksumVerifier()
@@ -158,25 +158,16 @@ class VllmEngine:
 
     def submit(self, request: GroupRequest) -> None:
         check_request(request, self.sampling)
-        max_tokens, *others = set(request.limits(self.sampling))
-        if others:
+        if len(set(request.limits(self.sampling))) > 1:
             raise ValueError("completion lengths: vLLM supports one length per group")
-        parameters = SamplingParams(
-            **self._parameters,
-            n=request.num_generations,
-            max_tokens=max_tokens,
-            seed=_seed_of(self.sampling.seed, request.key),
-        )
+        self._waiting.append(request)
         self._num_unfinished += 1
-        if self._is_deterministic:
-            self._held_back.append((request, parameters))
-        else:
-            self._call(self._start(request, parameters))
 
     def step(self) -> list[FinishedGroup]:
         """Return finished groups; wait up to STEP_SECONDS for the first one."""
-        if self._held_back and len(self._held_back) == self._num_unfinished:
-            self._call(self._start_held_back())
+        is_idle = len(self._waiting) == self._num_unfinished
+        if self._waiting and (is_idle or not self._is_deterministic):
+            self._call(self._start_waiting())
         groups: list[FinishedGroup] = []
         with contextlib.suppress(Empty):
             while self._num_unfinished:
@@ -191,23 +182,27 @@ class VllmEngine:
                 groups.append(result)
         return groups
 
-    async def _start_held_back(self) -> None:
-        """Start all requests in order while vLLM is paused."""
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
-        for request, parameters in self._held_back:
+    async def _start_waiting(self) -> None:
+        """Hand all waiting requests over to vLLM, in order."""
+        if self._is_deterministic:
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+        for request in self._waiting:
             maybe_sleep()
-            await self._start(request, parameters)
-        self._held_back.clear()
-        await self._engine.resume_generation()
-
-    async def _start(self, request: GroupRequest, parameters: SamplingParams) -> None:
-        """Hand a request over to vLLM."""
-        prompt = {"prompt_token_ids": list(request.prompt_ids)}
-        request_id = "-".join(map(str, request.key))
-        outputs = await self._engine.add_request(request_id, prompt, parameters)
-        task = asyncio.create_task(self._collect(request, outputs))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            parameters = SamplingParams(
+                **self._parameters,
+                n=request.num_generations,
+                max_tokens=request.limits(self.sampling)[0],
+                seed=_seed_of(self.sampling.seed, request.key),
+            )
+            prompt = {"prompt_token_ids": list(request.prompt_ids)}
+            request_id = "-".join(map(str, request.key))
+            outputs = await self._engine.add_request(request_id, prompt, parameters)
+            task = asyncio.create_task(self._collect(request, outputs))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._waiting.clear()
+        if self._is_deterministic:
+            await self._engine.resume_generation()
 
     async def _collect(self, request: GroupRequest, outputs: Any) -> None:
         """Put the finished group, or the exception, into the queue."""
