@@ -34,7 +34,7 @@ def write_files(folder: Path) -> None:
         (folder / name).write_text(text)
     (folder / "taken").mkdir()
     (folder / "file").write_text("")
-    for name, change in MODELS.items():
+    for name, change in (BROKEN_MODELS | OTHER_MODELS).items():
         shutil.copytree(TINY, folder / name)
         change(folder / name)
     for name, states in RUNS.items():
@@ -99,29 +99,17 @@ def replace(name: str, content: bytes) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_bytes(content) and None
 
 
-def cut_off(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-
-
 def lose_a_shard(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-
-
-def lose_a_weight(folder: Path) -> None:
-    from safetensors.numpy import load_file, save_file
-
-    weights = load_file(folder / "model.safetensors")
-    weights.pop("model.layers.0.mlp.up_proj.weight")
-    save_file(weights, folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "1-of-2.safetensors")
+    index = {"weight_map": {"a": "1-of-2.safetensors", "b": "2-of-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 ROPE = {"rope_theta": 1e4, "rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
 ROPE["original_max_position_embeddings"] = 512
+OWN_CODE = {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}
 REFUSES = "{{ raise_exception('roles must alternate') }}"
-MODELS: dict[str, Callable[[Path], None]] = {
+BROKEN_MODELS: dict[str, Callable[[Path], None]] = {
     "no_config": remove("config.json"),
     "bad_config": replace("config.json", b'{"model_type": "qwen3",\n'),
     "no_weights": remove("*.safetensors"),
@@ -130,19 +118,16 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "no_type": change_json("config.json", model_type=None),
     "unknown_type": change_json("config.json", model_type="frobnicate"),
     "no_text_model": change_json("config.json", model_type="vit"),
-    "own_code": change_json(
-        "config.json",
-        model_type="mine",
-        auto_map={"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"},
-    ),
     "bad_value": change_json("config.json", num_hidden_layers="four"),
+    "cut_off": replace("model.safetensors", (TINY / "model.safetensors").read_bytes()[:-1000]),
+    "garbage": replace("model.safetensors", b"not weights"),
+    "lost_shard": lose_a_shard,
+}
+OTHER_MODELS: dict[str, Callable[[Path], None]] = {
+    "own_code": change_json("config.json", model_type="mine", auto_map=OWN_CODE),
     "linear": change_json("config.json", layer_types=["linear_attention"] * 4),
     "no_interface": change_json("config.json", model_type="gptj"),
     "longrope": change_json("config.json", rope_parameters=ROPE),
-    "cut_off": cut_off,
-    "garbage": replace("model.safetensors", b"not weights"),
-    "lost_shard": lose_a_shard,
-    "lost_weight": lose_a_weight,
     "thinks": change_json(
         "tokenizer_config.json", chat_template="{{ enable_thinking }}{{ messages }}"
     ),
@@ -176,23 +161,7 @@ MISTAKES = {
     # the model
     "--model ./nowhere": "model.path",
     "--model nobody/nothing": "model.path",
-    **{
-        f"--model FOLDER/{name}": "model.path"
-        for name in (
-            "no_config",
-            "bad_config",
-            "no_weights",
-            "no_tokenizer",
-            "bad_tokenizer",
-            "no_type",
-            "unknown_type",
-            "no_text_model",
-            "bad_value",
-            "cut_off",
-            "garbage",
-            "lost_shard",
-        )
-    },
+    **{f"--model FOLDER/{name}": "model.path" for name in BROKEN_MODELS},
     "--model FOLDER/own_code": "model.trust_remote_code=true",
     "--model FOLDER/linear model.attention=shared_prompt": "model.attention",
     "--model FOLDER/no_interface model.attention=shared_prompt": "model.attention",

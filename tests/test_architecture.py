@@ -9,95 +9,71 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "easyrl"
 LAYERS = (
-    [
-        "__init__",
-        "formatting",
-        "types",
-        "events",
-        "processes",
-        "devices",
-    ],
-    ["config"],
-    ["algorithm"],
-    ["data"],
-    ["rewards"],
-    ["channels"],
-    ["model"],
-    ["engines"],
-    ["workers"],
-    ["runtime"],
-    ["observe"],
-    ["evaluate"],
-    ["bench"],
-    ["doctor"],
+    ["__init__", "formatting", "types", "events", "processes", "devices"],
+    *(["config"], ["algorithm"], ["data"], ["rewards"], ["channels"], ["model"], ["engines"]),
+    *(["workers"], ["runtime"], ["observe"], ["evaluate"], ["bench"], ["doctor"]),
     ["cli", "__main__"],
 )
 """Lowest first."""
 LAYER_OF = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 NO_TORCH = ("config", "types", "events", "rewards", "observe")
-MODULES = sorted(PACKAGE.rglob("*.py"))
+ACCELERATORS = {"cuda", "npu", "nccl", "hccl"}
 
 
-def room_of(dotted: str) -> str:
-    """`easyrl.channels.weights` -> `channels`"""
-    return dotted.split(".")[1] if "." in dotted else "__init__"
-
-
-def imports_of(module: Path) -> set[str]:
-    found = set()
+def parse(module: Path) -> ast.Module:
+    """Without docstrings and what is imported for the type checker alone."""
     tree = ast.parse(module.read_text())
-    for guarded in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
-        if isinstance(guarded.test, ast.Name) and guarded.test.id == "TYPE_CHECKING":
-            guarded.body = []  # names for the type checker alone
     for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value = ast.Constant(None)
+    return tree
+
+
+TREES = {
+    module.relative_to(PACKAGE).with_suffix("").parts: parse(module)
+    for module in sorted(PACKAGE.rglob("*.py"))
+}
+"""Modules by the parts of their names below `easyrl`."""
+each_module = pytest.mark.parametrize("module", TREES, ids=".".join)
+
+
+def imports_of(module: tuple[str, ...]) -> set[str]:
+    """Full names of the modules that a module imports."""
+    found = set()
+    for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "easyrl":
+            found |= {f"easyrl.{alias.name}" for alias in node.names if alias.name[0] != "_"}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            if node.module == "easyrl":
-                found |= {f"easyrl.{a.name}" for a in node.names if not a.name.startswith("__")}
-            else:
-                found.add(node.module)
+            found.add(node.module)
     return found
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_from_its_own_or_lower_layers(module: Path) -> None:
-    own = module.relative_to(PACKAGE).parts[0].removesuffix(".py")
+@each_module
+def test_a_module_imports_from_its_own_or_lower_layers(module: tuple[str, ...]) -> None:
     for name in imports_of(module):
-        if not name.startswith("easyrl"):
-            continue
-        room = room_of(name)
-        assert LAYER_OF[room] <= LAYER_OF[own], (
-            f"{own} (floor {LAYER_OF[own]}) imports {name} (floor {LAYER_OF[room]})"
-        )
+        if name.startswith("easyrl."):
+            assert LAYER_OF[name.split(".")[1]] <= LAYER_OF[module[0]], f"imports {name}"
 
 
-@pytest.mark.parametrize("room", NO_TORCH)
-def test_rooms_that_know_no_tensor_import_no_torch(room: str) -> None:
-    files = [PACKAGE / f"{room}.py"] if (PACKAGE / f"{room}.py").exists() else []
-    for module in files or sorted((PACKAGE / room).glob("*.py")):
-        assert not any(name.split(".")[0] == "torch" for name in imports_of(module)), module
+@each_module
+def test_packages_without_tensors_import_no_torch(module: tuple[str, ...]) -> None:
+    if module[0] in NO_TORCH:
+        assert not any(name.split(".")[0] == "torch" for name in imports_of(module))
 
 
-def test_only_devices_spells_the_names_of_accelerators() -> None:
-    words = ("cuda", "npu", "nccl", "hccl", "VISIBLE_DEVICES")
-    for module in MODULES:
-        if module.name == "devices.py":
-            continue
-        code = ast.parse(module.read_text())
-        names = {n.id for n in ast.walk(code) if isinstance(n, ast.Name)}
-        names |= {n.attr for n in ast.walk(code) if isinstance(n, ast.Attribute)}
-        docstrings = {
-            id(n.body[0].value)
-            for n in ast.walk(code)
-            if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))
-            and n.body
-            and isinstance(n.body[0], ast.Expr)
-        }
-        names |= {
-            n.value
-            for n in ast.walk(code)
-            if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docstrings
-        }
-        for name in names:
-            assert not any(word.lower() in name.lower().split("_") for word in words), module
+@each_module
+def test_only_devices_spells_the_names_of_accelerators(module: tuple[str, ...]) -> None:
+    if module[-1] == "devices":
+        return
+    names = set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Name | ast.Attribute):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    words = {word for name in names for word in (name.lower(), *name.lower().split("_"))}
+    assert not words & ACCELERATORS

@@ -24,11 +24,10 @@ from easyrl.config.text import keys
 from easyrl.workers.rollout import sampling_settings
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def of(*words: str) -> Config:
-    return load_config(None, {}, words)
+    return load_config(words=words)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -56,7 +55,9 @@ def test_later_layers_win(tmp_path: Path) -> None:
 
 def test_empty_files_and_sections_are_the_defaults(tmp_path: Path) -> None:
     assert load_config() == Config() == load_config(write(tmp_path, ""))
-    assert load_config(write(tmp_path, "train:\n  # iterations: 3\nmodel:\n")) == Config()
+    file = write(tmp_path, "train:\n  # iterations: 3\nmodel:\n  lora:\n")
+    assert load_config(file) == Config()
+    assert load_config(file, words=["train.iterations=3"]).train.iterations == 3
 
 
 def test_config_is_frozen_and_crosses_processes() -> None:
@@ -72,7 +73,7 @@ def test_keys_of_a_nested_section_are_words_flags_and_yaml(tmp_path: Path) -> No
     lora = {"rank": 16, "alpha": 5, "target_modules": ["q", "v"]}
     assert (config.model.path, config.model.lora.model_dump()) == ("m", lora)
     off = load_config(file, {}, ["model.lora.rank=null", "model.lora.alpha=null"])
-    assert off == load_config(write(tmp_path, "model:\n  path: m\n  lora:\n"))
+    assert off == of("model.path=m")
 
 
 # YAML to values.
@@ -80,8 +81,7 @@ def test_keys_of_a_nested_section_are_words_flags_and_yaml(tmp_path: Path) -> No
 
 def test_1e_6_is_a_number_in_words_and_files(tmp_path: Path) -> None:
     assert of("train.learning_rate=1e-6").train.learning_rate == 1e-6
-    file = write(tmp_path, "train:\n  learning_rate: 1e-6\n")
-    assert load_config(file).train.learning_rate == 1e-6
+    assert load_config(write(tmp_path, "train: {learning_rate: 1e-6}")).train.learning_rate == 1e-6
 
 
 @pytest.mark.parametrize("text", ["123", "0123", "1e3", "2024-01-02", "1:30", "yes", "true"])
@@ -91,21 +91,15 @@ def test_string_keys_take_any_text_as_it_is(text: str, tmp_path: Path) -> None:
     assert of(f"rollout.stop=[{text}]").rollout.stop == [text]
 
 
+@pytest.mark.parametrize("text", ["[0-4]$", "[0-9]", "{x}.y", "a: b", "a #b"])
+def test_word_of_a_string_key_is_plain_text(text: str) -> None:
+    assert of(f"data.prompt_template={text}").data.prompt_template == text
+
+
 @pytest.mark.parametrize(
-    ("word", "expected"),
-    [
-        ('"[A-M]"', "[A-M]"),
-        ("'a: b'", "a: b"),
-        ('"\\\\d"', "\\d"),
-        ("[0-4]$", "[0-4]$"),
-        ("[0-9]+", "[0-9]+"),
-        ("[0-9]", "[0-9]"),
-        ("{x}.y", "{x}.y"),
-        ("a: b", "a: b"),
-        ("a #b", "a #b"),
-    ],
+    ("word", "expected"), [('"[A-M]"', "[A-M]"), ("'a: b'", "a: b"), ('"\\\\d"', "\\d")]
 )
-def test_word_of_a_string_key_loses_its_quotes_or_is_plain_text(word: str, expected: str) -> None:
+def test_word_of_a_string_key_loses_its_quotes(word: str, expected: str) -> None:
     assert of(f"data.prompt_template={word}").data.prompt_template == expected
 
 
@@ -116,26 +110,12 @@ def test_null_is_none_where_the_key_takes_it(null: str, tmp_path: Path) -> None:
     assert load_config(write(tmp_path, 'data: {preset: "null"}')).data.preset == "null"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("{enable_thinking: false}", {"enable_thinking": False}),
-        ("{}", {}),
-        (
-            "{a: 1, b: 1e-3, c: null, d: 'null', e: yes, f: 2024-01-02}",
-            {"a": 1, "b": 1e-3, "c": None, "d": "null", "e": "yes", "f": "2024-01-02"},
-        ),
-        ('{a: "1", b: {c: [true, "x y"]}}', {"a": "1", "b": {"c": [True, "x y"]}}),
-    ],
-)
-def test_values_of_a_free_mapping_keep_their_types(
-    tmp_path: Path, text: str, value: dict[str, Any]
-) -> None:
-    config = of(f"data.chat_template_kwargs={text}")
-    got = config.data.chat_template_kwargs
-    assert got == value and {k: type(v) for k, v in got.items()} == {
-        k: type(v) for k, v in value.items()
-    }
+def test_values_of_a_free_mapping_keep_their_types(tmp_path: Path) -> None:
+    value = {"a": 1, "b": 1e-3, "c": None, "d": "null", "e": "yes", "f": "007", "g": False}
+    value |= {"h": "1", "i": {"j": [True, "x y"]}}
+    text = "a: 1, b: 1e-3, c: null, d: 'null', e: yes, f: 007, g: false"
+    config = of(f'data.chat_template_kwargs={{{text}, h: "1", i: {{j: [true, x y]}}}}')
+    assert repr(config.data.chat_template_kwargs) == repr(value)
     assert load_config(write(tmp_path, to_commented_yaml(config))) == config
 
 
@@ -151,25 +131,15 @@ def test_every_key_has_a_comment_and_there_are_at_most_80() -> None:
 def test_generated_files_are_current() -> None:
     yaml, markdown = ROOT / "configs" / "default.yaml", ROOT / "docs" / "settings.md"
     assert yaml.read_text() == to_commented_yaml(Config()), "easyrl config > configs/default.yaml"
-    assert markdown.read_text() == settings_markdown(), (
-        "easyrl config --markdown > docs/settings.md"
-    )
+    current = markdown.read_text() == settings_markdown()
+    assert current, "easyrl config --markdown > docs/settings.md"
 
 
 def test_only_what_differs_is_printed() -> None:
     shown = to_commented_yaml(of("model.lora.rank=4"), only_changes=True).splitlines()
-    assert [line for line in shown if not line.lstrip().startswith("#")] == [
-        "model:",
-        "  lora:",
-        "    rank: 4",
-    ]
+    settings = [line for line in shown if not line.lstrip().startswith("#")]
+    assert settings == ["model:", "  lora:", "    rank: 4"]
     assert "    # Default: null" in shown
-
-
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
-def test_shipped_configs_load_and_round_trip(file: Path, tmp_path: Path) -> None:
-    config = load_config(file)
-    assert load_config(write(tmp_path, to_commented_yaml(config))) == config
 
 
 @given(
@@ -215,7 +185,6 @@ def test_commented_yaml_loads_again_to_an_equal_config(
         ("learning_rate=1", "did you mean train.learning_rate=...?"),
         ("runtime.frobnicate=1", "runtime.seed, runtime.schedule"),
         ("model.lra.rank=1", "did you mean model.lora.rank?"),
-        ("rank=1", "did you mean model.lora.rank=...?"),
         ("model.lora=1", "model.lora.rank"),
         ("xx.yy=1", "model, model.lora, data"),
         ("iterations", "section.key=value"),
@@ -234,10 +203,7 @@ def test_unknown_key_names_the_nearest(word: str, near: str) -> None:
         "train.iterations=null",
         "train.iterations=0",
         "train.iterations=[1",
-        "train.learning_rate=fast",
         "train.learning_rate=1e999",
-        "rollout.temperature=0",
-        "rollout.num_generations=1",
         'rollout.stop=[""]',
         "rollout.stop=[a, a]",
         "runtime.deterministic=maybe",
@@ -245,18 +211,19 @@ def test_unknown_key_names_the_nearest(word: str, near: str) -> None:
         "runtime.resume=auto",
         "reward.functions=exact_match",
         "reward.weights=[1,2]",
+        "reward.pattern=a",
         "model.path=",
         "model.lora.alpha=2",
         "data.dataset=[]",
-        "data.dataset=[a, a]",
         "data.weights=[1, 2]",
         "data.weights=[0]",
         "train.updates_per_iteration=3",
         "train.max_tokens_per_micro_batch=767",
-        "algorithm.beta=-0.1",
-        "algorithm.epsilon=1",
         "algorithm.epsilon_high=1",
-        "algorithm.importance_sampling_cap=1",
+        *(
+            f"devices.infer={text}"
+            for text in ("3-1", "0,,2", "gpu", "cpu:0", "0,0", "0-2,1", "1-")
+        ),
     ],
 )
 def test_wrong_value_is_refused_with_its_key(word: str) -> None:
@@ -279,7 +246,6 @@ def test_all_problems_are_reported_at_once() -> None:
         ("trian:\n  iterations: 1\n", "train.iterations"),
         ("train:\n\titerations: 1\n", "config.yaml:2"),
         ("train: !!python/object:os.system {}\n", "config.yaml:1"),
-        ("? [a]\n: 1\n", "config.yaml:1"),
     ],
 )
 def test_unusable_file_is_refused_with_its_line(text: str, where: str, tmp_path: Path) -> None:
@@ -334,24 +300,15 @@ def test_auto_corrects_nothing_in_float32() -> None:
     assert mask.importance_sampling_correction == "mask"
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [([], False), (["algorithm.beta=0.01"], True), (["algorithm.entropy_coef=0.01"], True)],
-)
-def test_advantages_of_zero_are_trained_where_they_have_a_gradient(
-    words: list[str], expected: bool
-) -> None:
-    assert of(*words).algorithm.trains_zero_advantages is expected
+def test_advantages_of_zero_are_trained_where_they_have_a_gradient() -> None:
+    assert not of().algorithm.trains_zero_advantages
+    for word in ("algorithm.beta=0.01", "algorithm.entropy_coef=0.01"):
+        assert of(word).algorithm.trains_zero_advantages
 
 
 def test_every_sampling_key_reaches_the_engine() -> None:
-    changes: dict[str, Any] = {
-        "max_completion_length": 31,
-        "temperature": 0.5,
-        "top_k": 5,
-        "top_p": 0.5,
-        "stop": ["a"],
-    }
+    changes: dict[str, Any] = {"max_completion_length": 31, "temperature": 0.5, "stop": ["a"]}
+    changes |= {"top_k": 5, "top_p": 0.5}
     default = sampling_settings(of())
     for key, value in changes.items():
         got = sampling_settings(Config.model_validate({"rollout": {key: value}}))
@@ -369,7 +326,6 @@ def test_every_sampling_key_reaches_the_engine() -> None:
     ("text", "expected"),
     [
         ("0-3", DeviceSet("accelerator", (0, 1, 2, 3))),
-        ("7", DeviceSet("accelerator", (7,))),
         ("4-5,0", DeviceSet("accelerator", (0, 4, 5))),
         ("cpu", DeviceSet("cpu", (0,))),
         ("cpu:3", DeviceSet("cpu", (0, 1, 2))),
@@ -380,22 +336,9 @@ def test_device_sets(text: str, expected: DeviceSet) -> None:
     assert expected.count == len(expected.indices)
 
 
-@pytest.mark.parametrize(
-    "text", ["3-1", "0,,2", "gpu", "cpu:0", "0,0", "0-2,1", "cpu:", "-1", "1-", "cpu,0", "0.5"]
-)
-@pytest.mark.parametrize("side", ["infer", "train"])
-def test_malformed_device_set_is_refused(text: str, side: str) -> None:
-    assert error_of(f"devices.{side}={text}").startswith(f"devices.{side}")
-
-
-@pytest.mark.parametrize(("infer", "train"), [("0-3", "3-4"), ("0,1", "0,1"), ("0", "0-1")])
-def test_overlapping_device_sets_are_refused(infer: str, train: str) -> None:
-    with pytest.raises(ConfigError, match=r"devices\.train"):
+def test_device_sets_are_disjoint_or_one_shared_accelerator() -> None:
+    for infer, train in (("0-3", "4-7"), ("0", "0"), ("cpu", "cpu"), ("cpu:2", "0"), ("1", "cpu")):
         check_disjoint(parse_device_set(infer), parse_device_set(train))
-
-
-@pytest.mark.parametrize(
-    ("infer", "train"), [("0-3", "4-7"), ("0", "0"), ("cpu", "cpu"), ("cpu:2", "0"), ("1", "cpu")]
-)
-def test_disjoint_or_one_shared_accelerator_is_fine(infer: str, train: str) -> None:
-    check_disjoint(parse_device_set(infer), parse_device_set(train))
+    for infer, train in (("0-3", "3-4"), ("0,1", "0,1"), ("0", "0-1")):
+        with pytest.raises(ConfigError, match=r"devices\.train"):
+            check_disjoint(parse_device_set(infer), parse_device_set(train))
