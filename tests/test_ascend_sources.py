@@ -26,7 +26,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from easyrl import devices
-from easyrl.config import ConfigError, load_config, parse_device_set
+from easyrl.config import ConfigError, load_config
+from easyrl.config.devices import parse_device_set
 from easyrl.engines.vllm import platforms
 from easyrl.runtime.placement import EngineChoice, choose_engine
 

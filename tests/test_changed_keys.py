@@ -40,10 +40,7 @@ def test_renamed_key_is_accepted_with_a_warning(capsys: pytest.CaptureFixture[st
     [
         ("data.dataset=a/b data.subset=main", "data.dataset=a/b:main"),
         ("data.dataset=a/b data.split=test", "data.dataset=a/b::test"),
-        (
-            "data.dataset=[a/b,c/d] data.subset=main data.split=test",
-            "data.dataset=[a/b:main:test,c/d:main:test]",
-        ),
+        ("data.dataset=[a,b] data.subset=s data.split=t", "data.dataset=[a:s:t,b:s:t]"),
         ("eval.dataset=a/b eval.subset=7 eval.split=test", "eval.dataset=a/b:7:test"),
         ("reward.answer_column=solution", 'data.columns={"answer":"solution"}'),
         (

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from easyrl import devices
-from easyrl.config import Config, ConfigError, load_config, parse_device_set
+from easyrl.config import Config, ConfigError, load_config
+from easyrl.config.devices import parse_device_set
 from easyrl.engines.vllm import platforms
 from easyrl.model.files import ModelFiles
 from easyrl.runtime.placement import (

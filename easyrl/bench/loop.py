@@ -22,7 +22,8 @@ from typing import Any
 from easyrl import devices
 from easyrl.bench.models import QWEN3_06B, SMALL, random_model
 from easyrl.bench.runs import NUM_WARM_UP, record
-from easyrl.config import Config, ConfigError, DType, load_config
+from easyrl.config import Config, ConfigError, load_config
+from easyrl.config.model import DType
 from easyrl.data.chat import render_prompt
 from easyrl.model.files import DTYPE_BYTES, load_tokenizer, read_model_files
 from easyrl.runtime.placement import resolve_placement

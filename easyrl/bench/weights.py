@@ -31,7 +31,8 @@ from easyrl import devices
 from easyrl.bench.measure import peak_bytes, peak_resident_bytes, take_turns
 from easyrl.bench.models import QWEN3_06B, random_model
 from easyrl.channels import BUCKET_BYTES
-from easyrl.config import Config, ConfigError, DType, load_config
+from easyrl.config import Config, ConfigError, load_config
+from easyrl.config.model import DType
 from easyrl.engines.base import PolicyEngine
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import gathered

@@ -21,9 +21,9 @@ from easyrl.config import text as config_text
 from easyrl.config.algorithm import AlgorithmConfig
 from easyrl.config.changed_keys import update_old_keys
 from easyrl.config.data import DataConfig
-from easyrl.config.devices import DevicesConfig, DeviceSet, check_disjoint, parse_device_set
+from easyrl.config.devices import DevicesConfig
 from easyrl.config.eval import EvalConfig
-from easyrl.config.model import AttentionMode, DType, LoraConfig, ModelConfig
+from easyrl.config.model import ModelConfig
 from easyrl.config.reward import RewardConfig
 from easyrl.config.rollout import RolloutConfig
 from easyrl.config.runtime import OutputConfig, RuntimeConfig
@@ -31,19 +31,7 @@ from easyrl.config.text import ConfigError, Section
 from easyrl.config.train import TrainConfig
 from easyrl.formatting import counted
 
-__all__ = [
-    "AttentionMode",
-    "Config",
-    "ConfigError",
-    "DType",
-    "DeviceSet",
-    "LoraConfig",
-    "check_disjoint",
-    "load_config",
-    "parse_device_set",
-    "settings_markdown",
-    "to_commented_yaml",
-]
+__all__ = ["Config", "ConfigError", "load_config", "settings_markdown", "to_commented_yaml"]
 
 
 class Config(Section):

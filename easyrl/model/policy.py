@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from easyrl.config import AttentionMode, DType
-from easyrl.config.model import LoraConfig
+from easyrl.config.model import AttentionMode, DType, LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import (
     AttentionLayout,

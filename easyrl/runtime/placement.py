@@ -8,7 +8,8 @@ from typing import Literal
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingLayout
-from easyrl.config import Config, ConfigError, DeviceSet, check_disjoint, parse_device_set
+from easyrl.config import Config, ConfigError
+from easyrl.config.devices import DeviceSet, check_disjoint, parse_device_set
 from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
 
