@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from easyrl.data import datasets, sources
-from easyrl.data.presets import HubRows
 from easyrl.data.sources import Source
 
 GSM8K = [
@@ -48,18 +47,18 @@ AIME = [
     }
     for number in range(10, 13)
 ]
-ROWS: dict[HubRows, list[dict[str, Any]]] = {
-    HubRows("openai/gsm8k", "main", "train"): GSM8K,
-    HubRows("openai/gsm8k", "main", "test"): GSM8K[:2],
-    HubRows("agentica-org/DeepScaleR-Preview-Dataset"): DEEPSCALER,
-    HubRows("HuggingFaceH4/MATH-500", split="test"): MATH_500,
-    HubRows("HuggingFaceH4/aime_2024"): AIME,
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "openai/gsm8k:main:train": GSM8K,
+    "openai/gsm8k:main:test": GSM8K[:2],
+    "agentica-org/DeepScaleR-Preview-Dataset": DEEPSCALER,
+    "HuggingFaceH4/MATH-500::test": MATH_500,
+    "HuggingFaceH4/aime_2024": AIME,
 }
 
 
 def put_in_place_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_hub(rows: HubRows) -> Source:
-        return Source(rows.name, ROWS[rows], lambda row: f"{rows.name}, row {row}")
+    def open_hub(name: str) -> Source:
+        return Source(name, ROWS[name], lambda row: f"{name}, row {row}")
 
     monkeypatch.setattr(datasets, "open_hub", open_hub)
     monkeypatch.setattr(sources, "open_hub", open_hub)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import ConfigError
-from easyrl.data.arithmetic import train_prompts
+from easyrl.data.arithmetic import train_prompt
 from easyrl.data.hub import resolve_model
 from easyrl.devices import LOOPBACK_ENVIRONMENT
 from easyrl.engines.base import FinishedGroup, GroupRequest, SamplingSettings
@@ -173,7 +173,7 @@ def test_greedy_tokens_are_those_of_the_embedded_engine(
     embedded = EmbeddedEngine(trained.policy, replace(SAMPLING, temperature=0.0), num_rows=16)
     monkeypatch.setitem(trained.engine._parameters, "temperature", 0.0)
     for number in range(16):
-        ids = trained.tokenizer(train_prompts(0)[number].content)["input_ids"]
+        ids = trained.tokenizer(train_prompt(0, number).content)["input_ids"]
         for engine in (embedded, trained.engine):
             engine.submit(GroupRequest((0, number), ids, 1))
     assert tokens_of(all_groups(trained.engine)) == tokens_of(all_groups(embedded))

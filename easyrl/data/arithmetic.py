@@ -13,10 +13,8 @@ two never overlap, whatever the seed.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from easyrl.types import Prompt
@@ -50,22 +48,9 @@ def worked_solution(operands: Sequence[int]) -> str:
     return "".join(lines) + f"#{total}"
 
 
-@dataclass(frozen=True, slots=True)
-class TrainPrompts:
-    """The endless stream of training prompts of one seed; `prompts[i]` needs no other index."""
-
-    seed: int
-
-    def __getitem__(self, index: int) -> Prompt:
-        if index < 0:
-            raise IndexError(f"expected an index of at least 0, got {index}")
-        return _prompt(index, problem(self.seed, index))
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return map(self.__getitem__, itertools.count())
-
-
-train_prompts = TrainPrompts
+def train_prompt(seed: int, index: int) -> Prompt:
+    """Return training prompt `index` of a seed."""
+    return _prompt(index, problem(seed, index))
 
 
 def held_out_prompts() -> list[Prompt]:

@@ -11,7 +11,6 @@ the bare statement above; the preset says how a model is asked.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,8 +35,7 @@ class Countdown:
     num_numbers: tuple[int, ...]
     largest_number: int
     operations: str
-    smallest_target: int
-    largest_target: int
+    targets: range
     largest_value: int
     """Largest intermediate value."""
     num_held_out: int = 256
@@ -47,9 +45,9 @@ class Countdown:
         drawn = self._problems(f"train {seed} {index}")
         return next(problem for problem in drawn if not is_held_out(problem))
 
-    def train_prompts(self, seed: int) -> TrainPrompts:
-        """Return the endless stream of training prompts of a seed."""
-        return TrainPrompts(self, seed)
+    def train_prompt(self, seed: int, index: int) -> Prompt:
+        """Return training prompt `index` of a seed."""
+        return _prompt(index, self.problem(seed, index))
 
     def held_out_prompts(self) -> list[Prompt]:
         """Return the prompts, the same in every run, that accuracy is measured on."""
@@ -62,13 +60,10 @@ class Countdown:
     def _problems(self, name: str) -> Iterator[Problem]:
         rng = random.Random(f"countdown {self.name} {name}")
         while True:
-            nums = [
-                rng.randint(1, self.largest_number) for _ in range(rng.choice(self.num_numbers))
-            ]
+            count = rng.choice(self.num_numbers)
+            nums = [rng.randint(1, self.largest_number) for _ in range(count)]
             target = self._combined(nums, rng)
-            if target is None or target in nums:
-                continue
-            if self.smallest_target <= target <= self.largest_target:
+            if target is not None and target in self.targets and target not in nums:
                 yield Problem(tuple(nums), target)
 
     def _combined(self, nums: Sequence[int], rng: random.Random) -> int | None:
@@ -83,36 +78,9 @@ class Countdown:
         return values[0]
 
 
-FULL = Countdown(
-    "full", (3, 4), 99, "+-*/", smallest_target=10, largest_target=100, largest_value=10_000
-)
-SMALL = Countdown(
-    "small",
-    (3,),
-    9,
-    "+-*",
-    smallest_target=1,
-    largest_target=50,
-    largest_value=50,
-    num_held_out=128,
-)
+FULL = Countdown("full", (3, 4), 99, "+-*/", range(10, 101), 10_000)
+SMALL = Countdown("small", (3,), 9, "+-*", range(1, 51), 50, num_held_out=128)
 """For a model of half a million parameters."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainPrompts:
-    """The endless stream of training prompts of one seed; `prompts[i]` needs no other index."""
-
-    level: Countdown
-    seed: int
-
-    def __getitem__(self, index: int) -> Prompt:
-        if index < 0:
-            raise IndexError(f"expected an index of at least 0, got {index}")
-        return _prompt(index, self.level.problem(self.seed, index))
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return map(self.__getitem__, itertools.count())
 
 
 def applied(operation: str, left: int, right: int) -> int | None:

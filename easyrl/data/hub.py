@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from easyrl.config import ConfigError
 
@@ -51,27 +54,45 @@ def model_config_from_hub(repository: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError
 
-    cached = huggingface_hub.try_to_load_from_cache(repository, "config.json")
     if not hub_answers():
-        if isinstance(cached, str):
-            # Read everything else from the cache too, here and in the workers.
-            os.environ["HF_HUB_OFFLINE"] = "1"
-            huggingface_hub.constants.HF_HUB_OFFLINE = True
-            return Path(cached)
-        raise ConfigError(
-            f"{KEY}: '{repository}' is not a local folder, and the hub cannot be reached. Check "
-            f"the name and the network (HF_ENDPOINT names a mirror); {FORMS}"
-        )
+        cached = huggingface_hub.try_to_load_from_cache(repository, "config.json")
+        if not isinstance(cached, str):
+            raise ConfigError(
+                f"{KEY}: '{repository}' is not a local folder, and the hub cannot be reached. "
+                f"Check the name and the network (HF_ENDPOINT names a mirror); {FORMS}"
+            )
+        # Read everything else from the cache too, here and in the workers.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        return Path(cached)
     endpoint = os.environ.get("HF_ENDPOINT")
     try:
         return Path(huggingface_hub.hf_hub_download(repository, "config.json", endpoint=endpoint))
     except (OSError, EntryNotFoundError) as error:
         # The client reports some HTTP errors as "not in the cache", with the real one as cause.
         cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
-        why = " ".join(line for line in str(cause).splitlines() if line.strip())
+        why = " ".join(str(cause).split())
         is_gated = isinstance(cause, GatedRepoError)
         advice = "request access and log in (hf auth login, or HF_TOKEN)" if is_gated else FORMS
         raise ConfigError(f"{KEY}: '{repository}' cannot be downloaded: {why}; {advice}") from error
+
+
+@contextmanager
+def offline_unless_reachable() -> Iterator[None]:
+    """Let `datasets` use the cache alone while the hub does not answer."""
+    import datasets
+    import huggingface_hub
+
+    switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
+    before = [module.HF_HUB_OFFLINE for module in switches]
+    is_offline = any(before) or not hub_answers()
+    try:
+        for module in switches:
+            module.HF_HUB_OFFLINE = is_offline
+        yield
+    finally:
+        for module, value in zip(switches, before, strict=True):
+            module.HF_HUB_OFFLINE = value
 
 
 def hub_answers() -> bool:

@@ -37,28 +37,20 @@ Its data, Jiayi-Pan/Countdown-Tasks-3to4 on the hub, has the same columns."""
 
 
 @dataclass(frozen=True, slots=True)
-class HubRows:
-    """A split of a data set on the hub."""
-
-    name: str
-    subset: str | None = None
-    split: str = "train"
-
-
-@dataclass(frozen=True, slots=True)
 class Preset:
-    rows: HubRows | str | None
-    """Training rows, or `package.module:object` that generates them, with `train_prompts(seed)` and
-    `held_out_prompts()`. None: the preset is for evaluations only."""
     reward: str
     """An entry of `reward.functions`."""
+    task: str | None = None
+    """`package.module:object` that generates problems, with `train_prompt(seed, index)` and
+    `held_out_prompts()`."""
+    rows: str | None = None
+    """Training rows on the hub, `owner/name:subset:split`. With neither task nor rows, the preset
+    is for evaluations only."""
+    held_out: str | None = None
+    """Held-out rows on the hub; a task has its own problems."""
     prompt_column: str = "prompt"
     prompt_template: str | None = None
-    system_prompt: str | None = None
     chat: bool | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
-    held_out: HubRows | None = None
-    """Held-out rows; generated tasks have their own."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """How completions are sampled in an evaluation that is comparable with published ones, by keys
     of the section `eval`; and top_p."""
@@ -74,103 +66,81 @@ REASONING = {"temperature": 0.6, "top_p": 0.95, "max_completion_length": 32768}
 most 32,768 tokens, pass@1 as the mean of 4 to 64 responses, more where problems are fewer. The
 paper gives the number of responses for AIME only (cons@64); the model card, 64 for all."""
 
-GSM8K = HubRows("openai/gsm8k", "main")
-"""7,473 problems, its split `test` 1,319: question, answer, whose last line is `#### N`."""
-DEEPSCALER = HubRows("agentica-org/DeepScaleR-Preview-Dataset")
-"""40,315 problems, in its only split: problem, answer, solution (mostly empty)."""
-MATH_500 = HubRows("HuggingFaceH4/MATH-500", split="test")
-"""The 500 problems of MATH that "Let's Verify Step by Step" (arXiv 2305.20050) held out: problem,
-solution, answer, subject, level, unique_id."""
-AIME_2024 = HubRows("HuggingFaceH4/aime_2024")
-"""The 30 problems of both of the year's contests, in its only split, `train`: id, problem,
-solution, answer, url, year."""
-
+GSM8K = Preset(
+    reward="gsm8k",
+    # 7,473 problems, its split `test` 1,319: question, answer, whose last line is `#### N`.
+    rows="openai/gsm8k:main:train",
+    held_out="openai/gsm8k:main:test",
+    prompt_column="question",
+    prompt_template=BOXED % "question",
+    chat=True,
+    sampling=GREEDY,
+)
+MATH = Preset(
+    reward="math",
+    # 40,315 problems: problem, answer, solution (mostly empty).
+    rows="agentica-org/DeepScaleR-Preview-Dataset",
+    # The 500 problems of MATH that "Let's Verify Step by Step" (arXiv 2305.20050) held out:
+    # problem, solution, answer, subject, level, unique_id.
+    held_out="HuggingFaceH4/MATH-500::test",
+    prompt_column="problem",
+    prompt_template=BOXED % "problem",
+    chat=True,
+)
+MATH_500 = replace(
+    MATH, rows=None, sampling={**REASONING, "num_samples": 4}, max_prompt_length=2048
+)
 PRESETS: Mapping[str, Preset] = {
-    "arithmetic": Preset("easyrl.data.arithmetic", reward="easyrl.data.arithmetic:score"),
+    "arithmetic": Preset("easyrl.data.arithmetic:score", task="easyrl.data.arithmetic"),
     "countdown": Preset(
-        "easyrl.data.countdown:FULL",
-        reward="countdown",
-        prompt_template=COUNTDOWN,
-        chat=True,
+        "countdown", task="easyrl.data.countdown:FULL", prompt_template=COUNTDOWN, chat=True
     ),
-    "countdown-small": Preset("easyrl.data.countdown:SMALL", reward="countdown"),
-    "gsm8k": Preset(
-        GSM8K,
-        reward="gsm8k",
-        prompt_column="question",
-        prompt_template=BOXED % "question",
-        chat=True,
-        held_out=replace(GSM8K, split="test"),
-        sampling=GREEDY,
-    ),
-    "math": Preset(
-        DEEPSCALER,
-        reward="math",
-        prompt_column="problem",
-        prompt_template=BOXED % "problem",
-        chat=True,
-        held_out=MATH_500,
-    ),
-    "math500": Preset(
-        None,
-        reward="math",
-        prompt_column="problem",
-        prompt_template=BOXED % "problem",
-        chat=True,
-        held_out=MATH_500,
-        sampling={**REASONING, "num_samples": 4},
-        max_prompt_length=2048,
-    ),
-    "aime24": Preset(
-        None,
-        reward="math",
-        prompt_column="problem",
-        prompt_template=BOXED % "problem",
-        chat=True,
-        held_out=AIME_2024,
-        sampling={**REASONING, "num_samples": 64},
-        max_prompt_length=2048,
+    "countdown-small": Preset("countdown", task="easyrl.data.countdown:SMALL"),
+    "gsm8k": GSM8K,
+    "math": MATH,
+    "math500": MATH_500,
+    # The 30 problems of both of the year's contests, in its only split, `train`: id, problem,
+    # solution, answer, url, year.
+    "aime24": replace(
+        MATH_500, held_out="HuggingFaceH4/aime_2024", sampling={**REASONING, "num_samples": 64}
     ),
 }
 """By name."""
-TRAINED = [name for name, preset in PRESETS.items() if preset.rows is not None]
+TRAINED = [name for name, preset in PRESETS.items() if preset.task or preset.rows]
 """Presets that can be trained on."""
 
 
 def preset_of(name: str, data: DataConfig) -> Preset | None:
     """The preset that gives a data set its prompts and reward: itself, or for the user's own rows
-    `data.preset`. None: there is none. Raises ConfigError for an unknown preset."""
+    `data.preset`; None without one. Raises ConfigError for an unknown preset."""
     if name in PRESETS or data.preset is None:
         return PRESETS.get(name)
     if data.preset not in PRESETS:
         raise ConfigError(
-            f"data.preset: expected {', '.join(PRESETS)}, got '{data.preset}'"
-            f"{nearest_preset(data.preset)}"
+            f"data.preset: expected {', '.join(PRESETS)}, got '{data.preset}'{hint(data.preset)}"
         )
     return PRESETS[data.preset]
 
 
-def nearest_preset(name: str) -> str:
-    """A hint at the preset that was probably meant, or nothing."""
+def hint(name: str) -> str:
+    """Name the preset that was probably meant, if any."""
     near = difflib.get_close_matches(name, PRESETS, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def _single_preset(data: DataConfig) -> Preset:
+    preset = preset_of(data.dataset, data) if isinstance(data.dataset, str) else None
+    return preset or Preset(reward="")
+
+
 def eval_sampling(data: DataConfig) -> Mapping[str, Any]:
     """The `sampling` of the data's preset; empty without one."""
-    preset = _single_preset(data)
-    return {} if preset is None else preset.sampling
+    return _single_preset(data).sampling
 
 
 def with_long_problems(data: DataConfig) -> DataConfig:
     """Return `data` with `max_prompt_length` for a preset's longest problems, unless it is set."""
-    preset = _single_preset(data)
-    if preset is None or preset.max_prompt_length is None:
+    longest = _single_preset(data).max_prompt_length
+    if longest is None or "max_prompt_length" in data.model_fields_set:
         return data
-    if "max_prompt_length" in data.model_fields_set:
-        return data
-    return data.model_copy(update={"max_prompt_length": preset.max_prompt_length})
-
-
-def _single_preset(data: DataConfig) -> Preset | None:
-    return preset_of(data.dataset, data) if isinstance(data.dataset, str) else None
+    return data.model_copy(update={"max_prompt_length": longest})

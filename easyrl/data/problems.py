@@ -10,15 +10,17 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from easyrl.config import Config, ConfigError
+from easyrl.config.data import DataConfig
 from easyrl.data.presets import PRESETS
 from easyrl.data.streams import PromptStream
 from easyrl.types import Messages, Prompt
 
 ID_DIGITS = 16
-OF_PRESETS = ("preset", "prompt_column", "prompt_template", "system_prompt", "chat", "columns")
-"""Keys of `data` that a preset has values for."""
+FORM_KEYS = {"preset", "prompt_column", "prompt_template", "system_prompt", "chat", "columns"}
+"""Keys of `data` that say how rows become prompts."""
 
 
 def with_eval_data(config: Config) -> Config:
@@ -27,48 +29,32 @@ def with_eval_data(config: Config) -> Config:
     A preset that `eval.dataset` names has its own prompts; any other data set is asked as `data`
     says.
     """
-    data, fields = config.data, type(config.data).model_fields
+    data = config.data
     if config.eval.dataset is not None:
-        is_preset = config.eval.dataset in PRESETS
-        defaults = {
-            key: fields[key].get_default(call_default_factory=True)
-            for key in (OF_PRESETS if is_preset else ())
-        }
-        update = {"dataset": config.eval.dataset, "weights": None, "shuffle": True, **defaults}
-        data = data.model_copy(update=update)
-    preset = PRESETS.get(data.shown)
-    if preset is None or not isinstance(preset.rows, str):
+        data = data.model_copy(
+            update={"dataset": config.eval.dataset, "weights": None, "shuffle": True}
+        )
+        if config.eval.dataset in PRESETS:
+            data = data.model_copy(update=DataConfig().model_dump(include=FORM_KEYS))
+    if data.shown not in PRESETS or PRESETS[data.shown].task is None:
         data = data.model_copy(update={"shuffle": False})
     return config.model_copy(update={"data": data})
 
 
+@dataclass(frozen=True, slots=True)
 class Problems:
-    """A stream in which every problem is held out, so that they alone are checked."""
+    """The problems of an evaluation, which are checked like a stream's examples."""
 
-    def __init__(self, prompts: Sequence[Prompt], location: Callable[[int], str]) -> None:
-        """`location(i)` says where the i-th problem is, for errors."""
-        self._prompts = list(prompts)
-        self.location = location
-
-    @property
-    def epoch_length(self) -> int:
-        return len(self._prompts)
-
-    def prompt(self, index: int) -> Prompt:
-        return self._prompts[index]
-
-    def fingerprint(self) -> None:
-        return None
-
-    def held_out(self) -> list[Prompt]:
-        return self._prompts
+    prompts: list[Prompt]
+    location: Callable[[int], str]
 
     def examples(self) -> list[str | Messages]:
-        return [prompt.content for prompt in self._prompts]
+        return [prompt.content for prompt in self.prompts]
 
     def without(self, examples: Collection[int]) -> Problems:
-        kept = [number for number in range(len(self._prompts)) if number not in examples]
-        return Problems([self._prompts[k] for k in kept], lambda k: self.location(kept[k]))
+        removed = set(examples)
+        kept = [number for number in range(len(self.prompts)) if number not in removed]
+        return Problems([self.prompts[k] for k in kept], lambda k: self.location(kept[k]))
 
 
 def problems_of(stream: PromptStream, config: Config) -> Problems:

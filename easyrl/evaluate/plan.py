@@ -26,7 +26,7 @@ from easyrl.runtime.memory import (
     model_size,
 )
 from easyrl.runtime.placement import Placement, place_evaluation
-from easyrl.runtime.preflight import check_positions, checked_prompts
+from easyrl.runtime.preflight import check_positions, too_long_prompts
 from easyrl.types import Prompt
 
 
@@ -84,16 +84,16 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     sampling = Sampling.of_evaluation(config.eval, config.rollout, eval_sampling(config.data))
     sampled = _with_sampling(config, sampling)
     check_positions(sampled, files, section="eval")
-    check_rewards(sampled, problems.prompt(0))
+    check_rewards(sampled, problems.prompts[0])
     base_model = config.model.model_copy(update={"path": source.base})
-    checked = checked_prompts(
+    skipped = too_long_prompts(
         config.model_copy(update={"model": base_model}), problems, sampling.max_completion_length
     )
-    prompts = checked.stream.held_out()
+    prompts = problems.without(skipped).prompts
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
     placement = _fit_memory(sampled, placement, files)
     ids = problem_ids(prompts)
-    return Plan(config, source, model, prompts, ids, sampling, placement, checked.num_skipped)
+    return Plan(config, source, model, prompts, ids, sampling, placement, len(skipped))
 
 
 def _model_of(config: Config, base: str | None) -> tuple[ModelSource, Mapping[str, Any]]:

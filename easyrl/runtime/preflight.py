@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from easyrl.config import Config, ConfigError
-from easyrl.data.chat import CheckedPrompts, check_prompts, check_variables_are_used
+from easyrl.data.chat import check_prompts
 from easyrl.data.datasets import check_trainable, open_prompts
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
-from easyrl.data.problems import identity_of, problem_ids, problems_of, with_eval_data
+from easyrl.data.problems import Problems, identity_of, problem_ids, problems_of, with_eval_data
 from easyrl.data.streams import PromptStream
 from easyrl.model.files import (
     ModelFiles,
@@ -73,8 +73,9 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     check_rewards(config, prompts.prompt(0))
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
     ring_layout(config, placement)
-    checked = checked_prompts(config, prompts)
-    held_out = _held_out(config, checked.stream)
+    skipped = too_long_prompts(config, prompts)
+    prompts = prompts.without(skipped)
+    held_out = _held_out(config, prompts)
     num_trained = _num_trained(config)
     warnings = sampling_warnings(config)
     if (processes := _estimate(config, placement, files, num_trained)) is not None:
@@ -87,7 +88,7 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     measure = f"{identity_of(problem_ids(held_out))} {config.eval.correct_reward}"
     identity = {
         "model.path": fingerprint(config.model.path),
-        "data.dataset": checked.stream.fingerprint(),
+        "data.dataset": prompts.fingerprint(),
         MEASURE: measure if held_out else None,
     }
     for key, what in (
@@ -100,8 +101,8 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
                 "restore them, or start a new run (--output)"
             )
     return Preflight(
-        prompts=checked.stream,
-        num_prompts_skipped=checked.num_skipped,
+        prompts=prompts,
+        num_prompts_skipped=len(skipped),
         placement=placement,
         num_trained=num_trained,
         identity=identity,
@@ -179,26 +180,27 @@ def _held_out(config: Config, prompts: PromptStream) -> list[Prompt]:
             )
         return []
     if config.eval.dataset is None:
-        return problems_of(prompts, config).held_out()
+        return problems_of(prompts, config).prompts
     other = with_eval_data(config)
     problems = problems_of(open_prompts(other, is_trained=False), other)
-    check_rewards(config, problems.prompt(0))
-    return checked_prompts(other, problems).stream.held_out()
+    check_rewards(config, problems.prompts[0])
+    return problems.without(too_long_prompts(other, problems)).prompts
 
 
-def checked_prompts(
-    config: Config, prompts: PromptStream, max_completion_length: int | None = None
-) -> CheckedPrompts:
-    """Check the prompts as tokens of the model, and the model's class on the way.
+def too_long_prompts(
+    config: Config, prompts: PromptStream | Problems, max_completion_length: int | None = None
+) -> list[int]:
+    """Check the prompts as tokens of the model, and the model's class on the way. Return the
+    examples to skip.
 
     `max_completion_length` where it is not that of training."""
     model = config.model
-    check_variables_are_used(prompts, config)
-    if model.path in BUILT_IN_MODELS and set(config.data.datasets) <= set(PRESETS):
+    is_demo = model.path in BUILT_IN_MODELS and set(config.data.datasets) <= set(PRESETS)
+    if is_demo and not config.data.chat_template_kwargs:
         # One token per character, so that the demo needs no transformers here.
         longest = config.data.max_prompt_length
         if all(isinstance(text, str) and len(text) <= longest for text in prompts.examples()):
-            return CheckedPrompts(prompts, num_skipped=0)
+            return []
     model_config = _model_config(config, model.path)
     if model.attention == "shared_prompt":
         refuse_shared_prompt(model.path, model_config)
