@@ -18,33 +18,15 @@ GSM8K = [
     for number in range(1, 9)
 ]
 MATH_500 = [
-    {
-        "problem": f"What is $\\frac{{{number}}}{{7}}$ of $14$?",
-        "solution": f"It is $\\boxed{{{2 * number}}}$.",
-        "answer": str(2 * number),
-        "subject": "Prealgebra",
-        "level": 1,
-        "unique_id": f"test/prealgebra/{number}.json",
-    }
+    {"problem": f"What is $\\frac{{{number}}}{{7}}$ of $14$?", "answer": str(2 * number)}
     for number in range(1, 7)
 ]
 DEEPSCALER = [
-    {
-        "problem": f"Compute $\\frac{{1}}{{{number}}}$.",
-        "answer": f"\\frac{{1}}{{{number}}}",
-        "solution": "",
-    }
+    {"problem": f"Compute $\\frac{{1}}{{{number}}}$.", "answer": f"\\frac{{1}}{{{number}}}"}
     for number in range(2, 12)
 ]
 AIME = [
-    {
-        "id": 60 + number,
-        "problem": f"Find the remainder when ${number}^2$ is divided by $1000$.",
-        "solution": "",
-        "answer": f"{number**2:03}",
-        "url": "",
-        "year": "2024",
-    }
+    {"problem": f"What is ${number}^2$ modulo $1000$?", "answer": f"{number**2:03}"}
     for number in range(10, 13)
 ]
 ROWS: dict[str, list[dict[str, Any]]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts
-from easyrl.data.streams import BLOCK, MixedStream, PromptStream
-from easyrl.types import Prompt
+from easyrl.data.sources import Source
+from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
 
 LONG = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(30)]
 SHORT = [{"prompt": f"{i}*1=", "level": i} for i in range(7)]
@@ -75,22 +74,15 @@ def test_a_data_set_that_names_its_own_sources_keeps_them(
 @given(st.lists(st.floats(min_value=0.01, max_value=1), min_size=2, max_size=6))
 @settings(deadline=None, max_examples=50)
 def test_no_data_set_is_ever_far_from_its_part(weights: list[float]) -> None:
-    class Named:
-        """A stream without end whose prompts name it."""
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def prompt(self, index: int) -> Prompt:
-            return Prompt(index, f"{self.name} {index}", {"name": self.name})
-
-    streams: Any = {str(number): Named(str(number)) for number in range(len(weights))}
-    mixture = MixedStream(streams, weights)
+    form = RowForm.of(load_config().data, None)
+    rows = [{"prompt": str(row)} for row in range(BLOCK)]
+    sets = {str(n): DataSet(Source(str(n), rows, str), form, None) for n in range(len(weights))}
+    mixture = PromptStream(sets, weights)
     counts: Counter[str] = Counter()
     for index in range(BLOCK):
         prompt = mixture.prompt(index)
-        name = prompt.columns["name"]
-        assert prompt.content == f"{name} {counts[name]}"  # its next one, none left out
+        name = prompt.columns["data_source"]
+        assert prompt.content == str(counts[name])  # its next one, none left out
         counts[name] += 1
         for number, weight in enumerate(weights):
             part = weight / sum(weights)
@@ -103,33 +95,29 @@ def test_generated_problems_can_be_part_of_a_mixture(files: dict[str, str]) -> N
     prompts = [stream.prompt(index) for index in range(30)]
     own = [p for p in prompts if p.columns["data_source"] == "arithmetic"]
     assert [p.content for p in own] == [alone.prompt(i).content for i in range(10)]
-    assert stream.epoch_length is None
+    assert stream.epoch_length is None and stream.fingerprint() is not None
     held_out = stream.held_out()
     assert [prompt.index for prompt in held_out] == list(range(512))
     assert held_out[3].columns["data_source"] == "arithmetic"
-    assert stream.fingerprint() is not None
 
 
-def test_an_example_is_named_by_its_own_data_set(files: dict[str, str]) -> None:
+def test_examples_are_named_by_and_left_out_of_their_own_data_set(files: dict[str, str]) -> None:
     stream = opened(files)
     assert len(stream.examples()) == 37
     assert stream.location(29) == f"{files['long']}:30"
     assert stream.location(30) == f"{files['short']}:1"
-
-
-def test_examples_are_left_out_of_their_own_data_set(files: dict[str, str]) -> None:
-    fewer = opened(files).without([0, 30, 31])
+    fewer = stream.without([0, 30, 31])
     assert fewer.epoch_length == 34
     contents = {fewer.prompt(index).content for index in range(2 * BLOCK)}
     assert contents == {row["prompt"] for row in [*LONG[1:], *SHORT[2:]]}
-    with pytest.raises(ConfigError, match=r"leaves no row of '.*short\.jsonl'"):
-        opened(files).without(range(30, 37))
+    with pytest.raises(ConfigError, match=r"data\.long_prompts: .*short\.jsonl"):
+        stream.without(range(30, 37))
 
 
 def test_strings_and_chats_do_not_mix(tmp_path: Path, files: dict[str, str]) -> None:
     chat = [{"role": "user", "content": "a"}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": chat}))
     mixed = {**files, "chat": str(tmp_path / "chat.jsonl")}
-    with pytest.raises(ConfigError, match=r"^data.dataset .*chat.jsonl"):
+    with pytest.raises(ConfigError, match=r"chat.jsonl:1: .*data.chat=true"):
         opened(mixed)
     assert isinstance(opened(mixed, "data.chat=true").prompt(0).content, list)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.data.chat import check_prompts, render_prompt
@@ -17,7 +18,8 @@ from easyrl.model.files import load_tokenizer
 from easyrl.types import Prompt
 from easyrl.workers.rollout import RolloutWorker
 
-ROW = {"question": "2+3?", "answer": "5", "level": 4, "notes": None}
+BRACES = "{answer} {{}} %s {"
+ROW = {"question": "2+3?", "answer": "5", "level": 4, "notes": None, "braces": BRACES}
 CHAT = [{"role": "user", "content": "2+3?"}]
 FROM_SYSTEM = [{"role": "system", "content": "Add."}, *CHAT]
 
@@ -45,6 +47,7 @@ def error_of(folder: Path, row: dict[str, Any] = ROW, **data: Any) -> str:
         ("{level}. {question}\n{question}", "4. 2+3?\n2+3?"),
         ("\\boxed{{}} of {question} {{x}}", "\\boxed{} of 2+3? {x}"),
         ("no column", "no column"),
+        ("<{braces}>", f"<{BRACES}>"),  # what is in a row is no template
     ],
 )
 def test_a_template_is_filled_from_columns(tmp_path: Path, template: str, prompt: str) -> None:
@@ -53,23 +56,9 @@ def test_a_template_is_filled_from_columns(tmp_path: Path, template: str, prompt
     assert made.columns == ROW  # what a prompt is made of goes to the rewards all the same
 
 
-def test_what_is_in_a_row_is_no_template(tmp_path: Path) -> None:
-    row = {**ROW, "question": "{answer} {{}} %s {"}
-    assert first(tmp_path, row, prompt_template="<{question}>").content == "<{answer} {{}} %s {>"
-
-
 @pytest.mark.parametrize(
     "template",
-    [
-        "{qestion}",
-        "{question.upper}",
-        "{question[0]}",
-        "{}",
-        "{question:>9}",
-        "{question!r}",
-        "{question",
-        "question}",
-    ],
+    ["{qestion}", "{question.upper}", "{}", "{question:>9}", "{question!r}", "{question"],
 )
 def test_a_template_with_anything_but_columns_is_refused(tmp_path: Path, template: str) -> None:
     assert error_of(tmp_path, prompt_template=template).startswith("data.prompt_template: ")
@@ -84,24 +73,26 @@ def test_a_row_with_nothing_for_the_template_is_named(tmp_path: Path) -> None:
 # Chats.
 
 
-def test_a_system_prompt_makes_a_chat_of_a_string(tmp_path: Path) -> None:
-    words = {"prompt_column": "question", "system_prompt": "Add."}
-    assert first(tmp_path, **words).content == FROM_SYSTEM
-    words = {"prompt_template": "{question}", "system_prompt": "Add."}
-    assert first(tmp_path, **words).content == FROM_SYSTEM
+OWN = [{"role": "system", "content": "Own."}, *CHAT]
 
 
-def test_a_system_prompt_stands_before_messages_that_have_none(tmp_path: Path) -> None:
-    assert first(tmp_path, {"prompt": CHAT}, system_prompt="Add.").content == FROM_SYSTEM
-    own = [{"role": "system", "content": "Own."}, *CHAT]
-    assert first(tmp_path, {"prompt": own}, system_prompt="Add.").content == own
-
-
-def test_a_string_is_a_chat_if_asked_for(tmp_path: Path) -> None:
-    assert first(tmp_path, prompt_column="question").content == "2+3?"
-    assert first(tmp_path, prompt_column="question", chat=True).content == CHAT
-    assert first(tmp_path, prompt_column="question", chat=False).content == "2+3?"
-    assert first(tmp_path, {"prompt": CHAT}, chat=True).content == CHAT
+@pytest.mark.parametrize(
+    ("row", "data", "content"),
+    [
+        (ROW, {"prompt_column": "question"}, "2+3?"),
+        (ROW, {"prompt_column": "question", "chat": False}, "2+3?"),
+        (ROW, {"prompt_column": "question", "chat": True}, CHAT),
+        (ROW, {"prompt_column": "question", "system_prompt": "Add."}, FROM_SYSTEM),
+        (ROW, {"prompt_template": "{question}", "system_prompt": "Add."}, FROM_SYSTEM),
+        ({"prompt": CHAT}, {"chat": True}, CHAT),
+        ({"prompt": CHAT}, {"system_prompt": "Add."}, FROM_SYSTEM),
+        ({"prompt": OWN}, {"system_prompt": "Add."}, OWN),
+    ],
+)
+def test_a_prompt_is_a_string_or_a_chat(
+    tmp_path: Path, row: dict[str, Any], data: dict[str, Any], content: object
+) -> None:
+    assert first(tmp_path, row, **data).content == content
 
 
 def test_what_can_be_no_chat_is_refused(tmp_path: Path) -> None:
@@ -116,7 +107,13 @@ def test_what_can_be_no_chat_is_refused(tmp_path: Path) -> None:
 def test_columns_reach_the_rewards_under_the_names_asked_for(tmp_path: Path) -> None:
     columns = {"solution": "answer", "asked": "question"}
     made = first(tmp_path, prompt_column="question", columns=columns)
-    assert made.columns == {"solution": "5", "asked": "2+3?", "level": 4, "notes": None}
+    assert made.columns == {
+        "solution": "5",
+        "asked": "2+3?",
+        "level": 4,
+        "notes": None,
+        "braces": BRACES,
+    }
     both = {"solution": "answer", "answer": "answer"}
     assert first(tmp_path, prompt_column="question", columns=both).columns["answer"] == "5"
 
@@ -137,24 +134,35 @@ def test_a_column_with_the_name_of_an_argument_may_be_renamed(tmp_path: Path) ->
 # The chat template's variables.
 
 
-def of(*words: str) -> Config:
-    return load_config(None, {}, words)
-
-
 TEMPLATE = "{% if thinks %}think{% endif %}{{ messages[0].content }}"
 SUM = [{"role": "user", "content": "1+1="}]
 
 
-def chat_tokenizer() -> Any:
+@pytest.fixture
+def tokenizer() -> Any:
+    """It puts `<pad>` before a text."""
     tokenizer = load_tokenizer("tiny")
     tokenizer.chat_template = TEMPLATE
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", 0)]
+    )
     return tokenizer
 
 
-def test_variables_reach_the_template_wherever_prompts_become_tokens(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer()
-    with_it, without = (render_prompt(SUM, tokenizer, {"thinks": value}) for value in (True, False))
-    assert tokenizer.decode(with_it) == "think1+1=" and tokenizer.decode(without) == "1+1="
+def test_a_string_gets_the_tokenizers_special_tokens_and_a_chat_does_not(tokenizer: Any) -> None:
+    assert tokenizer.decode(render_prompt("1+1=", tokenizer)) == "<pad>1+1="
+    ids = render_prompt(SUM, tokenizer)
+    assert tokenizer.decode(ids) == "1+1=" and all(type(token) is int for token in ids)
+
+
+def test_variables_reach_the_template_wherever_prompts_become_tokens(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    def of(*words: str) -> Config:
+        return load_config(None, {}, words)
+
+    with_it = render_prompt(SUM, tokenizer, {"thinks": True})
+    assert tokenizer.decode(with_it) == "think1+1="
 
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": SUM}) + "\n")
     words = f"data.dataset={tmp_path}/chat.jsonl", "data.max_prompt_length=5"

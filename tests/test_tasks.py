@@ -1,0 +1,211 @@
+"""The generated tasks, and the built-in models made for them."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from easyrl.data import arithmetic, countdown
+from easyrl.data.countdown import FULL, SMALL, Countdown
+from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.model.built_in import make_tiny
+from easyrl.types import Prompt
+from runs import finish, summary_of
+
+TINY = BUILT_IN_MODELS["tiny"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY)
+
+
+# The problems.
+
+
+@pytest.mark.parametrize(
+    ("task", "index", "content", "columns"),
+    [
+        (arithmetic, 3, "73+40+16+92=", {"answer": "221"}),
+        (FULL, 3, "36 2 50 27 = 38\n", {"nums": [36, 2, 50, 27], "target": 38}),
+        (SMALL, 2, "7 9 1 = 17\n", {"nums": [7, 9, 1], "target": 17}),
+    ],
+)
+def test_problems_are_the_same_on_every_machine(
+    task: Any, index: int, content: str, columns: dict[str, object]
+) -> None:
+    assert task.train_prompt(0, index) == Prompt(index, content, columns)
+    same = [task.train_prompt(7, i).content == task.train_prompt(8, i).content for i in range(200)]
+    assert sum(same) < 20
+
+
+@pytest.mark.parametrize(("task", "number"), [(arithmetic, 512), (FULL, 256), (SMALL, 128)])
+def test_held_out_problems_are_never_trained_on(task: Any, number: int) -> None:
+    def key(prompt: Prompt) -> object:  # without the order of the numbers
+        columns = prompt.columns
+        return (
+            (*sorted(columns["nums"]), columns["target"]) if "nums" in columns else prompt.content
+        )
+
+    held_out = task.held_out_prompts()
+    assert len({prompt.content for prompt in held_out}) == len(held_out) == number
+    keys = {key(prompt) for prompt in held_out}
+    for seed in (0, 1):
+        assert keys.isdisjoint(key(task.train_prompt(seed, index)) for index in range(3000))
+
+
+def is_solvable(nums: tuple[int, ...], target: int, operations: str) -> bool:
+    """By trying everything."""
+    if len(nums) == 1:
+        return nums[0] == target
+    for left, right, *others in permutations(nums):
+        for operation in operations:
+            value = countdown.applied(operation, left, right)
+            if value is not None and is_solvable((value, *others), target, operations):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("level", [FULL, SMALL], ids=lambda level: level.name)
+def test_every_countdown_has_a_solution(level: Countdown) -> None:
+    for index in range(150):
+        nums, target = level.problem(3, index)
+        assert len(nums) in level.num_numbers
+        assert all(1 <= number <= level.largest_number for number in nums)
+        assert target in level.targets
+        assert is_solvable(nums, target, level.operations)
+
+
+def test_arithmetic_lengths_spread_widely_within_their_limits() -> None:
+    problems = [arithmetic.problem(0, index) for index in range(2000)]
+    prompts = [len(arithmetic.prompt_text(operands)) for operands in problems]
+    completions = [len(arithmetic.worked_solution(operands)) + 1 for operands in problems]
+    assert (min(prompts), max(prompts)) == (6, 24)
+    assert min(completions) < 20 and 60 <= sum(completions) / len(completions) <= 80
+    longest = len(arithmetic.worked_solution((99,) * arithmetic.MAX_TERMS)) + 1
+    assert 110 < max(completions) <= longest <= arithmetic.MAX_COMPLETION_LENGTH
+
+
+WORKING = "17+50=67+8=75\n75+30=105+4=109\n#109"
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        (WORKING, 1.0),
+        ("#75\n#109", 1.0),  # only the last answer counts
+        ("#109\n#75", 0.0),
+        ("#0109", 0.0),
+        ("# 109", 0.0),
+        ("#109 or so", 0.0),
+        ("#10", 0.0),  # truncated
+        (WORKING.removesuffix("109"), 0.0),
+        ("109", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_arithmetic_rewards_exactly_the_answer(completion: str, expected: float) -> None:
+    assert arithmetic.worked_solution((17, 58, 34)) == WORKING
+    assert arithmetic.score(["17+58+34="], [completion], [[]], answer=["109"]) == [expected]
+
+
+# The built-in models.
+
+
+def test_tokenizer_gives_one_token_a_character_and_the_text_back(tokenizer: Any) -> None:
+    texts = [arithmetic.worked_solution(arithmetic.problem(0, index)) for index in range(200)]
+    for text in [*texts, "17+58=", " a  b ,.\n\n!", "Don 't ."]:
+        ids = tokenizer.encode(text)
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.unk_token_id not in tokenizer.encode("".join(map(chr, range(32, 127))))
+
+
+def test_end_of_sequence_is_the_same_everywhere(model: Any, tokenizer: Any) -> None:
+    assert tokenizer.eos_token_id == model.config.eos_token_id
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id
+    assert tokenizer.pad_token_id == model.config.pad_token_id != tokenizer.eos_token_id
+    ids = [*tokenizer.encode("#75"), tokenizer.eos_token_id]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "#75"
+
+
+def test_before_rl_tiny_is_right_in_a_part_of_its_samples(model: Any, tokenizer: Any) -> None:
+    prompts = arithmetic.held_out_prompts()[:256]
+    contents = [prompt.content for prompt in prompts]
+    batch = tokenizer(contents, return_tensors="pt", padding=True, padding_side="left")
+    torch.manual_seed(0)
+    output = model.generate(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        max_new_tokens=arithmetic.MAX_COMPLETION_LENGTH,
+    )
+    ids = output[:, batch["input_ids"].shape[1] :]
+    completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    answers = [prompt.columns["answer"] for prompt in prompts]
+    rewards = arithmetic.score(contents, completions, ids.tolist(), answer=answers)
+    assert 0.2 <= sum(rewards) / len(rewards) <= 0.6
+
+
+def test_tries_of_countdown_are_correct_and_include_all_solutions() -> None:
+    for index in range(300):
+        problem = SMALL.problem(0, index)
+        for each in make_tiny.tries(problem):
+            for step in each.working.partition(";")[0].split(","):
+                made, _, value = step.partition("=")
+                assert eval(made) == int(value)
+            assert eval(each.expression) == each.value
+            assert each.working.endswith("=\n") == (each.value == problem.target)
+        assert problem.target in {each.value for each in make_tiny.tries(problem)}
+
+
+def test_search_ends_with_the_correct_answer_unless_given_up() -> None:
+    rng = random.Random(0)
+    problems = [SMALL.problem(0, index) for index in range(200)]
+    for give_up, least, most in ((0.0, 200, 200), (0.2, 60, 160), (1.0, 5, 80)):
+        searches = [make_tiny.search(problem, rng, give_up) for problem in problems]
+        assert all(text.count("<answer>") == text.count("</answer>") == 1 for text in searches)
+        right = sum(
+            eval(text.partition("<answer>")[2].removesuffix("</answer>")) == problem.target
+            for text, problem in zip(searches, problems, strict=True)
+        )
+        assert least <= right <= most
+
+
+@pytest.mark.parametrize(("name", "size"), [("tiny", 4 * 2**20), ("tiny-countdown", 2**20)])
+def test_training_script_makes_a_model_like_the_built_in_one(
+    tmp_path: Path, name: str, size: int
+) -> None:
+    folder = BUILT_IN_MODELS[name]
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= size
+    make_tiny.make(name, tmp_path, num_steps=(1, 1), seed=0)
+    assert {file.name for file in tmp_path.iterdir()} >= {file.name for file in folder.iterdir()}
+    made, shipped = (AutoModelForCausalLM.from_pretrained(each) for each in (tmp_path, folder))
+    assert {key: tensor.shape for key, tensor in made.state_dict().items()} == {
+        key: tensor.shape for key, tensor in shipped.state_dict().items()
+    }
+    for file in (tmp_path, TINY):
+        assert AutoTokenizer.from_pretrained(file).encode("1+2=") == [21, 15, 22, 33]
+
+
+@pytest.mark.long
+def test_countdown_is_learned_on_the_cpu_within_five_minutes(tmp_path: Path) -> None:
+    config = Path(__file__).parent.parent / "configs" / "countdown_small.yaml"
+    words = ("--config", str(config), "--output", str(tmp_path / "run"))
+    code, _, err = finish(*words, timeout=900)
+    assert (code, err) == (0, "")
+    summary = summary_of(tmp_path / "run")
+    assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.2
