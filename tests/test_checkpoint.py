@@ -1,4 +1,4 @@
-"""Checkpoints: the same bits again, never half of one under its name, and what is exported."""
+"""Checkpoints: restored to the same bits, never incomplete under their name, and exported."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def save(folder: Path, version: int, learner: Learner, **state: Any) -> Path:
 # -- tensors -------------------------------------------------------------------------------------
 
 
-def test_a_restored_learner_goes_on_in_the_same_bits(tmp_path: Path) -> None:
+def test_restored_learner_continues_with_the_same_bits(tmp_path: Path) -> None:
     one, other = learner(), learner()
     step(one, 1)
     step(one, 2)
@@ -86,10 +86,10 @@ def test_a_restored_learner_goes_on_in_the_same_bits(tmp_path: Path) -> None:
     assert other.policy.weights_sha256() != learner().policy.weights_sha256()
 
 
-def test_the_accelerators_generator_is_kept_where_its_weights_are_on_the_cpu(
+def test_generator_of_the_accelerator_is_restored_with_offloaded_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with train.offload=[optimizer]. The accelerator is a stand-in that has a generator."""
+    """The accelerator is a stub with a generator; weights are on the CPU (train.offload)."""
     drawn = {"cuda": torch.arange(7, dtype=torch.uint8)}
     generator = SimpleNamespace(
         get_rng_state=lambda device: drawn[device.type].clone(),
@@ -104,10 +104,10 @@ def test_the_accelerators_generator_is_kept_where_its_weights_are_on_the_cpu(
         drawn["cuda"] = torch.zeros(7, dtype=torch.uint8)
         one.restore(path, 1)
     assert drawn["cuda"].tolist() == list(range(7))
-    learner().restore(path, 1)  # where there is none it is left
+    learner().restore(path, 1)  # on a machine without one
 
 
-def test_the_copy_is_of_the_boundary_whatever_is_trained_meanwhile(tmp_path: Path) -> None:
+def test_copy_is_unaffected_by_later_training(tmp_path: Path) -> None:
     one, other = learner(), learner()
     step(one, 1)
     state, sha256 = one.state(), one.policy.weights_sha256()
@@ -118,24 +118,37 @@ def test_the_copy_is_of_the_boundary_whatever_is_trained_meanwhile(tmp_path: Pat
     assert other.policy.weights_sha256() == sha256
 
 
-def test_frozen_parameters_are_left_out(tmp_path: Path) -> None:
-    one = learner()
-    model = one.policy.model
+def test_frozen_parameters_are_left_out() -> None:
+    model = learner().policy.model
+    first, *others = model.parameters()
+    for parameter in others:
+        parameter.requires_grad_(False)
     names = [name for name, _ in model.named_parameters()]
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name == names[0])
-    optimizer = torch.optim.AdamW([model.get_parameter(names[0])], fused=True)
+    optimizer = torch.optim.AdamW([first], fused=True)
     assert set(copy_of_training(model, optimizer)) == {f"model.{names[0]}", "random.0"}
 
 
-def test_a_checkpoint_of_another_model_is_told_by_its_first_difference(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
     path = save(tmp_path, 1, learner())
     other = tiny_model("qwen3")
     optimizer = torch.optim.AdamW(other.parameters(), fused=True)
     before = {name: p.clone() for name, p in other.named_parameters()}
-    with pytest.raises(ValueError, match=r"checkpoint of another model: weight"):
+    with pytest.raises(ValueError, match=r"another model.*model\.path"):
         read_tensors(path, other, optimizer)
     assert all(torch.equal(before[name], p) for name, p in other.named_parameters())
+
+
+def stepped(model: Any, ranks: Any = None) -> tuple[Any, torch.optim.Optimizer]:
+    """Take one step of AdamW with given gradients; shard the model over `ranks`, a mesh."""
+    if ranks is not None:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=ranks)
+        fully_shard(model, mesh=ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
+    optimizer.step()
+    return model, optimizer
 
 
 def shard_and_save(rank: int, folder: str) -> None:
@@ -146,14 +159,7 @@ def shard_and_save(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = dist.init_device_mesh("cpu", (2,))
-    model = tiny_model("qwen3")
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    for number, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
-    optimizer.step()
+    model, optimizer = stepped(tiny_model("qwen3"), mesh)
     writers = dist.new_group(backend="gloo")
     path = Path(folder) / "1"
     if rank == 0:
@@ -165,10 +171,9 @@ def shard_and_save(rank: int, folder: str) -> None:
     if rank == 0:
         publish(path, {})
     dist.barrier()
-    # Read again, sharded, into what is not trained yet.
-    again = tiny_model("qwen3")
-    fully_shard(again, mesh=mesh)
-    fresh = torch.optim.AdamW(again.parameters(), lr=1e-2, fused=True)
+    # Read the checkpoint into a sharded model that differs from it.
+    again, fresh = stepped(tiny_model("qwen3", spread=0.1), mesh)
+    fresh.state.clear()
     read_tensors(path, again, fresh, rank=rank, process_group=writers)
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(a.full_tensor(), b.full_tensor())
@@ -182,12 +187,9 @@ def test_two_ranks_write_and_one_reads(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(shard_and_save, (str(tmp_path),), nprocs=2)
     names = [file.name for file in sorted((tmp_path / "1").glob("*.safetensors"))]
     assert [name.split("-model")[0] for name in names] == ["shard-00001", "shard-00002"]
-    whole, once = tiny_model("qwen3"), tiny_model("qwen3")
+    whole = tiny_model("qwen3")
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, fused=True)
-    reference = torch.optim.AdamW(once.parameters(), lr=1e-2, fused=True)
-    for number, parameter in enumerate(once.parameters()):
-        parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
-    reference.step()
+    once, reference = stepped(tiny_model("qwen3"))
     read_tensors(tmp_path / "1", whole, optimizer)
     for a, b in zip(whole.parameters(), once.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-7)
@@ -196,7 +198,7 @@ def test_two_ranks_write_and_one_reads(tmp_path: Path) -> None:
 
 
 def save_twice(rank: int, folder: str) -> None:
-    """The first rank cannot make the first checkpoint's folder."""
+    """Save three checkpoints; rank 0 cannot create the folder of the first one."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     ranks = TrainRanks.join(
@@ -210,12 +212,12 @@ def save_twice(rank: int, folder: str) -> None:
     saver.save(SaveCheckpoint(f"{folder}/checkpoints/3", 3, {}), tensors)
     while len(saved) < 3:
         time.sleep(0.01)
-    assert ["" if event.error == "" else "told" for event in saved] == ["told", "", ""]
+    assert [bool(event.error) for event in saved] == [True, False, False]
     assert all(event.seconds < 30 for event in saved)
     torch.distributed.destroy_process_group()
 
 
-def test_a_folder_that_one_rank_cannot_make_keeps_no_other_waiting(tmp_path: Path) -> None:
+def test_no_rank_waits_when_another_cannot_create_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     torch.multiprocessing.spawn(save_twice, (str(tmp_path),), nprocs=2)
     assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["2", "3"]
@@ -236,38 +238,37 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def files_of_ten() -> list[tuple[str, float]]:
-    names = ("state.json", "shard-00001-model-00001-of-00001.safetensors")
-    return [(name, share) for name in names for share in (0.0, 0.001, 0.5, 0.999, 1.0)]
+@pytest.fixture
+def checkpoints(two: Path, tmp_path: Path) -> Path:
+    """A copy of `two` to damage."""
+    return Path(shutil.copytree(two, tmp_path / "checkpoints"))
 
 
-@pytest.mark.parametrize(("name", "share"), files_of_ten())
-def test_a_file_cut_anywhere_shows_and_the_one_before_is_taken(
-    two: Path, tmp_path: Path, name: str, share: float
-) -> None:
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(two, folder)
-    file = folder / "10" / name
-    os.truncate(file, min(int(file.stat().st_size * share), file.stat().st_size - 1))
+def assert_older_is_taken(folder: Path, reason: str) -> None:
     found, broken = newest_checkpoint(folder)
     assert found is not None and found.path.name == "9" and found.state["note"] == "ü"
-    assert [path.name for path in broken] == ["10"]
-    assert name in broken[folder / "10"]
+    assert [path.name for path in broken] == ["10"] and reason in broken[folder / "10"]
+
+
+@pytest.mark.parametrize("pattern", ["state.json", "*.safetensors"])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999, 1.0])
+def test_truncated_file_is_found_and_the_older_checkpoint_taken(
+    checkpoints: Path, pattern: str, share: float
+) -> None:
+    (file,) = (checkpoints / "10").glob(pattern)
+    os.truncate(file, min(int(file.stat().st_size * share), file.stat().st_size - 1))
+    assert_older_is_taken(checkpoints, file.name)
 
 
 @pytest.mark.parametrize("start", [0, 8, 30])  # the header's length, its beginning, its middle
-def test_a_corrupt_header_falls_back_to_the_checkpoint_before(
-    two: Path, tmp_path: Path, start: int
+def test_corrupt_header_is_found_and_the_older_checkpoint_taken(
+    checkpoints: Path, start: int
 ) -> None:
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(two, folder)
-    file = next((folder / "10").glob("*.safetensors"))
-    with file.open("r+b") as content:  # of the same size
+    (file,) = (checkpoints / "10").glob("*.safetensors")
+    with file.open("r+b") as content:  # the size stays the same
         content.seek(start)
         content.write(b"\xff" * 8)
-    found, broken = newest_checkpoint(folder)
-    assert found is not None and found.path.name == "9"
-    assert file.name in broken[folder / "10"]
+    assert_older_is_taken(checkpoints, file.name)
 
 
 def change_format(folder: Path) -> None:
@@ -276,54 +277,39 @@ def change_format(folder: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no state": (lambda folder: (folder / "state.json").unlink(), "has no state.json"),
-    "no tensors": (
-        lambda folder: next(folder.glob("*.safetensors")).unlink(),
-        "safetensors is missing",
-    ),
-    "a list": (lambda folder: (folder / "state.json").write_text("[1]"), "state"),
-    "another format": (change_format, "format 99"),
-    "tensors of another": (
-        lambda folder: (folder / "copy.safetensors").write_bytes(b""),
-        "copy.safetensors",
-    ),
+    "no state": (lambda folder: (folder / "state.json").unlink(), "state.json"),
+    "no tensors": (lambda folder: next(folder.glob("*.safetensors")).unlink(), "shard-00001"),
+    "a list": (lambda folder: (folder / "state.json").write_text("[1]"), "state.json"),
+    "another format": (change_format, "expected format 1, got 99"),
+    "foreign tensors": (lambda folder: (folder / "a.safetensors").touch(), "a.safetensors"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_no_whole_checkpoint_is_told(two: Path, tmp_path: Path, damage: str) -> None:
-    shutil.copytree(two / "9", tmp_path / "9")
-    harm, expected = DAMAGE[damage]
-    harm(tmp_path / "9")
-    with pytest.raises(BrokenCheckpoint, match=expected):
-        read_checkpoint(tmp_path / "9")
-    assert newest_checkpoint(tmp_path)[0] is None
+def test_incomplete_checkpoint_is_refused(checkpoints: Path, damage: str) -> None:
+    harm, reason = DAMAGE[damage]
+    harm(checkpoints / "10")
+    with pytest.raises(BrokenCheckpoint, match=reason):
+        read_checkpoint(checkpoints / "10")
+    assert_older_is_taken(checkpoints, reason)
 
 
-def test_one_that_its_run_removes_while_it_is_looked_at_is_passed_over(
-    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_checkpoint_that_is_removed_while_it_is_read_is_skipped(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(two, tmp_path / "c")
-    oldest, newest = checkpoints_in(tmp_path / "c")
     read_text = Path.read_text
 
-    def then_remove(file: Path, *words: Any, **more: Any) -> str:
-        text = read_text(file, *words, **more)
-        if file.parent == newest:
-            shutil.rmtree(newest)
+    def then_remove(file: Path, *arguments: Any, **options: Any) -> str:
+        text = read_text(file, *arguments, **options)
+        if file.parent.name == "10":
+            shutil.rmtree(file.parent)
         return text
 
-    def is_file(file: Path) -> bool:
-        return True  # it was there a moment ago
-
     monkeypatch.setattr(Path, "read_text", then_remove)
-    monkeypatch.setattr(Path, "is_file", is_file)
-    found, broken = newest_checkpoint(tmp_path / "c")
-    assert found is not None and found.path == oldest
-    assert "is missing" in broken[newest]
+    assert_older_is_taken(checkpoints, "shard-00001")
 
 
-def test_the_newest_stay_and_what_is_left_over_goes(two: Path, tmp_path: Path) -> None:
+def test_newest_checkpoints_are_kept_and_leftovers_deleted(two: Path, tmp_path: Path) -> None:
     for version in (2, 10, 9, 100):
         shutil.copytree(two / "9", tmp_path / str(version))
     (unfinished(tmp_path / "101") / "shard.safetensors").write_text("half")
@@ -336,7 +322,7 @@ def test_the_newest_stay_and_what_is_left_over_goes(two: Path, tmp_path: Path) -
     assert aside.is_dir() and [path.name for path in checkpoints_in(tmp_path)] == ["10"]
 
 
-def test_the_best_stays_beside_the_newest_and_has_a_name(two: Path, tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept_and_linked(two: Path, tmp_path: Path) -> None:
     for version in (2, 9, 10, 100):
         shutil.copytree(two / "9", tmp_path / str(version))
     name_best(tmp_path, 9)
@@ -354,12 +340,12 @@ def test_the_best_stays_beside_the_newest_and_has_a_name(two: Path, tmp_path: Pa
     assert read_checkpoint(tmp_path / "best").path.resolve() == tmp_path / "100"
 
 
-def test_what_is_broken_takes_no_whole_ones_place(two: Path, tmp_path: Path) -> None:
+def test_broken_checkpoints_are_kept_and_not_counted(two: Path, tmp_path: Path) -> None:
     for version in (2, 9, 10):
         shutil.copytree(two / "9", tmp_path / str(version))
     (tmp_path / "10" / "state.json").unlink()
-    (tmp_path / "99").write_text("a file of somebody's")
-    (tmp_path / "9" / "notes.txt").write_text("somebody's too")
+    (tmp_path / "99").write_text("a file of the user")
+    (tmp_path / "9" / "notes.txt").write_text("another one")
     keep_newest(tmp_path, 1)
     assert [path.name for path in checkpoints_in(tmp_path)] == ["9", "10", "99"]
     found, broken = newest_checkpoint(tmp_path)
@@ -367,7 +353,7 @@ def test_what_is_broken_takes_no_whole_ones_place(two: Path, tmp_path: Path) -> 
     assert [path.name for path in broken] == ["99", "10"]
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle(two: Path) -> None:
+def test_checkpoint_contains_no_pickle(two: Path) -> None:
     for file in (two / "10").iterdir():
         assert file.suffix in (".json", ".safetensors")
         assert not file.read_bytes().startswith((b"\x80", b"PK"))
@@ -377,7 +363,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(two: Path) -> None:
 
 
 def make_checkpoint(folder: Path, family: str, **changes: Any) -> tuple[Path, Policy]:
-    """A checkpoint of a model that differs in every weight from the one it started from."""
+    """Write a checkpoint that differs in every weight from the run's model."""
     model = tiny_model(family, **changes)
     model.save_pretrained(folder / "model")
     for file in TINY.glob("token*"):
@@ -407,13 +393,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_exported_model_is_the_checkpoints(tmp_path: Path, kind: str) -> None:
+def test_exported_model_is_that_of_the_checkpoint(tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     family, changes = KINDS[kind]
     path, policy = make_checkpoint(tmp_path, family, **changes)
-    told = export_checkpoint(path.parent.parent, tmp_path / "exported")
-    assert str(path) in told and policy.weights_sha256() in told
+    message = export_checkpoint(path.parent.parent, tmp_path / "exported")
+    assert str(path) in message and policy.weights_sha256() in message
     export_checkpoint(path, tmp_path / "again")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     ids = torch.arange(3, 20)[None]
@@ -436,7 +422,7 @@ def names_in(folder: Path) -> set[str]:
         return set(tensors.keys())
 
 
-def test_another_tokenizer_is_another_model(tmp_path: Path) -> None:
+def test_fingerprint_covers_tokenizer_and_configuration(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(TINY, folder)
     assert fingerprint(str(folder)) == fingerprint("tiny")
@@ -450,20 +436,20 @@ def test_another_tokenizer_is_another_model(tmp_path: Path) -> None:
     assert len(seen) == 4
 
 
-def test_an_impossible_export_is_an_error(tmp_path: Path) -> None:
+def test_impossible_export_is_refused(tmp_path: Path) -> None:
     path, _ = make_checkpoint(tmp_path, "qwen3")
     (tmp_path / "taken").mkdir()
-    with pytest.raises(ValueError, match="taken"):
-        export_checkpoint(path, tmp_path / "taken")
-    with pytest.raises(ValueError, match="expected a checkpoint"):
-        export_checkpoint(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(ValueError, match="expected a checkpoint"):
-        export_checkpoint(tmp_path / "model", tmp_path / "out")
+
+    def assert_refused(source: Path, folder: str, reason: str) -> None:
+        with pytest.raises(ValueError, match=reason):
+            export_checkpoint(source, tmp_path / folder)
+
+    assert_refused(path, "taken", "taken")
+    assert_refused(tmp_path / "nowhere", "out", "expected a complete checkpoint")
+    assert_refused(tmp_path / "model", "out", "expected a complete checkpoint")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\x00\x00\x00\x01")
-    with pytest.raises(ValueError, match=r"model\.path"):
-        export_checkpoint(path, tmp_path / "out")
+    assert_refused(path, "out", r"model\.path")
     os.truncate(path / "state.json", 10)
-    with pytest.raises(ValueError, match=r"state\.json"):
-        export_checkpoint(path, tmp_path / "out")
+    assert_refused(path, "out", r"state\.json")
     assert not (tmp_path / "out").exists()

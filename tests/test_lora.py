@@ -16,7 +16,7 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.model import LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
-from easyrl.model.lora import Adapter, BaseWeights, check_lora
+from easyrl.model.lora import Adapter, check_lora
 from easyrl.model.policy import Policy
 from easyrl.model.tri_model import OtherWeights, PackedInput, TriModel
 from easyrl.workers.learner import Learner
@@ -211,7 +211,7 @@ def test_the_reference_is_the_base_and_keeps_nothing(tmp_path: Path) -> None:
     path = saved("qwen3", tmp_path)
     policy = adapted(path)
     models, packed = tri_model(policy), packed_input()
-    assert isinstance(models._reference, BaseWeights)
+    assert models._reference is policy.adapter
     got = models.logprobs(packed, policy_is_old=True)
     base = Policy.load(str(path))
     expected = TriModel(base, temperature=1.0, has_old=False, has_reference=False)
@@ -230,7 +230,7 @@ def test_adapters_are_back_after_an_error_in_the_reference(tmp_path: Path) -> No
     policy = adapted(saved("qwen3", tmp_path))
     assert policy.adapter is not None
     before = packed_logits(policy, SEQUENCES)
-    with pytest.raises(KeyError), BaseWeights(policy.adapter).in_place():
+    with pytest.raises(KeyError), policy.adapter.in_place():
         raise KeyError
     assert torch.equal(packed_logits(policy, SEQUENCES), before)
     assert len(policy.trained_parameters()) == 2 * 7 * SIZES["num_hidden_layers"]

@@ -69,18 +69,16 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: An
     index, file_bytes = 1, 0
     files: dict[str, int] = {}
     for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if file_bytes and file_bytes + size > FILE_BYTES:
+        if file_bytes and file_bytes + tensor.nbytes > FILE_BYTES:
             index, file_bytes = index + 1, 0
         files[name] = index
-        file_bytes += size
+        file_bytes += tensor.nbytes
     # The first rank's list is used for all, so it must name every rank's random states.
     num_ranks = 1 if process_group is None else process_group.size()
     files |= {f"random.{rank}": 1 for rank in range(num_ranks)}
-    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
     save(
         dict(tensors),
-        storage_writer=writer,
+        storage_writer=HuggingFaceStorageWriter(str(folder), files, save_distributed=True),
         process_group=process_group,
         no_dist=process_group is None,
     )
@@ -160,16 +158,14 @@ def _allocate_state(
 
 def _check_model(folder: Path, model: nn.Module, sizes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if the checkpoint's weights are not the model's."""
-    wanted = {f"model.{name}": tuple(p.shape) for name, p in _trained(model).items()}
-    found = {name: size for name, size in sizes.items() if name.startswith("model.")}
-    if wanted == found:
-        return
-    name = min(n for n in wanted | found if wanted.get(n) != found.get(n))
-    got, expected = (f"shape {list(of[name])}" if name in of else "none" for of in (found, wanted))
-    raise ValueError(
-        f"'{folder}' is a checkpoint of another model: weight {name.removeprefix('model.')}: "
-        f"expected {expected}, got {got}; use the model that the run started from (model.path)"
-    )
+    expected = {f"model.{name}": tuple(p.shape) for name, p in _trained(model).items()}
+    got = {name: size for name, size in sizes.items() if name.startswith("model.")}
+    for name in sorted(expected | got):
+        if expected.get(name) != got.get(name):
+            raise ValueError(
+                f"'{folder}' is a checkpoint of another model than model.path: {name}: expected "
+                f"shape {expected.get(name)}, got {got.get(name)}"
+            )
 
 
 def _random_states(device: torch.device) -> Tensor:

@@ -1,14 +1,14 @@
 """Checkpoint folders: which are complete, which to use, which to delete. Needs no torch.
 
-    RUN/checkpoints/12/              policy_version 12: it its name means it was written completely
-        state.json                   everything but tensors, and the size of each file
+    RUN/checkpoints/12/              policy_version 12: the name means that it is complete
+        state.json                   everything but tensors, and the names of the files
         shard-*.safetensors          tensors (`model.checkpoint`)
     RUN/checkpoints/14.unfinished/   being written, or left by a killed run
     RUN/checkpoints/best             a link to the best checkpoint
 
 A checkpoint is published by one rename, once all of it is on the disk, and unpublished by one
 rename before any of it is deleted. Later damage (a full disk, an incomplete copy, a corrupt
-header) is detected by the files' sizes and headers.
+header) is detected by the files' headers.
 """
 
 from __future__ import annotations
@@ -46,55 +46,44 @@ class Checkpoint:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint. Raises BrokenCheckpoint if a part is missing, truncated or corrupt."""
-    state, files = _read(path)
-    for name, size in files.items():
-        try:
-            there = (path / name).stat().st_size
-        except OSError:  # e.g. its run is deleting it
-            raise BrokenCheckpoint(f"{name} is missing") from None
-        if there != size:
-            raise BrokenCheckpoint(f"{name} has {there:,} of {size:,} bytes")
-        if name.endswith(".safetensors"):
-            _check_header(path / name)
-    # All safetensors files in the folder are searched for tensors.
-    for file in path.glob("*.safetensors"):
-        if file.name not in files:
-            raise BrokenCheckpoint(f"{file.name} does not belong to it: remove it")
-    return Checkpoint(path, state)
-
-
-def _check_header(file: Path) -> None:
-    """Raise BrokenCheckpoint if the file's header cannot be read or does not match its length."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise BrokenCheckpoint(f"{file.name} is not a valid safetensors file: {error}") from None
-    except OSError as error:
-        raise BrokenCheckpoint(f"{file.name} cannot be read: {error.strerror or error}") from None
-
-
-def read_state(path: Path) -> Mapping[str, Any]:
-    """Read the state alone. Raises BrokenCheckpoint if it cannot be read."""
-    return _read(path)[0]
-
-
-def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, int]]:
-    """Return the state and the sizes of the files."""
-    try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
-        found, state, files = content["format"], content["state"], dict(content["files"])
-    except FileNotFoundError:
-        raise BrokenCheckpoint(f"has no {STATE}") from None
-    except OSError as error:
-        raise BrokenCheckpoint(f"{STATE} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError):
-        raise BrokenCheckpoint(f"{STATE} is truncated, or not a checkpoint's state") from None
+        found, state, names = content["format"], content["state"], set(content["files"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BrokenCheckpoint(f"{STATE} cannot be read: {error}") from None
     if found != FORMAT:
-        raise BrokenCheckpoint(f"has format {found}, expected {FORMAT}")
-    return state, files
+        raise BrokenCheckpoint(f"{STATE}: expected format {FORMAT}, got {found}")
+    for name in sorted(names):
+        try:
+            with safe_open(path / name, framework="numpy"):  # compares header and length
+                pass
+        except (SafetensorError, OSError) as error:
+            raise BrokenCheckpoint(f"{name} cannot be read: {error}") from None
+    # All safetensors files in the folder are searched for tensors.
+    if foreign := {file.name for file in path.glob("*.safetensors")} - names:
+        raise BrokenCheckpoint(f"{', '.join(foreign)} does not belong to it: remove it")
+    return Checkpoint(path, state)
+
+
+def find_checkpoint(source: Path) -> tuple[Checkpoint, dict[Path, str]]:
+    """Return the checkpoint `source`, or the newest complete one of a run folder with the newer
+    broken ones. Raises ValueError if there is none."""
+    if not (source / CHECKPOINTS).is_dir():
+        if source.is_symlink():  # `best` may change later
+            source = source.parent / source.readlink()
+        try:
+            return read_checkpoint(source), {}
+        except BrokenCheckpoint as error:
+            raise ValueError(
+                f"expected a complete checkpoint or a run folder, got '{source}': {error}"
+            ) from None
+    found, broken = newest_checkpoint(source / CHECKPOINTS)
+    if found is None:
+        reasons = "".join(f"\n{path}: {why}" for path, why in broken.items())
+        raise ValueError(f"'{source}' has no complete checkpoint{reasons}")
+    return found, broken
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
@@ -145,9 +134,13 @@ def publish(path: Path, state: Mapping[str, Any]) -> None:
 def keep_newest(folder: Path, number: int, *, best_version: int | None = None) -> None:
     """Delete all complete checkpoints but the newest and the best, and leftovers of killed runs.
     Broken ones are not counted, and stay until the run is resumed."""
-    for path in [path for path in checkpoints_in(folder) if _is_whole(path)][:-number]:
-        if path.name != str(best_version):
-            path.rename(unfinished_name(path))
+    num_whole = 0
+    for path in reversed(checkpoints_in(folder)):
+        with contextlib.suppress(BrokenCheckpoint):
+            read_checkpoint(path)
+            num_whole += 1
+            if num_whole > number and path.name != str(best_version):
+                path.rename(unfinished_name(path))
     discard_unfinished(folder)
 
 
@@ -162,14 +155,6 @@ def name_best(folder: Path, version: int) -> int | None:
         new.symlink_to(str(version))
         new.replace(link)
     return version
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        read_checkpoint(path)
-    except BrokenCheckpoint:
-        return False
-    return True
 
 
 def discard_unfinished(folder: Path) -> None:

@@ -42,10 +42,10 @@ def attend_packed(model: Any) -> str | None:
     of_class = unsupported_class(type(model))
     reason = unsupported_layer(model.config) or of_class
     if reason is None:
-        reason = _best_of_draws(lambda tokens: _difference(model, tokens), model)
+        reason = _best_of_draws(_difference, model)
     if reason is None:
         model.set_attn_implementation(ATTENTION_NAME)
-    elif of_class is None and _best_of_draws(lambda tokens: _gap_to_eager(model, tokens), model):
+    elif of_class is None and _best_of_draws(_gap_to_eager, model):
         model.set_attn_implementation(EAGER)
     return reason
 
@@ -54,25 +54,15 @@ def check_causal(model: Any, path: str) -> None:
     """Raise ConfigError if a token's logits depend on later tokens, or if running the model changes
     its weights."""
     before = [parameter._version for parameter in model.parameters()]
-
-    def looks_ahead(tokens: Tensor) -> str | None:
-        whole, part = _alone(model, tokens), _alone(model, tokens[: len(tokens) // 2])
-        return None if _agree(whole[-1][: len(tokens) // 2], part[-1]) else "looks ahead"
-
-    if _best_of_draws(looks_ahead, model):
-        raise ConfigError(
-            f"{KEY}: in {path} ({type(model).__name__}) the logits of a token depend on later "
-            f"tokens, so it is no causal language model; {OTHER_MODEL}"
-        )
+    reason = _best_of_draws(_looks_ahead, model)
     if before != [parameter._version for parameter in model.parameters()]:
-        raise ConfigError(
-            f"{KEY}: {path} ({type(model).__name__}) changes its weights in its forward, so "
-            f"the engine's cannot be kept equal; {OTHER_MODEL}"
-        )
+        reason = "its forward changes its weights, so the engine's could not be kept equal"
+    if reason is not None:
+        raise ConfigError(f"{KEY}: {path} ({type(model).__name__}): {reason}; {OTHER_MODEL}")
 
 
-def _best_of_draws(reason_of: Callable[[Tensor], str | None], model: Any) -> str | None:
-    """Call `reason_of` on rows of random tokens; return None as soon as it does."""
+def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -> str | None:
+    """Call `reason_of` on the model and rows of random tokens; return None as soon as it does."""
     generator = torch.Generator().manual_seed(0)
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     num_tokens = sum(prompt + sum(completions) for prompt, completions in GROUPS)
@@ -80,10 +70,26 @@ def _best_of_draws(reason_of: Callable[[Tensor], str | None], model: Any) -> str
     with torch.no_grad():
         for _ in range(NUM_DRAWS):
             drawn = torch.randint(vocabulary_size, (num_tokens,), generator=generator)
-            reason = reason_of(drawn.to(model.device))
+            reason = reason_of(model, drawn.to(model.device))
             if reason is None:
                 break
     return reason
+
+
+def _looks_ahead(model: Any, tokens: Tensor) -> str | None:
+    half = len(tokens) // 2
+    is_causal = _agree(_states(model, tokens)[-1][:half], _states(model, tokens[:half])[-1])
+    reason = "the logits of a token depend on later tokens, so it is no causal language model"
+    return None if is_causal else reason
+
+
+def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
+    """Compare the current attention with eager: fast kernels may ignore arguments (in transformers
+    5.17 soft-capping)."""
+    own = _states(model, tokens)
+    with _attending(model, EAGER):
+        eager = _states(model, tokens)
+    return None if _agree(own[-1], eager[-1]) else "its kernel gives other results"
 
 
 def _difference(model: Any, tokens: Tensor) -> str | None:
@@ -91,20 +97,13 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
     positions, sequences = _sequences()
     indices = torch.cat(sequences).to(tokens.device)
     with _attending(model, EAGER):
-        alone = [_alone(model, tokens[sequence]) for sequence in sequences]
+        alone = [_states(model, tokens[sequence]) for sequence in sequences]
     expected = [torch.cat(states) for states in zip(*alone, strict=True)]
-    layout = _RecordingLayout()
+    layout = _RecordingLayout(tokens.device)
     try:
         with _attending(model, ATTENTION_NAME):
-            got = _states(
-                model(
-                    input_ids=tokens[None],
-                    position_ids=positions.to(tokens.device)[None],
-                    use_cache=False,
-                    output_hidden_states=True,
-                    attention_layout=layout,
-                )
-            )
+            positions = positions.to(tokens.device)[None]
+            got = _states(model, tokens, position_ids=positions, attention_layout=layout)
     except UnservableLayer as layer:
         return str(layer)
     except Exception as error:  # any, depending on what the model's code expects
@@ -112,9 +111,8 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
     reason = layout.unsupported_reason(model)
     if reason is not None or _agree(got[-1][indices], expected[-1]):
         return reason
-    depth = next(
-        i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not _agree(a[indices], b)
-    )
+    pairs = enumerate(zip(got, expected, strict=True))
+    depth = next(depth for depth, (a, b) in pairs if not _agree(a[indices], b))
     where = f"layer {depth - 1}" if 0 < depth < len(got) - 1 else "the model"
     if depth == 0:
         where = "the embedding"
@@ -135,12 +133,9 @@ def _sequences() -> tuple[Tensor, list[Tensor]]:
     return torch.cat(positions), sequences
 
 
-def _alone(model: Any, tokens: Tensor) -> list[Tensor]:
-    return _states(model(input_ids=tokens[None], use_cache=False, output_hidden_states=True))
-
-
-def _states(output: Any) -> list[Tensor]:
+def _states(model: Any, tokens: Tensor, **arguments: Any) -> list[Tensor]:
     """Return the outputs of embedding and layers [T, H], if available, and the logits."""
+    output = model(input_ids=tokens[None], use_cache=False, output_hidden_states=True, **arguments)
     logits: Tensor = output.logits
     of_layers = output.get("hidden_states") or ()
     return [state[0] for state in of_layers if state.shape[:2] == logits.shape[:2]] + [logits[0]]
@@ -153,15 +148,6 @@ def _agree(got: Tensor, expected: Tensor) -> bool:
     return float((got - expected).abs().max()) <= tolerance
 
 
-def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
-    """Compare the current attention with eager: fast kernels may ignore arguments (in transformers
-    5.17 soft-capping)."""
-    own = _alone(model, tokens)
-    with _attending(model, EAGER):
-        eager = _alone(model, tokens)
-    return None if _agree(own[-1], eager[-1]) else "its kernel gives other results"
-
-
 @contextmanager
 def _attending(model: Any, name: str) -> Iterator[None]:
     own = model.config._attn_implementation
@@ -172,11 +158,11 @@ def _attending(model: Any, name: str) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-class _RecordingLayout:
+class _RecordingLayout(PackedGroups):
     """The layout of GROUPS; records the sliding window of each layer."""
 
-    def __init__(self) -> None:
-        self._layout: PackedGroups | None = None
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(GROUPS, device)
         self.windows: list[int | None] = []
 
     def attend(
@@ -188,9 +174,7 @@ class _RecordingLayout:
                 "and the engine needs one call from each layer, in order"
             )
         self.windows.append(settings.sliding_window)
-        if self._layout is None:
-            self._layout = PackedGroups(GROUPS, query.device)
-        return self._layout.attend(query, key, value, settings)
+        return super().attend(query, key, value, settings)
 
     def unsupported_reason(self, model: Any) -> str | None:
         """Return what the short row cannot show: missing windows, and layers without attention.
@@ -198,8 +182,7 @@ class _RecordingLayout:
         (Some model classes apply windows only in the mask that transformers builds for them.)
         """
         text = model.config.get_text_config()
-        num_layers = getattr(text, "num_hidden_layers", 0) or 0
-        if len(self.windows) < num_layers:
+        if len(self.windows) < (getattr(text, "num_hidden_layers", 0) or 0):
             return f"layer {len(self.windows)} does not use transformers' attention interface"
         has_window = getattr(text, "sliding_window", None) is not None
         every = ["sliding_attention" if has_window else "full_attention"] * len(self.windows)

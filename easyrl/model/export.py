@@ -13,14 +13,7 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.model.checkpoint import read_tensors
-from easyrl.model.checkpoint_files import (
-    CHECKPOINTS,
-    STATE,
-    BrokenCheckpoint,
-    Checkpoint,
-    newest_checkpoint,
-    read_checkpoint,
-)
+from easyrl.model.checkpoint_files import find_checkpoint
 from easyrl.model.files import fingerprint, load_tokenizer, read_model_files
 from easyrl.model.policy import Policy
 
@@ -32,7 +25,7 @@ def export_model(policy: Policy, tokenizer: Any, folder: Path, *, is_writer: boo
     """Write or replace `folder`, which never holds an incomplete model. All ranks of a sharded
     policy call this together, and one of them `is_writer`."""
     if is_writer:
-        _replace_folder(folder, lambda new: policy.save(new, tokenizer))
+        replace_folder(folder, lambda new: policy.save(new, tokenizer))
     else:
         policy.save(folder, tokenizer, is_writer=False)
 
@@ -41,12 +34,12 @@ def export_adapter(policy: Policy, folder: Path, *, is_writer: bool = True) -> N
     """Write the adapters alone, in peft's format, like `export_model`."""
     assert policy.adapter is not None
     if is_writer:
-        _replace_folder(folder, policy.adapter.save)
+        replace_folder(folder, policy.adapter.save)
     else:
         policy.adapter.save(folder, is_writer=False)
 
 
-def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     new, old = (folder.with_name(folder.name + end) for end in (".unfinished", ".old"))
     for left_over in (new, old):
         shutil.rmtree(left_over, ignore_errors=True)
@@ -62,7 +55,7 @@ def export_checkpoint(source: Path, folder: Path) -> str:
     user. Raises ValueError for user errors."""
     if folder.exists():
         raise ValueError(f"expected a folder that does not exist, got '{folder}'")
-    checkpoint, skipped = _find(source)
+    checkpoint, broken = find_checkpoint(source)
     config = Config.model_validate(checkpoint.state["config"])
     model = config.model
     read_model_files(model.path)
@@ -71,7 +64,7 @@ def export_checkpoint(source: Path, folder: Path) -> str:
             f"model.path: the files of {model.path} have changed since the run of "
             f"'{checkpoint.path}' started; restore them"
         )
-    _quieten_transformers()
+    quieten_transformers()
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     policy = Policy.load(model.path, trust_remote_code=model.trust_remote_code)
     if model.lora.rank is not None:
@@ -80,34 +73,16 @@ def export_checkpoint(source: Path, folder: Path) -> str:
     try:
         export_model(policy, tokenizer, folder)
     except OSError as error:
-        raise ValueError(f"'{folder}' cannot be written: {error.strerror or error}") from None
+        raise ValueError(f"'{folder}' cannot be written: {error}") from None
+    lines = [f"skipped {path}: {why}" for path, why in broken.items()]
     done = (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "
         f"{folder} (weights: sha256 {policy.weights_sha256()})"
     )
-    return "\n".join([*skipped, done])
+    return "\n".join([*lines, done])
 
 
-def _find(source: Path) -> tuple[Checkpoint, list[str]]:
-    """Return the checkpoint, and messages about skipped ones."""
-    if (source / CHECKPOINTS).is_dir():
-        found, broken = newest_checkpoint(source / CHECKPOINTS)
-        skipped = [f"skipped {path}: {why}" for path, why in broken.items()]
-        if found is not None:
-            return found, skipped
-        raise ValueError("\n".join([f"'{source}' has no complete checkpoint", *skipped]))
-    if not (source / STATE).is_file():
-        raise ValueError(
-            f"expected a checkpoint (RUN/checkpoints/<version>), or a run folder that has one, got "
-            f"'{source}'"
-        )
-    try:
-        return read_checkpoint(source), []
-    except BrokenCheckpoint as error:
-        raise ValueError(f"'{source}' is not complete: {error}; use another one") from None
-
-
-def _quieten_transformers() -> None:
+def quieten_transformers() -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -4,8 +4,8 @@
 
 peft puts them into the model's own modules, so its code, attention and head are unchanged. Only the
 trainer knows about adapters: a weight leaves it merged, as W + (alpha / rank) B A, under its name
-without an adapter. The model without its adapters (`BaseWeights`) is the reference, which therefore
-needs no memory.
+without an adapter. The model without its adapters is the reference, which therefore needs no
+memory.
 
 Adapters and frozen weights of a sharded model (`sharding`) are sharded alike. Merging a weight and
 saving the adapter are collective: all ranks call them together.
@@ -43,10 +43,7 @@ def check_lora(lora: LoraConfig, path: str, config: Any, *, trust_remote_code: b
     """Count the elements that would be trained. Raises ConfigError if peft is missing, or the model
     of `path`, with transformers' configuration `config`, lacks the layers."""
     if find_spec("peft") is None:
-        raise ConfigError(
-            f"model.lora.rank: expected null without peft, got {lora.rank}; to use LoRA: pip "
-            "install 'easyrl[lora]'"
-        )
+        raise ConfigError("model.lora.rank: LoRA needs peft: pip install 'easyrl[lora]'")
     model = meta_model(config, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         Adapter(model, lora, path=path, seed=0)
@@ -75,9 +72,7 @@ class Adapter:
             try:
                 self._peft: Any = peft.get_peft_model(model, config)
             except ValueError as error:
-                raise ConfigError(
-                    f"{TARGETS}: peft refuses {path}: {error}; use other layers"
-                ) from error
+                raise ConfigError(f"{TARGETS}: peft refuses {path}: {error}") from error
         self._peft.eval()
         base = config.base_model_name_or_path  # may be a relative path
         if base is not None and Path(base).is_dir():
@@ -107,12 +102,12 @@ class Adapter:
         return weights
 
     @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def in_place(self) -> Iterator[None]:
+        """Run the model without adapters: the reference (see `tri_model.OtherWeights`)."""
         trained = [parameter for parameter in self._peft.parameters() if parameter.requires_grad]
         with self._peft.disable_adapter():
             for parameter in trained:
-                # peft freezes them meanwhile, but FSDP decides at its first run, which may be now,
-                # what is trained.
+                # peft freezes them meanwhile, but FSDP may decide now what is trained.
                 parameter.requires_grad_(True)
             yield
 
@@ -127,19 +122,6 @@ class Adapter:
                     state[name] = values.cpu()
         if is_writer:  # with embedding layers peft would query the hub
             self._peft.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
-
-
-class BaseWeights:
-    """The model without its adapters, with the interface of `tri_model.OtherWeights`."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Run the module without adapters and without gradient."""
-        with self._adapter.disabled():
-            yield
 
 
 @torch.no_grad()
@@ -159,40 +141,28 @@ def _merged(layer: Any) -> Tensor:
 
 def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
     """Return the names that peft adapts. Raises ConfigError for names that it cannot."""
-    head = model.get_output_embeddings()
-    modules = dict(model.named_modules())
-    layers = [name for name, module in modules.items() if _is_linear(module) and module is not head]
-    layers = _supported_by_peft(model, layers)
+    from transformers.pytorch_utils import Conv1D
+
+    head, modules = model.get_output_embeddings(), dict(model.named_modules())
+    linear = [name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))]
+    layers = _supported_by_peft(model, [name for name in linear if modules[name] is not head])
     if not layers:
         raise ConfigError(f"model.lora.rank: {path} has no linear layer that peft can adapt")
     if lora.target_modules is None:
         return layers
-    accepted = f"use {', '.join(sorted({name.rpartition('.')[2] for name in layers}))}"
+    adaptable = set(layers)
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        adaptable |= {name for name in linear if modules[name] is head}
     for target in lora.target_modules:
-        meant = [name for name in modules if name == target or name.endswith(f".{target}")]
-        if not meant:
-            raise ConfigError(f"{TARGETS}: {path} has no module '{target}'; {accepted}")
-        for name in meant:
-            if name not in layers and (reason := _unsupported_reason(model, modules[name])):
-                raise ConfigError(f"{TARGETS}: '{target}': {name} of {path} {reason}; {accepted}")
+        meant = {name for name in modules if name == target or name.endswith(f".{target}")}
+        if not meant or meant - adaptable:
+            got = min(meant - adaptable, default="no layer of the model")
+            raise ConfigError(
+                f"{TARGETS}: expected linear layers of {path} that peft can adapt "
+                f"({', '.join(sorted({name.rpartition('.')[2] for name in adaptable}))}), got "
+                f"'{target}', which is {got}"
+            )
     return lora.target_modules
-
-
-def _unsupported_reason(model: Any, module: nn.Module) -> str | None:
-    """Say why a module that is not among the adapted layers cannot be adapted."""
-    if not _is_linear(module):
-        return f"is not a linear layer ({type(module).__name__})"
-    if module is not model.get_output_embeddings():
-        return "is treated by peft as part of fused experts"
-    if model.get_input_embeddings().weight is module.weight:
-        return "shares its weight with the embedding, which has no adapter"
-    return None
-
-
-def _is_linear(module: nn.Module) -> bool:
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, (nn.Linear, Conv1D))
 
 
 def _supported_by_peft(model: Any, names: list[str]) -> list[str]:

@@ -36,15 +36,14 @@ if TYPE_CHECKING:
 class TrainRanks:
     """This rank's view of all train ranks. Without `join` there is one, and nothing is sharded."""
 
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
-        self.mesh: DeviceMesh | None = None
-        """None: models stay whole."""
-        self.device = torch.device("cpu")
-        self.group_for_files: dist.ProcessGroup | None = None
-        """The process group for checkpoints, which may be written while training; None: this rank
-        is alone."""
-        self._timeout_seconds = 0.0
+    rank, size = 0, 1
+    device = torch.device("cpu")
+    mesh: DeviceMesh | None = None
+    """None: models stay whole."""
+    group_for_files: dist.ProcessGroup | None = None
+    """The process group for checkpoints, which may be written while training; None: this rank is
+    alone."""
+    _timeout_seconds = 0.0
 
     @classmethod
     def join(
@@ -61,10 +60,9 @@ class TrainRanks:
         ranks = cls()
         ranks.rank, ranks.size, ranks.device = rank, size, device
         ranks._timeout_seconds = timeout_seconds
+        timeout = timedelta(seconds=timeout_seconds)
         with ranks.naming_failures():
-            devices.join_train_world(
-                device, store_path, rank, size, timedelta(seconds=timeout_seconds)
-            )
+            devices.join_train_world(device, store_path, rank, size, timeout)
             ranks.mesh = DeviceMesh(device.type, list(range(size)))
             if size > 1:
                 ranks.group_for_files = devices.join_checkpoint_group()
@@ -83,21 +81,16 @@ class TrainRanks:
         them gradients and optimizer state."""
         if self.mesh is None:
             return
-        from torch.distributed.fsdp import (
-            CPUOffloadPolicy,
-            MixedPrecisionPolicy,
-            OffloadPolicy,
-            fully_shard,
-        )
+        from torch.distributed import fsdp
 
         on_accelerator = self.device.type != "cpu"
-        kept = CPUOffloadPolicy(pin_memory=on_accelerator) if offload else OffloadPolicy()
-        precision = MixedPrecisionPolicy(
+        kept = fsdp.CPUOffloadPolicy(pin_memory=on_accelerator) if offload else fsdp.OffloadPolicy()
+        precision = fsdp.MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
         )
-        for part_of_model in (*layers, module):
-            sharded = fully_shard(
-                part_of_model, mesh=self.mesh, mp_policy=precision, offload_policy=kept
+        for part in (*layers, module):
+            sharded: Any = fsdp.fully_shard(
+                part, mesh=self.mesh, mp_policy=precision, offload_policy=kept
             )
             # Gradients are sums over the update's groups on all ranks, never means.
             sharded.set_gradient_divide_factor(1.0)
@@ -121,26 +114,23 @@ class TrainRanks:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(numbers, operation)
-        reduced: list[float] = numbers.tolist()
-        return reduced
+        return [float(number) for number in numbers]
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
-        """A wait for the other ranks that failed is told as such: TimeoutError where it was too
-        long, ConnectionError where one of them is gone."""
+        """Raise a failed wait for the other ranks as TimeoutError if it was too long, or as
+        ConnectionError if one of them has ended."""
         try:
             yield
         except RuntimeError as error:
             text = str(error)
             if not isinstance(error, dist.DistError) and "gloo" not in text:
                 raise
-            others = f"train rank {self.rank} of {self.size}, waiting for the others"
+            message = f"train rank {self.rank} of {self.size}, waiting for the others: {text}"
             if "imed out" in text or "imeout" in text:
-                raise TimeoutError(
-                    f"{others}: {text} (runtime.timeout_seconds={self._timeout_seconds:g} bounds "
-                    "this wait)"
-                ) from error
-            raise ConnectionError(f"{others}: {text}") from error
+                bound = f"runtime.timeout_seconds={self._timeout_seconds:g}"
+                raise TimeoutError(f"{message} ({bound} bounds this wait)") from error
+            raise ConnectionError(message) from error
 
 
 def _reduce_unused(sharded: Any) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from easyrl import devices
 from easyrl.model.attention import AttentionLayout
 from easyrl.model.logprobs import chunked_token_logprobs
-from easyrl.model.lora import BaseWeights
+from easyrl.model.lora import Adapter
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, is_sharded, own_part
 
@@ -78,11 +78,9 @@ class TriModel:
             )
             policy.device = self._ranks.device
         self._old = OtherWeights(policy, offload="old" in offload) if has_old else None
-        self._reference: OtherWeights | BaseWeights | None = None
-        if has_reference and policy.adapter is not None:
-            self._reference = BaseWeights(policy.adapter)
-        elif has_reference:
-            self._reference = OtherWeights(policy, offload="reference" in offload)
+        self._reference: OtherWeights | Adapter | None = None
+        if has_reference:
+            self._reference = policy.adapter or OtherWeights(policy, offload="reference" in offload)
 
     def keep_old(self) -> None:
         """Copy the policy to the old policy."""
@@ -102,7 +100,7 @@ class TriModel:
 
     @torch.no_grad()
     def _run_other(
-        self, weights: OtherWeights | BaseWeights | None, packed: PackedInput
+        self, weights: OtherWeights | Adapter | None, packed: PackedInput
     ) -> Tensor | None:
         if weights is None:
             return None
