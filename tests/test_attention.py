@@ -18,6 +18,7 @@ from tiny_models import (
     assert_same_as_alone,
     draw_sequences,
     largest_gradient_gap,
+    lay_out,
     packed_logits,
     separate_logits,
     tiny_model,
@@ -54,8 +55,8 @@ def test_packed_sequences_equal_transformers_sdpa(family):
 
 
 @pytest.mark.parametrize("family", ["qwen2_window", "mistral", "gemma2", "gemma3_text", "phi3"])
-def test_the_window_of_these_models_is_felt(family):
-    """Otherwise the tests above could not see a window that is ignored."""
+def test_window_of_these_models_matters(family):
+    """Otherwise the tests above could not detect a window that is ignored."""
     unbounded = {"use_sliding_window": False} if "qwen" in family else {"sliding_window": 64}
     reference, _ = reference_and_policy(family)
     sequences = draw_sequences([13])
@@ -66,7 +67,7 @@ def test_the_window_of_these_models_is_felt(family):
     assert float(gap[WINDOW:].abs().max()) >= 1e-2
 
 
-def test_soft_capping_of_this_model_is_felt():
+def test_soft_capping_of_this_model_matters():
     reference, _ = reference_and_policy("gemma2")
     sequences = draw_sequences([13])
     with torch.no_grad():
@@ -85,48 +86,30 @@ def test_any_ragged_row_equals_its_sequences_alone(lengths, seed):
     assert_same_as_alone(reference, policy, draw_sequences(lengths, seed), floor=1e-2)
 
 
-def draw_groups(shapes, seed=2):
-    """Of each (P, [R, ...]): a prompt and its completions."""
-    pieces = draw_sequences([n for prompt, rs in shapes for n in (prompt, *rs)], seed)
-    groups = []
-    for _, completions in shapes:
-        prompt = pieces.pop(0)
-        groups.append((prompt, [pieces.pop(0) for _ in completions]))
-    return groups
-
-
 def assert_shared_same_as_alone(reference, policy, shapes, seed=2, floor=1e-4):
-    """Logits that predict completion tokens, and every gradient, of `[P | R1 | R2 ...]` rows."""
-    groups = draw_groups(shapes, seed)
-    row, positions, places, sequences, alone_at = [], [], [], [], []
-    for prompt, completions in groups:
-        last_of_prompt = sum(map(len, row)) + len(prompt) - 1
-        row.append(prompt)
-        positions.append(torch.arange(len(prompt)))
-        for completion in completions:
-            start = sum(map(len, row))
-            row.append(completion)
-            positions.append(len(prompt) + torch.arange(len(completion)))
-            places += [last_of_prompt, *range(start, start + len(completion) - 1)]
-            begin = sum(map(len, sequences)) + len(prompt) - 1
-            alone_at += range(begin, begin + len(completion))
-            sequences.append(torch.cat([prompt, completion]))
-    targets = torch.cat([c for _, completions in groups for c in completions])
+    """Compare logits that predict completion tokens, and every gradient, of `[P | R1 | R2 ...]`
+    rows with each sequence alone."""
+    positions, sequences = lay_out(shapes)
+    (tokens,) = draw_sequences([len(positions)], seed)
+    completions = [length for _, lengths in shapes for length in lengths]
+    logits_at, alone_at, targets, start = [], [], [], 0
+    for sequence, length in zip(sequences, completions, strict=True):
+        logits_at.append(sequence[-length - 1 : -1])
+        targets.append(tokens[sequence[-length:]])
+        start += len(sequence)
+        alone_at.append(torch.arange(start - length - 1, start - 1))
+    targets = torch.cat(targets)
 
     def loss(logits):
         weights = torch.randn(len(logits), generator=torch.Generator().manual_seed(3))
         return (-F.cross_entropy(logits, targets, reduction="none") * weights).sum()
 
     reference.zero_grad()
-    expected = separate_logits(reference, sequences)[alone_at]
+    expected = separate_logits(reference, [tokens[sequence] for sequence in sequences])
+    expected = expected[torch.cat(alone_at)]
     loss(expected).backward()
     policy.model.zero_grad()
-    got = policy.forward(
-        torch.cat(row),
-        torch.cat(positions),
-        PackedGroups([(len(p), [len(c) for c in cs]) for p, cs in groups]),
-        logits_at=torch.tensor(places),
-    )
+    got = policy.forward(tokens, positions, PackedGroups(shapes), logits_at=torch.cat(logits_at))
     loss(got).backward()
     assert float((got - expected).detach().abs().max()) <= 1e-5
     gap = largest_gradient_gap(
@@ -165,7 +148,7 @@ def test_any_shared_row_equals_its_sequences_alone(shapes, seed, family):
     assert_shared_same_as_alone(reference, policy, shapes, seed, floor)
 
 
-def test_a_neighbour_changes_nothing_of_a_sequence():
+def test_sequence_is_independent_of_its_neighbour():
     _, policy = reference_and_policy("gemma2")
     first, second, other = draw_sequences([7, 4, 11])
     with torch.no_grad():
@@ -174,8 +157,8 @@ def test_a_neighbour_changes_nothing_of_a_sequence():
     torch.testing.assert_close(beside_second, beside_other, rtol=0, atol=1e-5)
 
 
-def test_a_loss_of_one_sequence_sends_no_gradient_to_the_others():
-    """Padding repeats the row's first token; nothing of it may flow back."""
+def test_loss_of_one_sequence_has_no_gradient_in_the_others():
+    """Padding repeats the row's first token, which must get no gradient from it."""
     layout = PackedGroups.of_sequences([2, 5, 1])
     query, key, value = (
         torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(i), requires_grad=True)
@@ -204,7 +187,7 @@ def test_attention_gradients_agree_with_finite_differences():
     )
 
 
-def test_heads_whose_elements_are_not_adjacent_are_attended_the_same():
+def test_heads_with_strided_elements_give_the_same_attention():
     layout = PackedGroups([(3, [2, 4]), (1, [1])])
     attention = AttentionSettings(layer=0, scaling=0.5, sliding_window=None, softcap=None)
     generator = torch.Generator().manual_seed(0)
@@ -225,26 +208,26 @@ def test_gradients_of_a_ragged_row_in_bfloat16_with_soft_capping():
         assert (y.grad.float() - x.grad).norm() <= 0.02 * x.grad.norm()
 
 
-def test_logits_come_back_for_the_places_asked_for_only():
+def test_logits_are_returned_for_the_given_positions():
     _, policy = reference_and_policy("gemma2")
     sequences = draw_sequences(LENGTHS)
-    places = torch.tensor([24, 0, 7, 7])
+    chosen = torch.tensor([24, 0, 7, 7])
     with torch.no_grad():
         every = packed_logits(policy, sequences)
         some = policy.forward(
             torch.cat(sequences),
             torch.cat([torch.arange(length) for length in LENGTHS]),
             PackedGroups.of_sequences(LENGTHS),
-            logits_at=places,
+            logits_at=chosen,
         )
-    torch.testing.assert_close(some, every[places], rtol=0, atol=1e-5)
+    torch.testing.assert_close(some, every[chosen], rtol=0, atol=1e-5)
 
 
 # -- loading and saving ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_loads_and_computes_the_same(family, tmp_path):
+def test_saved_model_loads_and_computes_the_same(family, tmp_path):
     reference, _ = reference_and_policy(family)
     reference.save_pretrained(tmp_path)
     policy = Policy.load(str(tmp_path))
@@ -255,40 +238,37 @@ def test_a_saved_model_loads_and_computes_the_same(family, tmp_path):
     assert policy.eos_token_ids == [2]
 
 
-def test_a_model_saved_in_bfloat16_is_loaded_in_float32(tmp_path):
-    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path))
+def saved(tmp_path, family, dtype=torch.float32, **changes):
+    tiny_model(family, **changes).to(dtype).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_model_saved_in_bfloat16_is_loaded_in_float32(tmp_path):
+    policy = Policy.load(saved(tmp_path, "llama", torch.bfloat16))
     assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
 
 
-def test_a_loaded_model_has_no_dropout(tmp_path):
-    tiny_model("llama", attention_dropout=0.5).save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path))
+def test_loaded_model_has_no_dropout(tmp_path):
+    policy = Policy.load(saved(tmp_path, "llama", attention_dropout=0.5))
     sequences = draw_sequences(LENGTHS)
     with torch.no_grad():
         assert torch.equal(packed_logits(policy, sequences), packed_logits(policy, sequences))
 
 
-def test_weights_come_in_name_order_and_tied_ones_once(tmp_path):
-    tiny_model("qwen3").save_pretrained(tmp_path)
-    names = [name for name, _ in Policy.load(str(tmp_path)).named_weights()]
+def test_weights_are_in_name_order_and_tied_ones_once(tmp_path):
+    names = [name for name, _ in Policy.load(saved(tmp_path, "qwen3")).named_weights()]
     assert names == sorted(set(names))
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
-def test_the_digest_tells_weights_apart_and_nothing_else(tmp_path):
-    tiny_model("qwen3").save_pretrained(tmp_path)
-    one, other = Policy.load(str(tmp_path)), Policy.load(str(tmp_path))
+def test_digest_depends_on_every_weight_and_nothing_else(tmp_path):
+    path = saved(tmp_path, "qwen3")
+    one, other = Policy.load(path), Policy.load(path)
     assert one.weights_sha256() == other.weights_sha256()
     with torch.no_grad():
         weight = other.model.model.norm.weight
         weight[0] = torch.nextafter(weight[0], torch.tensor(9.0))
     assert one.weights_sha256() != other.weights_sha256()
-
-
-def test_the_digest_takes_weights_without_dimensions(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path))
-    before = policy.weights_sha256()
-    policy.model.register_parameter("logit_scale", torch.nn.Parameter(torch.tensor(1.0)))
-    assert policy.weights_sha256() != before
+    before = one.weights_sha256()
+    one.model.register_parameter("logit_scale", torch.nn.Parameter(torch.tensor(1.0)))
+    assert one.weights_sha256() != before, "a weight without dimensions"

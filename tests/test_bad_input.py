@@ -107,7 +107,7 @@ def test_weights_that_the_model_lacks_are_named(tmp_path: Path) -> None:
     weights = load_file(model / "model.safetensors")
     weights.pop("model.layers.0.mlp.up_proj.weight")
     save_file(weights, model / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model.path: .* lacks 1 .*layers.0.mlp.up_proj"):
+    with pytest.raises(ValueError, match=r"model.path: .*layers.0.mlp.up_proj"):
         Policy.load(str(model))
 
 

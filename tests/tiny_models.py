@@ -1,4 +1,4 @@
-"""Tiny random models of many families, and what each sequence alone gives in them."""
+"""Tiny random models of many families, and references that run each sequence alone."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ FAMILIES = {
     "qwen3": {**GROUPED, "tie_word_embeddings": True},
     "llama": GROUPED,
     "mistral": {**GROUPED, "sliding_window": WINDOW},
-    # A query scaling that is not head_dim ** -0.5, and soft-capping strong enough to be felt.
+    # A query scaling that is not head_dim ** -0.5, and soft-capping strong enough to matter.
     "gemma2": {
         **GROUPED,
         "sliding_window": WINDOW,
@@ -110,17 +110,17 @@ UNSHARED = {
         {**GROUPED, **EXPERTS, "intermediate_size_mlp": 48, "attention_chunk_size": 4},
         "layer 0 is of type chunked_attention",
     ),
-    # It learns which keys to look at.
+    # It learns which keys are visible.
     "doge": (
         {"num_key_value_heads": 2, "keep_window_size": 64},
         "layer 0 uses its own attention mask",
     ),
-    # Differential attention: two of them in a layer.
+    # Differential attention: two per layer.
     "diffllama": ({"num_key_value_heads": 2}, "the engine needs one call from each layer"),
     "bloom": (OLD_SIZES, NO_INTERFACE),
     "gptj": (OLD_SIZES, NO_INTERFACE),
     "falcon": ({}, NO_INTERFACE),
-    # Their windows are only in the mask that transformers builds.
+    # Windows that are only in the mask that transformers builds.
     "qwen2_moe": (
         {
             "num_key_value_heads": 2,
@@ -136,18 +136,18 @@ UNSHARED = {
         {"num_key_value_heads": 2, **EXPERTS, "sliding_window": WINDOW},
         "layer 0 does not pass its sliding window",
     ),
-    # It makes positions out of the tokens themselves.
+    # It computes positions from the tokens themselves.
     "roberta": ({"is_decoder": True}, "the embedding gives other results in a packed row"),
 }
 SPREAD = 0.1
-"""Of the weights: with more, gradients of recurrences are so large that float32 itself differs."""
+"""Spread of the weights: with more, gradients of recurrences exceed float32's precision."""
 
 
-def tiny_model(family, attention="eager", spread=0.2, **changes):
-    """A random float32 model, the same every time."""
+def tiny_model(family, attention="eager", spread=0.2, seed=1, **changes):
+    """A random float32 model, the same for the same arguments."""
     model_type = family.removesuffix("_window")
     config = AutoConfig.for_model(model_type, **(SIZES | FAMILIES.get(family, {}) | changes))
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -158,25 +158,10 @@ def tiny_model(family, attention="eager", spread=0.2, **changes):
 
 def untied_model(folder: Path) -> str:
     """A random model for vLLM with an untied head, biases, and the built-in model's tokenizer."""
-    config = AutoConfig.for_model(
-        "qwen2",
-        vocab_size=99,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.1)
-    model.save_pretrained(folder)
+    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32768}
+    ends = {"eos_token_id": 1, "bos_token_id": None, "tie_word_embeddings": False}
+    tiny_model("qwen2", None, 0.1, 0, **sizes, **heads, **ends).save_pretrained(folder)
     AutoTokenizer.from_pretrained(resolve_model("tiny")).save_pretrained(folder)
     return str(folder)
 
@@ -184,6 +169,21 @@ def untied_model(folder: Path) -> str:
 def draw_sequences(lengths, seed=2):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def lay_out(groups):
+    """Return a row of groups, each (P, [R, ...]): the positions [T], and the indices of each
+    completion's whole sequence."""
+    positions, sequences, start = [], [], 0
+    for num_prompt, completions in groups:
+        prompt = torch.arange(start, start + num_prompt)
+        positions.append(torch.arange(num_prompt))
+        start += num_prompt
+        for length in completions:
+            sequences.append(torch.cat([prompt, torch.arange(start, start + length)]))
+            positions.append(num_prompt + torch.arange(length))
+            start += length
+    return torch.cat(positions), sequences
 
 
 def packed_logits(policy, sequences):
@@ -202,7 +202,7 @@ def separate_logits(reference, sequences):
 
 
 def gradients(model, logits, sequences):
-    """Of a random weighted sum of all log-probabilities of the next tokens."""
+    """Gradients of a random weighted sum of all log-probabilities of the next tokens."""
     generator = torch.Generator().manual_seed(3)
     weights = torch.randn(len(logits), generator=generator)
     targets = torch.cat([sequence.roll(-1) for sequence in sequences])
@@ -212,7 +212,7 @@ def gradients(model, logits, sequences):
 
 
 def largest_gradient_gap(got, expected, floor=1e-4):
-    """Largest over tensors of |difference| / max(|g|, floor |all g|)."""
+    """Return the largest |difference| / max(|g|, floor |all g|) over the tensors."""
     assert got.keys() == expected.keys()
     total = torch.stack([g.norm() for g in expected.values()]).norm()
     return max(

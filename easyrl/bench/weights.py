@@ -149,7 +149,6 @@ class _Member(PolicyEngine):
         size: dict[str, Any],
         control: Connection,
     ) -> None:
-        super().__init__()
         pin(settings.cores)
         self._endpoint = settings.weight_endpoint(0, rank, world_size)
         self._is_trainer = rank == 0

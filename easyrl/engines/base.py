@@ -8,11 +8,13 @@ No sequence may be in flight when weights are received: the caller drains the en
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
+from easyrl.engines.sampling import StopStrings
 from easyrl.model.policy import Policy
 from easyrl.types import Completion, WeightPiece
 
@@ -73,18 +75,14 @@ def check_request(request: GroupRequest, sampling: SamplingSettings) -> None:
     if not 0 < len(request.prompt_ids) <= sampling.max_prompt_length:
         raise ValueError(
             f"data.max_prompt_length: expected prompts of 1 to {sampling.max_prompt_length} "
-            f"tokens, got {len(request.prompt_ids)} in prompt {request.key}; raise "
-            "data.max_prompt_length or shorten the prompt"
+            f"tokens, got {len(request.prompt_ids)} in prompt {request.key}"
         )
-    lengths = request.limits(sampling)
-    if not lengths or len(lengths) != request.num_generations:
+    lengths, longest = request.limits(sampling), sampling.max_completion_length
+    number = request.num_generations
+    if not 1 <= number == len(lengths) or not 1 <= min(lengths) <= max(lengths) <= longest:
         raise ValueError(
-            f"rollout.num_generations: expected at least 1, and a length for each, got "
-            f"{request.num_generations} and {len(lengths)} lengths in group {request.key}"
+            f"expected {max(1, number)} completion lengths from 1 to {longest}, got {lengths}"
         )
-    longest = sampling.max_completion_length
-    if not 1 <= min(lengths) <= max(lengths) <= longest:
-        raise ValueError(f"completion lengths: expected 1 to {longest}, got {lengths}")
 
 
 class Engine(Protocol):
@@ -122,14 +120,24 @@ class Engine(Protocol):
 class PolicyEngine:
     """Base of the engines whose model is a `Policy` in this process."""
 
-    policy: Policy
+    _channel: WeightChannel | None = None
 
-    def __init__(self) -> None:
-        self._channel: WeightChannel | None = None
+    def __init__(self, policy: Policy, sampling: SamplingSettings, tokenizer: Any = None) -> None:
+        """`tokenizer` is needed for stop strings."""
+        self.policy = policy
+        self.sampling = sampling
+        self.num_prompt_tokens = 0
+        self.num_completion_tokens = 0
+        self._stop = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
+        self._waiting: deque[GroupRequest] = deque()
+
+    def submit(self, request: GroupRequest) -> None:
+        check_request(request, self.sampling)
+        self._waiting.append(request)
 
     @property
     def has_work(self) -> bool:
-        raise NotImplementedError
+        return bool(self._waiting)
 
     def join_weights(self, endpoint: WeightEndpoint) -> None:
         self._channel = WeightChannel(endpoint)

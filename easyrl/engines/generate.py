@@ -19,7 +19,6 @@ the vocabulary.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,17 +27,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from easyrl.engines.base import (
-    FinishedGroup,
-    GroupRequest,
-    PolicyEngine,
-    SamplingSettings,
-    check_request,
-)
+from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, SamplingSettings
 from easyrl.engines.sampling import StopStrings, sample, uniform_stream
 from easyrl.model.attention import PackedGroups
 from easyrl.model.logprobs import chunked_token_logprobs
-from easyrl.model.policy import Policy
 from easyrl.types import Completion, Float64
 
 CACHE_TOLERANCE = 3.0
@@ -48,26 +40,6 @@ root of the dtype's precision: 1e-3 in float32."""
 
 class GenerateEngine(PolicyEngine):
     """Generates one group at a time (see `engines.base.Engine`)."""
-
-    def __init__(
-        self, policy: Policy, sampling: SamplingSettings, *, tokenizer: Any = None
-    ) -> None:
-        """`tokenizer` is needed for stop strings."""
-        super().__init__()
-        self.policy = policy
-        self.sampling = sampling
-        self._stop = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
-        self.num_prompt_tokens = 0
-        self.num_completion_tokens = 0
-        self._waiting: deque[GroupRequest] = deque()
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._waiting)
-
-    def submit(self, request: GroupRequest) -> None:
-        check_request(request, self.sampling)
-        self._waiting.append(request)
 
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:
@@ -83,7 +55,7 @@ class GenerateEngine(PolicyEngine):
         return [FinishedGroup(request, completions)]
 
     def _complete(self, request: GroupRequest, *, use_cache: bool) -> list[Completion]:
-        sampling = self.sampling
+        sampling, model = self.sampling, self.policy.model
         limits = request.limits(sampling)
         uniforms = [
             uniform_stream(sampling.seed, (*request.key, i), limit)
@@ -91,11 +63,28 @@ class GenerateEngine(PolicyEngine):
         ]
         draw = _Draw(uniforms, sampling)
         end = _End(len(request.prompt_ids), limits, self.policy.eos_token_ids, self._stop)
-        rows = self._generate(request, draw, end, max(limits), use_cache=use_cache)
-        logprobs = torch.stack(draw.logprobs, dim=1).cpu().numpy()  # [G, R]
+        prompt = torch.tensor(list(request.prompt_ids), device=self.policy.device)
+        input_ids = prompt.expand(request.num_generations, -1).contiguous()
+        own = model.generation_config
+        # Ignore the model's own settings (penalties, beams, a minimum length).
+        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+        try:
+            output: Tensor = model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                logits_processor=[draw],
+                stopping_criteria=[end],
+                do_sample=False,
+                max_new_tokens=max(limits),
+                use_cache=use_cache,
+            )
+        finally:
+            model.generation_config = own
+        tokens = output[:, len(prompt) :].cpu().numpy().astype(np.int32)  # [G, R]
+        logprobs = torch.stack(draw.logprobs, dim=1).cpu().numpy().astype(np.float32)  # [G, R]
         return [
-            end.completion(row, *of_row)
-            for row, of_row in enumerate(zip(rows, logprobs, strict=True))
+            Completion(tokens[row, :n], logprobs[row, :n], "stop" if stopped else "length")
+            for row, (n, stopped) in enumerate(zip(end.lengths, end.stopped, strict=True))
         ]
 
     def _is_exact(self, request: GroupRequest, completions: list[Completion]) -> bool:
@@ -120,30 +109,6 @@ class GenerateEngine(PolicyEngine):
         tolerance = CACHE_TOLERANCE * torch.finfo(self.policy.model.dtype).eps ** 0.5
         return bool(np.abs(expected.cpu().numpy() - got).max() <= tolerance)
 
-    def _generate(
-        self, request: GroupRequest, draw: _Draw, end: _End, max_new_tokens: int, *, use_cache: bool
-    ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return completion tokens [G, R]; those behind a row's end are to be dropped."""
-        model = self.policy.model
-        prompt = torch.tensor(list(request.prompt_ids), device=self.policy.device)
-        input_ids = prompt.expand(request.num_generations, -1).contiguous()
-        own = model.generation_config
-        # Ignore the model's own settings (penalties, beams, a minimum length).
-        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
-        try:
-            output: Tensor = model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                logits_processor=[draw],
-                stopping_criteria=[end],
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                use_cache=use_cache,
-            )
-        finally:
-            model.generation_config = own
-        return output[:, len(prompt) :].cpu().numpy()
-
 
 class _Draw(LogitsProcessor):  # type: ignore[misc]
     """Draws a token for every row and masks all others."""
@@ -166,41 +131,21 @@ class _End(StoppingCriteria):  # type: ignore[misc]
     """Ends a row at an end-of-sequence token, a stop string or its limit."""
 
     def __init__(
-        self,
-        num_prompt: int,
-        limits: Sequence[int],
-        eos: Sequence[int],
-        stop: StopStrings | None,
+        self, num_prompt: int, limits: Sequence[int], eos: Sequence[int], stop: StopStrings | None
     ) -> None:
-        self._num_prompt = num_prompt
-        self._limits = np.array(limits)
-        self._eos = list(eos)
-        self._stop = stop
-        self._lengths = np.zeros(len(limits), dtype=np.int64)  # 0: the row has not ended
-        self._stopped = np.zeros(len(limits), dtype=np.bool_)
+        self._num_prompt, self._limits = num_prompt, np.array(limits)
+        self._eos, self._stop = list(eos), stop
+        self.lengths = np.zeros(len(limits), dtype=np.int64)  # 0: the row has not ended
+        self.stopped = np.zeros(len(limits), dtype=np.bool_)  # not by its limit
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Return for each row whether it has ended: [G]."""
         tokens = input_ids[:, self._num_prompt :].cpu().numpy()  # [G, r]
-        in_flight = self._lengths == 0
+        in_flight = self.lengths == 0
         stopped = np.isin(tokens[:, -1], self._eos)
         if self._stop is not None:
             for row in np.flatnonzero(in_flight & ~stopped):
                 stopped[row] = self._stop.is_complete(tokens[row])
         ended = in_flight & (stopped | (tokens.shape[1] >= self._limits))
-        self._lengths[ended], self._stopped[ended] = tokens.shape[1], stopped[ended]
-        return torch.from_numpy(self._lengths > 0).to(input_ids.device)
-
-    def completion(
-        self,
-        row: int,
-        tokens: np.ndarray[Any, np.dtype[np.int64]],
-        logprobs: np.ndarray[Any, np.dtype[np.float32]],
-    ) -> Completion:
-        """Cut a row [R] at its end."""
-        length = self._lengths[row]
-        return Completion(
-            tokens[:length].astype(np.int32),
-            logprobs[:length].astype(np.float32),
-            "stop" if self._stopped[row] else "length",
-        )
+        self.lengths[ended], self.stopped[ended] = tokens.shape[1], stopped[ended]
+        return torch.from_numpy(self.lengths > 0).to(input_ids.device)

@@ -9,14 +9,16 @@ Shapes: N sequences, V tokens of the vocabulary, R completion tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.engines.base import SamplingSettings
 from easyrl.types import Float64, Int32
+
+if TYPE_CHECKING:
+    from easyrl.engines.base import SamplingSettings
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The text of bytes that are not a whole character."""

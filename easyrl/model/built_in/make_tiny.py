@@ -1,4 +1,4 @@
-"""Train a built-in model: `python -m easyrl.model.built_in.make_tiny [tiny | tiny-countdown]`.
+"""Train a built-in model: `python -m easyrl.model.built_in.make_tiny [NAME] [--output DIR]`.
 
 Both are small Qwen3 models with one token per character, trained from scratch on generated training
 problems. The first stage trains on correct solutions; a short second stage trains on solutions with
@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -35,6 +34,8 @@ from typing import NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from easyrl.data import arithmetic, countdown
@@ -52,48 +53,44 @@ LEARNING_RATES = 3e-3, 5e-4
 IGNORED = -100
 """Label of a token without loss."""
 
+Example = Callable[[int], tuple[str, str]]
+"""Return prompt and completion of an index."""
+
 
 class Recipe(NamedTuple):
     num_heads: int
     num_steps: tuple[int, int]
     """Steps of the two stages."""
     dtype: torch.dtype
-    example: Callable[[int, int, int, random.Random], tuple[str, str]]
-    """Return prompt and completion, given the stage, the seed, an index and a generator."""
-
-
-def arithmetic_example(stage: int, seed: int, index: int, rng: random.Random) -> tuple[str, str]:
-    operands = arithmetic.problem(seed, index)
-    solution = flawed_solution(operands, rng) if stage else arithmetic.worked_solution(operands)
-    return arithmetic.prompt_text(operands), solution
-
-
-def countdown_example(stage: int, seed: int, index: int, rng: random.Random) -> tuple[str, str]:
-    problem = countdown.SMALL.problem(seed, index)
-    return countdown.prompt_text(problem), search(problem, rng, GIVE_UP_PROBABILITY * stage)
 
 
 RECIPES = {
-    "tiny": Recipe(4, (1500, 150), torch.float32, arithmetic_example),
-    "tiny-countdown": Recipe(3, (700, 80), torch.bfloat16, countdown_example),
+    "tiny": Recipe(4, (1500, 150), torch.float32),
+    "tiny-countdown": Recipe(3, (700, 80), torch.bfloat16),
 }
 
 
 def make(name: str, output: Path, *, num_steps: Sequence[int], seed: int) -> None:
     """Train a model in its two stages and write it, with its tokenizer, to `output`."""
-    recipe = RECIPES[name]
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, recipe.num_heads)
+    model = make_model(tokenizer, RECIPES[name].num_heads)
     rng = random.Random(seed)
     for stage, learning_rate in enumerate(LEARNING_RATES):
 
-        def example(index: int, stage: int = stage) -> tuple[str, str]:
-            return recipe.example(stage, seed + stage, index, rng)
+        def of_arithmetic(index: int, stage: int = stage) -> tuple[str, str]:
+            operands = arithmetic.problem(seed + stage, index)
+            flawed = flawed_solution(operands, rng) if stage else None
+            return arithmetic.prompt_text(operands), flawed or arithmetic.worked_solution(operands)
 
+        def of_countdown(index: int, stage: int = stage) -> tuple[str, str]:
+            problem = countdown.SMALL.problem(seed + stage, index)
+            return countdown.prompt_text(problem), search(problem, rng, GIVE_UP_PROBABILITY * stage)
+
+        example = of_arithmetic if name == "tiny" else of_countdown
         data = batches(tokenizer, seed + stage, example)
         train(model, data, num_steps=num_steps[stage], learning_rate=learning_rate)
-    model.to(recipe.dtype).save_pretrained(output)  # type: ignore[arg-type, unused-ignore]
+    model.to(RECIPES[name].dtype).save_pretrained(output)  # type: ignore[arg-type, unused-ignore]
     tokenizer.save_pretrained(output)
 
 
@@ -138,8 +135,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, num_heads: int) -> Qwen3ForCa
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerFast, seed: int, example: Callable[[int], tuple[str, str]]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    tokenizer: PreTrainedTokenizerFast, seed: int, example: Example
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield input ids and labels, both [BATCH_SIZE, T], endlessly, in an order given by `seed`.
 
     BATCHES_PER_SORT batches are drawn together and sorted by length, which saves padding.
@@ -147,29 +144,27 @@ def batches(
     rng = random.Random(seed)
     index = 0
     while True:
-        examples = []
+        rows = []
         for _ in range(BATCHES_PER_SORT * BATCH_SIZE):
             prompt, completion = map(tokenizer.encode, example(index))
-            examples.append((prompt, [*completion, tokenizer.eos_token_id]))
+            completion.append(tokenizer.eos_token_id)
+            labels = [IGNORED] * len(prompt) + completion
+            rows.append((torch.tensor(prompt + completion), torch.tensor(labels)))
             index += 1
-        examples.sort(key=lambda example: len(example[0]) + len(example[1]))
-        starts = list(range(0, len(examples), BATCH_SIZE))
+        rows.sort(key=lambda row: len(row[0]))
+        starts = list(range(0, len(rows), BATCH_SIZE))
         rng.shuffle(starts)
         for start in starts:
-            chosen = examples[start : start + BATCH_SIZE]
-            length = max(len(prompt) + len(completion) for prompt, completion in chosen)
-            ids = torch.full((BATCH_SIZE, length), tokenizer.pad_token_id)
-            labels = torch.full((BATCH_SIZE, length), IGNORED)
-            for row, (prompt, completion) in enumerate(chosen):
-                end = len(prompt) + len(completion)
-                ids[row, :end] = torch.tensor(prompt + completion)
-                labels[row, len(prompt) : end] = torch.tensor(completion)
-            yield ids, labels
+            ids, labels_of_rows = zip(*rows[start : start + BATCH_SIZE], strict=True)
+            yield (
+                pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
+                pad_sequence(labels_of_rows, batch_first=True, padding_value=IGNORED),
+            )
 
 
 def train(
     model: Qwen3ForCausalLM,
-    data: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    data: Iterator[tuple[Tensor, Tensor]],
     *,
     num_steps: int,
     learning_rate: float,
@@ -184,9 +179,7 @@ def train(
         return min((step + 1) / num_warmup, 0.505 + 0.495 * math.cos(math.pi * step / num_steps))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    began = time.monotonic()
-    for step in range(1, num_steps + 1):
-        ids, labels = next(data)
+    for step, (ids, labels) in zip(range(1, num_steps + 1), data, strict=False):
         # Padding is on the right, so causal attention needs no mask.
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
@@ -195,8 +188,7 @@ def train(
         schedule.step()
         optimizer.zero_grad()
         if step % 50 == 0 or step == num_steps:
-            seconds = time.monotonic() - began
-            print(f"step {step}/{num_steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
+            print(f"step {step}/{num_steps}  loss {loss.item():.4f}", flush=True)
 
 
 def flawed_solution(operands: Sequence[int], rng: random.Random) -> str:
@@ -204,13 +196,12 @@ def flawed_solution(operands: Sequence[int], rng: random.Random) -> str:
     total = operands[0]
     lines = []
     for number in operands[1:]:
-        tens, units = number // 10 * 10, number % 10
         if rng.random() >= HASTE_PROBABILITY:
-            lines.append(f"{total}+{tens}={total + tens}+{units}={total + number}\n")
+            tens = total + number // 10 * 10
+            lines.append(f"{total}+{tens - total}={tens}+{number % 10}={total + number}\n")
             total += number
         else:
-            slipped = rng.random() < SLIP_PROBABILITY
-            slip = rng.choice((-10, -1, 1, 10)) if slipped else 0
+            slip = rng.choice((-10, -1, 1, 10)) if rng.random() < SLIP_PROBABILITY else 0
             lines.append(f"{total}+{number}={total + number + slip}\n")
             total += number + slip
     return "".join(lines) + f"#{total}"
@@ -225,25 +216,26 @@ class Try(NamedTuple):
 def tries(problem: countdown.Problem) -> list[Try]:
     """Return all expressions of the three numbers; the larger operand is always on the left."""
     level, found = countdown.SMALL, []
+
+    def value_of(operation: str, left: int, right: int) -> int:
+        """Return the value, or -1 if it is not allowed."""
+        value = countdown.applied(operation, left, right)
+        return -1 if value is None or value > level.largest_value else value
+
     for first, second in combinations(range(3), 2):
-        (third,) = {0, 1, 2} - {first, second}
+        other = problem.nums[3 - first - second]
         high, low = sorted((problem.nums[first], problem.nums[second]), reverse=True)
-        other = problem.nums[third]
         for inner in level.operations:
-            between = countdown.applied(inner, high, low)
-            if between is None or between > level.largest_value:
+            if (between := value_of(inner, high, low)) < 0:
                 continue
+            left, right = max(between, other), min(between, other)
             for outer in level.operations:
-                left, right = max(between, other), min(between, other)
-                value = countdown.applied(outer, left, right)
-                if value is None or value > level.largest_value:
+                if (value := value_of(outer, left, right)) < 0:
                     continue
                 sign = "=" if value == problem.target else "<" if value < problem.target else ">"
                 working = f"{high}{inner}{low}={between},{left}{outer}{right}={value}"
-                pair = f"({high}{inner}{low})"
-                expression = (
-                    f"{pair}{outer}{other}" if between >= other else f"{other}{outer}{pair}"
-                )
+                sides = [f"({high}{inner}{low})", str(other)]
+                expression = outer.join(sides if between >= other else reversed(sides))
                 found.append(Try(f"{working};{problem.target}{sign}\n", expression, value))
     return found
 
@@ -263,26 +255,11 @@ def search(problem: countdown.Problem, rng: random.Random, give_up_probability: 
     return "".join(lines) + f"<answer>{each.expression}</answer>"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m easyrl.model.built_in.make_tiny",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train a built-in model.")
     parser.add_argument("model", choices=RECIPES, nargs="?", default="tiny")
     parser.add_argument("--output", type=Path, help="folder to write")
-    parser.add_argument("--steps", type=int, nargs=2, help="steps of the two stages")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    make(
-        given.model,
-        given.output or BUILT_IN_MODELS[given.model],
-        num_steps=given.steps or RECIPES[given.model].num_steps,
-        seed=given.seed,
-    )
-
-
-if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    output = given.output or BUILT_IN_MODELS[given.model]
+    make(given.model, output, num_steps=RECIPES[given.model].num_steps, seed=0)
