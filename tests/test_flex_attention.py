@@ -1,4 +1,4 @@
-"""FlexAttention's way to the same attention, as far as a CPU can show it: its mask, its choice."""
+"""FlexAttention gives the same attention: its mask and when it is chosen (checked on the CPU)."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def dense_mask(groups, window):
 
 
 def mask_by_definition(groups, window):
-    """Token by token: of which group, of which completion (0: the prompt), at which position."""
+    """The mask token by token, from each one's group, completion (0: the prompt) and position."""
     tokens = [
         (group, segment, position)
         for group, (prompt, completions) in enumerate(groups)
@@ -55,13 +55,13 @@ def mask_by_definition(groups, window):
 
 @settings(max_examples=100)
 @given(GROUPS, WINDOWS)
-def test_the_mask_is_that_of_the_definition(groups, window):
+def test_mask_is_that_of_the_definition(groups, window):
     assert torch.equal(dense_mask(groups, window), mask_by_definition(groups, window))
 
 
 @settings(max_examples=60)
 @given(GROUPS, WINDOWS, st.sampled_from([None, 1.5]), st.sampled_from([1, 3]))
-def test_attention_under_that_mask_is_what_the_blocks_compute(groups, window, softcap, num_queries):
+def test_attention_with_that_mask_equals_the_blocks(groups, window, softcap, num_queries):
     mask = dense_mask(groups, window)
     generator = torch.Generator().manual_seed(len(mask))
 
@@ -130,7 +130,7 @@ def test_only_cuda_trains_it():
     assert kinds == {"cpu": False, "cuda": True}
 
 
-def test_its_mask_is_made_once_for_all_layers_of_a_window(monkeypatch):
+def test_mask_is_computed_once_per_window(monkeypatch):
     made = []
 
     def create(mask, *_, **__):
@@ -145,9 +145,6 @@ def test_its_mask_is_made_once_for_all_layers_of_a_window(monkeypatch):
     layout = FlexSharedPrompt([(2, [2, 1])], CPU)
     row = torch.zeros(5, 2, 16)
     for layer, window in enumerate([None, 3, None, 3]):
-        assert layout.attend(row, row, row, AttentionSettings(layer, 1.0, window, None)).shape == (
-            5,
-            2,
-            16,
-        )
+        output = layout.attend(row, row, row, AttentionSettings(layer, 1.0, window, None))
+        assert output.shape == (5, 2, 16)
     assert len(made) == 2

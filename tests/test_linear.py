@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN compute what nn.Linear computes, forward and backward."""
+"""Linear layers by oneDNN equal nn.Linear, forward and backward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def both(bias: bool) -> tuple[nn.Linear, nn.Linear]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(0, 48), (1, 48), (37, 48), (1, 37, 48), (2, 5, 48)])
-def test_outputs_and_gradients_are_those_of_nn_linear(bias: bool, shape: tuple[int, ...]) -> None:
+def test_outputs_and_gradients_equal_nn_linear(bias: bool, shape: tuple[int, ...]) -> None:
     plain, fast = both(bias)
     results = []
     for layer in (plain, fast):
@@ -41,7 +41,7 @@ def test_outputs_and_gradients_are_those_of_nn_linear(bias: bool, shape: tuple[i
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_gradient_that_does_not_lie_in_memory_order_is_right_too() -> None:
+def test_strided_gradient_gives_the_same_result() -> None:
     plain, fast = both(bias=True)
     for layer in (plain, fast):
         x = torch.linspace(-1, 1, 37 * 48).view(37, 48)
@@ -57,7 +57,7 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert x.grad is not None and fast.weight.grad is None and fast.bias.grad is None
 
 
-def test_other_types_are_left_to_torch() -> None:
+def test_other_dtypes_use_nn_linear() -> None:
     plain, fast = both(bias=True)
     x = torch.randn(3, 48, dtype=torch.bfloat16)
     assert torch.equal(fast.bfloat16()(x), plain.bfloat16()(x))
@@ -66,7 +66,7 @@ def test_other_types_are_left_to_torch() -> None:
         assert fast(x.float()).dtype == torch.bfloat16
 
 
-def test_a_model_keeps_its_names_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_keeps_its_names_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "mkl_misses_avx512", lambda: True)
     fast = Policy.load("tiny")
     assert any(isinstance(module, OneDNNLinear) for module in fast.model.modules())
@@ -77,7 +77,7 @@ def test_a_model_keeps_its_names_and_files(tmp_path: Path, monkeypatch: pytest.M
     assert fast.weights_sha256() == plain.weights_sha256()
 
 
-def test_a_layer_of_another_class_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subclass_of_linear_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(nn.Linear):
         pass
 

@@ -13,65 +13,44 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from easyrl.model import logprobs as room
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.logprobs import chunked_token_logprobs, token_logprobs
 from easyrl.model.policy import Policy
+from tiny_models import largest_gradient_gap, tiny_model
 
 torch.set_num_threads(1)
 
-SIZES = {
-    "vocab_size": 37,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+VOCABULARY = 37
+SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 8}
 HEADS: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False},
-    "gemma2": {"head_dim": 8, "final_logit_softcapping": 0.5},  # bites
+    "gemma2": {"final_logit_softcapping": 0.5},  # small enough to matter
     "cohere": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 3.0},
-    "gemma4_text": {  # looks at the shape of the tokens
-        "head_dim": 8,
+    "gemma4_text": {  # reads the shape of the tokens
         "global_head_dim": 8,
         "layer_types": ["sliding_attention", "full_attention"],
         "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 37,
+        "vocab_size_per_layer_input": VOCABULARY,
         "final_logit_softcapping": 0.5,
     },
     "gpt_neox": {},
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "head_dim": 8,
-        "output_router_logits": True,
-    },
+    "qwen3_moe": {"output_router_logits": True},
 }
 
 
 def make_policy(family: str) -> Policy:
     register_attention()
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES, **HEADS[family])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
-    return Policy(model.eval(), torch.device("cpu"))
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "num_key_value_heads": 2}
+    model = tiny_model(family, ATTENTION_NAME, 0.3, 0, **(SIZES | ends | HEADS[family]))
+    return Policy(model, torch.device("cpu"))
 
 
 def plain_logprobs(logits, targets, temperature):
-    """By definition, in float64."""
+    """Log-probabilities and entropies by definition, in float64."""
     every = torch.log_softmax(logits.double() / temperature, dim=-1)
     return every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
@@ -98,7 +77,7 @@ def test_chunks_change_neither_numbers_nor_gradients(
     hidden = torch.randn(num_tokens, 8, generator=generator).requires_grad_()
     weight = torch.randn(41, 8, generator=generator).requires_grad_()
     targets = torch.randint(41, (num_tokens,), generator=generator)
-    wanted = torch.randn(num_tokens, generator=generator)  # what the loss makes of each token
+    wanted = torch.randn(num_tokens, generator=generator)  # the loss's weight of each token
 
     expected = plain_logprobs(hidden @ weight.T, targets, temperature)
     # If all targets are nearly certain, their gradient is the small difference 1 - p: float32
@@ -108,7 +87,7 @@ def test_chunks_change_neither_numbers_nor_gradients(
     of_hidden, of_weight = torch.autograd.grad(loss, (hidden, weight))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "CHUNK_BYTES", rows_per_chunk * 41 * 4)
+        patch.setattr("easyrl.model.logprobs.CHUNK_BYTES", rows_per_chunk * 41 * 4)
         got = chunked_token_logprobs(
             lambda rows: rows @ weight.T,
             hidden,
@@ -126,7 +105,7 @@ def test_chunks_change_neither_numbers_nor_gradients(
     assert gap(weight.grad, of_weight) <= 2e-6
 
 
-def test_chunks_are_only_as_many_as_the_bound_asks_for(monkeypatch):
+def test_chunks_are_as_few_as_the_bound_allows(monkeypatch):
     sizes = []
 
     def head(rows):
@@ -135,7 +114,7 @@ def test_chunks_are_only_as_many_as_the_bound_asks_for(monkeypatch):
 
     def sizes_with(num_bytes):
         sizes.clear()
-        monkeypatch.setattr(room, "CHUNK_BYTES", num_bytes)
+        monkeypatch.setattr("easyrl.model.logprobs.CHUNK_BYTES", num_bytes)
         rows = torch.zeros(12, 2, requires_grad=True)
         logprobs, _ = chunked_token_logprobs(
             head, rows, torch.zeros(12, dtype=torch.int64), 1.0, vocabulary_size=10
@@ -160,11 +139,11 @@ def test_logits_in_bfloat16_are_reduced_in_float32(temperature):
     torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=1e-6)
     assert logits.grad.dtype == torch.bfloat16
-    assert torch.equal(logits.detach(), before)  # the model's own tensor is left as it is
+    assert torch.equal(logits.detach(), before)  # the model's own tensor is unchanged
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
-def test_an_entropy_bonus_raises_the_entropy_where_a_token_is_impossible(weight):
+def test_entropy_bonus_raises_the_entropy_with_an_impossible_token(weight):
     logits = torch.tensor([[2.0, 0.0, -torch.inf]], requires_grad=True)
     _, entropy = token_logprobs(logits, torch.tensor([0]), 1.0, entropy_gradient=True)
     (weight * entropy).sum().backward()
@@ -176,34 +155,31 @@ def test_an_entropy_bonus_raises_the_entropy_where_a_token_is_impossible(weight)
 
 
 @pytest.mark.parametrize("family", HEADS)
-def test_the_head_is_the_models_own(family, monkeypatch):
-    """Soft caps and scales too: logits, log-probabilities and every weight's gradient."""
+def test_chunks_run_the_whole_head_of_the_model(family, monkeypatch):
+    """With soft caps and scales: log-probabilities and every weight's gradient."""
     policy = make_policy(family)
     policy._check_head(family)
-    ids = torch.randint(SIZES["vocab_size"], (17,), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(VOCABULARY, (17,), generator=torch.Generator().manual_seed(3))
     positions = torch.cat([torch.arange(10), torch.arange(4, 11)])  # [4 | 6 | 7]
-    places = torch.cat([torch.tensor([3]), torch.arange(4, 9), torch.tensor([3, *range(10, 16)])])
+    chosen = torch.tensor([3, *range(4, 9), 3, *range(10, 16)])
     layout = PackedGroups([(4, [6, 7])])
     targets = ids[4:]
 
-    logits = policy.forward(ids, positions, layout, logits_at=places)
+    logits = policy.forward(ids, positions, layout, logits_at=chosen)
     expected, _ = plain_logprobs(logits, targets, 0.8)
     expected.cumsum(0).sum().backward()
     of_weights = {name: p.grad.clone() for name, p in policy.named_weights() if p.grad is not None}
     policy.model.zero_grad()
 
-    monkeypatch.setattr(room, "CHUNK_BYTES", 5 * SIZES["vocab_size"] * 4)
-    hidden = policy.hidden_states(ids, positions, layout, at=places)
+    monkeypatch.setattr("easyrl.model.logprobs.CHUNK_BYTES", 5 * VOCABULARY * 4)
+    hidden = policy.hidden_states(ids, positions, layout, at=chosen)
     got, _ = chunked_token_logprobs(
         policy.head, hidden, targets, 0.8, vocabulary_size=policy.vocabulary_size
     )
     got.cumsum(0).sum().backward()
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
-    norm = torch.stack([g.norm() for g in of_weights.values()]).norm()
-    for name, parameter in policy.named_weights():
-        if name in of_weights:
-            difference = (parameter.grad - of_weights[name]).norm()
-            assert difference <= 1e-5 * max(of_weights[name].norm(), 1e-4 * norm), name
+    got_weights = {n: p.grad for n, p in policy.named_weights() if n in of_weights}
+    assert largest_gradient_gap(got_weights, of_weights) <= 1e-5
 
 
 @pytest.mark.parametrize("change", ["own_layers", "after_the_head"])
@@ -239,7 +215,7 @@ MEASURE = """
 import sys
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from easyrl.model import logprobs as room
+from easyrl.model import logprobs
 from easyrl.model.attention import PackedGroups, register_attention
 from easyrl.model.policy import Policy
 
@@ -249,7 +225,7 @@ def resident_bytes(line):
 
 num_tokens, chunk_bytes = int(sys.argv[1]), sys.argv[2]
 if chunk_bytes != "default":
-    room.CHUNK_BYTES = int(chunk_bytes)
+    logprobs.CHUNK_BYTES = int(chunk_bytes)
 register_attention()
 model = Qwen3ForCausalLM._from_config(
     Qwen3Config(vocab_size=151_936, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -267,10 +243,10 @@ def train(num_tokens):
     hidden = policy.hidden_states(
         ids, positions, PackedGroups([(8, lengths)]), at=torch.arange(7, 7 + num_tokens)
     )
-    logprobs, _ = room.chunked_token_logprobs(
+    got, _ = logprobs.chunked_token_logprobs(
         policy.head, hidden, ids[8:], 0.9, vocabulary_size=policy.vocabulary_size
     )
-    logprobs.sum().backward()
+    got.sum().backward()
 
 train(16)  # libraries' own buffers
 before = resident_bytes("VmRSS:")
@@ -280,7 +256,7 @@ print(resident_bytes("VmHWM:") - before)
 
 
 def peak_bytes(num_tokens: int, chunk_bytes: str) -> int:
-    """Of forward and backward, over model and gradients, as the system counts it."""
+    """Peak memory of forward and backward beyond model and gradients."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(num_tokens), chunk_bytes],
         capture_output=True,
@@ -288,9 +264,8 @@ def peak_bytes(num_tokens: int, chunk_bytes: str) -> int:
         check=True,
         timeout=300,
         cwd=Path(__file__).parent.parent,
-        # So that what is freed is the system's at once: the C library's fragmentation, which
-        # blocks of a few MiB suffer and those of a real model's size do not, is not at issue.
-        # (The tunable saves half of the time, which would go into page faults.)
+        # Return freed memory to the system at once: fragmentation, which large blocks do not
+        # have, is not measured. (The tunable halves the time, which is spent in page faults.)
         env={
             **os.environ,
             "MALLOC_MMAP_THRESHOLD_": str(2**20),

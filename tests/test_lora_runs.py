@@ -1,4 +1,4 @@
-"""Whole runs of `easyrl grpo` with LoRA, as a user starts them."""
+"""Runs of `easyrl grpo` with LoRA."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ TINY = resolve_model("tiny")
 
 @pytest.mark.long
 @pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
-def test_both_schedules_end_in_the_same_bits_with_lora_and_what_is_left_is_what_was_trained(
-    tmp_path: Path, devices: str
-) -> None:
+def test_both_schedules_end_in_the_same_bits_with_lora(tmp_path: Path, devices: str) -> None:
     """A reference, an old policy, two rollout workers, random delays everywhere."""
     ends = {}
     for schedule in ("sync", "periodic"):
@@ -48,10 +46,10 @@ def test_both_schedules_end_in_the_same_bits_with_lora_and_what_is_left_is_what_
     assert ends["sync"] == ends["periodic"]
     end = out.partition("\nfinished\n")[2]
     assert "adapter/" in end and "the adapter merged" in end
-    assert_is_what_was_trained(folder)
+    assert_model_and_adapter_were_trained(folder)
 
 
-def test_with_lora_two_ranks_in_bfloat16_leave_what_one_reads(tmp_path: Path) -> None:
+def test_one_rank_reads_lora_weights_of_two_ranks_in_bfloat16(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, _, err = finish(
         *("--output", str(folder), "--iterations", "3", "--train-devices", "cpu:2", *SMALL),
@@ -64,14 +62,14 @@ def test_with_lora_two_ranks_in_bfloat16_leave_what_one_reads(tmp_path: Path) ->
         assert complaints(folder / "logs" / f"train-{rank}.log") == []
     metrics = lines_of(folder / "metrics.jsonl")[-1]
     assert metrics["kl"] > 0 and metrics["num_updates_not_finite"] == 0
-    assert_is_what_was_trained(folder)
-    told = export_checkpoint(folder, tmp_path / "exported")
-    assert summary_of(folder)["weights_sha256"] in told  # adapters are stored, weights merged
+    assert_model_and_adapter_were_trained(folder)
+    message = export_checkpoint(folder, tmp_path / "exported")
+    assert summary_of(folder)["weights_sha256"] in message  # merged from the stored adapters
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("devices", [("cpu:2", "cpu"), ("cpu", "cpu:2")])
-def test_a_lora_run_goes_on_with_another_number_of_train_devices(
+def test_lora_run_resumes_with_another_number_of_train_devices(
     tmp_path: Path, devices: tuple[str, str]
 ) -> None:
     words = (*SMALL, "model.lora.rank=4", "algorithm.beta=0.05", "runtime.deterministic=true")
@@ -90,11 +88,11 @@ def test_a_lora_run_goes_on_with_another_number_of_train_devices(
         moved = float((before[name] - weight).norm() / weight.norm())
         is_frozen = not name.endswith("_proj.weight")
         assert gap <= 1e-5 and (gap < moved / 100 or (is_frozen and moved == gap == 0.0)), name
-    assert_is_what_was_trained(twice)
+    assert_model_and_adapter_were_trained(twice)
 
 
-def assert_is_what_was_trained(folder: Path) -> None:
-    """`model/` by its hash, `adapter/` by its logits on the model that the run began with."""
+def assert_model_and_adapter_were_trained(folder: Path) -> None:
+    """Check `model/` by its hash, and `adapter/` by its logits on the run's initial model."""
     from peft import AutoPeftModelForCausalLM, PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -129,10 +127,8 @@ def assert_is_what_was_trained(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_adapter_on_some_layers_of_a_model_of_ones_own_goes_on_from_there(
-    tmp_path: Path,
-) -> None:
-    """The second run begins with the merged model of the first, which is its reference."""
+def test_second_lora_run_starts_from_the_merged_model_of_the_first(tmp_path: Path) -> None:
+    """That model is its reference. Only some layers are adapted."""
     words = (*SMALL, "model.lora.rank=2", "model.lora.target_modules=[q_proj, 3.mlp.up_proj]")
     first, second = tmp_path / "first", tmp_path / "second"
     for folder, model in ((first, TINY), (second, str(first / "model"))):

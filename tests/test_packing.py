@@ -1,4 +1,4 @@
-"""Packing: which rollouts of a group are trained, and how a row is laid out."""
+"""Packing: which rollouts of a group are trained, and the layout of a row."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ LONGEST_PROMPT, LONGEST_COMPLETION = 9, 12
 
 
 def make_group(index, **changes):
-    """A group whose every element follows from its prompt's index; some have masked tokens."""
+    """A group that depends on its prompt's index alone, with masked tokens."""
     rng = np.random.default_rng(index)
     lengths = rng.integers(1, LONGEST_COMPLETION + 1, NUM_GENERATIONS)
     tokens = int(lengths.sum())
@@ -44,7 +44,7 @@ def zeroed(group, which):
 
 
 def sequences_of(batch):
-    """What each sequence of a micro-batch is trained on, read the way the trainer reads it."""
+    """Return what each sequence of a micro-batch is trained on, as the trainer reads it."""
     found = []
     end = 0
     for prompt_length, completion_lengths in batch.groups:
@@ -102,7 +102,7 @@ GROUPS = st.lists(
 )
 
 
-def test_the_rollouts_of_a_group_share_their_prompt():
+def test_rollouts_of_a_group_share_their_prompt():
     groups = [make_group(FIRST), make_group(FIRST + 1)]
     batch = pack([rollout for group in groups for rollout in split_group(group)])
     assert [length for length, _ in batch.groups] == [len(g.prompt_ids) for g in groups]
@@ -133,8 +133,8 @@ def test_repeated_prompts_make_a_row_of_whole_sequences():
 
 
 @pytest.mark.parametrize("zeros", [[], [1, 2]], ids=["three rollouts", "one rollout"])
-def test_a_micro_batch_has_its_own_memory(zeros):
-    """The slots it was packed from are released and overwritten."""
+def test_micro_batch_has_its_own_memory(zeros):
+    """The ring slots of its rollouts are released and overwritten."""
     group = zeroed(make_group(FIRST), zeros)
     batch = pack(split_group(group))
     for field in dataclasses.fields(batch):
@@ -149,7 +149,7 @@ def test_a_micro_batch_has_its_own_memory(zeros):
 
 
 def group_to_split():
-    """Three rollouts: one of advantage 0, one truncated, one with neither; the masks are whole."""
+    """Three rollouts without masked tokens: one of advantage 0, one truncated, one neither."""
     group = make_group(FIRST)
     return dataclasses.replace(
         group,
@@ -175,7 +175,7 @@ def test_only_rollouts_with_a_gradient_are_trained(keywords, kept):
     assert got == [group.completion_ids[slices[number]].tolist() for number in kept]
 
 
-def test_a_rollout_whose_tokens_are_all_masked_is_not_trained():
+def test_rollout_whose_tokens_are_all_masked_is_not_trained():
     group = group_to_split()
     mask = group.loss_mask.copy()
     mask[group.completion_slices()[2]] = False
@@ -183,7 +183,7 @@ def test_a_rollout_whose_tokens_are_all_masked_is_not_trained():
     assert rollout.advantage == 1.0
 
 
-def test_a_truncated_completion_is_masked_as_a_whole():
+def test_truncated_completion_is_masked_completely():
     group = make_group(FIRST, truncated=np.array([False, True, False]))
     before = group.loss_mask.copy()
     np.testing.assert_array_equal(group.trained_mask(mask_truncated=False), before)
@@ -192,4 +192,4 @@ def test_a_truncated_completion_is_masked_as_a_whole():
     assert not masked[second].any()
     for where in (first, third):
         np.testing.assert_array_equal(masked[where], before[where])
-    np.testing.assert_array_equal(group.loss_mask, before)  # the ring's own stays as it is
+    np.testing.assert_array_equal(group.loss_mask, before)  # the mask in the ring is unchanged

@@ -26,21 +26,19 @@ torch.set_num_threads(1)
 __all__ = ["model", "ranks"]  # fixtures
 HARDER = ("algorithm.beta=0.3", "train.updates_per_iteration=2", "algorithm.loss_type=dapo")
 BFLOAT16 = "model.dtype=bfloat16"
-SAME_LOSS = "algorithm.importance_sampling_correction=none"  # not that of below float32
-# Between engine and trainer, in nats. bfloat16 has 8 bits: a logit of 10 is off by up to 0.02.
+SAME_LOSS = "algorithm.importance_sampling_correction=none"  # as in float32
+# Between engine and trainer, in nats. bfloat16 has 8 bits: a logit of 10 has an error up to 0.02.
 LARGEST_GAP, MEAN_GAP = 0.5, 0.01
 
 
 @pytest.mark.parametrize("words", [(), HARDER], ids=["plain", "two updates, a reference"])
-def test_checkpointed_activations_change_no_bit_of_the_gradient(words: tuple[str, ...]) -> None:
+def test_activation_checkpointing_changes_no_bit_of_the_gradient(words: tuple[str, ...]) -> None:
     plain, checkpointed = train(*words), train(*words, "train.activation_checkpointing=true")
     for got, expected in zip(checkpointed.gradients, plain.gradients, strict=True):
         assert all(torch.equal(got[name], gradient) for name, gradient in expected.items())
 
 
-def test_checkpointed_activations_are_not_kept() -> None:
-    """What backward needs is the layers' inputs, not what they compute on the way."""
-
+def test_activation_checkpointing_keeps_only_the_inputs_of_layers() -> None:
     def kept_bytes(is_checkpointed: bool) -> int:
         policy = Policy.load("tiny")
         if is_checkpointed:
@@ -61,7 +59,7 @@ def test_checkpointed_activations_are_not_kept() -> None:
     assert kept_bytes(True) < kept_bytes(False) / 5
 
 
-def test_two_ranks_with_checkpointed_activations_give_the_gradient_of_one(ranks: Ranks) -> None:
+def test_two_ranks_with_activation_checkpointing_give_the_gradient_of_one(ranks: Ranks) -> None:
     expected = train(*HARDER)
     for outcome in ranks.train(*HARDER, "train.activation_checkpointing=true"):
         for got, gradient in zip(outcome.gradients, expected.gradients, strict=True):
@@ -86,16 +84,16 @@ def test_in_bfloat16_gradients_are_float32_sums_close_to_the_exact_ones(
         assert outcome.all_bytes == other.all_bytes
         assert all(gradient.dtype == torch.float32 for gradient in got.values())
         assert 1e-4 < largest_gradient_gap(got, exact) < 0.3
-        # Of the ranks' bfloat16 gradients the sum is none.
+        # A sum of the ranks' bfloat16 gradients is no bfloat16 number.
         sums = outcome.after_one_step.values()
         assert any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in sums)
-    # However the row is cut, rounding differs; the sums themselves lose nothing.
+    # With other micro-batches only the rounding differs; the sums lose nothing.
     words = (*HARDER, *lora, BFLOAT16, SAME_LOSS, "train.max_tokens_per_micro_batch=19")
     small = ranks.train(*words)[0].gradients[0]
     assert largest_gradient_gap(small, outcomes[0].gradients[0]) < 0.1
 
 
-def test_the_correction_for_the_engines_numerics_is_on_below_float32() -> None:
+def test_importance_sampling_correction_is_the_default_below_float32() -> None:
     assert load_config().importance_sampling_correction == "none"
     assert load_config(words=[BFLOAT16]).importance_sampling_correction == "truncate"
     assert load_config(words=[BFLOAT16, SAME_LOSS]).importance_sampling_correction == "none"
@@ -118,13 +116,13 @@ def test_a_run_in_bfloat16(tmp_path: Path, devices: str) -> None:
         assert 0.0 < line["sampling/sampling_logp_difference/mean"] < MEAN_GAP
         assert line["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=0.02)
         assert math.isfinite(line["grad_norm"]) and line["grad_norm"] > 0.0
-    # The weights that are stepped on and saved are float32, and no multiples of bfloat16's steps.
+    # The trained and saved weights have float32 precision.
     saved = load_file(folder / "model/model.safetensors")
     assert all(weight.dtype == torch.float32 for weight in saved.values())
     assert any(not torch.equal(w, w.bfloat16().float()) for w in saved.values())
 
 
-def test_the_engines_policy_is_kept_in_bfloat16_and_its_positions_in_float32() -> None:
+def test_policy_of_the_engine_is_bfloat16_with_float32_positions() -> None:
     policy = Policy.load("tiny", dtype="bfloat16")
     assert {weight.dtype for weight in policy.model.parameters()} == {torch.bfloat16}
     floats = [buffer for buffer in policy.model.buffers() if buffer.is_floating_point()]
@@ -132,11 +130,11 @@ def test_the_engines_policy_is_kept_in_bfloat16_and_its_positions_in_float32() -
 
 
 @pytest.mark.parametrize(("dtype", "checked_on"), [("float32", "meta"), ("bfloat16", "cpu")])
-def test_weights_are_loaded_in_the_type_they_are_kept_in_and_checked_in_float32(
+def test_weights_are_loaded_in_their_final_dtype_and_checked_in_float32(
     dtype: DType, checked_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the host nor the device (`meta` stands for one) ever holds the whole model in a
-    wider type: the check widens a layer at a time."""
+    """Neither the host nor the device (here `meta`) ever holds the whole model in a wider dtype:
+    the check widens one layer at a time."""
     loaded, checked = [], []
     load = transformers.AutoModelForCausalLM.from_pretrained
 
@@ -161,10 +159,10 @@ def test_weights_are_loaded_in_the_type_they_are_kept_in_and_checked_in_float32(
     assert kept == {("meta", getattr(torch, dtype))} and policy.device.type == "meta"
 
 
-def test_a_bfloat16_models_check_is_the_float32_models(
+def test_check_of_a_bfloat16_model_equals_that_of_the_float32_model(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """While a layer runs its weights are float32, and afterwards those that were loaded."""
+    """A layer's weights are float32 while it runs, and the loaded ones afterwards."""
     seen: set[torch.dtype] = set()
     forward = torch.nn.Linear.forward
 

@@ -1,4 +1,4 @@
-"""Segments of a row are padded together where that is cheaper than another bucket."""
+"""Segments of a row share a bucket if padding is cheaper than another bucket."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def as_segments(lengths: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def cost(widths: list[int]) -> int:
-    """Of one bucket of segments with these widths, the longest first."""
+    """Cost of one bucket of segments with these widths, the longest first."""
     return len(widths) * widths[0] ** 2 + BUCKET_SCORES
 
 
 @given(lengths_of_segments)
-def test_every_token_is_in_one_cell_and_comes_back_to_its_place(lengths: list[int]) -> None:
+def test_every_token_is_in_one_cell_and_returns_to_its_index(lengths: list[int]) -> None:
     tokens = torch.arange(sum(lengths), dtype=torch.float32).view(-1, 1, 1, 1)
     back = torch.full_like(tokens, -1.0)
     num_segments = 0
@@ -53,7 +53,7 @@ def test_no_cut_into_buckets_costs_less(lengths: list[int]) -> None:
     assert got == least
 
 
-def test_equal_segments_that_follow_each_other_are_not_copied() -> None:
+def test_adjacent_segments_of_equal_length_are_not_copied() -> None:
     tokens = torch.randn(96, 1, 1, 4)
     [bucket] = make_buckets(as_segments([32, 32, 32]), CPU)
     assert bucket.take(tokens).data_ptr() == tokens.data_ptr()
@@ -62,7 +62,7 @@ def test_equal_segments_that_follow_each_other_are_not_copied() -> None:
 @pytest.mark.parametrize(
     ("length", "width"), [(1, 1), (8, 8), (9, 16), (15, 16), (16, 16), (24, 24), (25, 32)]
 )
-def test_a_width_is_rounded_up_where_more_than_half_of_the_lanes_are_full(
+def test_width_is_rounded_up_if_more_than_half_of_the_lanes_are_full(
     length: int, width: int
 ) -> None:
     assert LANES == 16 and padded_length(length) == width

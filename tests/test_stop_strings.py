@@ -1,4 +1,4 @@
-"""Stop strings, and what is sampled, in both engines of this process."""
+"""Stop strings in both engines of this process."""
 
 from dataclasses import replace
 from functools import cache
@@ -30,7 +30,7 @@ PROMPTS = [sequence.tolist() for sequence in draw_sequences([3, 9, 1, 5, 16])]
 
 @cache
 def bytes_tokenizer():
-    """Letters, spaces, the two bytes of "é" and "è" one by one, and tokens across them."""
+    """Letters, spaces, the single bytes of "é" and "è", and tokens across them."""
     pieces = [*"abcdef", "Ġ", "Ã", "©", "¨", "Ċ", "bc", "Ġa", "aÃ", "©b", "ab", "cdef", "©Ã"]
     names = ["<pad>", "<bos>", "<eos>", *pieces]
     names += [chr(number) for number in range(0x67, 0x67 + VOCABULARY - len(names))]
@@ -44,7 +44,7 @@ def bytes_tokenizer():
 
 @cache
 def pieces_tokenizer():
-    """Like SentencePiece: words with their space, which the first one loses, and bytes."""
+    """Like SentencePiece: words with their space, which the first word loses, and bytes."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in (0xC3, 0xA9, 0xA8))]
     names += [*"abc", "▁", "▁a", "▁b", "ab", "▁▁"]
     vocabulary = {name: number for number, name in enumerate(names)}
@@ -80,7 +80,7 @@ STOPS = ["é", "éé", " a", "a b", "cd", "\n", "abcabc", "è a", "ab é"]
     st.lists(st.integers(0, 20), min_size=1, max_size=25),
     st.lists(st.sampled_from(STOPS), min_size=1, max_size=3, unique=True),
 )
-def test_a_stop_string_is_found_with_the_token_that_completes_it(tokenizer, tokens, stops):
+def test_stop_string_is_found_with_the_token_that_completes_it(tokenizer, tokens, stops):
     tokens = [token % len(tokenizer()) for token in tokens]
     finder = StopStrings(tokenizer(), stops)
     found = None
@@ -96,7 +96,7 @@ def test_special_tokens_do_not_hide_a_stop_string():
     assert finder.is_complete(np.array([3, *[1] * 40, 4], dtype=np.int32))
 
 
-def test_most_tokens_cost_no_decoding():
+def test_most_tokens_are_not_decoded():
     class Counting:
         num_decoded = 0
 
@@ -151,7 +151,7 @@ def plain(kind):
 
 
 @ENGINES
-def test_a_completion_ends_with_the_token_that_completes_a_stop_string(kind):
+def test_completion_ends_with_the_token_that_completes_a_stop_string(kind):
     stops = ["a", "é", "cd", "\n"]
     num_stopped = 0
     for cut, whole in zip(run(make_engine(kind, stop=stops)), plain(kind), strict=True):
@@ -168,8 +168,6 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(kind):
 
 
 @ENGINES
-def test_a_stop_string_may_be_the_first_token(kind):
-    policy = policy_of(kind)
+def test_stop_string_may_be_the_first_token(kind):
     for group in run(make_engine(kind, stop=[chr(0x67 + i) for i in range(30)] + [*"abcdef"])):
         assert any(len(completion.token_ids) == 1 for completion in group)
-    assert policy.eos_token_ids == [EOS]
