@@ -22,7 +22,7 @@ from easyrl.config import ConfigError
 from easyrl.data.hub import KEY
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, UnservableLayer
 from easyrl.model.attention_kernels import AttentionSettings
-from easyrl.model.files import OTHER_MODEL, unsupported_class, unsupported_layer
+from easyrl.model.files import OTHER_MODEL, unsupported_reason
 
 GROUPS = [(3, [2, 4]), (2, [3, 1])]
 """The packed row of the check: for each group its P, and the R of each completion."""
@@ -39,13 +39,10 @@ def attend_packed(model: Any) -> str | None:
     Returns None, or a clause that names the layer and the reason why the model keeps
     transformers' attention.
     """
-    of_class = unsupported_class(type(model))
-    reason = unsupported_layer(model.config) or of_class
-    if reason is None:
-        reason = _best_of_draws(_difference, model)
+    reason = unsupported_reason(model.config, type(model)) or _best_of_draws(_difference, model)
     if reason is None:
         model.set_attn_implementation(ATTENTION_NAME)
-    elif of_class is None and _best_of_draws(_gap_to_eager, model):
+    elif model._supports_attention_backend and _best_of_draws(_gap_to_eager, model):
         model.set_attn_implementation(EAGER)
     return reason
 

@@ -99,11 +99,12 @@ def _num_weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> int
     files may be missing."""
     from safetensors import SafetensorError, safe_open
 
-    names, index = {SAFETENSORS}, folder / f"{SAFETENSORS}.index.json"
-    if not (folder / SAFETENSORS).is_file():
-        names = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
-    files = [folder / name for name in sorted(names)]
-    if not files or (not is_whole and not all(file.is_file() for file in files)):
+    files, index = [folder / SAFETENSORS], folder / f"{SAFETENSORS}.index.json"
+    if not files[0].is_file():
+        if not index.is_file():
+            return None
+        files = [folder / name for name in set(_read_json(index).get("weight_map", {}).values())]
+    if not is_whole and not all(file.is_file() for file in files):
         return None
     sizes: dict[str, int] = {}
     for file in files:
@@ -212,17 +213,11 @@ def eos_token_ids(generation_config: Any, model_config: Any) -> list[int]:
     return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
 
 
-def unsupported_layer(config: Any) -> str | None:
-    """Name the first layer that is neither full nor sliding-window attention, if any."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    for layer, kind in enumerate(kinds):
+def unsupported_reason(config: Any, model_class: Any) -> str | None:
+    """Return why configuration or class rule out EasyRL's attention; None if they do not."""
+    for layer, kind in enumerate(getattr(config.get_text_config(), "layer_types", None) or ()):
         if kind not in PACKED_LAYERS:
             return f"layer {layer} is of type {kind}"
-    return None
-
-
-def unsupported_class(model_class: Any) -> str | None:
-    """Say why no model of this class can use EasyRL's attention, if so."""
     if getattr(model_class, "_supports_attention_backend", False):
         return None
     return f"no layer of {model_class.__name__} uses transformers' attention interface"
@@ -232,11 +227,10 @@ def refuse_shared_prompt(path: str, config: Any) -> None:
     """Raise ConfigError if configuration or class rule out `model.attention=shared_prompt`."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    reason = unsupported_layer(config)
-    if reason is None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        reason = unsupported_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    if reason is not None:
-        raise cannot_share(path, reason)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        reason = unsupported_reason(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+        if reason is not None:
+            raise cannot_share(path, reason)
 
 
 def cannot_share(path: str, reason: str) -> ConfigError:

@@ -120,14 +120,8 @@ class Policy:
             rows = PaddedRows(position_ids)
             output = self.model(input_ids=rows.spread(input_ids), use_cache=False)
             return rows.gather(output.logits)[logits_at]
-        output = self.model(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=logits_at,
-            attention_layout=layout,
-        )
-        logits: Tensor = output.logits[0]
+        inputs = _packed_inputs(input_ids, position_ids, layout)
+        logits: Tensor = self.model(**inputs, logits_to_keep=logits_at).logits[0]
         return logits
 
     def hidden_states(
@@ -139,12 +133,7 @@ class Policy:
             output = self._layers(input_ids=rows.spread(input_ids), use_cache=False)
             hidden = rows.gather(output.last_hidden_state)
         else:
-            output = self._layers(
-                input_ids=input_ids.unsqueeze(0),
-                position_ids=position_ids.unsqueeze(0),
-                use_cache=False,
-                attention_layout=layout,
-            )
+            output = self._layers(**_packed_inputs(input_ids, position_ids, layout))
             hidden = output.last_hidden_state[0]
         self._base_output = type(output)
         return hidden[at]
@@ -267,11 +256,22 @@ class Policy:
             tokenizer.save_pretrained(folder)
 
 
+def _packed_inputs(
+    input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
+) -> dict[str, Any]:
+    return {
+        "input_ids": input_ids[None],
+        "position_ids": position_ids[None],
+        "use_cache": False,
+        "attention_layout": layout,
+    }
+
+
 class PaddedRows:
     """Maps a packed row of whole sequences to a padded batch and back.
 
-    Padding stands behind the real tokens, where a causal model does not attend. So no mask is
-    needed, and each row gives what its sequence gives alone.
+    Padding follows the real tokens, where a causal model does not attend. So no mask is needed,
+    and each row gives what its sequence gives alone.
     """
 
     def __init__(self, position_ids: Tensor) -> None:

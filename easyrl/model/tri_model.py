@@ -6,10 +6,9 @@ A micro-batch is moved and packed once, and the three run on it one after anothe
     PackedInput ─────┼─ old policy's weights (no gradient) ─► old_logprobs
                      └─ the policy's own ──────────────────► logprobs, entropy
 
-What is not needed is neither kept nor computed: only the trained weights of the old policy are
-kept, and with LoRA the reference is the policy without its adapters. The policy runs last, so that
-its activations do not exist while the others run, and its weights are in place when backward
-recomputes.
+Only the trained weights of the old policy are kept, and with LoRA the reference is the policy
+without its adapters. The policy runs last, so that its activations do not exist while the others
+run, and its weights are in place when backward recomputes.
 
 Shapes: T tokens of the packed row, K completion tokens in it.
 """
@@ -63,11 +62,11 @@ class TriModel:
         ranks: TrainRanks | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Reference and old policy start as copies of `policy`.
+        """Reference and old policy start as copies of `policy`, which is sharded over `ranks` and
+        computes in `dtype`.
 
         `offload` may contain `reference` and `old`, which then stay on the CPU and are moved to the
-        device for each micro-batch, and `optimizer`: the policy's own weights then stay there too
-        (with `ranks`). The policy is sharded over `ranks` and computes in `dtype`.
+        device for each micro-batch, and `optimizer`: a sharded policy's weights then stay there.
         """
         self.policy = policy
         self._forward = _Forward(policy, temperature, entropy_gradient)
@@ -93,7 +92,7 @@ class TriModel:
         assert policy_is_old or self._old is not None
         ref_logprobs = self._run_other(self._reference, packed)
         old_logprobs = None if policy_is_old else self._run_other(self._old, packed)
-        logprobs, entropy = self._run(packed)
+        logprobs, entropy = self._forward(packed)
         if old_logprobs is None:
             old_logprobs = logprobs.detach()
         return TriLogprobs(logprobs, entropy, old_logprobs, ref_logprobs)
@@ -108,10 +107,6 @@ class TriModel:
             logprobs: Tensor = self._forward(packed)[0]
             self._ranks.drop_gathered(self._forward)
         return logprobs
-
-    def _run(self, packed: PackedInput) -> tuple[Tensor, Tensor]:
-        outputs: tuple[Tensor, Tensor] = self._forward(packed)
-        return outputs
 
 
 class _Forward(nn.Module):

@@ -57,24 +57,15 @@ Example = Callable[[int], tuple[str, str]]
 """Return prompt and completion of an index."""
 
 
-class Recipe(NamedTuple):
-    num_heads: int
-    num_steps: tuple[int, int]
-    """Steps of the two stages."""
-    dtype: torch.dtype
-
-
-RECIPES = {
-    "tiny": Recipe(4, (1500, 150), torch.float32),
-    "tiny-countdown": Recipe(3, (700, 80), torch.bfloat16),
-}
+NUM_STEPS = {"tiny": (1500, 150), "tiny-countdown": (700, 80)}
+"""Steps of the two stages."""
 
 
 def make(name: str, output: Path, *, num_steps: Sequence[int], seed: int) -> None:
     """Train a model in its two stages and write it, with its tokenizer, to `output`."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, RECIPES[name].num_heads)
+    model = make_model(tokenizer, num_heads=4 if name == "tiny" else 3)
     rng = random.Random(seed)
     for stage, learning_rate in enumerate(LEARNING_RATES):
 
@@ -90,7 +81,8 @@ def make(name: str, output: Path, *, num_steps: Sequence[int], seed: int) -> Non
         example = of_arithmetic if name == "tiny" else of_countdown
         data = batches(tokenizer, seed + stage, example)
         train(model, data, num_steps=num_steps[stage], learning_rate=learning_rate)
-    model.to(RECIPES[name].dtype).save_pretrained(output)  # type: ignore[arg-type, unused-ignore]
+    dtype = torch.float32 if name == "tiny" else torch.bfloat16
+    model.to(dtype).save_pretrained(output)  # type: ignore[arg-type, unused-ignore]
     tokenizer.save_pretrained(output)
 
 
@@ -155,10 +147,11 @@ def batches(
         starts = list(range(0, len(rows), BATCH_SIZE))
         rng.shuffle(starts)
         for start in starts:
-            ids, labels_of_rows = zip(*rows[start : start + BATCH_SIZE], strict=True)
+            chosen = rows[start : start + BATCH_SIZE]
+            pad: int = tokenizer.pad_token_id
             yield (
-                pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
-                pad_sequence(labels_of_rows, batch_first=True, padding_value=IGNORED),
+                pad_sequence([ids for ids, _ in chosen], batch_first=True, padding_value=pad),
+                pad_sequence([each for _, each in chosen], batch_first=True, padding_value=IGNORED),
             )
 
 
@@ -257,9 +250,9 @@ def search(problem: countdown.Problem, rng: random.Random, give_up_probability: 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a built-in model.")
-    parser.add_argument("model", choices=RECIPES, nargs="?", default="tiny")
+    parser.add_argument("model", choices=NUM_STEPS, nargs="?", default="tiny")
     parser.add_argument("--output", type=Path, help="folder to write")
     given = parser.parse_args()
     torch.set_num_threads(1)
     output = given.output or BUILT_IN_MODELS[given.model]
-    make(given.model, output, num_steps=RECIPES[given.model].num_steps, seed=0)
+    make(given.model, output, num_steps=NUM_STEPS[given.model], seed=0)
