@@ -4,8 +4,8 @@
 
 Commands and worker events cross one pipe per worker. They are small: completions cross in the ring
 buffer, weights in the weight channel. Observers (run folder, live view, trace, trackers) get the
-run's own events, and every worker event as it is, inside a `FromWorker` (a Note comes without it).
-A view is a fold of events: `easyrl watch` reads them back from the run folder and shows the same.
+run's own events, and every worker event inside a `FromWorker` (a Note comes without it). `easyrl
+watch` reads the events back from the run folder and shows the same.
 
 Times are seconds of `time.monotonic`, which all processes of one machine share.
 """
@@ -15,18 +15,38 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, dataclass_transform
 
 from easyrl.types import IndexedPrompt, Prompt
 
 if TYPE_CHECKING:
     from easyrl.config import Config
 
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Message:
+    """Its subclasses are frozen dataclasses."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+
+class Command(Message):
+    """Sent by the controller to a worker."""
+
+
+class WorkerEvent(Message):
+    """Sent by a worker to the controller."""
+
+
+class Event(Message):
+    """Passed to the observers of a run."""
+
+
 # -- commands ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class InitWeightChannel:
+class InitWeightChannel(Command):
     """Become `rank` of the weight channel's process group; rank 0 sends, the others receive."""
 
     generation: int  # counts the process groups of a run
@@ -34,15 +54,13 @@ class InitWeightChannel:
     world_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeWeights:
+class ExchangeWeights(Command):
     """Send (trainer) or receive (rollout workers) the weights of `policy_version`."""
 
     policy_version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Generate:
+class Generate(Command):
     """Roll out these prompts; put the groups into the ring, except those that are rejected."""
 
     iteration: int
@@ -50,8 +68,7 @@ class Generate:
     is_last_round: bool  # no group is rejected: there is no further round to replace it
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluate:
+class Evaluate(Command):
     """Sample completions of each prompt and report their rewards."""
 
     round: int
@@ -60,20 +77,17 @@ class Evaluate:
     with_texts: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TrainIteration:
+class TrainIteration(Command):
     """Read this iteration's groups from the ring, accumulate gradients, step once per update."""
 
     iteration: int
 
 
-@dataclass(frozen=True, slots=True)
-class SaveModel:
+class SaveModel(Command):
     folder: str
 
 
-@dataclass(frozen=True, slots=True)
-class SaveCheckpoint:
+class SaveCheckpoint(Command):
     """Copy the state at this iteration boundary, and write it while training continues."""
 
     path: str
@@ -82,45 +96,38 @@ class SaveCheckpoint:
     best_version: int | None = None  # the checkpoint to keep besides the newest ones
 
 
-@dataclass(frozen=True, slots=True)
-class Halt:
+class Halt(Command):
     """Drop the current iteration unless all its updates are done, and stop training."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Command):
     pass
 
 
 # -- events of a worker -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Starting:
+class Starting(WorkerEvent):
     """The current step of a worker's start: "importing torch", "loading the model", …"""
 
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(Event, WorkerEvent):
     """One line that the user should read; from a worker, the controller or an observer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(WorkerEvent):
     """The worker has started."""
 
 
 SpanKind = Literal["prefill", "generate", "score", "train", "weights", "wait"]
-WORKING = ("prefill", "generate", "train")
-"""Kinds of spans that process tokens."""
+WORKING: Sequence[SpanKind] = ("prefill", "generate", "train")  # kinds of spans that process tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Message):
     """A finished piece of a worker's work."""
 
     kind: SpanKind
@@ -128,16 +135,14 @@ class Span:
     ended: float
 
 
-@dataclass(frozen=True, slots=True)
-class UnderWay:
+class UnderWay(Message):
     """Started and not ended; `score`: the worker waits for rewards."""
 
     kind: SpanKind
     started: float
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(WorkerEvent):
     """A worker's work since its last report."""
 
     spans: Sequence[Span]
@@ -146,13 +151,11 @@ class Activity:
     under_way: UnderWay | None = None  # work started now that may take long
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsExchanged:
+class WeightsExchanged(WorkerEvent):
     policy_version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Message):
     """One scored completion as text."""
 
     completion: str
@@ -161,8 +164,7 @@ class Sample:
     columns: Mapping[str, Any]  # values that reward functions logged for it (`log_extra`)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupScored:
+class GroupScored(WorkerEvent):
     """A group has its rewards; it is in the ring unless it is rejected."""
 
     iteration: int
@@ -184,8 +186,7 @@ class GroupScored:
     samples: Sequence[Sample] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PromptEvaluated:
+class PromptEvaluated(WorkerEvent):
     """Shapes: S samples of the prompt."""
 
     round: int
@@ -199,8 +200,7 @@ class PromptEvaluated:
     errors: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class IterationTrained:
+class IterationTrained(WorkerEvent):
     iteration: int
     policy_version: int
     groups_trained: int
@@ -210,13 +210,11 @@ class IterationTrained:
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSaved:
+class ModelSaved(WorkerEvent):
     weights_sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSaved:
+class CheckpointSaved(WorkerEvent):
     """A checkpoint is published under its name, or could not be written (`error`)."""
 
     policy_version: int
@@ -225,13 +223,11 @@ class CheckpointSaved:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Halted:
+class Halted(WorkerEvent):
     """Reply to Halt: training has stopped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(WorkerEvent):
     """The worker ends. The traceback is empty where the message is sufficient."""
 
     message: str
@@ -239,37 +235,10 @@ class Failed:
     is_user_error: bool
 
 
-Command = (
-    InitWeightChannel
-    | ExchangeWeights
-    | Generate
-    | Evaluate
-    | TrainIteration
-    | SaveModel
-    | SaveCheckpoint
-    | Halt
-    | Stop
-)
-WorkerEvent = (
-    Starting
-    | Note
-    | Ready
-    | Activity
-    | WeightsExchanged
-    | GroupScored
-    | PromptEvaluated
-    | IterationTrained
-    | ModelSaved
-    | CheckpointSaved
-    | Halted
-    | Failed
-)
-
 # -- events of a run --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FromWorker:
+class FromWorker(Event):
     """An event of a worker, and when the controller received it."""
 
     worker: str
@@ -277,15 +246,13 @@ class FromWorker:
     event: WorkerEvent
 
 
-@dataclass(frozen=True, slots=True)
-class CheckStarted:
-    """The config is being checked; the only event before RunStarted or EvalStarted."""
+class CheckStarted(Event):
+    """The config is being checked; the only event before RunStarted."""
 
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunStarted:
+class RunStarted(Event):
     """The run folder exists; no worker has been started."""
 
     started: float  # when the command began
@@ -297,8 +264,7 @@ class RunStarted:
     num_iterations: int = 0  # iterations done before, of a resumed run
 
 
-@dataclass(frozen=True, slots=True)
-class RunResumed:
+class RunResumed(Event):
     """What a resumed run did before; follows RunStarted."""
 
     metrics: Sequence[Mapping[str, Any]]  # the lines of `metrics.jsonl`
@@ -306,16 +272,14 @@ class RunResumed:
     """Held-out accuracies so far, each with the number of iterations trained before."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoEvents:
+class NoEvents(Event):
     """Another second passed without an event from any worker."""
 
     time: float
     warning: str  # what each worker is doing, if that has lasted long; else empty
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationStarted:
+class EvaluationStarted(Event):
     """Round 0: before training, 1: after training, 1 + n: after the n-th iteration."""
 
     time: float
@@ -323,8 +287,7 @@ class EvaluationStarted:
     num_prompts: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
+class Evaluated(Event):
     time: float
     round: int
     accuracy: float
@@ -333,19 +296,16 @@ class Evaluated:
     num_iterations: int | None = None  # iterations trained before; None: all so far
 
 
-@dataclass(frozen=True, slots=True)
-class FirstRollout:
+class FirstRollout(Event):
     seconds: float  # since the command began
 
 
-@dataclass(frozen=True, slots=True)
-class IterationStarted:
+class IterationStarted(Event):
     time: float
     iteration: int  # from 0
 
 
-@dataclass(frozen=True, slots=True)
-class RoundStarted:
+class RoundStarted(Event):
     """Fresh prompts replace rejected groups of the iteration."""
 
     time: float
@@ -354,113 +314,37 @@ class RoundStarted:
     num_prompts: int
 
 
-@dataclass(frozen=True, slots=True)
-class IterationFinished:
+class IterationFinished(Event):
     """All updates of an iteration are done."""
 
     time: float
     metrics: Mapping[str, Any]  # a line of `metrics.jsonl`, with `iteration` and `policy_version`
 
 
-@dataclass(frozen=True, slots=True)
-class Stopping:
+class Stopping(Event):
     """The run received a signal and finishes this work before it ends."""
 
     time: float
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class SavingModel:
+class SavingModel(Event):
     time: float
-    folder: Path
 
 
-@dataclass(frozen=True, slots=True)
-class RunFinished:
+class RunFinished(Event):
     """All iterations are done and the model is saved."""
 
     time: float
     summary: Mapping[str, Any]  # contents of `summary.json`
 
 
-@dataclass(frozen=True, slots=True)
-class RunEnded:
+class RunEnded(Event):
     """The last event of every run: all workers have ended."""
 
     exit_code: int
     message: str  # why the run ended, for the user; empty if it finished
 
-
-# -- events of `easyrl eval` ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class EvalStarted:
-    """The folder of an `easyrl eval` exists; no worker has been started."""
-
-    started: float  # when the command began
-    folder: Path
-    about: Mapping[str, Any]  # model, data and sampling, as in `eval.json`
-    devices: Mapping[str, str]
-    description: str
-    num_problems: int
-    num_done: int  # problems that earlier commands answered
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemsAnswered:
-    """More answers of an `easyrl eval` are on the disk."""
-
-    time: float
-    num_done: int  # in total
-    accuracy: float  # of all answers so far; NaN while none has a reward
-    standard_error: float
-    num_tokens: int  # of the new answers
-
-
-@dataclass(frozen=True, slots=True)
-class EvalFinished:
-    """All problems are answered."""
-
-    time: float
-    folder: Path
-    results: Mapping[str, Any]  # contents of `eval.json`
-
-
-@dataclass(frozen=True, slots=True)
-class EvalCompared:
-    """Two evaluations compared on their common problems."""
-
-    results: Mapping[str, Any]
-    comparison: Mapping[str, Any]  # `comparison` in `eval.json`
-    problems: Sequence[Mapping[str, Any]]
-    """Both accuracies of each common problem, the largest difference first."""
-    file: Path  # the file that lists them
-
-
-Event = (
-    FromWorker
-    | CheckStarted
-    | RunStarted
-    | RunResumed
-    | NoEvents
-    | EvaluationStarted
-    | Evaluated
-    | FirstRollout
-    | IterationStarted
-    | RoundStarted
-    | IterationFinished
-    | Stopping
-    | SavingModel
-    | Note
-    | RunFinished
-    | RunEnded
-    | EvalStarted
-    | ProblemsAnswered
-    | EvalFinished
-    | EvalCompared
-)
 
 Observer = Callable[[Event], Note | None]
 """May return a note for all observers. May raise only at RunStarted: a ValueError, if it cannot do
@@ -468,26 +352,11 @@ what the config requests."""
 
 
 def combine_observers(observers: Sequence[Observer]) -> Observer:
-    """Return one observer that calls all of them, and gives the notes they return to all.
-
-    RunEnded reaches every observer, even if one of them raises: a view that misses it would not
-    restore the terminal.
-    """
+    """Return one observer that calls all of them, then passes on the notes they returned."""
 
     def notify(event: Event) -> None:
-        notes: list[Note | None] = []
-        failure: Exception | None = None
-        for observe in observers:
-            try:
-                notes.append(observe(event))
-            except Exception as error:
-                if not isinstance(event, RunEnded):
-                    raise
-                failure = error
-        for note in notes:
+        for note in [observe(event) for observe in observers]:
             if note is not None:
                 notify(note)
-        if failure is not None:
-            raise failure
 
     return notify

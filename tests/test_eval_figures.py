@@ -6,8 +6,13 @@ from math import comb, isnan
 import numpy as np
 import pytest
 
-from easyrl.evaluate.compare import NUM_RESAMPLES, paired
-from easyrl.evaluate.results import avg_at_every_k, pass_at_every_k, pass_at_k
+from easyrl.evaluate.figures import (
+    NUM_RESAMPLES,
+    avg_at_every_k,
+    paired,
+    pass_at_every_k,
+    pass_at_k,
+)
 from easyrl.runtime.evaluation import is_correct, mean_and_error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from easyrl import events
 from easyrl.evaluate import view as eval_view
-from easyrl.evaluate.view import EvalView
+from easyrl.evaluate.view import EvalView, show_comparison
 
 ABOUT = {
     "model": "my [bold]model",
@@ -38,31 +39,35 @@ RESULTS: dict[str, Any] = {
     "wall_seconds": 10.0,
     "tokens_per_second": 1234.5,
 }
-STARTED = events.EvalStarted(0.0, Path("ev"), ABOUT, {"rollout-0": "cpu"}, "so", 100, 40)
-RUN: list[events.Event] = [
-    STARTED,
-    events.FromWorker("rollout-0", 1.0, events.Starting("loading the model")),
-    events.FromWorker("rollout-1", 1.1, events.Starting("loading the model")),
-    events.EvaluationStarted(10.0, 0, 60),
-    events.ProblemsAnswered(11.0, 41, 0.5, 0.1, 100),
-    events.ProblemsAnswered(20.0, 70, 0.5, 0.1, 900),
-    *(
-        events.FromWorker("rollout-0", 20.0, events.PromptEvaluated(0, n, [], errors=[message]))
-        for n, message in ((3, "reward 'f' failed\x1b[2J"), (4, "reward 'f' failed again"))
-    ),
-    events.ProblemsAnswered(30.0, 100, 0.5, 0.1, 900),
+
+
+def from_worker(event: events.WorkerEvent) -> Callable[[EvalView], None]:
+    return lambda view: view.observe(events.FromWorker("rollout-0", 1.0, event))
+
+
+RUN: list[Callable[[EvalView], None]] = [
+    lambda view: view.start(ABOUT, Path("ev"), "so", 100, 40),
+    from_worker(events.Starting("loading the model")),
+    from_worker(events.Starting("loading the model")),
+    lambda view: view.start_progress(10.0),
+    lambda view: view.show_progress(11.0, 41, (0.5, 0.1), 100),
+    lambda view: view.show_progress(20.0, 70, (0.5, 0.1), 1000),
+    from_worker(events.PromptEvaluated(0, 3, [], errors=["reward 'f' failed\x1b[2J"])),
+    from_worker(events.PromptEvaluated(0, 4, [], errors=["reward 'f' failed again"])),
+    lambda view: view.show_progress(30.0, 100, (0.5, 0.1), 1900),
 ]
 
 
-def output_of(run: list[events.Event], capsys: pytest.CaptureFixture[str]) -> str:
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    return lambda: re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_lines_show_progress_and_remaining_time(printed: Callable[[], str]) -> None:
     view = EvalView(live=False)
-    for event in run:
-        view(event)
-    return re.sub(r"\s+", " ", capsys.readouterr().out)
-
-
-def test_lines_show_progress_and_remaining_time(capsys: pytest.CaptureFixture[str]) -> None:
-    output = output_of(RUN, capsys)
+    for step in RUN:
+        step(view)
+    output = printed()
     assert "my [bold]model on gsm8k: 100 problems, 8 samples each" in output
     assert output.count("loading the model") == 1 and "41/100" not in output
     # 30 in 10 s, and 30 remain.
@@ -70,8 +75,9 @@ def test_lines_show_progress_and_remaining_time(capsys: pytest.CaptureFixture[st
     assert "100/100" in output and output.count("reward 'f' failed") == 1 and "\x1b" not in output
 
 
-def test_result_table_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    output = output_of([STARTED, events.EvalFinished(0.0, Path("ev"), RESULTS)], capsys)
+def test_result_table_has_every_figure(printed: Callable[[], str]) -> None:
+    EvalView(live=False).show_results(Path("ev"), RESULTS)
+    output = printed()
     for line in (
         "accuracy 0.500 ± 0.050",
         "pass@k 1: 0.100 2: 0.200 4: 0.400 8: 0.800",
@@ -85,11 +91,11 @@ def test_result_table_has_every_figure(capsys: pytest.CaptureFixture[str]) -> No
     nothing = {**RESULTS, "accuracy": None, "standard_error": None, "tokens_per_second": None}
     for name in ("pass_at_k", "avg_at_k", "reward", "rewards"):
         del nothing[name]
-    output = output_of([STARTED, events.EvalFinished(0.0, Path("ev"), nothing)], capsys)
-    assert "accuracy none" in output
+    EvalView(live=False).show_results(Path("ev"), nothing)
+    assert "accuracy none" in printed()
 
 
-def test_comparison_shows_the_problems_that_differ_most(capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_shows_the_problems_that_differ_most(printed: Callable[[], str]) -> None:
     comparison = {
         "with": "other",
         "model": None,
@@ -112,20 +118,21 @@ def test_comparison_shows_the_problems_that_differ_most(capsys: pytest.CaptureFi
         {"prompt": f"[red]problem\n{n}\x1b[2J", "accuracy": 1.0, "other_accuracy": n / 12}
         for n in range(13)
     ]
-    record = events.EvalCompared(RESULTS, comparison, problems, Path("c.jsonl"))
-    output = output_of([record], capsys)
+    show_comparison("my model", comparison, problems, Path("c.jsonl"))
+    output = printed()
     assert "0.500 ± 0.100 0.400" in output and "+0.100 ± 0.050, p = 0.04" in output
     assert "[red]problem 0" in output and "[red]problem 10" not in output
     assert "2 more" in output and "\x1b" not in output and "c.jsonl" in output
 
 
-@pytest.mark.parametrize("num_records", range(len(RUN) + 1))
+@pytest.mark.parametrize("num_steps", range(len(RUN) + 1))
 def test_bar_is_removed_however_the_evaluation_ends(
-    num_records: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    num_steps: int, printed: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eval_view, "is_live_terminal", lambda: True)
     view = EvalView(live=True)
-    for event in [*RUN[:num_records], events.RunEnded(130, "stopped by SIGINT")]:
-        view(event)
+    for step in RUN[:num_steps]:
+        step(view)
+    view.end(130, "stopped by SIGINT")
     assert view._bar is not None and not view._bar.live.is_started
-    assert "stopped by SIGINT" in capsys.readouterr().out
+    assert "stopped by SIGINT" in printed()

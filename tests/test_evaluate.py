@@ -1,5 +1,7 @@
-"""`easyrl eval`: what it asks, writes and compares, and how it continues. A stub replaces the
-rollout workers, except in the tests of whole commands."""
+"""`easyrl eval`: what it asks, writes and compares, and how it continues.
+
+A stub replaces the rollout workers, except in the tests of whole commands.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from easyrl import cli, events
 from easyrl.config import ConfigError, load_config
 from easyrl.config.eval import Sampling
 from easyrl.data import arithmetic
 from easyrl.data.problems import problem_ids, with_eval_data
-from easyrl.evaluate import command, plan
-from easyrl.evaluate.compare import compare, read_evaluation
-from easyrl.evaluate.folder import EvalFolder
+from easyrl.evaluate import command
+from easyrl.evaluate.command import make_plan
+from easyrl.evaluate.figures import compare
+from easyrl.evaluate.folder import read_evaluation
 from easyrl.rewards.loading import load_reward
 from easyrl.runtime.evaluation import HeldOut
+from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Interrupted, WorkerFailure
 from hub_rows import put_in_place_of_the_hub
 from mistakes import TINY, change_json, make_run
@@ -41,8 +45,18 @@ SMALL = (
 )
 
 
-def call(folder: Path, *words: str) -> Result:
-    return CliRunner().invoke(cli.app, ["eval", "--no-live", "--output", str(folder), *words])
+def call(folder: Path, *words: str, code: int = 0) -> str:
+    """Run the command in this process; return its output."""
+    done = CliRunner().invoke(cli.app, ["eval", "--no-live", "--output", str(folder), *words])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def evaluated(folder: Path, *words: str) -> dict[str, Any]:
+    """Run the command; return its results."""
+    call(folder, *words)
+    results: dict[str, Any] = json.loads((folder / "eval.json").read_text())
+    return results
 
 
 class Workers:
@@ -79,15 +93,21 @@ class Workers:
 
 
 @pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A training run with a checkpoint, whose export is a stub."""
+    monkeypatch.setattr(
+        "easyrl.model.export.export_checkpoint",
+        lambda checkpoint, folder: shutil.copytree(TINY, folder),
+    )
+    make_run(tmp_path / "run", {10: {}})
+    return tmp_path / "run"
+
+
+@pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
     workers = Workers()
     monkeypatch.setattr(command, "answers_of_workers", workers)
     return workers
-
-
-def results_of(folder: Path) -> dict[str, Any]:
-    results: dict[str, Any] = json.loads((folder / "eval.json").read_text())
-    return results
 
 
 def without_time(results: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +129,8 @@ def test_model_is_evaluated_by_several_engines(tmp_path: Path) -> None:
         timeout=240,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    samples, results = lines_of(folder / "samples.jsonl"), results_of(folder)
+    samples = lines_of(folder / "samples.jsonl")
+    results = json.loads((folder / "eval.json").read_text())
     assert len(samples) == 16
     for sample in samples:  # of the built-in model, scored by its task
         right = sample["completion"].rpartition("#")[1:] == ("#", sample["answer"])
@@ -126,42 +147,36 @@ def test_model_is_evaluated_by_several_engines(tmp_path: Path) -> None:
 
 
 def test_figures_cover_problems_and_completions(workers: Workers, tmp_path: Path) -> None:
-    done = call(tmp_path / "ev", "--num-samples", "4", *SMALL)
-    assert done.exit_code == 0, done.output
-    results = results_of(tmp_path / "ev")
+    results = evaluated(tmp_path / "ev", "--num-samples", "4", *SMALL)
     means = [count / 4 for count in (2, 1, 1, 2, 1, 1)]  # multiples of 3 in 0 … 3, 1 … 4, …
     accuracy = sum(means) / 6
     spread = math.sqrt(sum((mean - accuracy) ** 2 for mean in means) / 5)
     assert results["accuracy"] == pytest.approx(accuracy)
     assert results["standard_error"] == pytest.approx(spread / math.sqrt(6))
     assert results["pass_at_k"].keys() == results["avg_at_k"].keys() == {"1", "2", "3", "4"}
-    assert results["pass_at_k"]["1"] == pytest.approx(accuracy)
-    assert results["pass_at_k"]["4"] == 1.0
+    assert (results["pass_at_k"]["1"], results["pass_at_k"]["4"]) == (pytest.approx(accuracy), 1.0)
     assert results["avg_at_k"]["1"] == pytest.approx(2 / 6)
     assert results["avg_at_k"]["4"] == pytest.approx(accuracy)
     assert results["mean_completion_length"] == pytest.approx(7.5)
     assert results["truncated_share"] == pytest.approx(1 / 6)
     assert (results["temperature"], results["num_samples"]) == (1.0, 4)
-    assert results["dataset"] == "arithmetic" and results["model"] == "tiny"
 
 
 def test_correct_reward_decides_what_is_correct(workers: Workers, tmp_path: Path) -> None:
     workers.rewards = lambda problem, sample: 0.5
     for bound, accuracy in (("1", 0.0), ("0.5", 1.0)):
-        assert call(tmp_path / bound, f"eval.correct_reward={bound}", *SMALL).exit_code == 0
-        results = results_of(tmp_path / bound)
+        results = evaluated(tmp_path / bound, f"eval.correct_reward={bound}", *SMALL)
         assert (results["accuracy"], results["reward"]) == (accuracy, 0.5)
 
 
 def test_problems_without_reward_are_counted_and_left_out(workers: Workers, tmp_path: Path) -> None:
+    words = ("reward.on_error=skip_group", *SMALL)
     workers.rewards = lambda problem, sample: math.nan if problem == 2 else 1.0
-    assert call(tmp_path / "ev", "reward.on_error=skip_group", *SMALL).exit_code == 0
-    results = results_of(tmp_path / "ev")
+    results = evaluated(tmp_path / "ev", *words)
     assert (results["num_problems"], results["num_skipped"], results["accuracy"]) == (5, 1, 1.0)
     assert results["completion_tokens"] == sum(range(5, 11))
     workers.rewards = lambda problem, sample: math.nan
-    assert call(tmp_path / "none", "reward.on_error=skip_group", *SMALL).exit_code == 0
-    assert results_of(tmp_path / "none")["accuracy"] is None
+    assert evaluated(tmp_path / "none", *words)["accuracy"] is None
 
 
 # Continuing.
@@ -169,7 +184,6 @@ def test_problems_without_reward_are_counted_and_left_out(workers: Workers, tmp_
 
 ENDS: dict[str, tuple[BaseException, int, str]] = {
     "Ctrl-C": (Interrupted(signal.SIGINT), 130, "4 of 6"),
-    "killed worker": (WorkerFailure("rollout-0 was killed by SIGKILL"), 1, "SIGKILL"),
     "failed reward": (WorkerFailure("reward 'f' failed"), 1, "reward 'f' failed"),
     "full disk": (OSError(28, "No space left on device"), 1, "No space left on device"),
 }
@@ -177,46 +191,39 @@ ENDS: dict[str, tuple[BaseException, int, str]] = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_stopped_evaluation_continues(workers: Workers, tmp_path: Path, end: str) -> None:
-    words = ("--num-samples", "2", *SMALL)
-    assert call(tmp_path / "whole", *words).exit_code == 0
+    words, folder = ("--num-samples", "2", *SMALL), tmp_path / "ev"
+    whole = evaluated(tmp_path / "whole", *words)
     workers.errors[4], code, message = ENDS[end]
-    stopped = call(tmp_path / "ev", *words)
-    assert stopped.exit_code == code and message in stopped.output
-    assert not (tmp_path / "ev" / "eval.json").exists()
+    assert message in call(folder, *words, code=code)
+    assert not (folder / "eval.json").exists()
     workers.errors.clear()
-    assert call(tmp_path / "ev", *words).exit_code == 0
+    assert without_time(evaluated(folder, *words)) == without_time(whole)
     assert workers.asked[1:] == [[0, 1, 2, 3, 4, 5], [0, 1]]
-    assert without_time(results_of(tmp_path / "ev")) == without_time(results_of(tmp_path / "whole"))
-    assert call(tmp_path / "ev", *words).exit_code == 0
+    call(folder, *words)
     assert len(workers.asked) == 3, "nothing was left to ask"
-    assert len(lines_of(tmp_path / "ev" / "samples.jsonl")) == 12
+    assert len(lines_of(folder / "samples.jsonl")) == 12
 
 
-@pytest.mark.parametrize("num_lines", [0.01, 0.5, 1.5, 2.5, 4])
+@pytest.mark.parametrize("num_lines", [0.5, 2, 4])
 def test_incomplete_problem_is_answered_again(
     workers: Workers, tmp_path: Path, num_lines: float
 ) -> None:
     """After a kill: half a line, or whole lines of a problem that lacks others."""
     folder, words = tmp_path / "ev", ("--num-samples", "3", *SMALL)
-    assert call(folder, *words).exit_code == 0
-    before, file = results_of(folder), folder / "samples.jsonl"
+    before, file = evaluated(folder, *words), folder / "samples.jsonl"
     lines = lines_of(file)
     size = file.stat().st_size
     os.truncate(file, size - max(1, round(num_lines * size / len(lines))))
-    assert call(folder, *words).exit_code == 0
+    assert without_time(evaluated(folder, *words)) == without_time(before)
     assert workers.asked[1] == ([0] if num_lines < 3 else [0, 1])
-    assert without_time(results_of(folder)) == without_time(before)
-    key = json.dumps
-    assert sorted(map(key, lines_of(file))) == sorted(map(key, lines))
+    assert sorted(map(json.dumps, lines_of(file))) == sorted(map(json.dumps, lines))
 
 
 OTHER: dict[str, tuple[tuple[str, ...], str]] = {
     "samples": (("--num-samples", "3"), "eval.num_samples"),
-    "temperature": (("eval.temperature=0.5",), "eval.temperature"),
     "seed": (("--seed", "4"), "runtime.seed"),
     "problems": (("data.num_held_out=5",), "data.dataset"),
     "reward": (("--reward", "exact_match"), "reward.functions"),
-    "bound": (("eval.correct_reward=0.5",), "eval.correct_reward"),
 }
 
 
@@ -225,68 +232,53 @@ def test_other_settings_are_refused_once_a_problem_is_answered(
     workers: Workers, tmp_path: Path, other: str
 ) -> None:
     words = ("--num-samples", "2", *SMALL)
-    assert call(tmp_path / "ev", *words).exit_code == 0
+    call(tmp_path / "ev", *words)
     more, key = OTHER[other]
-    refused = call(tmp_path / "ev", *words, *more)
-    assert refused.exit_code == 2 and key in refused.output, refused.output
+    assert key in call(tmp_path / "ev", *words, *more, code=2)
     # Settings that change no answer may differ, and so may spellings.
-    same = call(tmp_path / "ev", *words, "reward.num_workers=2", "eval.temperature=1.0")
-    assert same.exit_code == 0 and len(workers.asked) == 1
+    call(tmp_path / "ev", *words, "reward.num_workers=2", "eval.temperature=1.0")
+    assert len(workers.asked) == 1
 
 
 def test_evaluation_of_a_training_run_keeps_its_checkpoint(
-    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: Workers, run: Path, tmp_path: Path
 ) -> None:
     """The run may continue and remove it."""
-    monkeypatch.setattr(
-        "easyrl.model.export.export_checkpoint",
-        lambda checkpoint, folder: shutil.copytree(TINY, folder),
-    )
-    run, folder = tmp_path / "run", tmp_path / "ev"
-    make_run(run, {10: {}})
+    folder = tmp_path / "ev"
     words = ("--model", str(run), *SMALL)
     for num_answered in (2, 1):
         workers.errors[num_answered] = Interrupted(signal.SIGINT)
-        assert call(folder, *words).exit_code == 130
+        call(folder, *words, code=130)
         workers.errors.clear()
         if num_answered == 2:
             shutil.rmtree(run)
             make_run(run, {20: {"num_iterations": 21}})
-    assert call(folder, *words).exit_code == 0
+    assert evaluated(folder, *words)["model"] == f"{run}/checkpoints/10"
     assert [len(asked) for asked in workers.asked] == [6, 4, 3]
-    assert results_of(folder)["model"] == f"{run}/checkpoints/10"
     assert not (folder / "model").exists()
-    refused = call(folder, *words)
-    assert refused.exit_code == 2 and "checkpoints/20" in refused.output, "it was finished"
+    assert "checkpoints/20" in call(folder, *words, code=2), "it was finished"
 
 
 def test_settings_may_change_while_nothing_is_answered(
-    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: Workers, run: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        "easyrl.model.export.export_checkpoint",
-        lambda checkpoint, folder: shutil.copytree(TINY, folder),
-    )
-    make_run(tmp_path / "run", {10: {}})
     workers.errors[0] = WorkerFailure("rollout-0 was killed by SIGKILL")
-    folder, model = tmp_path / "ev", ("--model", str(tmp_path / "run"))
-    assert call(folder, *model, *SMALL).exit_code == 1
-    assert call(folder, *model, "--num-samples", "4", *SMALL).exit_code == 1
+    folder, model = tmp_path / "ev", ("--model", str(run))
+    call(folder, *model, *SMALL, code=1)
+    call(folder, *model, "--num-samples", "4", *SMALL, code=1)
     assert (folder / "model").exists()
-    assert call(folder, "--num-samples", "4", *SMALL).exit_code == 1
+    call(folder, "--num-samples", "4", *SMALL, code=1)
     assert not (folder / "model").exists(), "it is another model's"
     workers.errors.clear()
-    assert call(folder, "--num-samples", "3", *SMALL).exit_code == 0
-    assert (results_of(folder)["model"], results_of(folder)["num_samples"]) == ("tiny", 3)
+    results = evaluated(folder, "--num-samples", "3", *SMALL)
+    assert (results["model"], results["num_samples"]) == ("tiny", 3)
 
 
 def test_two_commands_do_not_write_to_one_folder(workers: Workers, tmp_path: Path) -> None:
-    assert call(tmp_path / "ev", *SMALL).exit_code == 0
-    settings = json.loads((tmp_path / "ev" / "progress.json").read_text())["settings"]
-    held = EvalFolder(load_config(flags={"output.dir": str(tmp_path / "ev")}), settings)
-    refused = call(tmp_path / "ev", *SMALL)
-    held.close()
-    assert refused.exit_code == 2 and "output.dir" in refused.output
+    call(tmp_path / "ev", *SMALL)
+    lock = lock_folder(tmp_path / "ev")
+    assert "output.dir" in call(tmp_path / "ev", *SMALL, code=2)
+    os.close(lock)
 
 
 # What is asked.
@@ -296,22 +288,21 @@ def test_rows_of_a_file_are_asked_once_each(workers: Workers, tmp_path: Path) ->
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in (5, 3, 4, 3)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--dataset", str(tmp_path / "d.jsonl"), "--infer-devices", "cpu")
-    call(tmp_path / "ev", "--reward", "exact_match", *words)
+    results = evaluated(tmp_path / "ev", "--reward", "exact_match", *words)
+    assert results["temperature"] == 0.0, "greedy, with one sample each"
     samples = sorted(lines_of(tmp_path / "ev" / "samples.jsonl"), key=lambda s: s["prompt_index"])
     assert [sample["prompt"] for sample in samples] == ["5+1=", "3+1=", "4+1=", "3+1="]
     ids = [sample["problem"] for sample in samples]
     assert ids[3] == f"{ids[1]}-2" and len(set(ids)) == 4
-    assert results_of(tmp_path / "ev")["temperature"] == 0.0, "greedy, with one sample each"
 
 
 def test_dataset_flag_wins_over_the_config_file(workers: Workers, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "c.yaml").write_text(f"eval:\n  dataset: {tmp_path / 'd.jsonl'}\n")
     words = ("--config", str(tmp_path / "c.yaml"), "--reward", "exact_match", *SMALL)
-    call(tmp_path / "a", *words)
-    assert results_of(tmp_path / "a")["num_problems"] == 1
-    call(tmp_path / "b", "--dataset", "arithmetic", *words)
-    assert results_of(tmp_path / "b")["num_problems"] == NUM_PROBLEMS
+    assert evaluated(tmp_path / "a", *words)["num_problems"] == 1
+    results = evaluated(tmp_path / "b", "--dataset", "arithmetic", *words)
+    assert results["num_problems"] == NUM_PROBLEMS
 
 
 def test_problem_id_does_not_depend_on_position() -> None:
@@ -343,7 +334,7 @@ def test_problems_in_flight_fit_the_memory(tmp_path: Path, monkeypatch: pytest.M
     numbers = []
     for available in (2**60, 2**30, 2**29):
         monkeypatch.setattr("easyrl.runtime.memory.available_memory_bytes", lambda n=available: n)
-        numbers.append(plan.make_plan(config).placement.max_concurrent_groups)
+        numbers.append(make_plan(config).placement.max_concurrent_groups)
     assert numbers[0] == 128 > numbers[1] > numbers[2] == 1
 
 
@@ -351,18 +342,16 @@ def test_only_rows_that_are_asked_are_checked(workers: Workers, tmp_path: Path) 
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+" * 400, "answer": "3"}]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--dataset", str(tmp_path / "d.jsonl"), "--reward", "exact_match", *SMALL[:1])
-    refused = call(tmp_path / "ev", *words)
-    assert refused.exit_code == 2 and "d.jsonl:2" in refused.output
-    assert call(tmp_path / "ev", *words, "data.num_held_out=1").exit_code == 0
-    assert call(tmp_path / "skip", *words, "data.long_prompts=skip").exit_code == 0
-    results = results_of(tmp_path / "skip")
+    assert "d.jsonl:2" in call(tmp_path / "ev", *words, code=2)
+    call(tmp_path / "ev", *words, "data.num_held_out=1")
+    results = evaluated(tmp_path / "skip", *words, "data.long_prompts=skip")
     assert (results["num_problems"], results["num_too_long"]) == (1, 1)
 
 
 def test_reward_is_configured_for_the_evaluations_longest_completion() -> None:
     flags = {"reward.functions": ["length_penalty"], "devices.infer": "cpu"}
     words = ["rollout.max_completion_length=10", "eval.max_completion_length=100"]
-    made = plan.make_plan(load_config(None, flags, words))
+    made = make_plan(load_config(None, flags, words))
     penalty = load_reward("length_penalty", made.worker_config)
     ids = [[1] * length for length in (50, 90, 100)]
     assert penalty(prompts=[""] * 3, completions=[""] * 3, completion_ids=ids) == [0, -0.5, -1]
@@ -393,16 +382,13 @@ def test_preset_brings_its_prompt_and_sampling(
 ) -> None:
     words = ("--infer-devices", "cpu", "--reward", "exact_match", "data.chat=false")
     words += ("data.max_prompt_length=2000", "--model", long_tiny, "--dataset", name)
-    done = call(tmp_path / "ev", *words)
-    assert done.exit_code == 0, done.output
-    results = results_of(tmp_path / "ev")
+    results = evaluated(tmp_path / "ev", *words)
     assert {key: results[key] for key in expected} == expected
     asked = lines_of(tmp_path / "ev" / "samples.jsonl")[0]["prompt"]
     assert asked.endswith("within \\boxed{}.")
-    assert call(tmp_path / "two", *words, "--num-samples", "2").exit_code == 0
-    assert results_of(tmp_path / "two")["num_samples"] == 2
-    too_small = call(tmp_path / "small", *words, "--model", "tiny")
-    assert too_small.exit_code == 2 and "eval.max_completion_length" in too_small.output
+    assert evaluated(tmp_path / "two", *words, "--num-samples", "2")["num_samples"] == 2
+    too_small = call(tmp_path / "small", *words, "--model", "tiny", code=2)
+    assert "eval.max_completion_length" in too_small
 
 
 @pytest.mark.parametrize(
@@ -417,7 +403,7 @@ def test_preset_allows_its_longest_problems(
     long_tiny: str, name: str, words: list[str], expected: int
 ) -> None:
     flags = {"data.dataset": name, "model.path": long_tiny, "devices.infer": "cpu"}
-    made = plan.make_plan(load_config(None, flags, ["data.chat=false", *words]))
+    made = make_plan(load_config(None, flags, ["data.chat=false", *words]))
     assert made.config.data.max_prompt_length == expected
     assert made.worker_config.data.max_prompt_length == expected
 
@@ -468,8 +454,7 @@ def test_mistake_is_reported_before_anything_starts(
     (tmp_path / "folder" / "notes.txt").write_text("mine")
     before = {path.name for path in tmp_path.iterdir()}
     words, key = BAD[bad]
-    refused = call(tmp_path / "ev", *SMALL, *words)
-    assert refused.exit_code == 2 and key in refused.output, refused.output
+    assert key in call(tmp_path / "ev", *SMALL, *words, code=2)
     assert {path.name for path in tmp_path.iterdir()} == before and not workers.asked
 
 
@@ -503,16 +488,16 @@ def test_problems_are_matched_by_id(tmp_path: Path) -> None:
 
 def test_comparison_is_printed_and_written(workers: Workers, tmp_path: Path) -> None:
     words = ("--num-samples", "2", *SMALL)
-    assert call(tmp_path / "a", *words).exit_code == 0
+    call(tmp_path / "a", *words)
     workers.rewards = lambda problem, sample: 1.0
-    done = call(tmp_path / "b", "--compare", str(tmp_path / "a"), "--seed", "1", *words)
-    assert done.exit_code == 0 and "difference +0." in done.output
-    comparison = results_of(tmp_path / "b")["comparison"]
+    output = call(tmp_path / "b", "--compare", str(tmp_path / "a"), "--seed", "1", *words)
+    assert "difference +0." in output
+    comparison = json.loads((tmp_path / "b" / "eval.json").read_text())["comparison"]
     assert comparison["num_better"] == 6 and comparison["p_value"] == 2 / 64
     assert len(lines_of(tmp_path / "b" / "comparison.jsonl")) == 6
     for file in ("samples.jsonl", "eval.json"):  # a finished evaluation is not asked again
-        again = call(tmp_path / "a", "--compare", str(tmp_path / "b" / file), *words)
-        assert again.exit_code == 0 and "difference -0." in again.output
+        output = call(tmp_path / "a", "--compare", str(tmp_path / "b" / file), *words)
+        assert "difference -0." in output
     assert len(workers.asked) == 2
 
 

@@ -54,7 +54,7 @@ def evaluate(
     if dataset is not None:  # --dataset wins over eval.dataset of the config file
         words = ["eval.dataset=null", *(words or ())]
     resolved = common.load(config, flags, words)
-    return evaluate(resolved, [EvalView(live=not no_live)], base=base, other=compare)
+    return evaluate(resolved, EvalView(live=not no_live), base=base, other=compare)
 
 
 @common.command

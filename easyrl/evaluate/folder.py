@@ -10,24 +10,23 @@ eval.json       the results, written last
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from easyrl.config import Config, ConfigError, to_commented_yaml
-from easyrl.evaluate.results import Answers
+from easyrl.evaluate.figures import Evaluation, Lines, rewards_of
 from easyrl.runtime.run_folder import finite, lock_folder
 
 PROGRESS, SAMPLES, RESULTS = "progress.json", "samples.jsonl", "eval.json"
 KEY = "output.dir (--output)"
-MODEL = "model.path (--model)"
-"""The key of the model among the settings."""
-PROMPT_CHARACTERS = 200
-"""How much of a prompt is kept when it is read back."""
+MODEL = "model.path (--model)"  # the key of the model among the settings
+PROMPT_CHARACTERS = 200  # how much of a prompt is kept when it is read back
 
 
 class EvalFolder:
@@ -39,32 +38,38 @@ class EvalFolder:
         """
         self.path = folder_of(config)
         self.model = self.path / "model"
-        self._clock = time.monotonic()
-        self._asked_model = config.model.path
-        self._settings = settings
-        self._progress = self.path / PROGRESS
-        progress = _read_progress(self._progress)
-        if progress is None and self.path.exists() and not _is_empty(self.path):
+        self._asked_model, self._settings = config.model.path, settings
+        before = _read_progress(self.path)
+        is_used = self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
+        if before is None and is_used:
             raise ConfigError(
                 f"{KEY}: expected a new folder or that of an evaluation, got '{self.path}'"
             )
-        differing = [] if progress is None else _differing(progress["settings"], settings)
+        self.seconds: float = before["seconds"] if before else 0.0
+        """Spent on answering, by all commands."""
+        old, new = before["settings"] if before else {}, json.loads(json.dumps(settings))
         samples = self.path / SAMPLES
-        if differing and samples.is_file() and samples.stat().st_size > 0:
+        if old not in ({}, new) and samples.is_file() and samples.stat().st_size > 0:
             raise ConfigError(
-                f"{KEY}: '{self.path}' has an evaluation with other settings:\n"
-                + "\n".join(differing)
-                + "\nTo continue it, repeat its command; else choose a new folder"
+                "\n".join(
+                    [f"{KEY}: '{self.path}' has an evaluation with other settings:"]
+                    + [
+                        f"{key}: expected {json.dumps(old.get(key))} as in that evaluation, got "
+                        f"{json.dumps(new.get(key))}"
+                        for key in old | new
+                        if old.get(key) != new.get(key)
+                    ]
+                    + ["To continue it, repeat its command; else choose a new folder"]
+                )
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.path)
-            if progress is not None and progress["settings"].get(MODEL) != settings[MODEL]:
+            if old.get(MODEL) != new[MODEL]:
                 shutil.rmtree(self.model, ignore_errors=True)  # converted from the other one
-            self.seconds: float = progress["seconds"] if progress else 0.0
-            """Spent on answering, by all commands."""
-            self.save_progress()  # first: this file marks the folder as one of an evaluation
-            self._write_whole(self.path / "config.yaml", to_commented_yaml(config))
+            self.start_clock()
+            self._write_progress()  # first: this file marks the folder as one of an evaluation
+            self._write("config.yaml", to_commented_yaml(config))
             (self.path / "logs").mkdir(exist_ok=True)
             samples.touch()
         except OSError as error:
@@ -74,56 +79,45 @@ class EvalFolder:
         """Release the lock."""
         os.close(self._lock)
 
-    def log_of(self, worker: str) -> Path:
-        return self.path / "logs" / f"{worker}.log"
-
-    def read(self, num_samples: int) -> list[Answers]:
-        """Return the answers so far. A problem with fewer samples, which is the last one if the
-        evaluation was killed while writing it, is cut off."""
-        answers: list[Answers] = []
-        lines: list[dict[str, Any]] = []
+    def read(self, num_samples: int) -> dict[str, Lines]:
+        """Return the answers so far, by problem. A problem with fewer samples, which is the last
+        one if the evaluation was killed while writing it, is cut off."""
+        answers: dict[str, Lines] = {}
+        lines: list[Mapping[str, Any]] = []
         complete_bytes = 0
-        for end, line in whole_lines(self.path / SAMPLES):
+        for end, line in _whole_lines(self.path / SAMPLES):
             lines.append(line)
-            if line["problem"] != lines[0]["problem"]:
-                raise ConfigError(
-                    f"{self.path / SAMPLES}: expected {num_samples} samples of the problem "
-                    f"{lines[0]['problem']}, got {len(lines) - 1}. Choose a new folder"
-                )
             if len(lines) == num_samples:
-                answers.append(Answers.of_lines(lines))
+                answers[line["problem"]] = lines
                 lines, complete_bytes = [], end
         os.truncate(self.path / SAMPLES, complete_bytes)
         return answers
 
-    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def append(self, lines: Lines) -> None:
         """Write the lines of one problem with one call, and add the time since the last one."""
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         with (self.path / SAMPLES).open("ab") as file:
             file.write(text.encode())
-        now = time.monotonic()
-        self.seconds += now - self._clock
-        self._clock = now
-        self.save_progress()
+        self.seconds += time.monotonic() - self._clock
+        self.start_clock()
+        self._write_progress()
 
     def start_clock(self) -> None:
         """Count the seconds from now on."""
         self._clock = time.monotonic()
 
-    def save_progress(self) -> None:
-        content = {"model": self._asked_model, "settings": self._settings, "seconds": self.seconds}
-        self._write_whole(self._progress, json.dumps(content, indent=2) + "\n")
-
     def write_results(self, results: Mapping[str, Any]) -> None:
-        text = json.dumps(finite(results), indent=2, allow_nan=False) + "\n"
-        self._write_whole(self.path / RESULTS, text)
+        self._write(RESULTS, json.dumps(finite(results), indent=2, allow_nan=False) + "\n")
         shutil.rmtree(self.model, ignore_errors=True)
 
-    @staticmethod
-    def _write_whole(file: Path, text: str) -> None:
-        new = file.with_name(f"{file.name}.unfinished")
+    def _write_progress(self) -> None:
+        content = {"model": self._asked_model, "settings": self._settings, "seconds": self.seconds}
+        self._write(PROGRESS, json.dumps(content, indent=2) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        new = self.path / f"{name}.unfinished"
         new.write_text(text, encoding="utf-8")
-        new.replace(file)
+        new.replace(self.path / name)
 
 
 def folder_of(config: Config) -> Path:
@@ -138,14 +132,43 @@ def converted_model(config: Config) -> tuple[Path, dict[str, Any]] | None:
     `path` and `files` that identify what it was made of. None if there is none, or if the command
     asks for another model. The training run may have continued since."""
     folder = folder_of(config)
-    progress = _read_progress(folder / PROGRESS)
+    progress = _read_progress(folder)
     if progress is None or progress.get("model") != config.model.path:
         return None
     made = folder / "model"
     return (made, progress["settings"][MODEL]) if made.is_dir() else None
 
 
-def whole_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_evaluation(path: Path) -> Evaluation:
+    """Read the evaluation in a folder, or of a `samples.jsonl` or `eval.json`. Problems with
+    missing samples or rewards are left out. Raises ConfigError if there is no evaluation."""
+    folder = path if path.is_dir() else path.parent
+    samples = path if path.suffix == ".jsonl" else folder / SAMPLES
+    if not path.exists() or not samples.is_file():
+        raise ConfigError(
+            "--compare: expected the folder of an evaluation (easyrl eval --output DIR), its "
+            f"eval.json or its samples.jsonl, got '{path}', which "
+            + (f"has no {SAMPLES}" if path.exists() else "does not exist")
+            + ". To evaluate a training run: easyrl eval --model RUN"
+        )
+    answers: dict[str, list[Mapping[str, Any]]] = {}
+    for _, line in _whole_lines(samples):
+        answers.setdefault(line["problem"], []).append(line)
+    num_samples = max(map(len, answers.values()), default=0)
+    scored = {
+        problem: lines
+        for problem, lines in answers.items()
+        if len(lines) == num_samples and len(rewards_of([lines]))
+    }
+    if not scored:
+        raise ConfigError(f"--compare: expected scored answers in '{samples}', got none")
+    model = None
+    with contextlib.suppress(OSError, ValueError):  # not finished
+        model = json.loads((folder / RESULTS).read_text(encoding="utf-8"))["model"]
+    return Evaluation(path, model, scored)
+
+
+def _whole_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The complete lines of a `samples.jsonl` without their completions, each with the offset of
     its end in bytes. Raises ConfigError for a line that is not one of an evaluation."""
     end = 0
@@ -166,30 +189,10 @@ def whole_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield end, line
 
 
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
-
-
-def _read_progress(file: Path) -> dict[str, Any] | None:
-    """None if there is no such file."""
-    try:
-        progress: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        progress["settings"], progress["seconds"]
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{KEY}: cannot read '{file}' ({type(error).__name__}: {error}). Choose a new folder"
-        ) from None
-    return progress
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each setting that changed."""
-    now = json.loads(json.dumps(now))
-    return [
-        f"{key}: expected {json.dumps(before.get(key))} as in that evaluation, "
-        f"got {json.dumps(now.get(key))}"
-        for key in dict.fromkeys([*before, *now])
-        if before.get(key) != now.get(key)
-    ]
+def _read_progress(folder: Path) -> dict[str, Any] | None:
+    """None if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        if progress.keys() >= {"settings", "seconds"}:
+            return progress
+    return None

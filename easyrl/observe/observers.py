@@ -26,32 +26,29 @@ def make_observers(config: Config, *, live: bool = True) -> list[Observer]:
 
 
 class Guard:
-    """Drop an observer that fails after the run's start, with a note, and use the fallback."""
+    """Replace an observer that fails after the run's start by the fallback, with a note."""
 
     def __init__(self, observer: Observer, *, fallback: Observer | None = None) -> None:
-        self._observer: Observer | None = observer
-        self._fallback = fallback
+        self._observer, self._fallback = observer, fallback or _ignore
         self._run: events.RunStarted | None = None
 
     def __call__(self, event: Event) -> Note | None:
-        if self._observer is None:
-            return None
         try:
             note = self._observer(event)
         except Exception:
             if self._run is None:
                 raise
-            return self._replace(event)
+            failed, self._observer, self._fallback = self._observer, self._fallback, _ignore
+            with contextlib.suppress(Exception):  # most have nothing to close
+                failed.close()  # type: ignore[attr-defined]
+            self._observer(self._run)
+            self._observer(event)
+            cause = traceback.format_exc().rstrip()
+            return Note(f"{type(failed).__name__} failed; the run continues without it:\n{cause}")
         if isinstance(event, events.RunStarted):
             self._run = event
         return note
 
-    def _replace(self, event: Event) -> Note:
-        failed, self._observer, self._fallback = self._observer, self._fallback, None
-        with contextlib.suppress(Exception):  # most have nothing to close
-            getattr(failed, "close", lambda: None)()
-        if self._observer is not None and self._run is not None:
-            self._observer(self._run)
-            self._observer(event)
-        cause = traceback.format_exc().rstrip()
-        return Note(f"{type(failed).__name__} failed, and the run continues without it:\n{cause}")
+
+def _ignore(event: Event) -> None:
+    pass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -23,8 +23,7 @@ from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import CHECKPOINTS
 from easyrl.observe.text import safe, say, say_rich, shown
 
-STOPPING_SECONDS = 5.0
-"""Least time between two lines about what a stopped run still does."""
+STOPPING_SECONDS = 5.0  # least time between two lines about what a stopped run still does
 
 
 class PlainLines:
@@ -47,13 +46,16 @@ class PlainLines:
             case events.FirstRollout(seconds):
                 say(f"first rollout after {seconds:.1f} s")
             case events.Evaluated():
-                self._report_accuracy(event)
+                after = f" after iteration {event.num_iterations}" if event.round > 1 else ""
+                accuracy = with_error(event.accuracy, event.standard_error)
+                say(
+                    f"held-out accuracy {accuracy} ({counted(event.num_prompts, 'problem')}){after}"
+                )
             case events.IterationFinished(_, metrics):
                 self._report_iteration(metrics)
-            case events.Stopping(time, what):
-                if time - self._stopping_shown >= STOPPING_SECONDS:
-                    self._stopping_shown = time
-                    say(what)
+            case events.Stopping(time, what) if time - self._stopping_shown >= STOPPING_SECONDS:
+                self._stopping_shown = time
+                say(what)
             case events.Note(text) | events.NoEvents(warning=text) if text:
                 say(safe(text))
             case events.RunFinished(_, summary):
@@ -75,11 +77,9 @@ class PlainLines:
                 say(f"{safe(message)}\nthe run continues (reward.on_error); all errors: {file}")
             case events.CheckpointSaved(version, seconds, num_bytes, ""):
                 iteration = version // self._config.train.updates_per_iteration
-                say(
-                    f"checkpoint of iteration {iteration}: "
-                    f"{self._folder / CHECKPOINTS / str(version)} "
-                    f"({num_bytes / 2**20:,.0f} MiB in {seconds:.1f} s)"
-                )
+                path = self._folder / CHECKPOINTS / str(version)
+                size = f"{num_bytes / 2**20:,.0f} MiB in {seconds:.1f} s"
+                say(f"checkpoint of iteration {iteration}: {path} ({size})")
 
     def _report_iteration(self, metrics: Mapping[str, Any]) -> None:
         number = metrics["iteration"] + 1
@@ -94,25 +94,20 @@ class PlainLines:
             f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
             + (f"  replaced {replaced}" if replaced else "")
         )
-        if metrics.get("reward_errors"):
-            say(
-                f"iteration {number}: {counted(metrics['reward_errors'], 'reward call')} failed, "
-                f"{counted(metrics['groups_skipped'], 'group')} skipped"
-            )
+        if errors := metrics.get("reward_errors"):
+            skipped = counted(metrics["groups_skipped"], "group")
+            say(f"iteration {number}: {counted(errors, 'reward call')} failed, {skipped} skipped")
         if metrics["num_updates_not_finite"]:
             say(
                 f"iteration {number}: the loss or gradient was not finite, so the update was "
                 "dropped (if this repeats, lower train.learning_rate)"
             )
 
-    def _report_accuracy(self, event: events.Evaluated) -> None:
-        error = shown(event.standard_error, ".3f")
-        say(
-            f"held-out accuracy {shown(event.accuracy, '.3f')}"
-            + ("" if error == "none" else f" ± {error}")
-            + f" ({counted(event.num_prompts, 'problem')})"
-            + (f" after iteration {event.num_iterations}" if event.round > 1 else "")
-        )
+
+def with_error(value: float | None, error: float | None, sign: str = "") -> str:
+    """`0.500 ± 0.050`; without the error if that is undefined."""
+    text = shown(value, f"{sign}.3f")
+    return text if shown(error, "") == "none" else f"{text} ± {error:.3f}"
 
 
 def print_end(exit_code: int, message: str) -> None:
@@ -134,87 +129,70 @@ def end_table(summary: Mapping[str, Any], folder: Path, config: Config) -> Rende
     if config.model.lora.rank is not None:
         table.add_row("  model/", "the adapter merged into the model, for transformers and vLLM")
         table.add_row("  adapter/", "for peft: AutoPeftModelForCausalLM.from_pretrained")
-    return Group(Text("finished", style="bold green"), table, _next_commands(folder, config))
+    lines = [Text("\nnext commands", style="dim")]
+    for command, what in _next_commands(folder, config).items():
+        line = Text(f"  {command}", style="bold", no_wrap=True, overflow="ignore")
+        lines.append(line.append(f"  # {what}", style="not bold dim"))
+    return Group(Text("finished", style="bold green"), table, *lines)
 
 
-def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    first, last = (shown(summary[f"reward_{end}"], ".3f") for end in ("first", "last"))
+def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     if after is not None:
         start = "" if before is None else f"{shown(before, '.3f')} -> "
-        rows.append(("held-out accuracy", start + shown(after, ".3f")))
+        yield "held-out accuracy", start + shown(after, ".3f")
     if (best := summary.get("accuracy_best")) is not None:
-        rows.append(("  best", f"{best:.3f} after iteration {summary['iterations_best']}"))
+        yield "  best", f"{best:.3f} after iteration {summary['iterations_best']}"
+    yield "reward", " -> ".join(shown(summary[f"reward_{end}"], ".3f") for end in ("first", "last"))
     trained = summary["completion_tokens"]
     generated = summary.get("generated_tokens", trained)
     speed = (
         f"{trained:,} tokens in {summary['wall_seconds']:.1f} s, "
         f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device"
     )
-    if generated != trained:
-        speed += f"; {generated:,} generated"
+    if generated == trained:
+        yield "generated and trained", speed
+    else:
+        yield "trained", f"{speed}; {generated:,} generated"
+    yield "overlap", f"{summary['overlap']:.0%} of the shorter of generating and training"
     groups = f"{summary['groups_trained']} trained, {summary['groups_off_policy']} off-policy"
     for name in ("skipped", "replaced"):
         if count := summary.get(f"groups_{name}"):
             groups += f", {count} {name}"
-    rows += [
-        ("reward", f"{first} -> {last}"),
-        ("trained" if generated != trained else "generated and trained", speed),
-        ("overlap", f"{summary['overlap']:.0%} of the shorter of generating and training"),
-        ("groups", groups),
-    ]
+    yield "groups", groups
     if (updates := summary.get("updates_per_iteration", 1)) > 1:
-        rows.append(("updates", f"{updates} per iteration: only the first is strictly on-policy"))
-    problems = {
-        "reward call": (summary.get("reward_errors"), "failed"),
-        "update": (summary["updates_not_finite"], "dropped, not finite (lower the learning rate)"),
-        "group": (
-            summary.get("groups_not_replaced"),
-            "without advantages (no round of fresh prompts left)",
-        ),
-    }
-    rows += [
-        ("warning", f"{counted(count, noun)} {what}")
-        for noun, (count, what) in problems.items()
-        if count
-    ]
-    gap = summary["sampling_logp_difference_max"]
-    rows.append(
-        (
-            "engine and trainer",
-            "not compared: no group had a gradient"
-            if gap is None or math.isnan(gap)
-            else f"log-probabilities differ by at most {gap:.1e}",
-        )
+        yield "updates", f"{updates} per iteration: only the first is strictly on-policy"
+    for key, noun, what in (
+        ("reward_errors", "reward call", "failed"),
+        ("updates_not_finite", "update", "dropped, not finite (lower the learning rate)"),
+        ("groups_not_replaced", "group", "without advantages (no round of fresh prompts left)"),
+    ):
+        if count := summary.get(key):
+            yield "warning", f"{counted(count, noun)} {what}"
+    gap = shown(summary["sampling_logp_difference_max"], ".1e")
+    yield (
+        "engine and trainer",
+        "not compared: no group had a gradient"
+        if gap == "none"
+        else f"log-probabilities differ by at most {gap}",
     )
-    return [*rows, ("weights", f"sha256 {summary['weights_sha256'][:16]}")]
+    yield "weights", f"sha256 {summary['weights_sha256'][:16]}"
 
 
-def _next_commands(folder: Path, config: Config) -> RenderableType:
+def _next_commands(folder: Path, config: Config) -> Mapping[str, str]:
+    """Commands, and what each does. To train on, resume if there are checkpoints; else start a new
+    run from the final model."""
     run = quote(str(folder))
-    commands = {
+    if config.train.keep_checkpoints:
+        train_on = f"easyrl grpo --resume {run} --iterations {2 * config.train.iterations}"
+    else:
+        model, file = (quote(str(folder / name)) for name in ("model", "config.yaml"))
+        new = quote(f"{folder}-2")
+        train_on = f"easyrl grpo --config {file} --model {model} --output {new}"
+        if config.train.learning_rate is None:  # null means another rate for another model
+            train_on += f" train.learning_rate={config.learning_rate:g}"
+    return {
         f"easyrl watch {run}": "show the run again",
         f"easyrl config --diff {run}": "settings that differ from the defaults",
-        _continue_command(folder, config): "train on",
+        train_on: "train on",
     }
-    lines = [
-        Text(f"  {command}", style="bold", no_wrap=True, overflow="ignore").append(
-            f"  # {what}", style="not bold dim"
-        )
-        for command, what in commands.items()
-    ]
-    return Group(Text("\nnext commands", style="dim"), *lines)
-
-
-def _continue_command(folder: Path, config: Config) -> str:
-    """Resume if there are checkpoints; else start a new run from the final model."""
-    if config.train.keep_checkpoints:
-        return (
-            f"easyrl grpo --resume {quote(str(folder))} --iterations {2 * config.train.iterations}"
-        )
-    model, config_file = (quote(str(folder / name)) for name in ("model", "config.yaml"))
-    command = f"easyrl grpo --config {config_file} --model {model} --output {quote(f'{folder}-2')}"
-    if config.train.learning_rate is None:  # null means another rate for another model
-        command += f" train.learning_rate={config.learning_rate:g}"
-    return command

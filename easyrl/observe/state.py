@@ -9,27 +9,28 @@ events that `easyrl watch` reads from the run folder give the same state.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, takewhile
 from typing import Any
 
 from easyrl import events
-from easyrl.config.devices import count_devices
 from easyrl.events import WORKING, Activity, Event, FromWorker, Span, SpanKind, UnderWay
 from easyrl.runtime.run_folder import sample_line
-from easyrl.runtime.totals import overlap
 
-MAX_SPANS = 2000
-"""Spans kept per worker."""
-MERGE_SECONDS = 0.02
-"""Spans of one kind with a smaller gap are merged."""
-RATE_SECONDS = 5.0
-"""Tokens per second are means over this long."""
-BUSY_SECONDS = 20.0
-"""Busy shares are means over this long."""
-ETA_ITERATIONS = 10
-"""The time left is estimated from this many iterations."""
+MAX_SPANS = 2000  # spans kept per worker
+MERGE_SECONDS = 0.02  # spans of one kind with a smaller gap are merged
+RATE_SECONDS = 5.0  # tokens per second are means over this long
+BUSY_SECONDS = 20.0  # busy shares are means over this long
+ETA_ITERATIONS = 10  # the time left is estimated from this many iterations
+PROBLEMS = {
+    "groups_skipped": ("group", "skipped"),
+    "groups_not_replaced": ("group", "without advantages"),
+    "reward_errors": ("reward call", "failed"),
+    "num_updates_not_finite": ("update", "dropped, not finite"),
+}
+"""Counts in the metrics that a user should be warned about: of what, and what happened to it."""
 
 
 @dataclass(slots=True)
@@ -38,21 +39,17 @@ class WorkerState:
     device: str
     phase: str  # current step of the worker's start; empty once it is ready
     phase_started: float
-    spans: dict[bool, deque[Span]] = field(  # False: its own work, True: rewards being scored
-        default_factory=lambda: {is_score: deque(maxlen=MAX_SPANS) for is_score in (False, True)}
-    )
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    scoring: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    """Rewards being computed, besides the worker's own work."""
     tokens: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
     """(started, ended, number of tokens)"""
     under_way: UnderWay | None = None
 
-    @property
-    def is_rollout(self) -> bool:
-        return self.name.startswith("rollout")
-
     def add(self, activity: Activity) -> None:
         self.under_way = activity.under_way
         for span in activity.spans:
-            spans = self.spans[span.kind == "score"]
+            spans = self.scoring if span.kind == "score" else self.spans
             last = spans[-1] if spans else None
             if last is None or last.kind != span.kind or span.started > last.ended + MERGE_SECONDS:
                 spans.append(span)
@@ -63,20 +60,18 @@ class WorkerState:
             self.tokens.append((working[0].started, working[-1].ended, activity.num_tokens))
 
     def tokens_per_second(self, until: float) -> float:
-        total = 0.0
-        for started, ended, number in reversed(self.tokens):
-            if ended <= until - RATE_SECONDS:
-                break
-            inside = min(ended, until) - max(started, until - RATE_SECONDS)
+        since, total = until - RATE_SECONDS, 0.0
+        for started, ended, number in takewhile(
+            lambda item: item[1] > since, reversed(self.tokens)
+        ):
+            inside = min(ended, until) - max(started, since)
             total += number * max(0.0, inside) / max(ended - started, 1e-9)
         return total / RATE_SECONDS
 
     def busy_share(self, until: float) -> float:
         """The share of the last BUSY_SECONDS in which the worker processed tokens."""
         (seconds,) = self.seconds_by_kind(until - BUSY_SECONDS, BUSY_SECONDS, 1)
-        return min(
-            1.0, sum(value for kind, value in seconds.items() if kind in WORKING) / BUSY_SECONDS
-        )
+        return min(1.0, sum(seconds.get(kind, 0.0) for kind in WORKING) / BUSY_SECONDS)
 
     def seconds_by_kind(
         self, since: float, slice_seconds: float, num_slices: int
@@ -84,21 +79,20 @@ class WorkerState:
         """For each slice of time, the seconds of each kind of work."""
         slices: list[dict[SpanKind, float]] = [{} for _ in range(num_slices)]
         until = since + num_slices * slice_seconds
-        spans = [list(self.spans[True]), list(self.spans[False])]
-        if self.under_way is not None and self.under_way.started < until:
-            begun = Span(self.under_way.kind, self.under_way.started, until)
-            spans[begun.kind != "score"].append(begun)
-        for of_kind in spans:
-            for span in reversed(of_kind):
-                if span.ended <= since:
-                    break
-                first = max(0, int((span.started - since) / slice_seconds))
-                last = min(num_slices - 1, int((span.ended - since) / slice_seconds))
-                for number in range(first, last + 1):
-                    start = since + number * slice_seconds
-                    inside = min(span.ended, start + slice_seconds) - max(span.started, start)
-                    if inside > 1e-6:
-                        slices[number][span.kind] = slices[number].get(span.kind, 0.0) + inside
+        now = [] if self.under_way is None else [self.under_way]
+        begun = [Span(work.kind, work.started, until) for work in now if work.started < until]
+        recent = (
+            takewhile(lambda span: span.ended > since, reversed(spans))
+            for spans in (self.scoring, self.spans)
+        )
+        for span in chain(begun, *recent):
+            first = max(0, int((span.started - since) / slice_seconds))
+            last = min(num_slices - 1, int((span.ended - since) / slice_seconds))
+            for number in range(first, last + 1):
+                start = since + number * slice_seconds
+                inside = min(span.ended, start + slice_seconds) - max(span.started, start)
+                if inside > 1e-6:
+                    slices[number][span.kind] = slices[number].get(span.kind, 0.0) + inside
         return slices
 
 
@@ -109,17 +103,14 @@ class RunState:
     iteration: int | None = None
     """The current one, from 0; None before the first and after the last."""
     iteration_started: float = 0.0
-    num_groups: int = 0  # Finished groups of this iteration that will be trained
+    num_groups: int = 0  # finished groups of this iteration that will be trained
     round: int = 0  # round of replacement prompts (`algorithm.dynamic_sampling`); 0: none yet
     rewards: list[float] = field(default_factory=list)  # of each iteration
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # of the newest iteration
+    iteration_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_ITERATIONS))
+    problems: Counter[str] = field(default_factory=Counter)  # sums over the iterations
     accuracies: dict[int, float] = field(default_factory=dict)
     """Number of iterations trained -> held-out accuracy."""
-    iteration_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_ITERATIONS))
-    overlap: float | None = None
-    """Overlap in the newest iteration, as a share of the shorter of generating and training."""
-    tokens_per_second: float = 0.0  # completion tokens of the newest iteration over its wall time
-    counts: dict[str, int] = field(default_factory=dict)
-    """Sums of metrics that a user should be warned about."""
     note: str = ""  # the newest note
     warning: str = ""  # what the workers do, if there have been no events for long
     sample: Mapping[str, Any] | None = None  # the newest line of `samples.jsonl`
@@ -146,14 +137,17 @@ class RunState:
             case events.RunResumed(metrics, accuracies):
                 self.rewards.clear()
                 self.accuracies = dict(accuracies)
-                for line in metrics:
-                    self._finish_iteration(line)
+                self._add_iterations(metrics)
             case FromWorker(worker, time, worker_event):
                 self._apply_worker(self.workers.get(worker), time, worker_event)
             case events.Note(text):
                 self.note = text
             case events.NoEvents(_, warning):
                 self.warning = warning or self.warning
+            case events.RunFinished(_, summary):
+                self.summary = summary
+            case events.RunEnded():
+                self.ended = event
             case _:
                 self._apply_phase(event)
 
@@ -173,24 +167,18 @@ class RunState:
             case events.RoundStarted(round=round_):
                 self.round = round_
             case events.IterationFinished(_, metrics):
-                self._finish_iteration(metrics)
+                self._add_iterations([metrics])
             case events.Stopping(_, what):
                 self.stopping = what
             case events.SavingModel(time):
                 self.iteration, self.saving_since = None, time
-            case events.RunFinished(_, summary):
-                self.summary = summary
-            case events.RunEnded():
-                self.ended = event
 
     def _apply_worker(
         self, worker: WorkerState | None, time: float, event: events.WorkerEvent
     ) -> None:
         match event:
-            case events.Starting(what) if worker is not None:
-                worker.phase, worker.phase_started = what, time
-            case events.Ready() if worker is not None:
-                worker.phase = ""
+            case events.Starting() | events.Ready() if worker is not None:
+                worker.phase, worker.phase_started = getattr(event, "what", ""), time
             case Activity() if worker is not None:
                 worker.add(event)
             case events.GroupScored(errors=errors):
@@ -203,36 +191,20 @@ class RunState:
             case events.PromptEvaluated():
                 self.num_answered += 1
 
-    def _finish_iteration(self, metrics: Mapping[str, Any]) -> None:
-        seconds = metrics["perf/iteration_seconds"]
-        reward = metrics["reward"]  # None in the file where it was not finite
-        self.rewards.append(math.nan if reward is None else reward)
-        self.iteration_seconds.append(seconds)
-        self.tokens_per_second = metrics["perf/tokens_per_second"]
-        self.overlap = overlap(
-            infer_seconds=metrics["perf/infer_seconds"],
-            train_seconds=metrics["perf/train_seconds"],
-            weights_seconds=metrics["perf/weights_seconds"],
-            wall_seconds=seconds,
-        )
+    def _add_iterations(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        for line in lines:
+            reward = line["reward"]  # None in the file where it was not finite
+            self.rewards.append(math.nan if reward is None else reward)
+            self.iteration_seconds.append(line["perf/iteration_seconds"])
+            self.problems.update({name: int(line.get(name, 0)) for name in PROBLEMS})
+            self.metrics = line
         self.num_groups = self.round = 0
-        for name in (
-            "groups_skipped",
-            "groups_not_replaced",
-            "reward_errors",
-            "num_updates_not_finite",
-        ):
-            self.counts[name] = self.counts.get(name, 0) + int(metrics.get(name, 0))
         if self.run is not None and len(self.rewards) == self.run.config.train.iterations:
             self.iteration = None
 
     @property
     def is_starting(self) -> bool:
         return any(worker.phase for worker in self.workers.values())
-
-    @property
-    def num_devices(self) -> int:
-        return count_devices(worker.device for worker in self.workers.values())
 
     @property
     def mean_iteration_seconds(self) -> float | None:
@@ -248,10 +220,6 @@ class RunState:
         num_left = self.run.config.train.iterations - len(self.rewards)
         since = now - self.iteration_started if self.iteration is not None else 0.0
         return max(0.0, (num_left - 1) * mean + max(0.0, mean - since)) if num_left else 0.0
-
-    def worker_tokens_per_second(self, until: float, *, rollout: bool) -> float:
-        workers = [w for w in self.workers.values() if w.is_rollout == rollout]
-        return sum(worker.tokens_per_second(until) for worker in workers)
 
 
 def _time_of(event: Event) -> float:

@@ -10,8 +10,7 @@ from typing import TextIO
 
 from rich.console import Console, RenderableType
 
-MAX_MESSAGE = 8000
-"""Characters of one message on the terminal."""
+MAX_MESSAGE = 8000  # characters of one message on the terminal
 
 
 def clock(seconds: float) -> str:
@@ -58,12 +57,11 @@ def say_rich(renderable: RenderableType, height: int | None = None) -> None:
 
 def is_live_terminal() -> bool:
     """Return whether standard output is a terminal on which a live view can be drawn."""
-    with contextlib.suppress(ValueError, OSError, AttributeError):
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # closed, or replaced
         return (
-            sys.stdout.isatty()
-            and os.isatty(sys.stdout.fileno())
+            os.isatty(sys.stdout.fileno())
             and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-            and (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+            and sys.stdout.encoding.lower().replace("-", "") == "utf8"
             and is_in_foreground(sys.stdout.fileno())
         )
     return False

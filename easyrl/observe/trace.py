@@ -5,8 +5,7 @@
 
 One JSON object per line, written as things happen. The format allows a list without its end, so the
 trace of a killed run opens, too. Times are microseconds since the run began. `easyrl watch` reads
-the file while it is written. The file is bounded: at MAX_BYTES the oldest half is removed, except
-for metadata and evaluations.
+the file while it is written.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import NoneType
 from typing import IO, Any
 
 from easyrl import events
@@ -25,13 +25,24 @@ from easyrl.runtime.run_folder import finite
 
 FILE_NAME = "trace.json"
 MAX_BYTES = 16 * 2**20
-MAX_KEPT = 5000
-"""Lines with metadata and evaluations that are kept of the removed part."""
+"""At this size the oldest half of the file is removed, except for metadata and evaluations."""
+MAX_KEPT = 5000  # lines with metadata and evaluations that are kept of the removed part
 CONTROLLER = 0
 WORK, REWARDS = 0, 1
-EVALUATIONS = 1
-"""The controller's second thread: an evaluation may take place inside an iteration."""
+EVALUATIONS = 1  # the controller's second thread: an evaluation may take place inside an iteration
 Line = dict[str, Any]
+CATEGORIES: Mapping[type[Event], tuple[str, str]] = {
+    events.IterationStarted: ("iteration", "B"),
+    events.IterationFinished: ("iteration", "E"),
+    events.RoundStarted: ("round", "i"),
+    events.EvaluationStarted: ("evaluation", "B"),
+    events.Evaluated: ("evaluation", "E"),
+    events.NoEvents: ("quiet", "i"),
+    events.Stopping: ("stopping", "i"),
+    events.SavingModel: ("saving", "B"),
+    events.RunFinished: ("saving", "E"),
+}
+"""How an event of the controller is written: its category, and begin, end or instant."""
 
 
 class TraceWriter:
@@ -40,11 +51,10 @@ class TraceWriter:
     def __init__(self) -> None:
         self._file: IO[str] | None = None
         self._size = 0
-        self._started = 0.0
-        self._earlier = 0.0  # seconds from the run's start to this command's
+        self._started = 0.0  # when the run's first command began
+        self._command_started = 0.0
         self._processes: dict[str, int] = {}
-        self._begun: dict[tuple[str, int], tuple[str, float]] = {}
-        """(category, process) -> (name, time) of what has begun and not ended"""
+        self._starting: set[int] = set()  # processes with a step of their start under way
         self._num_in_ring = self._num_answered = 0
 
     def __call__(self, event: Event) -> None:
@@ -52,11 +62,10 @@ class TraceWriter:
             self._open(event)
         if self._file is None:
             return
-        for line in self._lines(event):
-            self._write(json.dumps(line) + ",\n")
+        self._write(self._lines(event))
         if isinstance(event, events.RunEnded):
             end = _name("process", CONTROLLER, "controller", **asdict(event))
-            self._write(json.dumps(end) + "\n]\n")  # the list is complete: no comma
+            self._file.write(json.dumps(end) + "\n]\n")  # the list is complete: no comma
             self._file.close()
             self._file = None
 
@@ -66,12 +75,10 @@ class TraceWriter:
         started = time.time() - (time.monotonic() - run.started)  # Unix seconds
         before = _start_of(path)
         earlier = max(0.0, started - before) if before is not None else 0.0
-        self._started, self._earlier = run.started, earlier
+        self._command_started, self._started = run.started, run.started - earlier
         if before is None:
             path.write_text("[\n")
-        else:
-            rewrite(path, MAX_BYTES)
-        self._file, self._size = path.open("a"), path.stat().st_size
+        self._shorten(path, MAX_BYTES)
         self._processes = {worker: number for number, worker in enumerate(run.devices, start=1)}
         details: Line = {
             "started_unix_seconds": started - earlier,
@@ -85,74 +92,68 @@ class TraceWriter:
             lines.append(_name("process", process, f"{worker} ({run.devices[worker]})"))
             lines.append(_name("thread", process, "work", WORK))
             lines.append(_name("thread", process, "rewards", REWARDS))
-        self._write("".join(json.dumps(line) + ",\n" for line in lines))
+        self._write(lines)
 
-    def _write(self, text: str) -> None:
+    def _shorten(self, path: Path, max_bytes: int) -> None:
+        rewrite(path, max_bytes)
+        self._file, self._size = path.open("a"), path.stat().st_size
+
+    def _write(self, lines: Iterable[Line]) -> None:
         assert self._file is not None
+        text = "".join(json.dumps(line) + ",\n" for line in lines)
         if self._size + len(text) > MAX_BYTES:
-            path = Path(self._file.name)
             self._file.close()
-            rewrite(path, MAX_BYTES // 2)
-            self._file, self._size = path.open("a"), path.stat().st_size
+            self._shorten(Path(self._file.name), MAX_BYTES // 2)
         self._file.write(text)
         self._file.flush()
         self._size += len(text)
 
-    def _lines(self, event: Event) -> Iterator[Line]:
+    def _lines(self, event: Any) -> Iterator[Line]:
         match event:
             case FromWorker(worker, time_, worker_event):
                 process = self._processes.get(worker, CONTROLLER)
                 yield from self._worker_lines(process, time_, worker_event)
-            case events.IterationStarted(time_):
-                yield self._begin("iteration", time_, event)
-            case events.RoundStarted(time_):
-                yield self._instant("round", time_, event)
-            case events.IterationFinished(time_, metrics):
-                yield self._end("iteration", time_, {"iteration": metrics["iteration"]})
-                yield self._counter("reward", time_, metrics["reward"])
-            case events.EvaluationStarted(time_):
-                self._num_answered = 0
-                yield self._begin("evaluation", time_, event)
-            case events.Evaluated(time_):
-                yield self._end("evaluation", time_, event) | {"tid": EVALUATIONS}
             case events.FirstRollout(seconds):
-                yield self._instant("first rollout", self._started + seconds, {})
-            case events.Stopping(time_, text):
-                yield self._instant("stopping", time_, {"text": text})
-            case events.NoEvents(time_, text) if text:
-                yield self._instant("quiet", time_, {"text": text})
+                yield self._line("i", "first rollout", self._command_started + seconds, {})
             case events.Note():
-                yield self._instant("note", time.monotonic(), event)
-            case events.SavingModel(time_):
-                yield self._begin("saving", time_, {})
-            case events.RunFinished(time_):
-                yield self._end("saving", time_, {})
+                yield self._line("i", "note", time.monotonic(), event)
+            case events.NoEvents(warning=""):
+                pass
+            case _ if type(event) in CATEGORIES:
+                category, ph = CATEGORIES[type(event)]
+                line = self._line(ph, category, event.time, event)
+                yield line | {"tid": EVALUATIONS if category == "evaluation" else WORK}
+        if isinstance(event, events.IterationFinished):
+            reward = {"reward": event.metrics["reward"]}
+            yield self._line("C", "reward", event.time, reward)
+        elif isinstance(event, events.EvaluationStarted):
+            self._num_answered = 0
 
-    def _worker_lines(
-        self, process: int, time_: float, event: events.WorkerEvent
-    ) -> Iterator[Line]:
+    def _worker_lines(self, process: int, time_: float, event: Any) -> Iterator[Line]:
         match event:
             case events.Starting() | events.Ready():
-                what = getattr(event, "what", "")
-                if ("start-up", process) in self._begun:
-                    yield self._end("start-up", time_, {}, process)
-                yield self._begin("start-up", time_, {"what": what}, process, name=what)
+                if process in self._starting:
+                    ready = {"ready": isinstance(event, events.Ready)}
+                    yield self._line("E", "start-up", time_, ready, process)
+                self._starting.discard(process)
+                if isinstance(event, events.Starting):
+                    self._starting.add(process)
+                    yield self._line("B", "start-up", time_, {}, process) | {"name": event.what}
             case events.Activity(spans, num_tokens, num_groups, under_way):
                 # The counts are written with the newest span that can have produced them.
+                counts = {"tokens": num_tokens, "groups": num_groups}
                 working = [n for n, span in enumerate(spans) if span.kind in WORKING]
                 owner = working[-1] if working else len(spans) - 1
                 for number, span in enumerate(spans):
-                    line = self._line("X", span.kind, span.started, "activity", process)
-                    line["tid"] = REWARDS if span.kind == "score" else WORK
-                    line["dur"] = self._microseconds(span.ended) - line["ts"]
-                    if number == owner:
-                        line["args"] = {"tokens": num_tokens, "groups": num_groups}
-                    yield line
+                    args = counts if number == owner else {}
+                    line = self._line("X", "activity", span.started, args, process)
+                    line |= {"name": span.kind, "tid": REWARDS if span.kind == "score" else WORK}
+                    yield line | {"dur": self._microseconds(span.ended) - line["ts"]}
                 if num_groups:
                     yield self._count_ring(spans[-1].ended, -num_groups)
                 if under_way is not None:
                     kind = {"kind": under_way.kind}
-                    yield self._instant("under way", under_way.started, kind, process)
+                    yield self._line("i", "under way", under_way.started, kind, process)
             case events.GroupScored(iteration, _, prompt_index, is_rejected=is_rejected):
                 details = {
                     "iteration": iteration,
@@ -161,53 +162,38 @@ class TraceWriter:
                     "num_tokens": sum(event.completion_lengths),
                     "is_rejected": is_rejected,
                 }
-                yield self._instant("group", time_, details)
+                yield self._line("i", "group", time_, details)
                 if not is_rejected:
                     yield self._count_ring(time_, +1)
             case events.PromptEvaluated():
                 self._num_answered += 1
-                yield self._counter("held-out answers", time_, self._num_answered)
+                answers = {"answers": self._num_answered}
+                yield self._line("C", "held-out answers", time_, answers)
             case events.CheckpointSaved(error=""):
-                yield self._instant("checkpoint", time_, event)
+                yield self._line("i", "checkpoint", time_, event)
 
     def _count_ring(self, time_: float, change: int) -> Line:
         self._num_in_ring += change
-        return self._counter("groups in the ring", time_, self._num_in_ring)
+        return self._line("C", "groups in the ring", time_, {"groups": self._num_in_ring})
 
-    def _begin(
-        self, category: str, time_: float, details: Any, process: int = CONTROLLER, name: str = ""
+    def _line(
+        self, ph: str, category: str, time_: float, details: Any, process: int = CONTROLLER
     ) -> Line:
-        """An instant, so that `easyrl watch` sees the begin; `_end` writes the span."""
-        self._begun[category, process] = name or category, time_
-        return self._instant(category, time_, details, process)
-
-    def _end(self, category: str, time_: float, details: Any, process: int = CONTROLLER) -> Line:
-        name, began = self._begun.pop((category, process), (category, time_))
-        line = self._line("X", name, began, category, process)
-        line["dur"] = self._microseconds(time_) - line["ts"]
-        return line | {"args": _args(details)}
-
-    def _instant(
-        self, category: str, time_: float, details: Any, process: int = CONTROLLER
-    ) -> Line:
-        line = self._line("i", category, time_, category, process)
-        return line | {"s": "t", "args": _args(details)}
-
-    def _counter(self, name: str, time_: float, value: float) -> Line:
-        return self._line("C", name, time_, "counter", CONTROLLER) | {"args": _args({name: value})}
-
-    def _line(self, ph: str, name: str, time_: float, category: str, process: int) -> Line:
-        line: Line = {"ph": ph, "name": name, "ts": self._microseconds(time_)}
-        return line | {"pid": process, "tid": WORK, "cat": category}
+        """`details`: a mapping, or an event, of which all plain values but the time are written."""
+        args = details if isinstance(details, dict) else asdict(details)
+        plain = (float, int, str, NoneType)
+        return {
+            "ph": ph,
+            "name": category,
+            "ts": self._microseconds(time_),
+            "pid": process,
+            "tid": WORK,
+            "cat": category,
+            "args": finite({k: v for k, v in args.items() if k != "time" and isinstance(v, plain)}),
+        }
 
     def _microseconds(self, time_: float) -> int:
-        return round((time_ - self._started + self._earlier) * 1e6)
-
-
-def _args(details: Any) -> Line:
-    """The details of a line: a mapping, or an event, of which all fields but the time count."""
-    args = details if isinstance(details, dict) else asdict(details)
-    return finite({name: value for name, value in args.items() if name != "time"})
+        return round((time_ - self._started) * 1e6)
 
 
 def rewrite(path: Path, max_bytes: int) -> None:
@@ -228,11 +214,9 @@ def rewrite(path: Path, max_bytes: int) -> None:
 
 def _start_of(file: Path) -> float | None:
     """When the run of a trace began, in Unix seconds; None if there is no such trace."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        with file.open() as lines:
-            lines.readline()
-            first = json.loads(lines.readline().rstrip(",\n"))
-        return float(first["args"]["started_unix_seconds"])
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        _, first, *_ = file.read_text().split("\n", 2)
+        return float(json.loads(first.rstrip(","))["args"]["started_unix_seconds"])
     return None
 
 

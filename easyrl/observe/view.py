@@ -16,9 +16,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby, pairwise
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 from typing import Any
 
@@ -31,20 +32,20 @@ from rich.table import Table
 from rich.text import Text
 
 from easyrl import events
+from easyrl.config.devices import count_devices
+from easyrl.config.train import TrainConfig
 from easyrl.events import Event, SpanKind
 from easyrl.formatting import counted
 from easyrl.observe.report import end_table, print_end
-from easyrl.observe.state import RunState, WorkerState
+from easyrl.observe.state import PROBLEMS, RunState, WorkerState
 from easyrl.observe.text import clock, is_in_foreground, printable, safe, say, say_rich, shown
+from easyrl.runtime.totals import overlap
 
 REFRESHES_PER_SECOND = 2
-LAG_SECONDS = 0.4
-"""Workers report a few times a second: what they did is known after this long."""
+LAG_SECONDS = 0.4  # workers report a few times a second: what they did is known after this long
 LAST_PICTURE_LINES = 22
-NARROW = 60
-"""With fewer columns, details are left out."""
-MAX_SAMPLE = 8000
-"""Characters of a prompt or completion."""
+NARROW = 60  # with fewer columns, details are left out
+MAX_SAMPLE = 8000  # characters of a prompt or completion
 LOOKS: dict[SpanKind, tuple[str, str]] = {
     "generate": ("█", "green"),
     "prefill": ("▒", "cyan"),
@@ -55,20 +56,24 @@ LOOKS: dict[SpanKind, tuple[str, str]] = {
 }
 """Every kind of work has its own character, so that lanes can be read without colours."""
 SLICE_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-ITERATIONS_SHOWN = 4
-"""A lane shows about this many iterations."""
+ITERATIONS_SHOWN = 4  # A lane shows about this many iterations
 MIN_LANE_SECONDS = 2.5
-BLOCKS = " ▁▂▃▄▅▆▇█"
+BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class LiveView:
+    """An observer that draws the run on an alternate screen, and prints how it ended."""
+
     def __init__(
-        self, now: Callable[[], float] = time.monotonic, log_file: Path | None = None
+        self,
+        now: Callable[[], float] = time.monotonic,
+        log_file: Path | None = None,
+        *,
+        is_running: bool = True,
     ) -> None:
-        """`now` is the clock of the events. Other output goes to `log_file`, or to the run's
-        logs."""
-        self._now = now
-        self._log_file = log_file
+        """`now` is the clock of the events. Other output goes to `log_file`, or to the run's logs.
+        Of a run that is not running, only the end is printed."""
+        self._now, self._log_file, self._is_running = now, log_file, is_running
         self._state = RunState()
         self._lock = threading.Lock()
         self._live: Live | None = None
@@ -80,11 +85,11 @@ class LiveView:
         match event:
             case events.CheckStarted(what):
                 say(what)
-            case events.RunStarted(folder=folder) if self._live is None:
+            case events.RunStarted(folder=folder) if self._live is None and self._is_running:
                 self._start(self._log_file or folder / "logs" / "controller.log")
             case events.RunEnded():
                 self.close()
-                print_last_picture(self._state)
+                self._print_end(event)
             case events.Note(text) if self._state.ended is not None:
                 say(safe(text))
 
@@ -95,7 +100,12 @@ class LiveView:
     def _start(self, log_file: Path) -> None:
         terminal = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         self._restore.callback(terminal.close)
-        self._restore.enter_context(redirected_output(log_file))
+        with log_file.open("ab") as log:  # takes what C libraries print, too
+            for stream in filter(os.isatty, (1, 2)):
+                saved = os.dup(stream)
+                self._restore.callback(os.close, saved)
+                self._restore.callback(os.dup2, saved, stream)
+                os.dup2(log.fileno(), stream)
         self._console = Console(file=terminal, force_terminal=True, highlight=False)
         self._live = Live(
             get_renderable=self._render,
@@ -141,52 +151,17 @@ class LiveView:
         except Exception as error:  # in the refresh thread, nobody would see it
             return Text(f"the live view failed: {type(error).__name__}: {error}")
 
-
-@contextlib.contextmanager
-def redirected_output(log_file: Path) -> Any:
-    """Send what this process prints to the terminal to a file, C libraries included."""
-    saved = {stream: os.dup(stream) for stream in (1, 2) if os.isatty(stream)}
-    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for stream in saved:
-        os.dup2(log, stream)
-    os.close(log)
-    try:
-        yield
-    finally:
-        for file in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                file.flush()
-        for stream, duplicate in saved.items():
-            os.dup2(duplicate, stream)
-            os.close(duplicate)
-
-
-class LastPicture:
-    """Show only how a run ended."""
-
-    def __init__(self) -> None:
-        self._state = RunState()
-
-    def __call__(self, event: Event) -> None:
-        self._state.apply(event)
-        if isinstance(event, events.RunEnded):
-            print_last_picture(self._state)
-
-
-def print_last_picture(state: RunState) -> None:
-    """Print the picture, then the end table or the reason why the run ended."""
-    run, ended = state.run, state.ended
-    assert ended is not None
-    try:
-        width = Console().width
-        say_rich(render(state, state.newest, width, LAST_PICTURE_LINES), LAST_PICTURE_LINES)
-    finally:
-        if run is not None and state.summary is not None and ended.exit_code == 0:
-            say_rich(end_table(state.summary, run.folder, run.config))
-        else:
-            print_end(ended.exit_code, ended.message)
+    def _print_end(self, end: events.RunEnded) -> None:
+        """Print the last picture, then the end table or the reason why the run ended."""
+        state = self._state
+        try:
+            picture = render(state, state.newest, Console().width, LAST_PICTURE_LINES)
+            say_rich(picture, LAST_PICTURE_LINES)
+        finally:
+            if state.run is not None and state.summary is not None and end.exit_code == 0:
+                say_rich(end_table(state.summary, state.run.folder, state.run.config))
+            else:
+                print_end(end.exit_code, end.message)
 
 
 # -- the picture ----------------------------------------------------------------------------------
@@ -198,49 +173,57 @@ def render(state: RunState, now: float, width: int, height: int) -> RenderableTy
         return Text("EasyRL", style="bold")
     if state.ended is not None:
         now = state.newest
-    header = [*_header(state, now, width), *_warnings(state)]
-    lines = [*header, *_workers(state, now, width, max_lanes=max(2, height - len(header) - 9))]
+    lines = [*_header(state, state.run, now, width), *_warnings(state)]
+    lines += _workers(state, now, width, max_lanes=max(2, height - len(lines) - 9))
     if state.rewards:
         lines.append(_rewards(state, width))
-    layout = Layout()
-    rows = [Layout(Group(*lines), size=len(lines))]
     num_left = height - len(lines)
     if num_left >= 3 and state.is_starting:
         about = f"\nrun folder {state.run.folder}\n{state.run.description}"
-        rows.append(Layout(Text(safe(about), style="dim")))
-    elif num_left >= 3:
-        rows.append(Layout(_sample(state, num_left)))
-    layout.split_column(*rows)
-    for row in layout.children:
-        row.minimum_size = 0
-    return layout
+        lines.append(Text(safe(about), style="dim"))
+    elif num_left >= 3 and state.sample is not None:
+        lines += _sample(state.sample, num_left)
+    return Layout(Group(*lines))  # cut off at the height
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="crop")
 
 
-def _header(state: RunState, now: float, width: int) -> list[RenderableType]:
-    assert state.run is not None
-    config = state.run.config
+def _header(
+    state: RunState, run: events.RunStarted, now: float, width: int
+) -> Iterator[RenderableType]:
+    config, devices = run.config, run.devices.values()
+    num_devices = count_devices(devices)
     what = f"  {printable(config.model.path)} on {printable(config.data.shown)}"
     if width >= NARROW:
-        devices = ", ".join(dict.fromkeys(worker.device for worker in state.workers.values()))
-        what += f" · {counted(state.num_devices, 'device')} ({devices})"
+        what += f" · {counted(num_devices, 'device')} ({', '.join(dict.fromkeys(devices))})"
     title = Table.grid(expand=True)
     title.add_column(no_wrap=True, overflow="ellipsis")
     title.add_column(justify="right", no_wrap=True)
-    title.add_row(_line(("EasyRL", "bold"), what), Text(clock(now - state.run.started), "dim"))
-    lines: list[RenderableType] = [title, _progress(state, now, width)]
-    if state.ended is None and not state.is_starting:
-        lines.append(_rates(state, now - LAG_SECONDS, width))
-    return lines
+    title.add_row(_line(("EasyRL", "bold"), what), Text(clock(now - run.started), "dim"))
+    yield title
+    yield _progress(state, config.train, now, width)
+    if state.ended is not None or state.is_starting:
+        return
+    parts: list[str | tuple[str, str]] = ["tokens/s"]
+    for name, what in (("rollout", "generated"), ("train", "trained")):
+        workers = [worker for worker in state.workers.values() if worker.name.startswith(name)]
+        speed = sum(worker.tokens_per_second(now - LAG_SECONDS) for worker in workers)
+        parts += [f"  {what} ", (f"{speed:,.0f}", "bold"), " "]
+    if state.metrics:
+        if width >= NARROW:
+            speed = state.metrics["perf/tokens_per_second"] / max(1, num_devices)
+            parts += ["  per device ", (f"{speed:,.0f}", "bold"), " "]
+        names = ("infer", "train", "weights")
+        seconds = {f"{name}_seconds": state.metrics[f"perf/{name}_seconds"] for name in names}
+        share = overlap(**seconds, wall_seconds=state.metrics["perf/iteration_seconds"])
+        parts += ["  overlap ", (f"{share:.0%}", "bold")]
+    yield _line(*parts)
 
 
-def _progress(state: RunState, now: float, width: int) -> RenderableType:
+def _progress(state: RunState, train: TrainConfig, now: float, width: int) -> RenderableType:
     """What the run does, how much of it is done, and the time left."""
-    assert state.run is not None
-    train = state.run.config.train
     done, total, right, style = len(state.rewards), train.iterations, "", "bold"
     if state.ended is not None:
         is_finished = state.ended.exit_code == 0
@@ -249,11 +232,10 @@ def _progress(state: RunState, now: float, width: int) -> RenderableType:
     elif state.stopping:
         return _line((printable(state.stopping), "bold red"))
     elif state.evaluation is not None:
-        round_ = state.evaluation.round
         done, total = state.num_answered, state.evaluation.num_prompts
-        when = {0: "before training", 1: "after training"}
-        text = f"held-out problems {when.get(round_, f'after iteration {round_ - 1}')}"
-        text += f" {done}/{total}"
+        after = f"after iteration {state.evaluation.round - 1}"
+        when = {0: "before training", 1: "after training"}.get(state.evaluation.round, after)
+        text = f"held-out problems {when} {done}/{total}"
     elif state.saving_since is not None:
         text = f"saving the model, {now - state.saving_since:.1f} s"
     elif state.is_starting:
@@ -274,73 +256,52 @@ def _progress(state: RunState, now: float, width: int) -> RenderableType:
     return row
 
 
-def _rates(state: RunState, until: float, width: int) -> Text:
-    generated = state.worker_tokens_per_second(until, rollout=True)
-    trained = state.worker_tokens_per_second(until, rollout=False)
-    per_device = state.tokens_per_second / max(1, state.num_devices)
-    items = {"tokens/s  generated": f"{generated:,.0f}", "trained": f"{trained:,.0f}"}
-    if state.overlap is not None:
-        if width >= NARROW:
-            items["per device"] = f"{per_device:,.0f}"
-        items["overlap"] = f"{state.overlap:.0%}"
-    parts = [part for name, value in items.items() for part in (f"{name} ", (value, "bold"), "   ")]
-    return _line(*parts)
-
-
 def _warnings(state: RunState) -> list[RenderableType]:
-    what = {
-        "groups_skipped": ("group", "skipped"),
-        "groups_not_replaced": ("group", "without advantages"),
-        "reward_errors": ("reward call", "failed"),
-        "num_updates_not_finite": ("update", "dropped, not finite"),
-    }
     counts = ", ".join(
-        f"{counted(count, what[name][0])} {what[name][1]}"
-        for name, count in state.counts.items()
-        if count
+        f"{counted(state.problems[name], noun)} {what}"
+        for name, (noun, what) in PROBLEMS.items()
+        if state.problems[name]
     )
     texts = [text for text in (counts, state.note, state.warning) if text]
     return [_line((printable(text), "bold yellow")) for text in texts]
 
 
 def _workers(state: RunState, now: float, width: int, max_lanes: int) -> list[RenderableType]:
-    """A line per worker with what it did recently, a legend, and the ring."""
-    until = now if state.ended is not None else now - LAG_SECONDS
-    workers: list[WorkerState | None] = list(state.workers.values())
-    if len(workers) > max_lanes:  # the first ones and the last one, which trains
-        workers = [*workers[: max(0, max_lanes - 2)], None, workers[-1]]
-    lanes = [worker for worker in workers if worker is not None]
+    """A line per worker with what it did recently, and a legend."""
+    workers = list(state.workers.values())
+    num_hidden = len(workers) - max_lanes + 1
+    if num_hidden > 1:  # show the first ones and the last one, which trains
+        workers = [*workers[: max_lanes - 2], workers[-1]]
     is_wide = width >= NARROW
-    labels = {w.name: printable(f"{w.name} {w.device}" if is_wide else w.name) for w in lanes}
-    label_width = max(map(len, labels.values())) + 1
+    labels = [printable(f"{w.name} {w.device}" if is_wide else w.name) for w in workers]
+    label_width = max(map(len, labels)) + 1
     right_width = 15 if is_wide else 5
     num_slices = max(1, width - label_width - right_width)
     wanted = max(MIN_LANE_SECONDS, ITERATIONS_SHOWN * (state.mean_iteration_seconds or 0.0))
     seconds = next((s for s in SLICE_SECONDS if s * num_slices >= wanted), SLICE_SECONDS[-1])
-    title = "start" if state.is_starting else f"the last {num_slices * seconds:.0f} s"
-    lines: list[RenderableType] = [Rule(title, align="left", style="dim")]
-    for worker in workers:
-        if worker is None:
-            lines.append(_line((f"and {len(state.workers) - len(lanes)} more", "dim")))
-            continue
-        label = f"{labels[worker.name]:<{label_width}}"
+    until = now if state.ended is not None else now - LAG_SECONDS
+    lines: list[RenderableType] = []
+    for worker, label in zip(workers, labels, strict=True):
         if state.is_starting:
             phase = f"{worker.phase}, {now - worker.phase_started:.1f} s"
-            status = (printable(phase), "bold") if worker.phase else ("ready", "bold green")
-            lines.append(_line(label, status))
-            continue
-        right = f" {worker.busy_share(until):>4.0%}"
-        if is_wide:
-            right += f"{worker.tokens_per_second(until):>8,.0f}/s"
-        lane = _lane(worker, until, num_slices, seconds)
-        lines.append(_line(label, *lane, (right.rjust(right_width), "bold")))
-    if state.is_starting:
-        return lines
-    names = {"wait": "idle"}
-    legend = [
-        part for kind, look in LOOKS.items() for part in (look, f" {names.get(kind, kind)}  ")
-    ]
-    return [*lines, _line(*legend, ("%: busy", "dim"))]
+            parts = [(printable(phase), "bold") if worker.phase else ("ready", "bold green")]
+        else:
+            right = f" {worker.busy_share(until):>4.0%}"
+            if is_wide:
+                right += f"{worker.tokens_per_second(until):>8,.0f}/s"
+            lane = _lane(worker, until, num_slices, seconds)
+            parts = [*lane, (right.rjust(right_width), "bold")]
+        lines.append(_line(label.ljust(label_width), *parts))
+    if num_hidden > 1:
+        lines.insert(-1, _line((f"and {num_hidden} more", "dim")))
+    title = "start" if state.is_starting else f"the last {num_slices * seconds:.0f} s"
+    lines.insert(0, Rule(title, align="left", style="dim"))
+    if not state.is_starting:
+        legend = _line()
+        for kind, (character, style) in LOOKS.items():
+            legend.append(character, style).append(f" {'idle' if kind == 'wait' else kind}  ")
+        lines.append(legend.append("%: busy", "dim"))
+    return lines
 
 
 def _lane(
@@ -349,19 +310,19 @@ def _lane(
     """One character per slice of time: the kind of work that took most of it."""
     # Slices start at multiples of their length, so that a lane moves by whole characters.
     since = (int(until // seconds) - num_slices) * seconds
-    started = worker.spans[False][0].started if worker.spans[False] else math.inf
-    kinds: list[SpanKind | None] = []
+    started = worker.spans[0].started if worker.spans else math.inf
+    looks = []
     for number, work in enumerate(worker.seconds_by_kind(since, seconds, num_slices)):
         scoring = work.pop("score", 0.0)
-        if "weights" in work:  # separates iterations, however short it is
-            kinds.append("weights")
-            continue
         idle = seconds - sum(work.values())
         if since + (number + 1) * seconds > started and idle > 0.0:
             work["wait"] = work.get("wait", 0.0) + idle
-        longest = max(work.items(), key=lambda item: item[1])[0] if work else None
-        kinds.append("score" if scoring and longest in ("wait", None) else longest)
-    looks = (LOOKS[kind] if kind is not None else (" ", "") for kind in kinds)
+        kind = max(work, key=work.__getitem__, default=None)
+        if "weights" in work:  # separates iterations, however short it is
+            kind = "weights"
+        elif scoring and kind in ("wait", None):
+            kind = "score"
+        looks.append((" ", "") if kind is None else LOOKS[kind])
     return [(look[0] * len(list(run)), look[1]) for look, run in groupby(looks)]
 
 
@@ -371,32 +332,25 @@ def _rewards(state: RunState, width: int) -> Text:
     if state.accuracies:
         newest = [shown(accuracy, ".3f") for accuracy in list(state.accuracies.values())[-3:]]
         text += (" · held-out accuracy " if width >= NARROW else " · ") + " -> ".join(newest)
-    finite = [reward for reward in state.rewards if math.isfinite(reward)] or [0.0]
+    # Means of neighbours, so that they fit into the line.
+    num_bars = max(1, min(len(state.rewards), width - len(text) - 1))
+    edges = [len(state.rewards) * bar // num_bars for bar in range(num_bars + 1)]
+    means = [fmean(state.rewards[a:b]) for a, b in pairwise(edges)]
+    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
     low, high = min(finite), max(finite)
-    bars = ""
-    for reward in _averages(state.rewards, max(1, width - len(text) - 1)):
-        share = (reward - low) / (high - low or 1.0)
-        bars += BLOCKS[1 + round(7 * share)] if math.isfinite(reward) else BLOCKS[0]
+    bars = "".join(
+        BLOCKS[round(7 * (mean - low) / (high - low or 1.0))] if math.isfinite(mean) else " "
+        for mean in means
+    )
     return _line((f"{text} ", "bold"), (bars, "blue"))
 
 
-def _averages(values: Sequence[float], num_columns: int) -> Sequence[float]:
-    """Means of neighbours, so that at most `num_columns` values are left."""
-    if len(values) <= num_columns:
-        return values
-    edges = [len(values) * column // num_columns for column in range(num_columns + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-
-
-def _sample(state: RunState, height: int) -> RenderableType:
-    """The newest completion below its prompt; what does not fit is cut off."""
-    sample = state.sample
-    if sample is None:
-        return Text(" ")
-    reward = "none" if sample["reward"] is None else f"{sample['reward']:.3g}"
+def _sample(sample: Mapping[str, Any], height: int) -> list[RenderableType]:
+    """The newest completion below its prompt."""
+    title = f"iteration {sample['iteration'] + 1}, reward {shown(sample['reward'], '.3g')}"
     prompt = safe(str(sample["prompt"]), MAX_SAMPLE).splitlines()[-max(1, height // 3) :]
-    return Group(
-        Rule(f"iteration {sample['iteration'] + 1}, reward {reward}", align="left", style="dim"),
+    return [
+        Rule(title, align="left", style="dim"),
         Text("\n".join(prompt), style="dim", overflow="fold"),
         Text(safe(str(sample["completion"]), MAX_SAMPLE), overflow="fold"),
-    )
+    ]

@@ -8,8 +8,7 @@
     summary.json ───────────┘
 
 The trace sets the order; the other files are read up to the group or iteration that it has reached.
-Only whole lines are read. A line that is no JSON, or has an unexpected form, is skipped. A run is
-alive while its folder is locked.
+A line that is cut off or damaged is skipped. A run is alive while its folder is locked.
 """
 
 from __future__ import annotations
@@ -18,25 +17,28 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from easyrl import events
 from easyrl.config import Config, load_config
 from easyrl.events import Activity, Event, FromWorker, Observer, Sample, Span, UnderWay
-from easyrl.observe import trace
 from easyrl.observe.report import PlainLines, print_end
 from easyrl.observe.text import is_live_terminal
-from easyrl.observe.view import LastPicture, LiveView
+from easyrl.observe.trace import CATEGORIES, FILE_NAME
+from easyrl.observe.view import LiveView
 from easyrl.runtime.run_folder import is_locked
 
 POLL_SECONDS = 0.25
 KILLED = 1
 INTERRUPTED = 128 + signal.SIGINT
-BAD_LINE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
+BAD_LINE = (ValueError, KeyError, TypeError, AttributeError, IndexError)
+EVENTS: Mapping[tuple[str, bool], Any] = {
+    (category, ph == "E"): event for event, (category, ph) in CATEGORIES.items()
+}
 
 
 def watch(folder: Path, *, live: bool) -> int:
@@ -46,14 +48,13 @@ def watch(folder: Path, *, live: bool) -> int:
     if `folder` is no run folder.
     """
     files = RunFiles(folder)
-    view = LiveView(files.now, log_file=Path(os.devnull))
-    observe: Observer = PlainLines()
-    if live and is_live_terminal():
-        observe = view if is_locked(folder) else LastPicture()
+    view = LiveView(files.now, log_file=Path(os.devnull), is_running=is_locked(folder))
+    observe: Observer = view if live and is_live_terminal() else PlainLines()
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # exit through `finally`
+        signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
     exit_code = KILLED
-    before = {signum: signal.signal(signum, _stop) for signum in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        for event in _follow(files):
+        for event in follow(files):
             observe(event)
             if isinstance(event, events.RunEnded):
                 exit_code = event.exit_code
@@ -61,47 +62,38 @@ def watch(folder: Path, *, live: bool) -> int:
         view.close()
         print_end(INTERRUPTED, f"the run continues; to see it again: easyrl watch {folder}")
         return INTERRUPTED
-    except OSError as error:
-        raise ValueError(f"'{folder}' cannot be read any more: {error}") from error
     finally:
         view.close()
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
     return exit_code
 
 
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)  # through `finally`, which restores the terminal
-
-
-def _follow(files: RunFiles) -> Iterator[Event]:
+def follow(files: RunFiles) -> Iterator[Event]:
     """Yield the events of a run until it ends."""
-    is_alive = True
+    is_alive, has_begun = True, False
     while is_alive:
         is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
-        ended = None
-        for event in files.read():
-            ended = event if isinstance(event, events.RunEnded) else None
-            if ended is None:  # also after an earlier command's end, of a resumed run
+        found = list(files.read())
+        has_begun = has_begun or bool(found)
+        for event in found:  # an earlier command of a resumed run has an end, too
+            if event is found[-1] or not isinstance(event, events.RunEnded):
                 yield event
-        if ended is not None:
-            yield ended
+        if found and isinstance(found[-1], events.RunEnded):
             return
         time.sleep(POLL_SECONDS if is_alive else 0.0)
-    if not files.has_begun:
-        raise ValueError(f"'{files.folder}': expected a run's {trace.FILE_NAME}, got another file")
+    if not has_begun:
+        raise ValueError(f"'{files.folder}': expected a run's {FILE_NAME}, got another file")
     yield events.RunEnded(
         KILLED, f"the run was killed: its process is gone; see {files.folder / 'logs'}"
     )
 
 
 class GrowingFile:
-    """A file of JSON lines that another process appends to, or replaces by a newer one."""
+    """A file of JSON lines that another process appends to, or replaces by a shorter one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.inode = 0
-        self._offset = 0
+        self._inode = self._offset = 0
+        self._newest = b"\0"  # the newest line, without its end
 
     def read(self, is_due: Callable[[Any], bool] = lambda line: True) -> Iterator[Any]:
         """Yield new lines up to the first one that is not due; that comes first the next time."""
@@ -110,18 +102,23 @@ class GrowingFile:
         except FileNotFoundError:
             return
         with file:
-            if os.fstat(file.fileno()).st_ino != self.inode:
-                self.inode, self._offset = os.fstat(file.fileno()).st_ino, 0
+            inode = os.fstat(file.fileno()).st_ino
+            if self._offset and inode != self._inode:
+                before, newest, _ = file.read().rpartition(self._newest)
+                self._offset = len(before) + len(newest)
+            self._inode = inode
             file.seek(self._offset)
             while (text := file.readline()).endswith(b"\n"):
+                stripped = text.strip(b",\r\n ")
                 try:
-                    line = json.loads(text.strip().rstrip(b","))
+                    line = json.loads(stripped)
                 except (ValueError, RecursionError):  # the brackets, a line that was cut off
                     self._offset += len(text)
                     continue
                 if not is_due(line):
                     return
                 self._offset += len(text)
+                self._newest = stripped
                 yield line
 
 
@@ -131,7 +128,7 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         """Raises ValueError if that is no run folder."""
         self.folder = folder
-        for name in ("config.yaml", trace.FILE_NAME):
+        for name in ("config.yaml", FILE_NAME):
             if not (folder / name).is_file():
                 what = f"has no {name}" if folder.is_dir() else "is no folder"
                 raise ValueError(
@@ -139,32 +136,22 @@ class RunFiles:
                     "at its start (runs/<time>-<task>)"
                 )
         self.config: Config = load_config(folder / "config.yaml")
-        self._trace = GrowingFile(folder / trace.FILE_NAME)
+        self._trace = GrowingFile(folder / FILE_NAME)
         self._metrics = GrowingFile(folder / "metrics.jsonl")
         self._samples = GrowingFile(folder / "samples.jsonl")
         self._errors = GrowingFile(folder / "reward_errors.jsonl")
-        self._command: Mapping[str, Any] = {}
-        """The newest command's first line in the trace."""
+        self._started_unix_seconds = 0.0
         self._workers: dict[int, str] = {}  # process in the trace -> worker
         self._earlier = 0.0  # seconds from the run's start to that of the newest command
-        self._iteration = self._round = 0
-        self._inode = 0
-        self._newest = self._seen = -1.0
-        """Seconds of the newest line; the same when the trace was last replaced."""
+        self._iteration = math.inf  # unknown at the beginning of a shortened trace
 
     def now(self) -> float:
         """Seconds since the run began, by the machine's wall clock."""
-        return time.time() - float(self._command["started_unix_seconds"])
-
-    @property
-    def has_begun(self) -> bool:
-        return bool(self._command)
+        return time.time() - self._started_unix_seconds
 
     def read(self) -> Iterator[Event]:
         """Yield the events written since the last call."""
         for line in self._trace.read():
-            if self._trace.inode != self._inode:
-                self._inode, self._seen = self._trace.inode, self._newest
             try:
                 found = list(self._events(line))
             except BAD_LINE:
@@ -175,82 +162,63 @@ class RunFiles:
         details = line.get("args", {})
         if line["ph"] == "M":
             yield from self._metadata(details)
-            return
-        time_ = (line["ts"] + line.get("dur", 0)) / 1e6
-        if not (self.has_begun and math.isfinite(time_)) or time_ <= self._seen:
-            return
-        self._newest = max(self._newest, time_)
-        worker = self._workers.get(line["pid"], "")
-        # B and E: traces written before version 0.2 had begins and ends instead of durations.
-        match line.get("cat", line["name"]), line["ph"]:
-            case "activity", "X":
-                span = Span(line["name"], line["ts"] / 1e6, time_)
-                counts = details.get("tokens", 0), details.get("groups", 0)
-                yield FromWorker(worker, time_, Activity((span,), *counts))
-            case "under way", _:
-                begun = UnderWay(details["kind"], time_)
-                yield FromWorker(worker, time_, Activity((), 0, 0, begun))
-            case "start-up", "B" | "i":
-                what = details.get("what", line["name"])
-                yield FromWorker(worker, time_, events.Starting(what) if what else events.Ready())
-            case "start-up", "E" if details.get("ready"):
-                yield FromWorker(worker, time_, events.Ready())
-            case "group", _:
-                yield self._group(time_, details)
-            case "checkpoint", _ if "policy_version" in details:
-                yield FromWorker(worker, time_, events.CheckpointSaved(**details))
-            case _ if line["name"] == "held-out answers":
-                errors = self._errors.read(lambda line: line["iteration"] is None)
-                texts = [line["error"] for line in errors]
-                answered = events.PromptEvaluated(self._round, 0, [], errors=texts)
-                yield FromWorker(worker, time_, answered)
-            case _:
-                yield from self._run_events(line, time_, details)
-
-    def _run_events(self, line: Any, time_: float, details: Any) -> Iterator[Event]:
-        match line.get("cat", line["name"]), line["ph"]:
-            case "iteration", "B" | "i":
-                self._iteration = details["iteration"]
-                yield events.IterationStarted(time_, self._iteration)
-            case "iteration", _:
-                newest = details.get("iteration", self._iteration)
-                for metrics in self._metrics.read(lambda found: found["iteration"] <= newest):
-                    yield events.IterationFinished(time_, metrics)
-            case "round", _:
-                yield events.RoundStarted(time_, **details)
-            case "evaluation", "B" | "i":
-                self._round = details["round"]
-                yield events.EvaluationStarted(time_, **details)
-            case "evaluation", _:
-                yield events.Evaluated(time_, **details)
-            case "note", _:
-                yield events.Note(details["text"])
-            case "quiet", _:
-                yield events.NoEvents(time_, details["text"])
-            case "stopping", _:
-                yield events.Stopping(time_, details["text"])
-            case "first rollout", _:
-                yield events.FirstRollout(time_ - self._earlier)
-            case "saving", "B" | "i":
-                yield events.SavingModel(time_, self.folder / "model")
-            case "saving", _:
-                summary = json.loads((self.folder / "summary.json").read_text())
-                yield events.RunFinished(time_, summary)
+        elif self._workers:
+            time_ = (line["ts"] + line.get("dur", 0)) / 1e6
+            worker = self._workers.get(line["pid"], "")
+            for event in self._timed_events(line, time_, details):
+                yield event if isinstance(event, Event) else FromWorker(worker, time_, event)
 
     def _metadata(self, details: Mapping[str, Any]) -> Iterator[Event]:
         match details:
             case {"devices": dict(devices), "description": str(description)}:
-                earlier = float(details.get("earlier_seconds", 0.0))
-                float(details["started_unix_seconds"])
-                if self.has_begun and earlier <= self._earlier:
-                    return  # the trace was replaced
+                self._earlier = float(details.get("earlier_seconds", 0.0))
                 self._workers = dict(enumerate(devices, start=1))
-                self._earlier, self._command = earlier, details
-                yield events.RunStarted(earlier, self.folder, self.config, devices, description)
-            case {"exit_code": int(exit_code), "message": str(message)} if self.has_begun:
+                self._started_unix_seconds = float(details["started_unix_seconds"])
+                yield events.RunStarted(
+                    self._earlier, self.folder, self.config, devices, description
+                )
+            case {"exit_code": int(exit_code), "message": str(message)} if self._workers:
                 yield events.RunEnded(exit_code, message)
 
-    def _group(self, time_: float, details: Mapping[str, Any]) -> Event:
+    def _timed_events(
+        self, line: Any, time_: float, details: Any
+    ) -> Iterator[Event | events.WorkerEvent]:
+        is_end = line["ph"] in "EX"
+        match line["name"] if line["ph"] == "C" else line.get("cat", line["name"]):
+            case "activity":
+                span = Span(line["name"], line["ts"] / 1e6, time_)
+                yield Activity((span,), details.get("tokens", 0), details.get("groups", 0))
+            case "under way":
+                yield Activity((), 0, 0, UnderWay(details["kind"], time_))
+            case "start-up" if not is_end or details.get("ready"):
+                what = "" if is_end else details.get("what", line["name"])
+                yield events.Starting(what) if what else events.Ready()
+            case "group":
+                yield self._group(details)
+            case "checkpoint":
+                yield events.CheckpointSaved(**details)
+            case "held-out answers":
+                errors = self._errors.read(lambda line: line["iteration"] is None)
+                texts = [line["error"] for line in errors]
+                yield events.PromptEvaluated(0, 0, [], errors=texts)
+            case "note":
+                yield events.Note(details["text"])
+            case "first rollout":
+                yield events.FirstRollout(time_ - self._earlier)
+            case "iteration" if is_end:
+                for metrics in self._metrics.read(
+                    lambda line: line["iteration"] <= self._iteration
+                ):
+                    yield events.IterationFinished(time_, metrics)
+            case "saving" if is_end:
+                summary = json.loads((self.folder / "summary.json").read_text())
+                yield events.RunFinished(time_, summary)
+            case category if (category, is_end) in EVENTS:
+                event = EVENTS[category, is_end](time_, *details.values())
+                self._iteration = getattr(event, "iteration", self._iteration)
+                yield event
+
+    def _group(self, details: Mapping[str, Any]) -> events.GroupScored:
         """A scored group, with its samples and errors from their files."""
         iteration, prompt_index = details["iteration"], details["prompt_index"]
 
@@ -260,7 +228,7 @@ class RunFiles:
 
         lines = [line for line in self._samples.read(is_due) if line["iteration"] == iteration]
         reward = details["mean_reward"]
-        scored = events.GroupScored(
+        return events.GroupScored(
             iteration,
             group_index=0,
             prompt_index=prompt_index,
@@ -276,4 +244,3 @@ class RunFiles:
                 Sample(line["completion"], line["reward"], line["advantage"], {}) for line in lines
             ],
         )
-        return FromWorker("", time_, scored)

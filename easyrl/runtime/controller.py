@@ -302,7 +302,7 @@ class Controller:
             self.notify(events.FirstRollout(self.totals.first_rollout_seconds))
 
     def _save_model(self) -> str:
-        self.notify(events.SavingModel(time.monotonic(), self.folder.model))
+        self.notify(events.SavingModel(time.monotonic()))
         self.workers.rank0.send(events.SaveModel(str(self.folder.model)))
         _, saved = self.workers.next_event()
         assert isinstance(saved, events.ModelSaved)

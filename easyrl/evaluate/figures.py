@@ -1,0 +1,199 @@
+"""The figures of an evaluation, and their comparison with those of another one.
+
+Shapes: N problems, S samples of each. Problems are the unit of every standard error, because
+samples of one problem are correlated (Miller, "Adding Error Bars to Evals", arXiv 2411.00640,
+sections 2.1 and 2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from easyrl.config import ConfigError
+from easyrl.runtime.evaluation import is_correct, mean_and_error
+
+Bools = npt.NDArray[np.bool_]
+Lines = Sequence[Mapping[str, Any]]  # the lines of `samples.jsonl` for one problem: [S]
+TEST = "two-sided sign-flip permutation test over problems"
+NUM_RESAMPLES = 99_999
+"""All 2^n sign flips are counted for up to 16 problems that differ; above, this many are drawn."""
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that one of `k` samples is correct: 1 - C(n - c, k) / C(n, k), which is unbiased
+    (arXiv 2107.03374, equation 1)."""
+    assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples
+    if num_samples - num_correct < k:
+        return 1.0
+    terms = np.arange(num_samples - num_correct + 1, num_samples + 1)
+    return float(1.0 - np.prod(1.0 - k / terms))
+
+
+def pass_at_every_k(correct: Bools) -> list[float]:
+    """Mean over the problems of `correct` [N, S] for k = 1 … S."""
+    num_samples = correct.shape[1]
+    num_problems = np.bincount(correct.sum(axis=1), minlength=num_samples + 1)  # by correct samples
+    return [
+        sum(int(n) * pass_at_k(num_samples, c, k) for c, n in enumerate(num_problems) if n)
+        / len(correct)
+        for k in range(1, num_samples + 1)
+    ]
+
+
+def avg_at_every_k(correct: Bools) -> list[float]:
+    """Mean over the problems and the first k samples of `correct` [N, S] for k = 1 … S."""
+    sums = np.cumsum(correct, axis=1).sum(axis=0)
+    averages: list[float] = (sums / (len(correct) * np.arange(1, correct.shape[1] + 1))).tolist()
+    return averages
+
+
+def rewards_of(answers: Iterable[Lines]) -> npt.NDArray[np.float64]:
+    """The rewards [N, S] of the problems that have all of them: no reward call failed."""
+    rewards = [[line["reward"] for line in lines] for lines in answers]
+    return np.array([each for each in rewards if None not in each], dtype=np.float64)
+
+
+def accuracy_of(answers: Iterable[Lines], correct_reward: float) -> tuple[float, float]:
+    """Accuracy and its standard error; NaN where no answer is scored."""
+    rewards = rewards_of(answers)
+    return mean_and_error(is_correct(rewards, correct_reward).mean(axis=1) if len(rewards) else [])
+
+
+def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]:
+    """The figures of `eval.json`: means over problems, and over all completions."""
+    rewards = rewards_of(answers)  # [N, S]
+    lengths = [line["length"] for lines in answers for line in lines]
+    of_samples: dict[str, Any] = {
+        "num_problems": len(rewards),
+        "num_skipped": len(answers) - len(rewards),  # their reward calls failed
+        "completion_tokens": sum(lengths),
+        "mean_completion_length": float(np.mean(lengths)),
+        "truncated_share": float(np.mean([line["truncated"] for each in answers for line in each])),
+    }
+    if not len(rewards):
+        return {"accuracy": None, "standard_error": None, **of_samples}
+    correct = is_correct(rewards, correct_reward)
+    accuracy, error = accuracy_of(answers, correct_reward)
+    reward, reward_error = mean_and_error(rewards.mean(axis=1))
+    by_function: dict[str, list[float]] = {}
+    for lines in answers:
+        for line in lines if None not in [line["reward"] for line in lines] else []:
+            for name, score in line["rewards"].items():
+                if score is not None:  # None: the function does not apply
+                    by_function.setdefault(name, []).append(score)
+    return {
+        "accuracy": accuracy,
+        "standard_error": error,
+        "pass_at_k": {str(k): v for k, v in enumerate(pass_at_every_k(correct), start=1)},
+        "avg_at_k": {str(k): v for k, v in enumerate(avg_at_every_k(correct), start=1)},
+        "reward": reward,
+        "reward_standard_error": reward_error,
+        "rewards": {name: float(np.mean(scores)) for name, scores in by_function.items()},
+        **of_samples,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluation to compare."""
+
+    path: Path  # its folder, or its samples.jsonl
+    model: str | None
+    answers: Mapping[str, Lines]  # problem -> its samples, all with rewards
+
+
+def compare(
+    first: Evaluation, second: Evaluation, correct_reward: float
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the comparison as a whole, and of each common problem, the largest difference first.
+
+    Problems are matched by their ids (`data.problems.problem_ids`). Raises ConfigError if the two
+    have no problem in common.
+    """
+    common = [problem for problem in first.answers if problem in second.answers]
+    if not common:
+        raise ConfigError(
+            f"--compare: expected an evaluation on the same problems, got '{second.path}', which "
+            f"has none of those of '{first.path}'. Problems are the same if their prompts and "
+            "columns are"
+        )
+    correct = [
+        is_correct(rewards_of(each.answers[problem] for problem in common), correct_reward)
+        for each in (first, second)
+    ]
+    means = [of_one.mean(axis=1) for of_one in correct]  # [N]
+    (accuracy, error), (other_accuracy, other_error) = map(mean_and_error, means)
+    whole = {
+        "with": str(second.path),
+        "model": second.model,
+        "num_problems": len(common),
+        "num_only_here": len(first.answers) - len(common),
+        "num_only_there": len(second.answers) - len(common),
+        "accuracy": accuracy,
+        "accuracy_standard_error": error,
+        "other_accuracy": other_accuracy,
+        "other_accuracy_standard_error": other_error,
+        **paired(*correct),
+    }
+    problems = [
+        {
+            "problem": common[number],
+            "prompt": first.answers[common[number]][0]["prompt"],
+            "accuracy": float(means[0][number]),
+            "other_accuracy": float(means[1][number]),
+        }
+        for number in np.argsort(-np.abs(means[0] - means[1]), kind="stable")
+    ]
+    return whole, problems
+
+
+def paired(first: Bools, second: Bools) -> dict[str, Any]:
+    """Compare correct answers to the same problems in the same order: [N, S] and [N, T]. Figures
+    are those of the first minus those of the second.
+
+    The standard error is that of the problems' differences (arXiv 2411.00640, section 4.2). The
+    p-value is that of the two-sided sign-flip permutation test: if the two models were alike, each
+    problem's difference could as well have the opposite sign. If all differences have one size, as
+    with one sample per problem, this is McNemar's exact test.
+    """
+    assert len(first) == len(second) > 0
+    differences = first.mean(axis=1) - second.mean(axis=1)  # [N]
+    difference, error = mean_and_error(differences)
+    better, worse = int((differences > 0).sum()), int((differences < 0).sum())
+    p_value, test = _sign_flip_test(differences[differences != 0], better)
+    return {
+        "difference": difference,
+        "standard_error": error,
+        "p_value": p_value,
+        "num_better": better,
+        "num_worse": worse,
+        "num_equal": len(differences) - better - worse,
+        "test": f"{TEST}, {test}",
+    }
+
+
+def _sign_flip_test(differences: np.ndarray[Any, Any], num_positive: int) -> tuple[float, str]:
+    """The p-value of `differences` [n], all nonzero, and whether it is exact."""
+    from scipy import stats
+
+    if not len(differences):
+        return 1.0, "exact"
+    if np.ptp(np.abs(differences)) < 1e-12:  # the sum depends on the number of positive signs alone
+        return float(stats.binomtest(num_positive, len(differences)).pvalue), "exact"
+    result = stats.permutation_test(
+        (differences, -differences),
+        lambda x, y, axis: (x - y).sum(axis=axis),
+        vectorized=True,
+        permutation_type="samples",
+        n_resamples=NUM_RESAMPLES,
+        batch=max(1, 4_000_000 // len(differences)),
+        rng=0,
+    )
+    is_exact = 2 ** len(differences) <= NUM_RESAMPLES
+    return float(result.pvalue), "exact" if is_exact else f"{NUM_RESAMPLES:,} random sign flips"
