@@ -38,14 +38,6 @@ def test_pass_at_k_and_avg_at_k_are_means_over_problems() -> None:
     assert avg_at_every_k(correct[2:]) == pytest.approx([0, 1 / 2, 2 / 3])
 
 
-def test_pass_at_k_is_unbiased() -> None:
-    rng = np.random.default_rng(0)
-    chances = rng.uniform(0, 0.5, size=40)
-    expected = np.mean(1 - (1 - chances) ** 3)
-    got = [pass_at_every_k(rng.random((40, 5)) < chances[:, None])[2] for _ in range(2000)]
-    assert abs(np.mean(got) - expected) < 4 * np.std(got) / np.sqrt(len(got))
-
-
 @pytest.mark.parametrize("num_samples", [1, 4])
 def test_standard_error_is_the_spread_of_repeated_evaluations(num_samples: int) -> None:
     """On new problems each time. Samples of one problem are correlated: an error with samples as
@@ -95,6 +87,7 @@ def test_paired_test_with_one_sample_is_mcnemars_exact_test() -> None:
     assert result["difference"] == pytest.approx(0.09)
     expected = np.std((first * 1.0 - second)[:, 0], ddof=1) / 10
     assert result["standard_error"] == pytest.approx(expected)
+    assert paired(first, first)["p_value"] == 1.0
 
 
 def test_paired_test_draws_sign_flips_for_many_problems() -> None:
@@ -110,17 +103,6 @@ def test_paired_test_draws_sign_flips_for_many_problems() -> None:
     assert f"{NUM_RESAMPLES:,} random" in result["test"]
     assert 0.001 < result["p_value"] < 0.9
     assert result["p_value"] == pytest.approx(2 * stats.norm.sf(z), rel=0.05)
-
-
-def test_paired_test_is_not_too_liberal() -> None:
-    rng = np.random.default_rng(3)
-    p_values = []
-    for _ in range(300):
-        chances = rng.random((9, 1))
-        samples = [rng.random((9, 3)) < chances for _ in range(2)]
-        p_values.append(paired(samples[0], samples[1])["p_value"])
-    assert np.mean(np.array(p_values) <= 0.05) <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 300)
-    assert paired(np.ones((4, 2), bool), np.ones((4, 2), bool))["p_value"] == 1.0
 
 
 def test_reward_just_below_the_bound_by_rounding_is_correct() -> None:

@@ -11,34 +11,28 @@ import pytest
 
 from easyrl import events
 from easyrl.evaluate import view as eval_view
+from easyrl.evaluate.figures import Evaluation, compare, summarize
 from easyrl.evaluate.view import EvalView, show_comparison
 
-ABOUT = {
-    "model": "my [bold]model",
-    "dataset": "gsm8k",
-    "num_samples": 8,
-    "temperature": 0.6,
-    "top_p": 0.95,
-    "top_k": 0,
-}
-RESULTS: dict[str, Any] = {
-    **ABOUT,
-    "accuracy": 0.5,
-    "standard_error": 0.05,
-    "pass_at_k": {str(k): k / 10 for k in range(1, 9)},
-    "avg_at_k": {str(k): 0.5 for k in range(1, 9)},
-    "reward": 0.75,
-    "reward_standard_error": 0.03,
-    "rewards": {"right": 0.5, "format": 0.25},
-    "num_problems": 90,
-    "num_skipped": 10,
-    "num_too_long": 0,
-    "completion_tokens": 12345,
-    "mean_completion_length": 17.15,
-    "truncated_share": 0.125,
-    "wall_seconds": 10.0,
-    "tokens_per_second": 1234.5,
-}
+ABOUT = {"model": "my [bold]model", "dataset": "gsm8k", "num_samples": 8}
+ABOUT |= {"temperature": 0.6, "top_p": 0.95, "top_k": 0}
+
+
+def answers(num_correct: Callable[[int], int]) -> list[list[dict[str, Any]]]:
+    """20 problems, 8 samples of each."""
+    return [
+        [
+            {
+                "prompt": f"[red]problem\n{problem}\x1b[2J",
+                "reward": float(sample < num_correct(problem)),
+                "rewards": {"right": float(sample < num_correct(problem)), "format": 0.25},
+                "length": 10 + sample,
+                "truncated": sample == 0,
+            }
+            for sample in range(8)
+        ]
+        for problem in range(20)
+    ]
 
 
 def from_worker(event: events.WorkerEvent) -> Callable[[EvalView], None]:
@@ -76,53 +70,39 @@ def test_lines_show_progress_and_remaining_time(printed: Callable[[], str]) -> N
 
 
 def test_result_table_has_every_figure(printed: Callable[[], str]) -> None:
-    EvalView(live=False).show_results(Path("ev"), RESULTS)
+    run = {**ABOUT, "num_too_long": 0, "wall_seconds": 10.0, "tokens_per_second": 1234.5}
+    of_half = answers(lambda problem: 8 * (problem % 2))
+    EvalView(live=False).show_results(Path("ev"), {**run, **summarize(of_half, 1.0)})
     output = printed()
     for line in (
-        "accuracy 0.500 ± 0.050",
-        "pass@k 1: 0.100 2: 0.200 4: 0.400 8: 0.800",
+        "accuracy 0.500 ± 0.115",
+        "pass@k 1: 0.500 2: 0.500 4: 0.500 8: 0.500",
         "avg@k 1: 0.500 2: 0.500 4: 0.500 8: 0.500",
-        "mean reward 0.750 ± 0.030",
+        "mean reward 0.500 ± 0.115",
         "right: 0.500 format: 0.250",
+        "problems 20, 8 samples each at temperature 0.6, top_p 0.95",
+        "mean length 13.5 tokens",
         "12.5%",
-        "12,345 tokens in 10.0 s, 1,234 tokens/s",
+        "2,160 tokens in 10.0 s, 1,234 tokens/s",
     ):
         assert line in output, line
-    nothing = {**RESULTS, "accuracy": None, "standard_error": None, "tokens_per_second": None}
-    for name in ("pass_at_k", "avg_at_k", "reward", "rewards"):
-        del nothing[name]
-    EvalView(live=False).show_results(Path("ev"), nothing)
+    nothing = [[{**line, "reward": None} for line in lines] for lines in of_half]
+    results = {**run, **summarize(nothing, 1.0), "tokens_per_second": None}
+    EvalView(live=False).show_results(Path("ev"), results)
     assert "accuracy none" in printed()
 
 
 def test_comparison_shows_the_problems_that_differ_most(printed: Callable[[], str]) -> None:
-    comparison = {
-        "with": "other",
-        "model": None,
-        "test": "a test",
-        "p_value": 0.04,
-        "num_problems": 15,
-        "num_only_here": 1,
-        "num_only_there": 2,
-        "accuracy": 0.5,
-        "accuracy_standard_error": 0.1,
-        "other_accuracy": 0.4,
-        "other_accuracy_standard_error": None,
-        "difference": 0.1,
-        "standard_error": 0.05,
-        "num_better": 8,
-        "num_worse": 4,
-        "num_equal": 3,
-    }
-    problems = [
-        {"prompt": f"[red]problem\n{n}\x1b[2J", "accuracy": 1.0, "other_accuracy": n / 12}
-        for n in range(13)
-    ]
-    show_comparison("my model", comparison, problems, Path("c.jsonl"))
+    first, second = (
+        Evaluation(Path(name), None, {f"p{n}": lines for n, lines in enumerate(answers(num))})
+        for name, num in (("one", lambda problem: 8), ("other", lambda problem: min(problem, 8)))
+    )
+    show_comparison("my model", *compare(first, second, 1.0), Path("c.jsonl"))
     output = printed()
-    assert "0.500 ± 0.100 0.400" in output and "+0.100 ± 0.050, p = 0.04" in output
-    assert "[red]problem 0" in output and "[red]problem 10" not in output
-    assert "2 more" in output and "\x1b" not in output and "c.jsonl" in output
+    assert "compared with other" in output and "1.000 ± 0.000 0.775" in output
+    assert "+0.225 ± 0.069, p = 0.00781" in output and "unknown" in output
+    assert "1.000 0.000 [red]problem 0" in output and "1.000 0.875 [red]problem 7" in output
+    assert "\x1b" not in output and "c.jsonl" in output
 
 
 @pytest.mark.parametrize("num_steps", range(len(RUN) + 1))

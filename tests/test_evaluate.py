@@ -24,7 +24,7 @@ from easyrl import cli, events
 from easyrl.config import ConfigError, load_config
 from easyrl.config.eval import Sampling
 from easyrl.data import arithmetic
-from easyrl.data.problems import problem_ids, with_eval_data
+from easyrl.data.problems import with_eval_data
 from easyrl.evaluate import command
 from easyrl.evaluate.command import make_plan
 from easyrl.evaluate.figures import compare
@@ -303,12 +303,6 @@ def test_dataset_flag_wins_over_the_config_file(workers: Workers, tmp_path: Path
     assert evaluated(tmp_path / "a", *words)["num_problems"] == 1
     results = evaluated(tmp_path / "b", "--dataset", "arithmetic", *words)
     assert results["num_problems"] == NUM_PROBLEMS
-
-
-def test_problem_id_does_not_depend_on_position() -> None:
-    problems = arithmetic.held_out_prompts()[:5]
-    ids = problem_ids(problems)
-    assert problem_ids(problems[::-1]) == ids[::-1] and len(set(ids)) == 5
 
 
 def test_sampling_is_the_users_then_the_presets_then_that_of_training() -> None:

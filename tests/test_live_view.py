@@ -19,7 +19,7 @@ from easyrl.observe.observers import Guard
 from easyrl.observe.state import RunState
 from easyrl.observe.view import render
 from run_events import METRICS, active, group
-from runs import SMALL, Finished
+from runs import SMALL
 from terminals import Terminal, after_the_view, shell
 
 HOSTILE = "[red]no markup[/red] \x1b[2J\x07 \u202ereversed 日本"
@@ -203,17 +203,6 @@ def test_observer_that_fails_is_replaced_with_one_note() -> None:
     assert received == [run, first, second]
 
 
-def test_notes_of_an_observer_reach_every_observer() -> None:
-    received: list[Event] = []
-    end, note = events.RunEnded(1, ""), Note("half of it is lost")
-
-    def add_note(event: Event) -> Note | None:
-        return note if isinstance(event, events.RunEnded) else None
-
-    events.combine_observers([received.append, add_note, received.append])(end)  # type: ignore[list-item]
-    assert received == [end, end, note, note]
-
-
 # Real terminals.
 
 
@@ -262,16 +251,6 @@ def test_terminal_is_restored_after_a_signal(tmp_path: Path) -> None:
     assert "stopped by SIGTERM" in after_the_view(terminal.output)
 
 
-def test_terminal_is_restored_after_an_error(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(
-        "def score(completions, **rest):\n    raise SystemExit(3)\n"
-    )
-    reward = f"reward.functions=[{tmp_path / 'reward.py'}:score]"
-    terminal = Terminal(*grpo(tmp_path / "run", "--iterations", "2", reward))
-    assert terminal.end() != 0
-    assert "easyrl: " in after_the_view(terminal.output)
-
-
 def test_ctrl_z_gives_the_terminal_back_until_fg(tmp_path: Path) -> None:
     terminal = shell(PYTHONPATH=os.environ.get("PYTHONPATH", ""))
     command = " ".join(grpo(tmp_path / "run", "--iterations", "100000"))
@@ -290,13 +269,3 @@ def test_ctrl_z_gives_the_terminal_back_until_fg(tmp_path: Path) -> None:
     terminal.type("exit\n")
     terminal.end()
     assert terminal.output.count("\x1b[?1049h") == terminal.output.count("\x1b[?1049l") == 2
-
-
-@pytest.mark.parametrize(("words", "term"), [(["--no-live"], "xterm"), ([], "dumb")])
-def test_plain_lines_without_a_live_view(
-    finished_run: Finished, words: list[str], term: str
-) -> None:
-    command = [sys.executable, "-m", "easyrl", "watch", str(finished_run.folder), *words]
-    terminal = Terminal(*command, TERM=term)
-    assert terminal.end() == 0
-    assert "iteration 1/3  reward" in terminal.output and "\x1b[?1049h" not in terminal.output

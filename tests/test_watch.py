@@ -283,13 +283,17 @@ def test_finished_run_is_shown_as_it_ended(finished_run: Finished) -> None:
     assert "run folder" in terminal.output and "next commands" in terminal.output
 
 
-def test_finished_run_without_a_terminal_gives_plain_lines(finished_run: Finished) -> None:
-    done = easyrl("watch", str(finished_run.folder))
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+@pytest.mark.parametrize(("words", "term"), [(["--no-live"], "xterm"), ([], "dumb")])
+def test_plain_lines_without_a_live_view(
+    finished_run: Finished, words: list[str], term: str
+) -> None:
+    command = [sys.executable, "-m", "easyrl", "watch", str(finished_run.folder), *words]
+    terminal = Terminal(*command, TERM=term)
+    assert terminal.end() == 0
+    lines = terminal.output.splitlines()
     assert len([line for line in lines if line.startswith("iteration ")]) == 3
     assert any(line.startswith("first rollout after") for line in lines)
-    assert "finished" in lines and "\x1b" not in done.stdout
+    assert "█" not in terminal.output and "next commands" in terminal.output
 
 
 @pytest.fixture(scope="module")

@@ -40,28 +40,26 @@ class EvalFolder:
         self.model = self.path / "model"
         self._asked_model, self._settings = config.model.path, settings
         before = _read_progress(self.path)
-        is_used = self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
-        if before is None and is_used:
+        is_empty = self.path.is_dir() and not any(self.path.iterdir())
+        if before is None and self.path.exists() and not is_empty:
             raise ConfigError(
                 f"{KEY}: expected a new folder or that of an evaluation, got '{self.path}'"
             )
         self.seconds: float = before["seconds"] if before else 0.0
         """Spent on answering, by all commands."""
-        old, new = before["settings"] if before else {}, json.loads(json.dumps(settings))
+        new = json.loads(json.dumps(settings))
+        old = before["settings"] if before else new
+        changed = [
+            f"{key}: expected {json.dumps(old.get(key))} as in that evaluation, got "
+            f"{json.dumps(new.get(key))}"
+            for key in old | new
+            if old.get(key) != new.get(key)
+        ]
         samples = self.path / SAMPLES
-        if old not in ({}, new) and samples.is_file() and samples.stat().st_size > 0:
-            raise ConfigError(
-                "\n".join(
-                    [f"{KEY}: '{self.path}' has an evaluation with other settings:"]
-                    + [
-                        f"{key}: expected {json.dumps(old.get(key))} as in that evaluation, got "
-                        f"{json.dumps(new.get(key))}"
-                        for key in old | new
-                        if old.get(key) != new.get(key)
-                    ]
-                    + ["To continue it, repeat its command; else choose a new folder"]
-                )
-            )
+        if changed and samples.is_file() and samples.stat().st_size > 0:
+            about = f"{KEY}: '{self.path}' has an evaluation with other settings:"
+            what_to_do = "To continue it, repeat its command; else choose a new folder"
+            raise ConfigError("\n".join([about, *changed, what_to_do]))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.path)

@@ -56,7 +56,7 @@ LOOKS: dict[SpanKind, tuple[str, str]] = {
 }
 """Every kind of work has its own character, so that lanes can be read without colours."""
 SLICE_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-ITERATIONS_SHOWN = 4  # A lane shows about this many iterations
+ITERATIONS_SHOWN = 4  # a lane shows about this many iterations
 MIN_LANE_SECONDS = 2.5
 BLOCKS = "▁▂▃▄▅▆▇█"
 
