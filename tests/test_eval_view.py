@@ -95,13 +95,17 @@ def test_result_table_has_every_figure(printed: Callable[[], str]) -> None:
 def test_comparison_shows_the_problems_that_differ_most(printed: Callable[[], str]) -> None:
     first, second = (
         Evaluation(Path(name), None, {f"p{n}": lines for n, lines in enumerate(answers(num))})
-        for name, num in (("one", lambda problem: 8), ("other", lambda problem: min(problem, 8)))
+        for name, num in (
+            ("one", lambda problem: 8),
+            ("other", lambda problem: min(problem // 2, 8)),
+        )
     )
     show_comparison("my model", *compare(first, second, 1.0), Path("c.jsonl"))
     output = printed()
-    assert "compared with other" in output and "1.000 ± 0.000 0.775" in output
-    assert "+0.225 ± 0.069, p = 0.00781" in output and "unknown" in output
-    assert "1.000 0.000 [red]problem 0" in output and "1.000 0.875 [red]problem 7" in output
+    assert "compared with other" in output and "1.000 ± 0.000 0.550 ± 0.078" in output
+    assert "+0.450 ± 0.078, p = 3.05e-05" in output and "unknown" in output
+    assert "1.000 0.000 [red]problem 0" in output and "1.000 0.500 [red]problem 9" in output
+    assert "[red]problem 10" not in output and "6 more problems" in output
     assert "\x1b" not in output and "c.jsonl" in output
 
 
