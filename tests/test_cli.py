@@ -114,15 +114,7 @@ def test_every_named_flag_reaches_its_key(runs: list[Config]) -> None:
     )
 
 
-def test_flags_win_over_the_file_and_words_over_flags(runs: list[Config]) -> None:
-    file = str(ROOT / "configs" / "own_data.yaml")
-    call("grpo", "--config", file, "--iterations", "5", "train.iterations=6")
-    call("grpo", "--config", file, "--iterations", "5")
-    call("grpo", "--config", file)
-    assert [config.train.iterations for config in runs] == [6, 5, 200]
-
-
-def test_a_run_goes_on_with_its_own_settings_in_its_own_folder(
+def test_a_run_resumes_with_its_own_settings_in_its_own_folder(
     runs: list[Config], tmp_path: Path
 ) -> None:
     config = load_config(None, {"output.dir": "where/it/was", "train.iterations": 7})

@@ -4,7 +4,6 @@ data set has them."""
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -47,36 +46,19 @@ def _user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "problems.jsonl").write_text(json.dumps(row) + "\n")
 
 
-def flags_of(file: Path, stand_in: Path) -> dict[str, str]:
-    is_built_in = load_config(file).model.path in BUILT_IN_MODELS
-    return CPU if is_built_in else {**CPU, "model.path": str(stand_in)}
-
-
 @recipe
-def test_a_recipe_would_start(file: Path, stand_in: Path) -> None:
-    config = load_config(file, flags_of(file, stand_in))
+def test_a_recipe_would_start_and_runs_dry(file: Path, stand_in: Path) -> None:
+    flags = CPU
+    if load_config(file).model.path not in BUILT_IN_MODELS:
+        flags = {**CPU, "model.path": str(stand_in)}
+    config = load_config(file, flags)
     preflight = check_run(config)
     assert preflight.prompts.prompt(config.train.prompts_per_iteration).content
     assert preflight.num_prompts_skipped == 0
-
-
-@recipe
-def test_a_recipe_runs_dry(file: Path, stand_in: Path) -> None:
-    flags = flags_of(file, stand_in)
     words = [f"{key}={value}" for key, value in flags.items()]
     result = CliRunner().invoke(app, ["grpo", "--config", str(file), "--dry-run", *words])
     assert result.exit_code == 0, result.output
     assert "a run would not start" not in result.output
     shown = Path("shown.yaml")
     shown.write_text(result.output)
-    assert load_config(shown) == with_absolute_paths(load_config(file, flags))  # as in config.yaml
-
-
-@recipe
-def test_a_recipe_says_what_it_needs_and_how_long_it_takes(file: Path) -> None:
-    if file.stem == "default":
-        return  # no recipe: every key with its default
-    comment = "\n".join(re.findall(r"^# ?(.*)$", file.read_text(), flags=re.MULTILINE))
-    assert f"easyrl grpo --config configs/{file.name}" in comment or "my_run.yaml" in comment
-    assert re.search(r"^Hardware: ", comment, flags=re.MULTILINE)
-    assert "Duration: " in comment
+    assert load_config(shown) == with_absolute_paths(config)  # as in config.yaml

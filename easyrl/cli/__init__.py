@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from easyrl import __version__
-from easyrl.cli import config as config_command
 from easyrl.cli import eval as eval_commands
 from easyrl.cli import tools
 from easyrl.cli.bench import bench
@@ -51,7 +50,7 @@ app.command()(eval_commands.samples)
 app.command()(tools.watch)
 app.command()(tools.doctor)
 app.command()(tools.export)
-app.command("config")(config_command.print_config)
+app.command("config")(tools.print_config)
 app.add_typer(bench, name="bench")
 
 

@@ -66,12 +66,11 @@ def grpo(
 
 def _resumed(run: Path, config: Path | None, output: str | None) -> Path:
     """The config file of a run to resume, which keeps its folder and its settings."""
-    for flag, value in (("--config", config), ("--output", output)):
-        if value is not None:
-            raise ValueError(
-                f"--resume: expected no {flag}, because a resumed run keeps its folder and the "
-                "settings in its config.yaml; give flags and words only for what may change"
-            )
+    if config is not None or output is not None:
+        raise ValueError(
+            "--resume: expected neither --config nor --output: a resumed run keeps its folder and "
+            "the settings in its config.yaml"
+        )
     if not (run / "config.yaml").is_file():
         what = "has no config.yaml" if run.is_dir() else "is no folder"
         raise ValueError(
