@@ -20,7 +20,6 @@ def write_files(folder: Path) -> None:
     """Data, rewards, configs and models that the mistakes name, in `folder`."""
     texts = {
         "good.jsonl": '{"prompt": "1+1=", "answer": "2"}\n',
-        "code.jsonl": '{"prompt": "1+1=", "answer": "2", "tests": "assert add(1, 2) == 3"}\n',
         "broken.jsonl": '{"prompt": "1+1="}\n{"prompt": \n',
         "other.jsonl": '{"question": "1+1=", "answer": "2"}\n',
         "chat.jsonl": "".join(json.dumps({"prompt": CHAT, "answer": "2"}) + "\n" for _ in "ab"),
@@ -64,7 +63,7 @@ def make_run(folder: Path, states: dict[int, Any]) -> None:
 
 
 held: list[int] = []
-"""Descriptors of the folders of runs that seem to go on."""
+"""Locks of run folders that seem to be in use."""
 RUNS: dict[str, dict[int, Any]] = {
     "run_without": {},
     "run_broken": {10: '{"format": 1', 20: ""},

@@ -31,8 +31,8 @@ class Finished(NamedTuple):
 
 
 def complaints(log: Path) -> list[str]:
-    """What libraries have written into a worker's log; without what torch 2.10's Gloo tells of
-    every group that it has made."""
+    """Lines of libraries in a worker's log, without what torch 2.10's Gloo prints for
+    every group that it creates."""
     return [line for line in log.read_text().splitlines() if not line.startswith("[Gloo] Rank ")]
 
 

@@ -121,7 +121,9 @@ def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
 # LoRA.
 
 
-def test_lora_without_peft_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lora_without_peft_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
     result = typed("--output", str(tmp_path / "run"), "model.lora.rank=16")
     assert_names(result, "model.lora.rank")

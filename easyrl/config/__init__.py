@@ -29,7 +29,6 @@ from easyrl.config.rollout import RolloutConfig
 from easyrl.config.runtime import OutputConfig, RuntimeConfig
 from easyrl.config.text import ConfigError, Section
 from easyrl.config.train import TrainConfig
-from easyrl.formatting import counted
 
 __all__ = ["Config", "ConfigError", "load_config", "settings_markdown", "to_commented_yaml"]
 
@@ -89,42 +88,28 @@ class Config(Section):
     def _sections_agree(self) -> Self:
         updates, prompts = self.train.updates_per_iteration, self.train.prompts_per_iteration
         longest, budget = self.max_sequence_length, self.train.max_tokens_per_micro_batch
-        weights, num_functions = self.reward.weights, len(self.reward.functions or ["preset's"])
-        all_may_wait = (
-            self.runtime.schedule == "sync"
-            or self.runtime.deterministic
-            or updates > 1
-            or self.algorithm.dynamic_sampling
-        )
-        checks = [
-            (
-                self.ring_slots >= prompts or not all_may_wait,
-                f"rollout.ring_slots: expected at least {prompts} (train.prompts_per_iteration) or "
-                "null, because all groups of an iteration may wait in the ring with runtime."
-                "schedule=sync, runtime.deterministic, algorithm.dynamic_sampling or train."
-                f"updates_per_iteration over 1, got {self.ring_slots}",
-            ),
-            (
-                prompts % updates == 0,
+        runtime, problems = self.runtime, []
+        must_hold_all = runtime.schedule == "sync" or runtime.deterministic or updates > 1
+        if self.ring_slots < prompts and (must_hold_all or self.algorithm.dynamic_sampling):
+            problems.append(
+                f"rollout.ring_slots: expected null or at least {prompts}, as all groups of an "
+                "iteration may wait in the ring with runtime.schedule=sync, runtime.deterministic, "
+                "train.updates_per_iteration over 1 or algorithm.dynamic_sampling, got "
+                f"{self.ring_slots}"
+            )
+        if prompts % updates:
+            problems.append(
                 f"train.updates_per_iteration: expected a divisor of {prompts} "
-                f"(train.prompts_per_iteration), got {updates}",
-            ),
-            (
-                longest <= budget,
-                f"train.max_tokens_per_micro_batch: expected at least {longest}, one rollout (data."
-                f"max_prompt_length + rollout.max_completion_length), got {budget}",
-            ),
-            (
-                weights is None or len(weights) == num_functions,
-                "reward.weights: expected one for each of "
-                f"{counted(num_functions, 'reward function')}, got {weights}",
-            ),
-            (
-                self.runtime.resume == "never" or self.output.dir is not None,
-                "runtime.resume: expected output.dir (--output) too with auto, got null",
-            ),
-        ]
-        if problems := [message for holds, message in checks if not holds]:
+                f"(train.prompts_per_iteration), got {updates}"
+            )
+        if longest > budget:
+            problems.append(
+                f"train.max_tokens_per_micro_batch: expected at least {longest}, one rollout "
+                f"(data.max_prompt_length + rollout.max_completion_length), got {budget}"
+            )
+        if runtime.resume == "auto" and self.output.dir is None:
+            problems.append("runtime.resume: expected output.dir (--output) too with auto")
+        if problems:
             raise ValueError("\n".join(problems))
         return self
 

@@ -57,8 +57,14 @@ class RewardConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _regex_has_a_pattern(self) -> Self:
-        if ("regex" in (self.functions or [])) != (self.pattern is not None):
+    def _keys_agree(self) -> Self:
+        functions = self.functions or ["the preset's"]
+        if self.weights is not None and len(self.weights) != len(functions):
+            raise ValueError(
+                f"reward.weights: expected one for each of {', '.join(functions)}, got "
+                f"{self.weights}"
+            )
+        if ("regex" in functions) != (self.pattern is not None):
             raise ValueError(
                 "reward.pattern: expected a regular expression with the reward function regex, and "
                 f"null without it, got {self.pattern!r}"
