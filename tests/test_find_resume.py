@@ -116,15 +116,13 @@ def test_rows_that_have_changed_are_told(tmp_path: Path) -> None:
         check()
 
 
-def test_what_is_no_file_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_names_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "arithmetic").mkdir()  # the built-in data set wins
+    (tmp_path / "arithmetic").mkdir()  # the preset wins
     assert with_absolute_paths(load_config()) == load_config()
-    (tmp_path / "gpt2").write_text("a file beside the hub's model of that name")
-    for model in ("owner/name", "gpt2"):
-        words = [f"model.path={model}", "data.dataset=none.jsonl"]
-        config = load_config(words=[*words, "reward.functions=[m.n:f, x.py:f]"])
-        assert with_absolute_paths(config) == config
+    words = ["model.path=owner/name", "data.dataset=none.jsonl"]
+    config = load_config(words=[*words, "reward.functions=[m.n:f, x.py:f]"])
+    assert with_absolute_paths(config) == config
 
 
 OTHER_MEASURES = {

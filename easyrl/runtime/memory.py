@@ -79,8 +79,6 @@ VLLM_FRACTION = 0.9
 """Part of its own accelerator that vLLM takes where rollout.memory_fraction is null."""
 COPIES_TO_SAVE = 3
 """A checkpoint holds weights and AdamW's two moments."""
-NUM_NAMED = 3
-"""Parts that a warning names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +97,13 @@ class ModelSize:
     """Whether embedding and head share one weight."""
     is_batched: bool
     """Whether an engine can process several groups at once (else `engines.generate` runs one)."""
-    num_weights: int = 0
-    num_trained: int | None = None
+    num_weights: int
+    outer_weights: int
+    """Elements outside of the layers."""
+    layer_weights: float
+    """Elements of one layer, on average."""
+    num_trained: int | None
     """Elements of LoRA's adapters; None: all weights are trained."""
-
-    @property
-    def head_weights(self) -> int:
-        """Elements of the head, and of the embedding."""
-        return self.vocabulary_size * self.width
-
-    @property
-    def outer_weights(self) -> int:
-        """Elements outside of the layers."""
-        return self.head_weights * (1 if self.is_tied else 2) + self.width
-
-    @property
-    def layer_weights(self) -> float:
-        """Elements of one layer, on average."""
-        return (self.num_weights - self.outer_weights) / self.num_layers
 
 
 def model_size(
@@ -140,6 +127,8 @@ def model_size(
     if get("moe_intermediate_size"):
         mlp_width = get("moe_intermediate_size") * get("num_experts_per_tok", 1)
         mlp_width += get("shared_expert_intermediate_size", 0)
+    is_tied = get("tie_word_embeddings", False)
+    outer_weights = vocabulary * width * (1 if is_tied else 2) + width
     return ModelSize(
         num_layers=layers,
         width=width,
@@ -148,9 +137,11 @@ def model_size(
         num_key_value_heads=get("num_key_value_heads", heads),
         head_size=get("head_dim", width // heads),
         vocabulary_size=vocabulary,
-        is_tied=get("tie_word_embeddings", False),
+        is_tied=is_tied,
         is_batched=set(get("layer_types", ())) <= set(PACKED_LAYERS),
         num_weights=num_weights,
+        outer_weights=outer_weights,
+        layer_weights=(num_weights - outer_weights) / layers,
         num_trained=num_trained,
     )
 
@@ -371,7 +362,8 @@ def micro_batch_bytes(
 
     num_chunks = -(-num_targets * model.vocabulary_size * FLOAT_BYTES // CHUNK_BYTES)
     chunk = -(-num_targets // num_chunks) * model.vocabulary_size * FLOAT_BYTES
-    head = dtype_bytes * model.head_weights if model.num_trained is None else 0
+    is_lora = model.num_trained is not None
+    head = 0 if is_lora else dtype_bytes * model.vocabulary_size * model.width
     stream = dtype_bytes * (model.width + 2 * model.mlp_width) + (layer if checkpointing else 0)
     copies = chunk + head if on_cpu and copies_factors else 0
     transient = max(
@@ -443,7 +435,7 @@ def check_memory(processes: Sequence[ProcessMemory], sizes: Mapping[str, int]) -
             warnings.append(
                 f"warning: by estimate this run takes up to {as_size(_total(parts))} of {device} "
                 f"memory, but {available} {as_size(size)}, so it may run out of memory; the "
-                f"largest parts: {'; '.join(_largest(parts)[:NUM_NAMED])}"
+                f"largest parts: {'; '.join(_largest(parts)[:3])}"
             )
     return warnings
 

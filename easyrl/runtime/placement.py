@@ -67,30 +67,27 @@ class Placement:
         return self.num_rollout_workers if role == "rollout" else self.train.count
 
     def indices_of(self, role: str, number: int) -> tuple[int, ...]:
-        """A worker's device numbers, as in the config."""
-        if role == "train":
-            return self.train.indices[number : number + 1]
-        size = self.engine.tensor_parallel_size
-        return self.infer.indices[number * size : (number + 1) * size]
+        """A worker's device numbers, as in the config; empty on the CPU."""
+        is_rollout = role == "rollout"
+        group, size = (
+            (self.infer, self.engine.tensor_parallel_size) if is_rollout else (self.train, 1)
+        )
+        return group.indices[number * size : (number + 1) * size] if group.kind != "cpu" else ()
 
     def device_name(self, role: str, number: int) -> str:
         """A worker's device or devices, with the numbers of the config."""
-        if (self.infer if role == "rollout" else self.train).kind == "cpu":
-            return "cpu"
-        return f"{self.accelerator}:{','.join(map(str, self.indices_of(role, number)))}"
+        numbers = ",".join(map(str, self.indices_of(role, number)))
+        return f"{self.accelerator}:{numbers}" if numbers else "cpu"
 
     def memory_fraction(self, role: str) -> float | None:
         """Fraction of its device's memory that a worker may take; None: the device is its own."""
-        if not self.shares_device:
-            return None
-        part = self.infer_memory_fraction
-        return part if role == "rollout" else 1.0 - part
+        part = self.infer_memory_fraction if role == "rollout" else 1.0 - self.infer_memory_fraction
+        return part if self.shares_device else None
 
     def cores_of(self, role: str, number: int) -> tuple[int, ...]:
         """The CPU cores of a worker; empty: it runs on any core."""
-        if not self.cores:
-            return ()
-        return self.cores[number if role == "rollout" else self.num_rollout_workers + number]
+        first = 0 if role == "rollout" else self.num_rollout_workers
+        return self.cores[first + number] if self.cores else ()
 
 
 def resolve_placement(config: Config) -> Placement:
@@ -100,7 +97,13 @@ def resolve_placement(config: Config) -> Placement:
     infer = infer or _default("infer", count, train)
     train = train or _default("train", count, infer)
     check_disjoint(infer, train)
-    _check_has_groups(train, config)
+    prompts, updates = config.train.prompts_per_iteration, config.train.updates_per_iteration
+    if train.count > prompts // updates:
+        raise ConfigError(
+            f"devices.train (--train-devices): expected at most {prompts // updates} devices, one "
+            "for each group of an update (train.prompts_per_iteration, "
+            f"train.updates_per_iteration), got '{train}'"
+        )
     return _place(config, infer, train, kind, count)
 
 
@@ -241,25 +244,8 @@ def _default(key: str, count: int, other: DeviceSet | None) -> DeviceSet:
     """The default: one accelerator trains and the others generate, or one CPU worker each."""
     if count == 0 or (other is not None and other.kind == "cpu"):
         return DeviceSet("cpu", (0,))
-    if count == 1:
-        return DeviceSet("accelerator", (0,))
-    taken = other.indices if other is not None else ()
-    free = [index for index in range(count) if index not in taken]
-    if not free:
-        raise ConfigError(
-            f"devices.{key} (--{key}-devices): expected a device set, because the other group has "
-            f"all {count} devices, got null"
-        )
+    taken = () if other is None else other.indices
+    free = [index for index in range(count) if index not in taken] or list(range(count))
     if key == "train":
         return DeviceSet("accelerator", (free[-1],))
-    return DeviceSet("accelerator", tuple(free if other is not None else free[:-1]))
-
-
-def _check_has_groups(train: DeviceSet, config: Config) -> None:
-    prompts, updates = config.train.prompts_per_iteration, config.train.updates_per_iteration
-    if train.count > prompts // updates:
-        raise ConfigError(
-            f"devices.train (--train-devices): expected at most {prompts // updates} devices, one "
-            f"for each group of an update (train.prompts_per_iteration={prompts}, "
-            f"train.updates_per_iteration={updates}), got '{train}'"
-        )
+    return DeviceSet("accelerator", tuple(free if other or count == 1 else free[:-1]))

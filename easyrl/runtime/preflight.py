@@ -72,7 +72,6 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     prompts = open_prompts(config)
     check_rewards(config, prompts.prompt(0))
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
-    ring_layout(config, placement)
     skipped = too_long_prompts(config, prompts)
     prompts = prompts.without(skipped)
     held_out = _held_out(config, prompts)

@@ -112,13 +112,12 @@ class Resume:
 
     def describe(self, config: Config) -> str:
         """Several lines of text: what the run resumes from, and what it skips."""
-        if self.checkpoint is None:
-            lines = [f"{self.folder} has no checkpoint yet: the run starts from the beginning"]
-        else:
-            lines = [
-                f"resumed from {self.checkpoint}: {self.num_iterations} of "
-                f"{counted(config.train.iterations, 'iteration')} done"
-            ]
+        total = counted(config.train.iterations, "iteration")
+        lines = [
+            f"resumed from {self.checkpoint}: {self.num_iterations} of {total} done"
+            if self.checkpoint
+            else f"{self.folder} has no checkpoint yet: the run starts from the beginning"
+        ]
         if self.is_measured_anew:
             lines.append(
                 "the problems of eval.dataset or eval.correct_reward have changed: earlier "
@@ -222,34 +221,22 @@ def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
     over a built-in model of the same name, but not in the config of a resumed run, whose folders
     are absolute paths already.
     """
-    model, data, functions = config.model.path, config.data, config.reward.functions
-    if Path(model).expanduser().is_dir() and not (is_resumed and model in BUILT_IN_MODELS):
-        model = _absolute(model)
-    names = [_absolute_data(name) for name in data.datasets]
-    changed = {
-        "model": {"path": model},
-        "data": {"dataset": names[0] if isinstance(data.dataset, str) else names},
-        "eval": {"dataset": config.eval.dataset and _absolute_data(config.eval.dataset)},
-        "reward": {"functions": functions and [_absolute_reward(spec) for spec in functions]},
-    }
-    return config.model_copy(
-        update={
-            section: getattr(config, section).model_copy(update=update)
-            for section, update in changed.items()
-        }
-    )
+    keys = {"model": "path", "data": "dataset", "eval": "dataset", "reward": "functions"}
+    if is_resumed and config.model.path in BUILT_IN_MODELS:
+        del keys["model"]
+    update = {}
+    for name, key in keys.items():
+        section = getattr(config, name)
+        update[name] = section.model_copy(update={key: _absolute(getattr(section, key))})
+    return config.model_copy(update=update)
 
 
-def _absolute(name: str) -> str:
-    """Symbolic links are kept, because they may change."""
-    path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
-
-
-def _absolute_data(name: str) -> str:
-    return name if name in PRESETS else _absolute(name)
-
-
-def _absolute_reward(spec: str) -> str:
-    file, colon, name = spec.rpartition(":")
-    return _absolute(file) + colon + name if file.endswith(".py") else spec
+def _absolute(value: Any) -> Any:
+    """The absolute path of a file, a folder or `file.py:function`, or those of a list. Symbolic
+    links are kept, because they may change."""
+    if not isinstance(value, str):
+        return value and [_absolute(each) for each in value]
+    file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
+    path = Path(file).expanduser()
+    is_path = path.exists() and value not in PRESETS
+    return f"{path.absolute()}{colon}{function}" if is_path else value

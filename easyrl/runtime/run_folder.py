@@ -129,11 +129,9 @@ class RunFolder:
             case events.PromptEvaluated(_, prompt_index):
                 self._append_errors(None, prompt_index, event.errors)
 
-    def _append_errors(
-        self, iteration: int | None, prompt_index: int, messages: Sequence[str]
-    ) -> None:
-        for message in messages:
-            line = {"iteration": iteration, "prompt_index": prompt_index, "error": message}
+    def _append_errors(self, iteration: int | None, prompt: int, messages: Sequence[str]) -> None:
+        for error in messages:
+            line = {"iteration": iteration, "prompt_index": prompt, "error": error}
             self._append("reward_errors.jsonl", line)
 
     def write_log(self, text: str) -> None:
