@@ -1,4 +1,4 @@
-"""Which engine is taken, and what is said where vLLM cannot be. No vLLM is needed here."""
+"""Which engine a run uses. vLLM itself is not needed here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of(*words: str) -> Config:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Makes a vLLM of some version look installed, for some torch."""
+    """Function that makes a version of vLLM look installed, which needs a version of torch."""
 
     def make(version: str | None, torch: str = "2.13.0") -> None:
         for name, installed in (("vllm", version), ("torch", "2.13.0")):
@@ -48,10 +48,6 @@ def test_auto_takes_vllm_on_accelerators_and_the_embedded_engine_on_the_cpu(inst
     assert choose_engine(of(), CPU) == EngineChoice("embedded", "the default on the CPU")
     assert choose_engine(of("rollout.engine=vllm"), CPU) == EngineChoice("vllm")
     assert choose_engine(of("rollout.engine=embedded"), GPUS) == EngineChoice("embedded")
-
-
-def test_deterministic_runs_take_vllm_on_the_cpu_with_engines_of_one_device(install) -> None:
-    install("0.32.0")
     words = ("rollout.engine=vllm", "runtime.deterministic=true")
     assert choose_engine(of(*words), CPU).name == "vllm"
     with pytest.raises(ConfigError, match=r"^rollout\.engine"):
@@ -63,7 +59,6 @@ def test_deterministic_runs_take_vllm_on_the_cpu_with_engines_of_one_device(inst
     [
         (None, "", (), r"vLLM is not installed: pip install 'easyrl\[vllm\]'"),
         ("0.27.1", "2.13.0", (), r"expected vLLM .*, got 0\.27\.1"),
-        ("0.34.0", "2.13.0", (), r"expected vLLM .*, got 0\.34\.0"),
         ("0.30.0", "2.12.1", (), r"expected torch ==2\.12\.1, got 2\.13\.0"),
         ("0.32.0", "2.13.0", ("runtime.deterministic=true",), "deterministic=true"),
     ],

@@ -1,4 +1,4 @@
-"""Where a run goes on, and where it must not: found before anything starts."""
+"""What a run resumes from, and what it refuses, before anything starts."""
 
 from __future__ import annotations
 
@@ -63,15 +63,6 @@ def test_a_finished_run_without_a_checkpoint_cannot_grow(tmp_path: Path) -> None
     for words, resume in ((AUTO, None), ((), folder)):
         with pytest.raises(ConfigError, match=r"has no complete checkpoint"):
             find_resume(config_of(folder, *words, "train.iterations=70"), resume)
-
-
-def test_a_summary_that_was_cut_off_is_of_no_finished_run(tmp_path: Path) -> None:
-    folder = finished(tmp_path / "run", 60)
-    (folder / "summary.json").write_text('{"iterations": 6')
-    found = find_resume(config_of(folder, *AUTO), None)
-    assert found is not None and not found.is_finished(config_of(folder))
-    assert found.num_iterations == 60
-    os.close(found.lock)
 
 
 # -- paths ---------------------------------------------------------------------------------------
@@ -140,8 +131,7 @@ def test_accuracies_of_other_problems_are_not_compared(
     for name, rows in (("data", [1]), ("a", [2, 3]), ("b", [3, 4])):
         (tmp_path / f"{name}.jsonl").write_text("".join(row % number for number in rows))
     words = (f"data.dataset={tmp_path}/data.jsonl", "reward.functions=[exact_match]", *AUTO)
-    words += ("train.eval_every=5",)
-    folder = tmp_path / "run"
+    words, folder = (*words, "train.eval_every=5"), tmp_path / "run"
     config = config_of(folder, *words, f"eval.dataset={tmp_path}/a.jsonl")
     lines = '{"iteration": 4, "eval/accuracy": 0.5}\n{"iteration": 9, "eval/accuracy": 0.75}\n'
     best = {"accuracy": 0.75, "num_iterations": 10, "policy_version": 10}
@@ -168,9 +158,5 @@ def test_accuracies_of_other_problems_are_not_compared(
         assert "eval.correct_reward" not in started.description
     else:
         assert resumed.accuracies == []
-        assert (found.accuracy_before, found.best, found.measured_since) == (
-            None,
-            None,
-            10,
-        )
+        assert (found.accuracy_before, found.best, found.measured_since) == (None, None, 10)
         assert "eval.correct_reward" in started.description

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -41,33 +40,12 @@ from easyrl.workers.learner import Learner
 from runs import command
 
 TOLERANCE = 0.15
-SIZES: dict[str, dict[str, Any]] = {
-    "13M": {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 20000,
-        "tie_word_embeddings": False,
-    },
-    "42M": {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 32000,
-    },
-    "92M": {
-        "hidden_size": 768,
-        "intermediate_size": 2304,
-        "num_hidden_layers": 10,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 6,
-        "vocab_size": 28000,
-    },
+SIZES = {
+    "13M": (256, 768, 4, 4, 2, 20000),
+    "42M": (512, 1536, 8, 8, 4, 32000),
+    "92M": (768, 2304, 10, 12, 6, 28000),
 }
+"""Width, MLP's width, layers, heads, key and value heads, vocabulary."""
 FULL = (
     "runtime.schedule=sync",  # so that micro-batches are as full as they may be
     "data.num_held_out=0",
@@ -81,15 +59,24 @@ FULL = (
 """Prompts and completions of full length."""
 
 
-def qwen3(name: str) -> Qwen3Config:
-    words = {"tie_word_embeddings": True, "head_dim": 64, "max_position_embeddings": 4096}
-    return Qwen3Config(**(words | SIZES[name]), eos_token_id=1, pad_token_id=0, bos_token_id=None)
+def qwen3(sizes: tuple[int, ...], head_size: int = 64, *, is_tied: bool = True) -> Qwen3Config:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names = (*names, "num_key_value_heads", "vocab_size")
+    return Qwen3Config(
+        **dict(zip(names, sizes, strict=True)),
+        head_dim=head_size,
+        tie_word_embeddings=is_tied,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
 
 
 def save_model(name: str, folder: Path) -> None:
     """Save a model with random weights, whose completions hardly ever end early."""
     torch.manual_seed(0)
-    Qwen3ForCausalLM(qwen3(name)).save_pretrained(folder)
+    config = qwen3(SIZES[name], is_tied=name != "13M")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     for file in Path(resolve_model("tiny")).glob("tok*"):
         shutil.copy(file, folder)
 
@@ -97,17 +84,11 @@ def save_model(name: str, folder: Path) -> None:
 # -- the formula of a micro-batch
 
 
-def full_micro_batch(vocabulary: int, num_prompt: int, num_completion: int, num: int) -> MicroBatch:
-    generator = np.random.default_rng(0)
-
-    def tokens(length: int) -> Any:
-        return generator.integers(3, vocabulary, length).astype(np.int32)
-
-    prompt = tokens(num_prompt)
-    logprobs, mask = np.full(num_completion, -5.0, np.float32), np.ones(num_completion, np.bool_)
-    return pack(
-        [Rollout(0, prompt, tokens(num_completion), logprobs, mask, 1.0 - i) for i in range(num)]
-    )
+def full_micro_batch(vocabulary: int) -> MicroBatch:
+    """Eight completions of 60 tokens, of a prompt of 60."""
+    tokens = np.random.default_rng(0).integers(3, vocabulary, (9, 60)).astype(np.int32)
+    logprobs, mask = np.full(60, -5.0, np.float32), np.ones(60, np.bool_)
+    return pack([Rollout(0, tokens[0], tokens[i], logprobs, mask, 1.0 - i) for i in range(1, 9)])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -115,20 +96,12 @@ def full_micro_batch(vocabulary: int, num_prompt: int, num_completion: int, num:
 def test_micro_batch_formula_equals_measured_allocations(
     vocabulary: int, checkpointing: bool, tmp_path: Path
 ) -> None:
-    shape = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 256}
-    model_config = Qwen3Config(
-        **shape,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=vocabulary,
-        tie_word_embeddings=True,
-    )
+    model_config = qwen3((64, 256, 3, 4, 2, vocabulary), head_size=16)
     Qwen3ForCausalLM(model_config).save_pretrained(tmp_path)
     policy = Policy.load(str(tmp_path))
     words = [f"train.activation_checkpointing={str(checkpointing).lower()}"]
     learner = Learner(policy, load_config(None, {}, words))
-    batch = full_micro_batch(vocabulary, 60, 60, 8)
+    batch = full_micro_batch(vocabulary)
     learner.accumulate(batch)  # what is made once is there
     taken = peak_bytes(lambda: learner.accumulate(batch), torch.device("cpu"))
     size = model_size(model_config)
@@ -195,8 +168,6 @@ def test_estimate_equals_the_measured_peak(name: str, tmp_path: Path) -> None:
         f"model.path={tmp_path / 'model'}", "devices.infer=cpu", "devices.train=cpu", *FULL
     )
     took = measured_peaks(*words)
-    mib = [(each.num_bytes >> 20, peak >> 20) for each, peak in zip(expected, took, strict=False)]
-    print(f"{name}, estimated and measured MiB of rollout-0 and train-0: {mib}")
     assert [each.name for each in expected[:2]] == ["rollout-0", "train-0"]
     for each, peak in zip(expected[:2], took, strict=True):
         assert each.num_bytes == pytest.approx(peak, rel=TOLERANCE), each.name
@@ -239,26 +210,12 @@ def test_estimate_follows_the_settings() -> None:
     assert part(sparing, "train-0", "activations") < 0.5 * activations
     half = estimated("train.max_tokens_per_micro_batch=2048")
     assert 2 * part(half, "train-0", "activations") == activations
+    assert part(plain, "train-0", "layers") == 0
+    assert part(estimated("devices.train=cpu:2"), "train-0", "layers") > 0
     small = estimated("model.dtype=bfloat16")
     assert 2 * part(small, "rollout-0", "KV cache") == part(plain, "rollout-0", "KV cache")
     assert 2 * part(small, "rollout-0", "weights") == weights
     assert part(small, "train-0", "weights") == weights  # float32 all the same
-
-
-def test_ranks_of_a_sharded_model_gather_layers() -> None:
-    one, two = estimated(), estimated("devices.train=cpu:2")
-    assert part(one, "train-0", "layers") == 0 < part(two, "train-0", "layers")
-
-
-def test_truncated_sampling_and_the_math_reward_take_more() -> None:
-    step = part(estimated(), "rollout-0", "engine's step")
-    truncated = part(estimated("rollout.top_p=0.9"), "rollout-0", "engine's step")
-    assert step < truncated
-    plain, maths = (
-        part(estimated("reward.functions=" + f"[{name}]"), "controller, rewards", "2 reward")
-        for name in ("exact_match", "math")
-    )
-    assert maths - plain == 2 * 40 * 2**20
 
 
 def test_estimated_kv_cache_equals_the_allocated_one() -> None:
@@ -283,17 +240,14 @@ def test_sizes_of_unusual_models_are_read() -> None:
     assert [each.mlp_width for each in (linear, one_per_layer, experts)] == [32, 32, 12]
 
 
-def test_loading_on_the_host_for_an_accelerator_is_counted() -> None:
+@pytest.mark.parametrize(("dtype", "share"), [("float32", 1.0), ("bfloat16", 0.5)])
+def test_loading_on_the_host_for_an_accelerator_is_counted(dtype: str, share: float) -> None:
     """An engine's weights pass through the host in their own type, a trainer's in float32."""
-    devices = ("devices.infer=0-3", "devices.train=4", "train.keep_checkpoints=0")
+    words = ("devices.infer=0-3", "devices.train=4", f"model.dtype={dtype}")
+    processes = estimated(*words, "train.keep_checkpoints=0")
     weights = part(estimated(), "train-0", "weights")
-    for dtype, share in (("float32", 1.0), ("bfloat16", 0.5)):
-        processes = estimated(*devices, f"model.dtype={dtype}")
-        for name in ("rollout-0", "rollout-3"):
-            (process,) = [each for each in processes if each.name == name]
-            (host,) = [each for each in process.parts if each.device == "cpu"]
-            assert share * weights <= host.num_bytes < (share + 0.3) * weights
-        assert part(processes, "train-0", "more while it is loaded") == weights
+    assert share <= part(processes, "rollout-3", "more while") / weights < share + 0.3
+    assert part(processes, "train-0", "more while it is loaded") == weights
 
 
 # -- refused runs
@@ -317,18 +271,9 @@ def certain_parts(*words: str) -> dict[str, int]:
     [
         ((), 1 + 4 + 3),  # rollout, trainer, what a checkpoint is written from
         (("devices.infer=cpu:2",), 2 + 4 + 3),
-        (("train.keep_checkpoints=0",), 1 + 4),
         (("train.keep_checkpoints=0", "algorithm.beta=0.1"), 1 + 5),
-        (
-            (
-                *("train.keep_checkpoints=0", "algorithm.beta=0.1"),
-                *("train.prompts_per_iteration=8", "train.updates_per_iteration=2"),
-                "rollout.ring_slots=8",
-            ),
-            1 + 6,
-        ),
+        (("train.updates_per_iteration=2", "rollout.ring_slots=128"), 1 + 5 + 3),
         (("devices.train=cpu:2",), 1 + 4 + 3),
-        ((*APART, "algorithm.beta=0.1"), 0),
         ((*APART, "algorithm.beta=0.1", "train.offload=[reference]"), 1),
         ((*APART, "train.offload=[optimizer]"), 4),
         ((*APART, "model.lora.rank=2"), 0),
@@ -374,10 +319,8 @@ def test_too_small_fraction_of_a_device_is_refused(
     shared = ("devices.infer=0", "devices.train=0", f"rollout.memory_fraction={fraction}")
     processes = estimated(*LEAST, "rollout.num_generations=2", *shared, *words)
     sizes = {"cpu": 2**40, "cuda:0": 6 * WEIGHTS, "cuda:1": 6 * WEIGHTS}
-    if not refused:
-        check_memory(processes, sizes)
-        return
-    with pytest.raises(ConfigError, match=f"memory_fraction gives {refused}-0"):
+    expected = pytest.raises(ConfigError, match=f"memory_fraction gives {refused}-0")
+    with expected if refused else contextlib.nullcontext():
         check_memory(processes, sizes)
 
 
