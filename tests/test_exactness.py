@@ -13,9 +13,8 @@ from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attent
 from easyrl.model.exactness import attend_packed
 from easyrl.model.files import check_rope, longest_exact
 from easyrl.model.logprobs import token_logprobs
-from easyrl.model.policy import PaddedRows, Policy
+from easyrl.model.policy import Policy, real_tokens
 from tiny_models import (
-    FAMILIES,
     LENGTHS,
     SPREAD,
     UNSHARED,
@@ -59,12 +58,10 @@ def test_unsupported_layer_is_named_with_its_reason(model_type):
     assert not policy.shares_prompts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_supported_family_shares_prompts(family, tmp_path):
-    tiny_model(family).save_pretrained(tmp_path)
-    for attention, shares in (("auto", True), ("shared_prompt", True), ("repeated", False)):
-        policy = Policy.load(str(tmp_path), attention=attention)
-        assert policy.unsupported_reason is None and policy.shares_prompts is shares
+@pytest.mark.parametrize(("attention", "shares"), [("auto", True), ("repeated", False)])
+def test_prompts_are_shared_unless_repeated_ones_are_asked_for(attention, shares, tmp_path):
+    policy = load(tmp_path, "qwen3", {}, attention=attention)
+    assert policy.unsupported_reason is None and policy.shares_prompts is shares
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bloom", "gpt_oss", "roberta"])
@@ -176,14 +173,11 @@ def test_gradients_equal_those_of_separate_sequences(model_type):
     assert largest_gradient_gap(of_row, of_alone, floor) <= 1e-5
 
 
-def test_padded_rows_map_every_token_and_back():
-    rows = PaddedRows(torch.tensor([0, 1, 2, 0, 0, 1]))
-    tokens = torch.tensor([5, 6, 7, 8, 9, 4])
-    assert rows.spread(tokens).tolist() == [[5, 6, 7], [8, 0, 0], [9, 4, 0]]
-    assert torch.equal(rows.gather(rows.spread(tokens)), tokens)
-    assert rows.gather(torch.zeros(3, 3, 2)).shape == (6, 2)
+def test_padded_batch_has_every_token_of_whole_sequences():
+    is_real = real_tokens(torch.tensor([0, 1, 2, 0, 0, 1]))
+    assert is_real.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
     with pytest.raises(AssertionError):
-        PaddedRows(torch.tensor([0, 1, 2, 3, 2, 3]))  # [P | R1 | R2]
+        real_tokens(torch.tensor([0, 1, 2, 3, 2, 3]))  # [P | R1 | R2]
 
 
 # -- RoPE that depends on the longest position ----------------------------------------------------

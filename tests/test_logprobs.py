@@ -215,17 +215,14 @@ MEASURE = """
 import sys
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from easyrl.model import logprobs
 from easyrl.model.attention import PackedGroups, register_attention
+from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
 
 def resident_bytes(line):
     with open("/proc/self/status") as status:
         return next(int(words.split()[1]) * 1024 for words in status if words.startswith(line))
 
-num_tokens, chunk_bytes = int(sys.argv[1]), sys.argv[2]
-if chunk_bytes != "default":
-    logprobs.CHUNK_BYTES = int(chunk_bytes)
 register_attention()
 model = Qwen3ForCausalLM._from_config(
     Qwen3Config(vocab_size=151_936, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -243,22 +240,22 @@ def train(num_tokens):
     hidden = policy.hidden_states(
         ids, positions, PackedGroups([(8, lengths)]), at=torch.arange(7, 7 + num_tokens)
     )
-    got, _ = logprobs.chunked_token_logprobs(
+    got, _ = chunked_token_logprobs(
         policy.head, hidden, ids[8:], 0.9, vocabulary_size=policy.vocabulary_size
     )
     got.sum().backward()
 
 train(16)  # libraries' own buffers
 before = resident_bytes("VmRSS:")
-train(num_tokens)
+train(int(sys.argv[1]))
 print(resident_bytes("VmHWM:") - before)
 """
 
 
-def peak_bytes(num_tokens: int, chunk_bytes: str) -> int:
+def peak_bytes(num_tokens: int) -> int:
     """Peak memory of forward and backward beyond model and gradients."""
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(num_tokens), chunk_bytes],
+        [sys.executable, "-c", MEASURE, str(num_tokens)],
         capture_output=True,
         text=True,
         check=True,
@@ -276,10 +273,5 @@ def peak_bytes(num_tokens: int, chunk_bytes: str) -> int:
 
 
 @pytest.mark.parametrize("num_tokens", [2048, pytest.param(8192, marks=pytest.mark.long)])
-def test_a_vocabulary_of_151936_trains_within_half_a_gibibyte(num_tokens):
-    assert peak_bytes(num_tokens, "default") <= 2**29 < num_tokens * 151_936 * 4
-
-
-@pytest.mark.long
-def test_without_chunks_an_eighth_of_them_does_not():
-    assert peak_bytes(1024, str(2**40)) > 2**29
+def test_vocabulary_of_151936_trains_within_half_a_gibibyte(num_tokens):
+    assert peak_bytes(num_tokens) <= 2**29 < num_tokens * 151_936 * 4

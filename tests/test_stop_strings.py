@@ -1,6 +1,5 @@
 """Stop strings in both engines of this process."""
 
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -8,24 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_engine import BOTH, EOS, draw_prompts, make_engine, requests, run
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from easyrl.engines.base import GroupRequest, SamplingSettings
-from easyrl.engines.embedded import EmbeddedEngine
-from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import StopStrings
-from easyrl.model.attention import ATTENTION_NAME, register_attention
-from easyrl.model.policy import Policy
-from tiny_models import SPREAD, UNSHARED, VOCABULARY, draw_sequences, tiny_model
+from tiny_models import VOCABULARY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 torch.set_num_threads(1)
-register_attention()
-
-EOS, LONGEST = 2, 14
-SAMPLING = SamplingSettings(max_prompt_length=16, max_completion_length=LONGEST, seed=7)
-PROMPTS = [sequence.tolist() for sequence in draw_sequences([3, 9, 1, 5, 16])]
 
 
 @cache
@@ -114,50 +104,16 @@ def test_most_tokens_are_not_decoded():
 # -- both engines --------------------------------------------------------------------------------
 
 
-@cache
-def policy_of(kind):
-    if kind == "embedded":
-        model = tiny_model("qwen3", ATTENTION_NAME, SPREAD, num_key_value_heads=2, head_dim=8)
-        return Policy(model, torch.device("cpu"))
-    model = tiny_model("mamba", None, SPREAD, **UNSHARED["mamba"][0])
-    return Policy(model, torch.device("cpu"), unsupported_reason="layer 0 is of another kind")
-
-
-def make_engine(kind, **changes):
-    sampling = replace(SAMPLING, **changes)
-    tokenizer = bytes_tokenizer()
-    if kind == "embedded":
-        return EmbeddedEngine(policy_of(kind), sampling, num_rows=5, tokenizer=tokenizer)
-    return GenerateEngine(policy_of(kind), sampling, tokenizer=tokenizer)
-
-
-ENGINES = pytest.mark.parametrize("kind", ["embedded", "generate"])
-
-
-def run(engine, num_generations=6):
-    """Completions of each prompt."""
-    for index, prompt in enumerate(PROMPTS):
-        engine.submit(GroupRequest((index,), prompt, num_generations))
-    finished = []
-    while engine.has_work:
-        finished += engine.step()
-    groups = {group.request.key[0]: group.completions for group in finished}
-    return [groups[index] for index in range(len(PROMPTS))]
-
-
-@cache
-def plain(kind):
-    return run(make_engine(kind))
-
-
-@ENGINES
-def test_completion_ends_with_the_token_that_completes_a_stop_string(kind):
-    stops = ["a", "é", "cd", "\n"]
+@BOTH
+def test_completion_ends_with_the_token_that_completes_a_stop_string(name):
+    stops, tokenizer = ["a", "é", "cd", "\n"], bytes_tokenizer()
+    submitted = requests(draw_prompts(5), 6)
+    whole = run(make_engine(name), submitted)
     num_stopped = 0
-    for cut, whole in zip(run(make_engine(kind, stop=stops)), plain(kind), strict=True):
-        for short, long in zip(cut, whole, strict=True):
+    for key, cut in run(make_engine(name, stop=stops, tokenizer=tokenizer), submitted).items():
+        for short, long in zip(cut, whole[key], strict=True):
             tokens = long.token_ids.tolist()
-            length = first_stop(bytes_tokenizer(), tokens, stops)
+            length = first_stop(tokenizer, tokens, stops)
             expected = tokens[: length or len(tokens)]
             assert short.token_ids.tolist() == expected
             np.testing.assert_allclose(short.logprobs, long.logprobs[: len(expected)], atol=1e-5)
@@ -167,7 +123,9 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(kind):
     assert num_stopped > 5
 
 
-@ENGINES
-def test_stop_string_may_be_the_first_token(kind):
-    for group in run(make_engine(kind, stop=[chr(0x67 + i) for i in range(30)] + [*"abcdef"])):
+@BOTH
+def test_stop_string_may_be_the_first_token(name):
+    stops = [chr(0x67 + i) for i in range(30)] + [*"abcdef"]
+    engine = make_engine(name, stop=stops, tokenizer=bytes_tokenizer())
+    for group in run(engine, requests(draw_prompts(5), 6)).values():
         assert any(len(completion.token_ids) == 1 for completion in group)

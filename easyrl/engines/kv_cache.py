@@ -12,6 +12,7 @@ sequence that fits a row, L the longest active one, P prompt tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,12 +21,12 @@ from easyrl.model.attention_kernels import AttentionSettings
 from easyrl.model.shared_prompt import SharedPrompt
 
 
+@dataclass
 class PromptCache:
     """Keys and values of one prompt, per layer: 2 x [Hkv, P, D]."""
 
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
 
 
 class KVCache:
@@ -67,11 +68,10 @@ class StepLayout:
         self._rows = torch.arange(self._num_decode, device=positions.device)
         self._longest = longest
         self._prompt_lengths = list(prompt_lengths)
-        self._packed = (
-            SharedPrompt([(length, ()) for length in prompt_lengths], positions.device)
-            if prompt_lengths
-            else None
-        )
+        self._packed: SharedPrompt | None = None
+        if prompt_lengths:
+            groups = [(length, ()) for length in prompt_lengths]
+            self._packed = SharedPrompt(groups, positions.device)
         self._biases: dict[tuple[int | None, int], Tensor] = {}
 
     def attend(

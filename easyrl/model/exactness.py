@@ -4,7 +4,7 @@
 
 The last step is decisive: a packed row of two small groups through EasyRL's attention must give
 what each of its sequences gives alone through transformers' eager attention. A model that cannot
-share prompts runs as padded batches (`policy.PaddedRows`); only a non-causal model is refused.
+share prompts runs as padded batches (`policy.real_tokens`); only a non-causal model is refused.
 
 Shapes: T tokens of the packed row, H the model's width, V tokens of the vocabulary.
 """
@@ -26,6 +26,8 @@ from easyrl.model.files import OTHER_MODEL, unsupported_reason
 
 GROUPS = [(3, [2, 4]), (2, [3, 1])]
 """The packed row of the check: for each group its P, and the R of each completion."""
+SEQUENCES = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [9, 10, 11, 12, 13], [9, 10, 14]]
+"""The tokens of each of its sequences."""
 EAGER = "eager"
 """transformers' plain attention, the definition of what a model computes."""
 NUM_DRAWS = 3
@@ -62,11 +64,10 @@ def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -
     """Call `reason_of` on the model and rows of random tokens; return None as soon as it does."""
     generator = torch.Generator().manual_seed(0)
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
-    num_tokens = sum(prompt + sum(completions) for prompt, completions in GROUPS)
     reason = None
     with torch.no_grad():
         for _ in range(NUM_DRAWS):
-            drawn = torch.randint(vocabulary_size, (num_tokens,), generator=generator)
+            drawn = torch.randint(vocabulary_size, (SEQUENCES[-1][-1] + 1,), generator=generator)
             reason = reason_of(model, drawn.to(model.device))
             if reason is None:
                 break
@@ -91,15 +92,16 @@ def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
 
 def _difference(model: Any, tokens: Tensor) -> str | None:
     """Return how the packed row `tokens` [T] differs from its sequences alone, or None."""
-    positions, sequences = _sequences()
-    indices = torch.cat(sequences).to(tokens.device)
+    positions = torch.zeros(1, len(tokens), dtype=torch.int64, device=tokens.device)
+    for sequence in SEQUENCES:
+        positions[0, sequence] = torch.arange(len(sequence), device=tokens.device)
+    indices = [index for sequence in SEQUENCES for index in sequence]
     with _attending(model, EAGER):
-        alone = [_states(model, tokens[sequence]) for sequence in sequences]
+        alone = [_states(model, tokens[sequence]) for sequence in SEQUENCES]
     expected = [torch.cat(states) for states in zip(*alone, strict=True)]
     layout = _RecordingLayout(tokens.device)
     try:
         with _attending(model, ATTENTION_NAME):
-            positions = positions.to(tokens.device)[None]
             got = _states(model, tokens, position_ids=positions, attention_layout=layout)
     except UnservableLayer as layer:
         return str(layer)
@@ -114,20 +116,6 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
     if depth == 0:
         where = "the embedding"
     return f"{where} gives other results in a packed row than for each sequence alone"
-
-
-def _sequences() -> tuple[Tensor, list[Tensor]]:
-    """Return the positions [T] of the row of GROUPS, and the token indices of each sequence."""
-    positions, sequences, start = [], [], 0
-    for num_prompt, completions in GROUPS:
-        prompt = torch.arange(start, start + num_prompt)
-        positions.append(torch.arange(num_prompt))
-        start += num_prompt
-        for length in completions:
-            sequences.append(torch.cat([prompt, torch.arange(start, start + length)]))
-            positions.append(num_prompt + torch.arange(length))
-            start += length
-    return torch.cat(positions), sequences
 
 
 def _states(model: Any, tokens: Tensor, **arguments: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 Loads any Hugging Face causal-LM folder or hub id. If its layers cannot attend in packed rows
 exactly (`exactness`), the row's sequences run through transformers' own code as a padded batch:
 
-    [s1 s1 s1 | s2 | s3 s3] ──spread──► [[s1 s1 s1] [s2 . .] [s3 s3 .]] ──model──► ──gather──► [T]
+    [s1 s1 s1 | s2 | s3 s3] ──► [[s1 s1 s1] [s2 . .] [s3 s3 .]] ──model──► [B, L, H] ──► [T, H]
 
 Shapes: T tokens of the packed row, K of them with logits, H the model's width, V tokens of the
 vocabulary; B sequences, L the longest of them.
@@ -117,11 +117,12 @@ class Policy:
     ) -> Tensor:
         """Return logits [K, V] of the tokens `logits_at` [K] of the packed row `input_ids` [T]."""
         if self.unsupported_reason is not None:
-            rows = PaddedRows(position_ids)
-            output = self.model(input_ids=rows.spread(input_ids), use_cache=False)
-            return rows.gather(output.logits)[logits_at]
-        inputs = _packed_inputs(input_ids, position_ids, layout)
-        logits: Tensor = self.model(**inputs, logits_to_keep=logits_at).logits[0]
+            is_real = real_tokens(position_ids)
+            output = self.model(input_ids=_padded(input_ids, is_real), use_cache=False)
+            logits: Tensor = output.logits[is_real][logits_at]
+        else:
+            inputs = _packed_inputs(input_ids, position_ids, layout)
+            logits = self.model(**inputs, logits_to_keep=logits_at).logits[0]
         return logits
 
     def hidden_states(
@@ -129,9 +130,9 @@ class Policy:
     ) -> Tensor:
         """Return the head's inputs [K, H] for the tokens `at` [K] of the packed row [T]."""
         if self.unsupported_reason is not None:
-            rows = PaddedRows(position_ids)
-            output = self._layers(input_ids=rows.spread(input_ids), use_cache=False)
-            hidden = rows.gather(output.last_hidden_state)
+            is_real = real_tokens(position_ids)
+            output = self._layers(input_ids=_padded(input_ids, is_real), use_cache=False)
+            hidden = output.last_hidden_state[is_real]
         else:
             output = self._layers(**_packed_inputs(input_ids, position_ids, layout))
             hidden = output.last_hidden_state[0]
@@ -267,32 +268,23 @@ def _packed_inputs(
     }
 
 
-class PaddedRows:
-    """Maps a packed row of whole sequences to a padded batch and back.
+def real_tokens(position_ids: Tensor) -> Tensor:
+    """Return a mask [B, L] of the tokens in a padded batch of a packed row's whole sequences.
 
-    Padding follows the real tokens, where a causal model does not attend. So no mask is needed,
-    and each row gives what its sequence gives alone.
+    `position_ids` [T]: a sequence starts at each 0. Padding follows the real tokens, where a causal
+    model does not attend. So no mask is needed, and each row gives what its sequence gives alone.
     """
+    starts = (position_ids == 0).nonzero().squeeze(1)  # [B]
+    lengths = torch.diff(starts, append=starts.new_tensor([len(position_ids)]))
+    columns = torch.arange(int(lengths.max()), device=lengths.device)
+    is_real = columns < lengths[:, None]
+    assert torch.equal(is_real.nonzero()[:, 1], position_ids), "a prompt is shared"
+    return is_real
 
-    def __init__(self, position_ids: Tensor) -> None:
-        """`position_ids` [T]: a sequence starts at each 0."""
-        is_start = position_ids == 0
-        row = is_start.cumsum(0) - 1  # [T]
-        starts = is_start.nonzero().squeeze(1)  # [B]
-        indices = torch.arange(len(position_ids), device=position_ids.device)
-        assert bool((indices - starts[row] == position_ids).all()), "a prompt is shared"
-        self._shape = len(starts), int(position_ids.max()) + 1
-        self._cells = row * self._shape[1] + position_ids  # [T]
 
-    def spread(self, tokens: Tensor) -> Tensor:
-        """[T] -> [B, L]"""
-        batch = tokens.new_zeros(self._shape[0] * self._shape[1])
-        batch[self._cells] = tokens
-        return batch.view(self._shape)
-
-    def gather(self, states: Tensor) -> Tensor:
-        """[B, L, ...] -> [T, ...]"""
-        return states.flatten(0, 1)[self._cells]
+def _padded(tokens: Tensor, is_real: Tensor) -> Tensor:
+    """[T] -> [B, L]"""
+    return torch.zeros_like(is_real, dtype=tokens.dtype).masked_scatter_(is_real, tokens)
 
 
 def _blocks_of(model: nn.Module) -> list[nn.Module]:

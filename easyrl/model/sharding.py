@@ -1,9 +1,9 @@
 """The train ranks, and how a model is distributed over them: sharded (FSDP2), or whole on one.
 
-A sharded model's weights, gradients and optimizer state are divided along their first dimension, a
-part for each rank. A layer's weights are gathered before it computes and dropped afterwards, in
-forward and again in backward; then its gradient is summed over the ranks and each keeps its part.
-So a rank holds at most a layer whole, besides the weights outside of layers (embeddings, head).
+Weights, gradients and optimizer state are divided along their first dimension, a part for each
+rank. A layer's weights are gathered before it computes and dropped afterwards, in forward and again
+in backward; then its gradient is summed over the ranks and each keeps its part. So a rank holds at
+most one whole layer, besides the weights outside of layers (embeddings, head).
 
     rank 0   gather layer 1 ─► compute ─► gather layer 2 ─► …      each gather and each sum waits
     rank 1   gather layer 1 ─► compute ─► gather layer 2 ─► …      for all ranks, in the same order
