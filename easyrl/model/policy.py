@@ -119,10 +119,10 @@ class Policy:
         if self.unsupported_reason is not None:
             is_real = real_tokens(position_ids)
             output = self.model(input_ids=_padded(input_ids, is_real), use_cache=False)
-            logits: Tensor = output.logits[is_real][logits_at]
-        else:
-            inputs = _packed_inputs(input_ids, position_ids, layout)
-            logits = self.model(**inputs, logits_to_keep=logits_at).logits[0]
+            every: Tensor = output.logits[is_real]
+            return every[logits_at]
+        inputs = _packed_inputs(input_ids, position_ids, layout)
+        logits: Tensor = self.model(**inputs, logits_to_keep=logits_at).logits[0]
         return logits
 
     def hidden_states(
