@@ -132,7 +132,7 @@ class Policy:
         if self.unsupported_reason is not None:
             is_real = real_tokens(position_ids)
             output = self._layers(input_ids=_padded(input_ids, is_real), use_cache=False)
-            hidden = output.last_hidden_state[is_real]
+            hidden: Tensor = output.last_hidden_state[is_real]
         else:
             output = self._layers(**_packed_inputs(input_ids, position_ids, layout))
             hidden = output.last_hidden_state[0]
