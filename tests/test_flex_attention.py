@@ -23,9 +23,9 @@ WINDOWS = st.none() | st.integers(1, 14)
 def dense_mask(groups, window):
     """FlexAttention's mask of the row, evaluated for every pair: [T, T]."""
     num_tokens = sum(prompt + sum(completions) for prompt, completions in groups)
-    places = torch.arange(num_tokens)
+    indices = torch.arange(num_tokens)
     visible = FlexSharedPrompt(groups, CPU).visible(window)
-    return visible(None, None, places[:, None], places[None, :])
+    return visible(None, None, indices[:, None], indices[None, :])
 
 
 def mask_by_definition(groups, window):
@@ -128,23 +128,3 @@ def test_it_is_chosen_where_it_can_train(monkeypatch, how, dtype, is_chosen):
 def test_only_cuda_trains_it():
     kinds = {kind: devices.trains_flex_attention(torch.device(kind)) for kind in ("cpu", "cuda")}
     assert kinds == {"cpu": False, "cuda": True}
-
-
-def test_mask_is_computed_once_per_window(monkeypatch):
-    made = []
-
-    def create(mask, *_, **__):
-        made.append(mask)
-        return object()
-
-    def no_compiler(function):
-        return create if function.__name__ == "create_block_mask" else (lambda *_, **__: rows)
-
-    rows = torch.zeros(1, 2, 5, 16)
-    monkeypatch.setattr("easyrl.model.flex_shared_prompt._compiled", no_compiler)
-    layout = FlexSharedPrompt([(2, [2, 1])], CPU)
-    row = torch.zeros(5, 2, 16)
-    for layer, window in enumerate([None, 3, None, 3]):
-        output = layout.attend(row, row, row, AttentionSettings(layer, 1.0, window, None))
-        assert output.shape == (5, 2, 16)
-    assert len(made) == 2

@@ -83,31 +83,22 @@ SEQUENCES = draw_sequences([3, 13, 1, 8])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_are_the_model_with_its_adapters(kind: str, tmp_path: Path) -> None:
-    path = saved(kind, tmp_path)
-    policy = adapted(path)
-    merged = {name: weight.clone() for name, weight in policy.named_weights()}
-    base = plain_model(path)
-    assert merged.keys() == dict(base.named_parameters()).keys()
-    with torch.no_grad():
-        got = packed_logits(policy, SEQUENCES)
-        torch.testing.assert_close(
-            got, separate_logits(plain_model(path, merged), SEQUENCES), rtol=0.0, atol=2e-5
-        )
-        assert float((got - separate_logits(base, SEQUENCES)).abs().max()) > 1e-2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_saved_model_and_saved_adapter_equal_the_policy(kind: str, tmp_path: Path) -> None:
+def test_merged_weights_saved_model_and_saved_adapter_equal_the_policy(
+    kind: str, tmp_path: Path
+) -> None:
     from peft import AutoPeftModelForCausalLM, PeftModel
 
     path = saved(kind, tmp_path)
-    policy = adapted(path)
+    policy, base = adapted(path), plain_model(path)
+    merged = {name: weight.clone() for name, weight in policy.named_weights()}
+    assert merged.keys() == dict(base.named_parameters()).keys()
     with torch.no_grad():
         expected = packed_logits(policy, SEQUENCES)
+        assert float((expected - separate_logits(base, SEQUENCES)).abs().max()) > 1e-2
     sha256 = policy.weights_sha256()
     assert policy.adapter is not None
-    policy.adapter.save(tmp_path / "adapter")
+    adapter = tmp_path / "adapter"
+    policy.adapter.save(adapter)
     trained = {id(weight): weight.clone() for weight in policy.trained_parameters()}
     policy.save(tmp_path / "model", Mock())
     # Saving leaves the policy as it was.
@@ -119,14 +110,13 @@ def test_saved_model_and_saved_adapter_equal_the_policy(kind: str, tmp_path: Pat
     model, info = found
     assert not info["missing_keys"] and not info["unexpected_keys"]
     weights = dict(model.named_parameters())
-    assert all(torch.equal(weights[name], weight) for name, weight in policy.named_weights())
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert all(torch.equal(weights[name], weight) for name, weight in merged.items())
+    config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(path) and config["r"] == 3
-    adapter = tmp_path / "adapter"
     by_name = AutoPeftModelForCausalLM.from_pretrained(adapter, attn_implementation="eager")
-    on_base = PeftModel.from_pretrained(plain_model(path), adapter)
+    on_base = PeftModel.from_pretrained(base, adapter)
     with torch.no_grad():
-        for loaded in (model, by_name, on_base):
+        for loaded in (plain_model(path, merged), model, by_name, on_base):
             got = separate_logits(loaded.eval(), SEQUENCES)
             torch.testing.assert_close(got, expected, rtol=0.0, atol=2e-5)
 
@@ -176,9 +166,9 @@ def test_gradients_equal_those_of_the_formula(kind: str, tmp_path: Path) -> None
 
 def packed_input() -> PackedInput:
     (sequence,) = draw_sequences([12])
-    places = torch.arange(11)
+    indices = torch.arange(11)
     layout = PackedGroups.of_sequences([12])
-    return PackedInput(sequence, torch.arange(12), layout, places, sequence[1:])
+    return PackedInput(sequence, torch.arange(12), layout, indices, sequence[1:])
 
 
 def tri_model(policy: Policy) -> TriModel:
@@ -332,10 +322,10 @@ def test_untied_head_can_be_adapted(tmp_path: Path) -> None:
     torch.testing.assert_close(
         packed_logits(policy, SEQUENCES), expected, rtol=0.0, atol=2e-5, check_stride=False
     )
-    (sequence, *_) = SEQUENCES
-    places = torch.arange(len(sequence))
+    sequence = SEQUENCES[0]
+    indices = torch.arange(len(sequence))
     layout = PackedGroups.of_sequences([len(sequence)])
-    hidden = policy.hidden_states(sequence, places, layout, at=places)
+    hidden = policy.hidden_states(sequence, indices, layout, at=indices)
     assert float((policy.head(hidden) - expected[: len(sequence)]).detach().abs().max()) <= 2e-5
 
 

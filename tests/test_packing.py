@@ -102,18 +102,6 @@ GROUPS = st.lists(
 )
 
 
-def test_rollouts_of_a_group_share_their_prompt():
-    groups = [make_group(FIRST), make_group(FIRST + 1)]
-    batch = pack([rollout for group in groups for rollout in split_group(group)])
-    assert [length for length, _ in batch.groups] == [len(g.prompt_ids) for g in groups]
-    expected = sum(
-        len(g.prompt_ids)
-        + sum(n for n, a in zip(g.completion_lengths, g.advantages, strict=True) if a != 0)
-        for g in groups
-    )
-    assert len(batch.input_ids) == expected
-
-
 def test_repeated_prompts_make_a_row_of_whole_sequences():
     group = make_group(FIRST)
     shared, repeated = (pack(split_group(group), shares_prompts=shares) for shares in (True, False))
