@@ -352,6 +352,12 @@ def test_broken_checkpoints_are_kept_and_not_counted(two: Path, tmp_path: Path) 
     assert [path.name for path in broken] == ["99", "10"]
 
 
+def test_checkpoint_contains_no_pickle(two: Path) -> None:
+    for file in (two / "10").iterdir():
+        assert file.suffix in (".json", ".safetensors")
+        assert not file.read_bytes().startswith((b"\x80", b"PK"))
+
+
 # -- export --------------------------------------------------------------------------------------
 
 
