@@ -23,12 +23,11 @@ CPU_QUOTAS = (
 )
 """Files with a container's CPU quota."""
 TOPOLOGY = Path("/sys/devices/system/cpu")
-SPIN_COUNT, WAIT_POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 
 
 def num_cores() -> int:
     """CPU cores this process may use: its affinity, limited by a container's quota, rounded up."""
-    cores = len(allowed_cores()) or os.cpu_count() or 1
+    cores = len(allowed_cores())
     for files in CPU_QUOTAS:
         try:
             quota, period = " ".join(Path(file).read_text() for file in files).split()
@@ -40,8 +39,8 @@ def num_cores() -> int:
 
 
 def allowed_cores() -> frozenset[int]:
-    """The cores this process may run on; empty where the system has no affinity."""
-    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+    """The cores this process may run on."""
+    return frozenset(os.sched_getaffinity(0))
 
 
 def split_cores(num_workers: int) -> tuple[tuple[int, ...], ...]:
@@ -54,16 +53,14 @@ def split_cores(num_workers: int) -> tuple[tuple[int, ...], ...]:
     if num_workers >= len(allowed) or num_cores() < len(allowed):
         return ()
     share = len(allowed) // num_workers
-    return tuple(
-        tuple(sorted(allowed[number * share : (number + 1) * share]))
-        for number in range(num_workers)
-    )
+    starts = range(0, num_workers * share, share)
+    return tuple(tuple(sorted(allowed[start : start + share])) for start in starts)
 
 
 def pin(cores: Collection[int]) -> None:
     """Restrict the calling thread, and the threads it starts later, to `cores` (empty: do nothing).
 
-    If none of the cores exists any more the thread keeps its affinity: slower, but correct.
+    If none of the cores exists any more, the thread keeps its affinity.
     """
     if cores:
         with contextlib.suppress(OSError):
@@ -73,13 +70,12 @@ def pin(cores: Collection[int]) -> None:
 def spin_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Environment variables that bound how long a waiting OpenMP thread spins.
 
-    Empty if `environment` already sets one of the two variables. GNU OpenMP's default of 300,000
-    turns is fast on exclusive cores, but on contended cores threads spin while the thread they wait
-    for cannot run, and an iteration takes minutes instead of seconds. Without spinning, every wait
-    is a system call, and two threads are slower than one.
+    Empty if `environment` sets one of them. With GNU OpenMP's default of 300,000 turns, threads on
+    contended cores spin while the thread they wait for cannot run, and an iteration takes minutes
+    instead of seconds. Without spinning, two threads are slower than one.
     """
-    is_set = SPIN_COUNT in environment or WAIT_POLICY in environment
-    return {} if is_set else {SPIN_COUNT: "10000"}
+    is_set = "GOMP_SPINCOUNT" in environment or "OMP_WAIT_POLICY" in environment
+    return {} if is_set else {"GOMP_SPINCOUNT": "10000"}
 
 
 def _position(core: int) -> tuple[int, int, int]:
@@ -118,12 +114,11 @@ LARGEST_THRESHOLD = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed memory for reuse instead of returning it to the kernel.
+    """Let glibc keep freed memory for reuse instead of returning it to the kernel.
 
-    By default glibc maps each block of several MiB anew and unmaps it when freed. A trainer on the
-    CPU, whose activations are allocated and freed in every micro-batch, then spends about a tenth
-    of its time on page faults. The cost is fragmentation: the peak grew from 1014 to 1291 MiB with
-    13 million parameters. Does nothing with another C library.
+    By default a trainer on the CPU, whose activations are allocated and freed in every micro-batch,
+    spends about a tenth of its time on page faults. The cost is fragmentation: the peak grew from
+    1014 to 1291 MiB with 13 million parameters. Does nothing with another C library.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_THRESHOLD)

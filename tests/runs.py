@@ -1,4 +1,4 @@
-"""How the tests start `easyrl grpo`, and what they look at afterwards."""
+"""Start `easyrl grpo`, and read what it leaves."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ SMALL = (
     "data.max_prompt_length=32",
     "data.num_held_out=8",
 )
-"""Words of a run that takes a second or two once its workers are up."""
+"""Settings of a run that takes a second or two once its workers are up."""
 
 
 class Finished(NamedTuple):
-    """What a run has left: look, and do not touch."""
+    """A finished run, shared by tests: do not change its folder."""
 
     folder: Path
     out: str
 
 
 def complaints(log: Path) -> list[str]:
-    """Lines of libraries in a worker's log, without what torch 2.10's Gloo prints for
-    every group that it creates."""
+    """Lines of libraries in a worker's log, without those of torch 2.10's Gloo for each group."""
     return [line for line in log.read_text().splitlines() if not line.startswith("[Gloo] Rank ")]
 
 
@@ -51,7 +50,7 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def finish(*arguments: str, timeout: float = 240, **environment: str) -> tuple[int, str, str]:
-    """Run to the end: exit code, standard output, standard error."""
+    """Run to the end; return exit code, standard output and standard error."""
     process = start(*arguments, **environment)
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
@@ -70,15 +69,15 @@ def without_timing(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-def wait_for_line(process: subprocess.Popen[str], beginning: str, timeout: float = 120) -> None:
-    """Read the run's output up to a line that begins so."""
+def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = 120) -> None:
+    """Read the run's output up to a line that contains this text."""
     assert process.stdout is not None
     deadline = time.monotonic() + timeout
     for line in process.stdout:
-        if line.startswith(beginning):
+        if text in line:
             return
-        assert time.monotonic() < deadline, f"no line '{beginning}…' in time"
-    raise AssertionError(f"the run ended before a line '{beginning}…'")
+        assert time.monotonic() < deadline, f"no line with '{text}' in time"
+    raise AssertionError(f"the run ended before a line with '{text}'")
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -86,6 +85,6 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those still running after so long (zombies of a dead parent do not run)."""
+    """Return those still running after `seconds`, without zombies of a dead parent."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

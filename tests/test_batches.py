@@ -1,10 +1,8 @@
-"""From the ring to micro-batches: every group checked, every rollout once, whatever the order."""
+"""From the ring to micro-batches: every group checked, every rollout once, in any order."""
 
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import combinations_with_replacement, pairwise
 from multiprocessing import Pipe
@@ -19,8 +17,6 @@ from test_packing import (
     FIRST,
     GROUPS,
     ITERATION,
-    LONGEST_COMPLETION,
-    LONGEST_PROMPT,
     NUM_GENERATIONS,
     VERSION,
     expected_sequences,
@@ -29,14 +25,14 @@ from test_packing import (
     zeroed,
 )
 
-from easyrl.channels.ring_buffer import RingBuffer, RingLayout
-from easyrl.config import Config
+from easyrl.config import Config, load_config
 from easyrl.data.packing import Rollout, pack, split_group
 from easyrl.model.policy import Policy
 from easyrl.types import MicroBatch, RolloutGroup
 from easyrl.workers import batches as batches_module
 from easyrl.workers.batches import (
     MIN_FILL,
+    PACKED,
     GroupReader,
     MicroBatches,
     RankPipes,
@@ -45,6 +41,7 @@ from easyrl.workers.batches import (
     share_out,
 )
 from easyrl.workers.learner import Learner
+from own_workers import make_ring, num_free
 from tiny_models import largest_gradient_gap
 
 torch.set_num_threads(1)
@@ -62,17 +59,15 @@ def config_of(
     mask_truncated: bool = False,
     num_updates: int = 1,
 ) -> Config:
-    config = Config.model_validate(
-        {
-            "train": {"prompts_per_iteration": num_groups, "updates_per_iteration": num_updates},
-            "rollout": {"num_generations": NUM_GENERATIONS},
-            "runtime": {
-                "deterministic": deterministic,
-                "schedule": "sync" if sync else "periodic",
-            },
-            "algorithm": {"mask_truncated_completions": mask_truncated},
-        }
-    )
+    flags = {
+        "train.prompts_per_iteration": num_groups,
+        "train.updates_per_iteration": num_updates,
+        "rollout.num_generations": NUM_GENERATIONS,
+        "runtime.deterministic": deterministic,
+        "runtime.schedule": "sync" if sync else "periodic",
+        "algorithm.mask_truncated_completions": mask_truncated,
+    }
+    config = load_config(None, flags)
     # A budget smaller than a config may have: rollouts longer than it.
     train = config.train.model_copy(update={"max_tokens_per_micro_batch": max_tokens})
     return config.model_copy(update={"train": train})
@@ -82,15 +77,7 @@ class Feed:
     """A ring in this process, filled with `arrivals` one by one as the reader waits."""
 
     def __init__(self, arrivals: Sequence[RolloutGroup], num_slots: int | None = None) -> None:
-        self.ring = RingBuffer(
-            RingLayout(
-                num_slots=num_slots or max(1, len(arrivals)),
-                num_generations=NUM_GENERATIONS,
-                max_prompt_length=LONGEST_PROMPT,
-                max_completion_length=LONGEST_COMPLETION,
-                num_owners=2,
-            )
-        )
+        self.ring = make_ring(num_slots or max(1, len(arrivals)))
         self.producer, self.consumer = self.ring.attach(0), self.ring.attach(1)
         self.arrivals = list(arrivals)
         self.num_waits = 0
@@ -118,10 +105,7 @@ class Feed:
 
     @property
     def num_free(self) -> int:
-        free = self.ring.free.drain()
-        for slot in free:
-            self.ring.free.send(slot)
-        return len(free)
+        return num_free(self.ring)
 
 
 @pytest.fixture
@@ -168,15 +152,16 @@ def batches_of(
 # -- boundaries of micro-batches -------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
-@given(GROUPS, st.integers(1, 120), st.booleans(), st.booleans(), st.randoms())
+@settings(max_examples=60)
+@given(GROUPS, st.integers(1, 150), st.booleans(), st.booleans(), st.randoms())
 def test_every_rollout_is_packed_once_and_within_the_budget(groups, budget, is_exact, sync, random):
     order = random.sample(range(len(groups)), len(groups))
-    batches = batches_of(groups, budget, order=order, deterministic=is_exact, sync=sync)
+    how = {"order": order, "deterministic": is_exact, "sync": sync}
+    batches = batches_of(groups, budget, **how)
     found = [sequence for batch in batches for sequence in sequences_of(batch)]
     trained = range(len(groups)) if is_exact else order
     assert found == expected_sequences([groups[i] for i in trained])
-    for batch in batches:
+    for batch in [*batches, *batches_of(groups, budget, shares_prompts=False, **how)]:
         # A rollout over the budget is alone.
         assert len(batch.input_ids) <= budget or batch.num_completions == 1
 
@@ -187,7 +172,7 @@ def last_prompt_of(batch: MicroBatch) -> list[int]:
     return batch.input_ids[start : start + prompt_length].tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(GROUPS, st.integers(1, 120))
 def test_no_micro_batch_is_smaller_than_it_must_be(groups, budget):
     # The prompts show below which group a rollout is of.
@@ -199,7 +184,7 @@ def test_no_micro_batch_is_smaller_than_it_must_be(groups, budget):
         assert len(batch.input_ids) + added > budget
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(GROUPS, st.integers(1, 120), st.booleans(), st.randoms())
 def test_deterministic_batches_follow_from_the_groups_alone(groups, budget, sync, random):
     """Neither order of arrival nor schedule shows in any array."""
@@ -216,17 +201,12 @@ def test_deterministic_batches_follow_from_the_groups_alone(groups, budget, sync
             assert a.dtype == b.dtype
 
 
-@settings(max_examples=30, deadline=None)
-@given(GROUPS, st.integers(1, 150))
-def test_repeated_prompts_count_in_the_budget(groups, budget):
-    for batch in batches_of(groups, budget, deterministic=True, shares_prompts=False):
-        assert batch.num_completions == 1 or len(batch.input_ids) <= budget
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_an_iteration_without_a_gradient_has_no_micro_batch(deterministic: bool) -> None:
-    groups = [zeroed(make_group(FIRST + index), [0, 1, 2]) for index in range(4)]
-    assert batches_of(groups, 50, deterministic=deterministic) == []
+def test_groups_without_a_gradient_free_their_slots(feed: Any, deterministic: bool) -> None:
+    groups = [zeroed(make_group(FIRST + index), [0, 1, 2]) for index in range(3)]
+    source = feed(groups, num_slots=1)
+    batches = source.batches(3, max_tokens=50, deterministic=deterministic)
+    assert list(micro_batches(batches)) == [] and source.num_free == 1
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
@@ -239,7 +219,6 @@ def test_loss_tokens_count_whether_they_are_computed_or_not(
     *_, end = feed(groups).batches(2, mask_truncated=mask_truncated)
     masks = [group.trained_mask(mask_truncated=mask_truncated) for group in groups]
     assert end == UpdateEnd(sum(int(mask.sum()) for mask in masks))
-    assert truncated.trained_mask(mask_truncated=True).sum() < truncated.loss_mask.sum()
 
 
 # -- reading and checking --------------------------------------------------------------------------
@@ -295,26 +274,18 @@ def test_a_group_that_is_not_due_stops_the_run(
         drain(source.reader(2, deterministic=deterministic), 2)
 
 
-def test_groups_are_read_in_order_of_arrival_by_default(feed: Any) -> None:
-    source = feed([make_group(FIRST + index) for index in (2, 0, 1)])
-    assert drain(source.reader(3), 3) == [FIRST + 2, FIRST, FIRST + 1]
-
-
-@SYNC
-def test_groups_are_read_in_order_of_their_index_in_deterministic_mode(
-    feed: Any, sync: bool
+@pytest.mark.parametrize(
+    ("how", "order"),
+    [({}, [3, 2, 0, 4]), ({"deterministic": True}, [0, 4, 2, 3])],
+    ids=["arrival", "group index"],
+)
+def test_groups_are_read_in_order_of_arrival_or_of_their_index(
+    feed: Any, how: dict[str, bool], order: list[int]
 ) -> None:
     """A replacement has the index of the group that it replaces."""
     fresh = make_group(FIRST + 4, group_index=1)
-    source = feed([make_group(FIRST + 3), make_group(FIRST + 2), make_group(FIRST), fresh])
-    reader = source.reader(4, deterministic=True, sync=sync)
-    assert drain(reader, 4) == [FIRST, FIRST + 4, FIRST + 2, FIRST + 3]
-
-
-def test_a_whole_ring_may_wait_for_the_first_group(feed: Any) -> None:
-    source = feed([make_group(FIRST + index) for index in (3, 2, 1, 0)], num_slots=4)
-    reader = source.reader(4, deterministic=True)
-    assert reader.next(0, wait=True).group.prompt_index == FIRST and source.num_waits == 4
+    source = feed([*(make_group(FIRST + index) for index in (3, 2, 0)), fresh])
+    assert drain(source.reader(4, **how), 4) == [FIRST + index for index in order]
 
 
 @IN_ORDER
@@ -392,18 +363,15 @@ def test_a_group_cut_by_the_budget_keeps_its_slot_until_its_last_rollout(feed: A
     assert num_free == [0] * (NUM_GENERATIONS - 1) + [1]
 
 
-def test_groups_without_a_gradient_free_their_slots(feed: Any) -> None:
-    source = feed([zeroed(make_group(FIRST + index), [0, 1, 2]) for index in range(3)], num_slots=1)
-    assert list(micro_batches(source.batches(3, max_tokens=50))) == []
-    assert source.num_free == 1
-
-
 # -- the gradient ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def learner() -> Learner:
-    return Learner(Policy.load("tiny"), Config())
+    """In float64: in float32 rounding alone can exceed the bound below, in 1 of 1,000 draws."""
+    policy = Policy.load("tiny")
+    policy.model.double()
+    return Learner(policy, Config())
 
 
 def gradient_of(learner: Learner, batches: Sequence[MicroBatch], num_completions: int) -> Any:
@@ -423,7 +391,7 @@ def gradient_one_by_one(learner: Learner, groups: Sequence[RolloutGroup]) -> Any
     return gradient_of(learner, batches, len(groups) * NUM_GENERATIONS)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(GROUPS, st.integers(1, 150), st.tuples(st.booleans(), st.booleans()), st.randoms())
 def test_the_gradient_is_the_same_in_any_order_and_any_micro_batch(
     learner, groups, budget, how, random
@@ -485,7 +453,7 @@ def test_shares_are_in_order_within_the_budget_and_as_even_as_possible(
     ]
 
     def largest(parts: Sequence[Sequence[Rollout]]) -> int:
-        packed = [pack(part, shares_prompts=shares_prompts) for part in parts if part]
+        packed = (pack(part, shares_prompts=shares_prompts) for part in parts if part)
         return max(len(batch.input_ids) for batch in packed)
 
     assert largest(shares) <= MAX_TOKENS
@@ -496,40 +464,11 @@ def test_shares_are_in_order_within_the_budget_and_as_even_as_possible(
     assert largest(shares) == best
 
 
-def test_a_long_prompt_stays_on_one_rank_if_that_is_no_slower() -> None:
-    rows = Rows(1000, shares_prompts=True)
-    for slot in range(2):
-        for number in range(3):
-            rows.add(rollout(slot, number, 100, 2))
-    assert [[each.slot for each in share] for share in share_out(rows, 2)] == [[0] * 3, [1] * 3]
-
-
-OPTIMIZED = """
-import sys
-from multiprocessing import Pipe
-from easyrl.workers.batches import Packed, RankPipes
-assert False, "this test runs without asserts"
-pipe, rank_1 = Pipe()
-_, control = Pipe()
-ranks = RankPipes(0, [pipe], control, timeout_seconds=0.2)
-rank_1.send(Packed())
-ranks.finish_packing()
-try:
-    ranks.finish_packing()
-except TimeoutError:
-    pass
-else:
-    sys.exit("did not wait for the second micro-step")
-rank_1.send("something else")
-try:
-    ranks.finish_packing()
-except RuntimeError:
-    pass
-else:
-    sys.exit("accepted another message")
-"""
-
-
-def test_rank_0_waits_for_each_micro_step_under_python_O() -> None:
+def test_rank_0_waits_for_each_micro_step() -> None:
     """Otherwise slots are freed, and overwritten, while another rank still reads them."""
-    subprocess.run([sys.executable, "-O", "-c", OPTIMIZED], check=True)
+    pipe, rank_1 = Pipe()
+    ranks = RankPipes(0, [pipe], NO_CONTROL, timeout_seconds=0.2)
+    rank_1.send(PACKED)
+    ranks.finish_packing()
+    with pytest.raises(TimeoutError):
+        ranks.finish_packing()

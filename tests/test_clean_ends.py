@@ -35,9 +35,10 @@ def started(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen[str], lis
     return process, processes
 
 
-def shared_memory() -> set[Path]:
-    folder = Path("/dev/shm")
-    return set(folder.iterdir()) if folder.is_dir() else set()
+def shared_memory(processes: list[psutil.Process]) -> set[Path]:
+    """Named shared memory (semaphores) that these processes have open."""
+    paths = {Path(mapped.path) for process in processes for mapped in process.memory_maps()}
+    return {path for path in paths if path.is_relative_to("/dev/shm")}
 
 
 def end(process: subprocess.Popen[str], processes: list[psutil.Process]) -> tuple[int, str, str]:
@@ -51,8 +52,9 @@ def end(process: subprocess.Popen[str], processes: list[psutil.Process]) -> tupl
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_everything_without_an_error(tmp_path: Path, signum: signal.Signals) -> None:
-    before = shared_memory()
     process, processes = started(tmp_path)
+    semaphores = shared_memory(processes)
+    assert semaphores
     process.send_signal(signum)
     if signum != signal.SIGTERM:  # a terminal sends it to all, multiprocessing's tracker as well
         for each in processes:
@@ -61,9 +63,9 @@ def test_a_signal_ends_everything_without_an_error(tmp_path: Path, signum: signa
     assert returned == 128 + signum and out.count(f"stopped by {signum.name}") == 1
     assert "Traceback" not in err and "KeyboardInterrupt" not in err
     deadline = time.monotonic() + SECONDS
-    while not shared_memory() <= before and time.monotonic() < deadline:
+    while any(path.exists() for path in semaphores) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert shared_memory() <= before
+    assert not any(path.exists() for path in semaphores)
 
 
 def test_a_stopped_worker_is_named_and_continues_and_a_second_signal_ends_the_run(
@@ -77,9 +79,7 @@ def test_a_stopped_worker_is_named_and_continues_and_a_second_signal_ends_the_ru
     wait_for_line(process, "iteration ")
     trainer.suspend()  # so that it never ends its micro-batch
     process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    while "(again: stop without it)" not in process.stdout.readline():
-        assert process.poll() is None
+    wait_for_line(process, "(again: stop without it)")
     process.send_signal(signal.SIGINT)
     returned, out, _ = end(process, processes)
     assert returned == 130 and out.count("stopped by SIGINT") == 1
@@ -119,37 +119,38 @@ def test_workers_listen_on_loopback_only_and_end_with_a_killed_controller(tmp_pa
     assert wait_until_gone(processes, SECONDS) == []
 
 
+REWARDS = """
+import time
+from pathlib import Path
+
+def fails(prompts, completions, **columns):
+    raise KeyError("no such thing")
+
+def hangs(prompts, completions, **columns):
+    Path(__file__).with_name("under_way").touch()
+    time.sleep(1000)
+"""
+
+
 def test_a_reward_that_raises_ends_the_run_with_its_own_traceback_once(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text(
-        "def score(prompts, completions, **columns):\n    raise KeyError('no such thing')\n"
-    )
-    process = start(
-        *("--output", str(tmp_path / "run"), "--reward", f"{tmp_path}/bad.py:score"),
-        *ENDLESS,
-    )
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
+    (tmp_path / "r.py").write_text(REWARDS)
+    run, reward = ("--output", str(tmp_path / "run")), ("--reward", f"{tmp_path}/r.py:fails")
+    code, _, err = finish(*run, *reward, *ENDLESS, timeout=120)
+    assert code == 1
     assert err.count("KeyError: 'no such thing'") == 1
-    assert "bad.py" in err and "for the prompt" in err
+    assert "r.py" in err and "for the prompt" in err
 
 
 def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    under_way = tmp_path / "under_way"
-    (tmp_path / "slow.py").write_text(
-        "import time\nfrom pathlib import Path\n"
-        "def score(prompts, completions, **columns):\n"
-        f"    Path({str(under_way)!r}).touch()\n    time.sleep(1000)\n"
-    )
-    process = start(
-        *("--output", str(tmp_path / "run"), "--reward", f"{tmp_path}/slow.py:score"),
-        *ENDLESS,
-    )
+    (tmp_path / "r.py").write_text(REWARDS)
+    run, reward = ("--output", str(tmp_path / "run")), ("--reward", f"{tmp_path}/r.py:hangs")
+    process = start(*run, *reward, *ENDLESS)
     deadline = time.monotonic() + 60
-    while not under_way.exists() and time.monotonic() < deadline:
+    while not (tmp_path / "under_way").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     processes = descendants(process.pid)
     process.send_signal(signal.SIGINT)
-    assert end(process, processes)[0] == 130 and under_way.exists()
+    assert end(process, processes)[0] == 130 and (tmp_path / "under_way").exists()
 
 
 def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody() -> None:

@@ -64,17 +64,16 @@ def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(
     assert asked[6:] == [[0, 1], 2]
 
 
-def test_unpinned_workers_share_threads_alone(board: IdleBoard, asked: list[Any]) -> None:
-    board.set_idle(1, True)
-    WorkerCores(2, (), CoreSharing(board, 0, (SharedCores(1, 2, ()),))).use_available()
-    assert asked == [4]
-
-
-def test_without_sharing_threads_stay_as_they_are(asked: list[Any]) -> None:
+def test_unpinned_workers_share_threads_and_others_nothing(
+    board: IdleBoard, asked: list[Any]
+) -> None:
     alone = WorkerCores(2, (0, 1), None)
     with alone.idle():
         alone.use_available()
     assert asked == []
+    board.set_idle(1, True)
+    WorkerCores(2, (), CoreSharing(board, 0, (SharedCores(1, 2, ()),))).use_available()
+    assert asked == [4]
 
 
 TURNS = """
@@ -105,19 +104,6 @@ def test_a_thread_started_on_shared_cores_reaches_all_of_them() -> None:
     )
     masks = json.loads(done.stdout)
     assert masks and all(mask == list(two) for mask in masks)
-
-
-def test_a_core_that_has_gone_ends_no_run(board: IdleBoard) -> None:
-    before, num_threads = processes.allowed_cores(), torch.get_num_threads()
-    gone = (os.cpu_count() or 1) + 2**10
-    sharing = CoreSharing(board, 0, (SharedCores(1, 2, (gone + 1,)),))
-    try:
-        board.set_idle(1, True)
-        WorkerCores(2, (gone,), sharing).use_available()
-        assert torch.get_num_threads() == 4
-    finally:
-        torch.set_num_threads(num_threads)
-    assert processes.allowed_cores() == before
 
 
 def test_the_users_spin_settings_win() -> None:
@@ -202,10 +188,7 @@ def test_every_worker_shares_with_one_of_the_other_group(infer: int, train: int)
 def test_cores_are_shared_on_cpus_unless_threads_or_bits_are_fixed() -> None:
     both = ("devices.infer=cpu", "devices.train=cpu")
     assert placed(*both).lends_cores
-    for word in (
-        "devices.threads=2",
-        "runtime.deterministic=true",
-    ):
+    for word in ("devices.threads=2", "runtime.deterministic=true"):
         apart = placed(*both, word)
         assert not apart.lends_cores
         assert all(settings.core_sharing is None for settings in settings_of(apart).values())

@@ -5,19 +5,18 @@ Needs no accelerator: the channel is on torch's `meta` device, with a stand-in f
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing import reductions
 
 from easyrl import devices
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
@@ -81,18 +80,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
 
 
 def join(store: str, rank: int = 0, size: int = 1, bucket_bytes: int = 2**21) -> WeightChannel:
-    return WeightChannel(
-        WeightEndpoint(
-            store,
-            0,
-            rank,
-            size,
-            "meta",
-            TIMEOUT_SECONDS,
-            shared_device=None,
-            bucket_bytes=bucket_bytes,
-        )
-    )
+    where = (store, 0, rank, size, "meta", TIMEOUT_SECONDS)
+    return WeightChannel(WeightEndpoint(*where, bucket_bytes=bucket_bytes))
 
 
 def weights(number: int, num_elements: int = 2**19) -> list[Weight]:
@@ -149,10 +138,7 @@ def test_a_direct_broadcast_ends_before_the_next_weight_is_gathered(
         made.append(f"{number} after {backend.log[-1]}")
         return torch.empty(2**19, device="meta")
 
-    some = [
-        Weight(f"w{n}", torch.empty(2**19, device="meta"), lambda n=n: make(n), is_trained=True)
-        for n in range(3)
-    ]
+    some = [replace(w, materialize=partial(make, n)) for n, w in enumerate(weights(3))]
     channel.send(0, some)
     assert made == ["0 after 1 waited", "1 after 2 waited", "2 after 3 waited"]
     assert backend.log[-1] == "4 waited"
@@ -173,11 +159,7 @@ def test_a_broadcast_that_never_ends_is_named_within_the_bound(
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (
-            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, "
-            "OpType=BROADCAST) ran for 120000 milliseconds before timing out.",
-            TimeoutError,
-        ),
+        ("WorkNCCL(OpType=BROADCAST) ran for 120000 milliseconds before timing out", TimeoutError),
         ("NCCL error: remote process exited or there was a network error", ConnectionError),
     ],
 )
@@ -188,48 +170,11 @@ def test_a_backends_timeout_and_its_broken_connection_are_distinguished(
     channel = join(store)
     channel.send(0, weights(1))
     backend.error = error
-    with pytest.raises(kind, match=error.partition("[Rank 0] ")[2][:20] or error[:20]):
+    with pytest.raises(kind, match=error[-20:]):
         channel.send(1, weights(1))
 
 
 # -- memory that two processes open ----------------------------------------------------------------
-
-
-def arguments_of(function: Any, name: str) -> list[str]:
-    """Names of the arguments with which `function` of torch calls `name`."""
-    tree = ast.parse(inspect.getsource(function))
-    (call,) = (
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == name
-    )
-    return [ast.unparse(argument) for argument in call.args]
-
-
-def results_of(function: Any, name: str) -> list[str]:
-    """Names that `function` of torch gives to the results of `name`."""
-    tree = ast.parse(inspect.getsource(function))
-    (assigned,) = (
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
-        and getattr(node.value.func, "attr", "") == name
-    )
-    (names,) = assigned.targets
-    assert isinstance(names, ast.Tuple)
-    return [ast.unparse(part) for part in names.elts]
-
-
-def test_torch_opens_shared_memory_with_the_parts_that_sharing_returns() -> None:
-    """Read from torch's own code for tensors sent between processes."""
-    shared = results_of(reductions.reduce_tensor, "_share_cuda_")
-    opened = arguments_of(reductions.rebuild_cuda_tensor, "_new_shared_cuda")
-    assert [name.removeprefix("storage_") for name in opened] == [
-        name.removeprefix("storage_") for name in shared
-    ]
-    assert shared[0] == "device" and shared[4] == "ref_counter_handle"
-    assert all(hasattr(torch.UntypedStorage, name) for name in ("_share_cuda_", "_new_shared_cuda"))
 
 
 class Shared:

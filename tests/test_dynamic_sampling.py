@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from easyrl import events
 from easyrl.config import load_config
 from easyrl.runtime.dispatch import Dispatcher, Rounds
-from easyrl.runtime.iteration import IterationRecord
+from easyrl.runtime.metrics import IterationRecord
 from easyrl.types import IndexedPrompt, Prompt
 from runs import finish, lines_of, summary_of, without_timing
 

@@ -12,9 +12,9 @@ from easyrl import events
 from easyrl.config import load_config
 from easyrl.observe.report import end_table, print_end
 from easyrl.observe.text import say_rich
-from easyrl.runtime.iteration import IterationRecord
+from easyrl.runtime.metrics import IterationRecord, Totals
+from easyrl.runtime.resume import RunState
 from easyrl.runtime.run_folder import finite
-from easyrl.runtime.totals import Totals
 
 SUMMARY = {
     "accuracy_before": 0.5,
@@ -84,10 +84,13 @@ def test_gap_is_the_largest_one_that_was_compared(capsys: Capture) -> None:
     totals = Totals(2, 0.0)
     for gap, largest in ((math.nan, None), (1e-6, 1e-6), (math.nan, 1e-6), (3e-6, 3e-6)):
         record = IterationRecord(0)
-        metrics = {"num_updates_not_finite": 0.0, "sampling/sampling_logp_difference/max": gap}
+        counts = ("groups_skipped", "groups_replaced", "groups_not_replaced", "reward_errors")
+        metrics = dict.fromkeys(("num_updates_not_finite", *counts), 0.0)
+        metrics |= {"reward": 0.5, "sampling/sampling_logp_difference/max": gap}
         record.trained = events.IterationTrained(0, 1, 4, 0, 10, 1.0, metrics)
-        totals.add_iteration(record, 0.5, 2.0)
-        summary = finite(totals.summary(load_config().train, 1, None, None, "a" * 64))
+        totals.add_iteration(record, metrics, 2.0)
+        state = RunState(1, 1, config={}, identity={})
+        summary = finite(totals.summary(load_config().train, state, None, "a" * 64))
         assert summary["sampling_logp_difference_max"] == largest
     assert "not compared" in show(capsys, sampling_logp_difference_max=None)
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import fields, replace
-from multiprocessing import resource_tracker
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from easyrl.channels import ring_buffer
 from easyrl.channels.memory import available_memory_bytes
-from easyrl.channels.ring_buffer import ARRAYS, HEADER, RingBuffer, RingLayout, TokenPipe
+from easyrl.channels.ring_buffer import ARRAYS, RingBuffer, RingLayout, TokenPipe
 from easyrl.types import RolloutGroup
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -101,38 +101,23 @@ def new_ring():
 # Hand-over
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    groups=st.lists(
-        st.tuples(
-            st.integers(0, 10**9),
-            st.integers(0, 16),
-            st.lists(st.integers(0, 8), min_size=1, max_size=3),
-        ),
-        min_size=1,
-        max_size=12,
-    )
+SHAPE = st.tuples(
+    st.integers(0, 10**9),
+    st.lists(st.integers(0, 8), min_size=1, max_size=3),
+    st.integers(0, 16),
 )
+
+
+@settings(max_examples=60)
+@given(st.lists(SHAPE, min_size=1, max_size=12))
 def test_ragged_groups_come_out_as_they_went_in(groups):
     with contextlib.closing(RingBuffer(layout(num_slots=3))) as ring:
         port = ring.attach(0)
-        for index, prompt_length, lengths in groups:  # more than slots: slots are used again
-            group = make_group(index, lengths, prompt_length)
+        for shape in groups:  # more than slots: slots are used again
+            group = make_group(*shape)
             assert port.put(group, 0)
             with port.get(0) as got:
                 assert_same(got, group)
-
-
-def test_arrays_in_a_slot_are_aligned_and_apart():
-    dtype = layout(num_generations=5, max_prompt=7, max_completion=3).slot_dtype()
-    end = 0
-    for name in dtype.names:
-        field, offset = dtype.fields[name][:2]
-        assert offset >= end
-        assert offset % (64 if name not in HEADER else 8) == 0
-        end = offset + field.itemsize
-    assert end <= dtype.itemsize
-    assert dtype.itemsize % 64 == 0
 
 
 def test_memory_has_the_size_known_before_and_cannot_grow(new_ring):
@@ -171,10 +156,10 @@ def produce(ring, owner, indexes, result):
 
 
 def consume(ring, owner, stop, result):
-    """Take groups until the test sends a stop."""
+    """Take groups until the test stops it."""
     port = ring.attach(owner)
     deadline = time.monotonic() + BOUND_SECONDS
-    while not stop.poll() and time.monotonic() < deadline:
+    while not stop.is_set() and time.monotonic() < deadline:
         lease = port.get(0.02)
         if lease is not None:
             with lease as group:
@@ -183,46 +168,30 @@ def consume(ring, owner, stop, result):
     result.send(None)
 
 
-@contextlib.contextmanager
-def spawned(*calls):
-    processes = [SPAWN.Process(target=target, args=args) for target, *args in calls]
-    try:
-        for process in processes:
-            process.start()
-        yield processes
-        for process in processes:
-            process.join(BOUND_SECONDS)
-        assert [process.exitcode for process in processes] == [0] * len(processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(BOUND_SECONDS)
-
-
 @pytest.mark.alone
 def test_three_producers_and_two_consumers_hand_over_every_group_exactly_once(new_ring):
     ring = new_ring(num_slots=4)
     num_groups = 300
     puts = [SPAWN.Pipe(duplex=False) for _ in range(3)]
     gets = [SPAWN.Pipe(duplex=False) for _ in range(2)]
-    stops = [SPAWN.Pipe(duplex=False) for _ in range(2)]
-    producers = [(produce, ring, i, range(i, num_groups, 3), puts[i][1]) for i in range(3)]
-    consumers = [(consume, ring, 3 + i, stops[i][0], gets[i][1]) for i in range(2)]
-    with spawned(*producers, *consumers):
-        seen, readers = [], [reader for reader, _ in gets]
-        while readers:
-            ready = wait(readers, BOUND_SECONDS)
-            assert ready, f"only {len(seen)} groups arrived"
-            for reader in ready:
-                index = reader.recv()
-                if index is None:
-                    readers.remove(reader)
-                else:
-                    seen.append((reader, index))
-            if len(seen) == num_groups:
-                for _, stop in stops:
-                    stop.send(True)
-        assert all(reader.recv() for reader, _ in puts)
+    stop, stopped = SPAWN.Event(), []
+    calls = [(produce, (ring, i, range(i, num_groups, 3), puts[i][1])) for i in range(3)]
+    calls += [(consume, (ring, 3 + i, stop, gets[i][1])) for i in range(2)]
+    processes = [SPAWN.Process(target=target, args=args, daemon=True) for target, args in calls]
+    for process in processes:
+        process.start()
+    seen, readers = [], [reader for reader, _ in gets]
+    while len(stopped) < 2:
+        ready = wait(readers, BOUND_SECONDS)
+        assert ready, f"only {len(seen)} groups arrived"
+        for reader in ready:
+            (stopped if (index := reader.recv()) is None else seen).append((reader, index))
+        if len(seen) == num_groups:
+            stop.set()
+    assert all(reader.recv() for reader, _ in puts)
+    for process in processes:
+        process.join(BOUND_SECONDS)
+        assert process.exitcode == 0
     assert sorted(index for _, index in seen) == list(range(num_groups))
     assert len({id(reader) for reader, _ in seen}) == 2  # both consumers took part
     assert_whole(ring, ring.attach(0))
@@ -295,45 +264,31 @@ def test_reader_that_loses_the_race_for_a_group_does_not_wait(new_ring, monkeypa
 # Limits
 
 
+GROUP = make_group(0, [2, 2, 2])
+
+
 @pytest.mark.parametrize(
-    ("group", "sizes"),
+    ("group", "message"),
     [
-        (make_group(0, [1, 1, 1], 17), "num_prompt_tokens: .*16.*17"),
-        (make_group(0, [1] * 4, 1), "num_generations: .*3.*4"),
-        (make_group(0, [8, 9, 8], 1), "num_completion_tokens: .*24.*25"),
+        (make_group(0, [1, 1, 1], 17), "prompt_ids .* at most 16 long, .*17"),
+        (make_group(0, [1] * 4, 1), "completion_lengths .* at most 3 long, .*4"),
+        (make_group(0, [8, 9, 8], 1), "completion_ids .* at most 24 long, .*25"),
+        (replace(GROUP, loss_mask=np.ones(1, bool)), "loss_mask"),
+        (replace(GROUP, rewards=np.zeros(3)), "rewards"),
     ],
 )
-def test_group_too_large_for_a_slot_is_refused_with_its_sizes(new_ring, group, sizes):
-    ring = new_ring()
-    port = ring.attach(0)
-    with pytest.raises(ValueError, match=sizes):
+def test_group_that_does_not_fit_a_slot_or_itself_is_refused(new_ring, group, message):
+    port = new_ring().attach(0)
+    with pytest.raises(ValueError, match=message):
         port.put(group, 0)
-    assert_whole(ring, port)
-
-
-def test_group_whose_arrays_do_not_match_is_refused(new_ring):
-    ring = new_ring()
-    port = ring.attach(0)
-    group = make_group(0, [2, 2, 2])
-    for name, wrong in (("loss_mask", np.ones(1, bool)), ("rewards", np.zeros(3))):
-        with pytest.raises(ValueError, match=name):
-            port.put(replace(group, **{name: wrong}), 0)
-    assert_whole(ring, port)
+    assert_whole(port.ring, port)
 
 
 def test_ring_larger_than_memory_is_refused_with_the_keys_to_lower(monkeypatch):
     limits = layout()
-    limits.check_memory(limits.total_bytes)
     monkeypatch.setattr(ring_buffer, "available_memory_bytes", lambda: limits.total_bytes - 1)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"rollout.ring_slots .* data.max_prompt_length"):
         RingBuffer(limits)
-    for key in (
-        "rollout.ring_slots",
-        "rollout.num_generations",
-        "rollout.max_completion_length",
-        "data.max_prompt_length",
-    ):
-        assert key in str(error.value)
 
 
 def test_ring_with_more_slots_than_a_pipe_carries_is_refused():
@@ -348,19 +303,12 @@ def test_pipe_holds_its_capacity_when_its_first_page_is_nearly_used_up():
     capacity = pipe.capacity()
     for _ in range(511):
         pipe.send(0)
-    for _ in range(511):
-        assert pipe.receive() == 0
+    assert pipe.drain() == [0] * 511
     for slot in range(capacity):
         pipe.send(slot)
     assert pipe.drain() == list(range(capacity))
     for fd in pipe.fds:
         os.close(fd)
-
-
-@pytest.mark.parametrize("key", ["num_slots", "num_generations", "max_prompt", "num_owners"])
-def test_limits_below_one_are_refused(key):
-    with pytest.raises(ValueError, match="at least 1"):
-        layout(**{key: 0})
 
 
 MEMORY_V2 = {
@@ -382,21 +330,15 @@ MEMORY_V1 = {  # a container sees its own group at the mount
 }
 
 
-@pytest.mark.parametrize(
-    ("files", "expected_bytes"),
-    [
-        (MEMORY_V2, 3 << 19),
-        (MEMORY_V2 | {"sys/fs/cgroup/pod/memory.max": "max"}, 4096 << 10),
-        (MEMORY_V1, (1 << 20) + 7),
-    ],
-    ids=["cgroup v2", "no limit", "cgroup v1"],
-)
-def test_available_memory_is_the_minimum_of_machine_and_cgroups(tmp_path, files, expected_bytes):
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert available_memory_bytes(tmp_path) == expected_bytes
+def test_available_memory_is_the_minimum_of_machine_and_cgroups(tmp_path):
+    unlimited = MEMORY_V2 | {"sys/fs/cgroup/pod/memory.max": "max"}
+    cases = ((MEMORY_V2, 3 << 19), (unlimited, 4096 << 10), (MEMORY_V1, (1 << 20) + 7))
+    for number, (files, expected_bytes) in enumerate(cases):
+        for name, text in files.items():
+            path = tmp_path / str(number) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert available_memory_bytes(tmp_path / str(number)) == expected_bytes
 
 
 def segment_names():
@@ -412,17 +354,12 @@ def open_files():
     return Counter(name for name in links if name.startswith(("pipe:", "/memfd:", "/dev/shm")))
 
 
-@pytest.mark.parametrize("has_memfd", [True, False])
-def test_no_name_and_no_descriptor_is_left(monkeypatch, has_memfd):
-    if not has_memfd:
-        monkeypatch.delattr(os, "memfd_create")
-        resource_tracker.ensure_running()  # Python's own, one a process, has a pipe
+def test_no_name_and_no_descriptor_is_left():
     names, files = segment_names(), open_files()
     ring = RingBuffer(layout())
     assert segment_names() == names  # not even while it exists
     assert open_files() != files
     assert_whole(ring, ring.attach(0))
-    ring.close()
     ring.close()
     del ring
     assert open_files() == files
@@ -477,7 +414,7 @@ def kill_at(step, event_kind):
 VICTIM = 5
 
 
-def kill_everywhere(ring, event_kind, before, operation):
+def kill_everywhere(ring, event_kind, operation, before=lambda port: None):
     """Yield after a victim was killed before each line of `operation` in turn.
 
     `before(port)` runs in the victim first, untraced; its value goes to `operation(port, value)`.
@@ -505,21 +442,14 @@ def test_producer_killed_anywhere_in_put_loses_no_slot_and_no_finished_group(new
     living = ring.attach(0)
     outcomes = []
     living.put(make_group(1), 0)
-    for _ in kill_everywhere(
-        ring, event_kind, lambda port: None, lambda port, _: port.put(make_group(7), 0)
-    ):
+    for _ in kill_everywhere(ring, event_kind, lambda port, _: port.put(make_group(7), 0)):
         reading = living.get(0)  # a living process holds a slot meanwhile
         reclaimed = ring.reclaim(VICTIM)
         reading.release()
         arrived = take_all(living)
         assert arrived in ([], [7])
         outcomes.append((arrived == [7], bool(reclaimed.unfinished), bool(reclaimed.returned)))
-        if reclaimed.unfinished:
-            assert reclaimed.unfinished == [(0, 7)]
-            assert arrived == []
-        if reclaimed.returned:
-            assert reclaimed.returned == [(0, 7)]
-            assert arrived == [7]
+        assert reclaimed.unfinished in ([], [(0, 7)]) and reclaimed.returned in ([], [(0, 7)])
         assert_whole(ring, living)
         living.put(make_group(1), 0)
     delivered = [outcome[0] for outcome in outcomes]
@@ -540,7 +470,7 @@ def test_consumer_killed_anywhere_in_get_loses_no_group(new_ring, event_kind):
     returned = []
     living.put(make_group(1), 0)
     living.put(make_group(2), 0)
-    for _ in kill_everywhere(ring, event_kind, lambda port: None, lambda port, _: port.get(0)):
+    for _ in kill_everywhere(ring, event_kind, lambda port, _: port.get(0)):
         returned.append(ring.reclaim(VICTIM).returned)
         assert take_all(living) == [1, 2]  # in the old order, too
         assert_whole(ring, living)
@@ -559,9 +489,8 @@ def test_consumer_killed_anywhere_in_release_returns_its_group_or_has_released_i
     outcomes = []
     living.put(make_group(1), 0)
     living.put(make_group(2), 0)
-    for _ in kill_everywhere(
-        ring, event_kind, lambda port: port.get(0), lambda _, lease: lease.release()
-    ):
+    release = partial(kill_everywhere, before=lambda port: port.get(0))
+    for _ in release(ring, event_kind, lambda _, lease: lease.release()):
         ring.reclaim(VICTIM)
         arrived = take_all(living)
         outcomes.append(len(arrived))
@@ -592,18 +521,16 @@ class SlowPipe(TokenPipe):
         super().__init__(*pipe.fds)
         self.signal_fd = signal_fd
 
-    def pause(self):
+    def pause(self, slot):
         os.write(self.signal_fd, b"x")
         time.sleep(0.1)
+        return slot
 
     def send(self, slot):
-        self.pause()
-        super().send(slot)
+        super().send(self.pause(slot))
 
     def receive(self):
-        slot = super().receive()
-        self.pause()
-        return slot
+        return self.pause(super().receive())
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from test_updates import (  # noqa: F401
     LOSSES,
     NUM_GROUPS,
     SHUFFLED,
-    make_ring,
     model,
     train,
 )
@@ -40,6 +39,7 @@ from easyrl.types import MicroBatch, RolloutGroup
 from easyrl.workers.learner import Learner
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.train import TrainWorker
+from own_workers import make_ring, num_free, settings_on_cpu
 from tiny_models import largest_gradient_gap
 
 torch.set_num_threads(1)
@@ -47,10 +47,8 @@ torch.set_num_threads(1)
 NUM_RANKS = 2
 
 
-@dataclass
-class Case:
-    words: tuple[str, ...]
-    arrivals: list[RolloutGroup]
+Case = tuple[tuple[str, ...], list[RolloutGroup]]
+"""Words of the config, and the groups in order of arrival."""
 
 
 @dataclass
@@ -82,12 +80,12 @@ def shake(worker: TrainWorker, scale: float) -> None:
 
 
 def run_case(case: Case, settings: WorkerSettings, port: RingPort, producer: RingPort) -> Outcome:
-    config = load_config(words=[*BASE, *case.words])
+    words, arrivals = case
+    config, num_groups = load_config(words=[*BASE, *words]), len(arrivals)
     theirs, control = multiprocessing.Pipe()
     worker = TrainWorker(replace(settings, config=config), port, control)
     learner = worker.learner
     outcome = Outcome([], {}, {}, [], 0, 0)
-    arrivals = list(case.arrivals)
 
     def arrive() -> None:
         assert producer.put(arrivals.pop(0), 0.0), "the ring is full"
@@ -114,7 +112,7 @@ def run_case(case: Case, settings: WorkerSettings, port: RingPort, producer: Rin
     shake(worker, 0.02)
     trained = worker._train(ITERATION)
     outcome.metrics = dict(trained.metrics)
-    assert trained.groups_trained == (len(case.arrivals) if settings.rank == 0 else 0)
+    assert trained.groups_trained == (num_groups if settings.rank == 0 else 0)
     assert not arrivals or settings.rank > 0
     step()
     parameters = learner.policy.trained_parameters()
@@ -137,28 +135,14 @@ def rank_main(
     settings = settings_of(rank, store, pipes)
     port, producer = ring.attach(rank), ring.attach(NUM_RANKS)
     while (case := orders.recv()) is not None:
-        if isinstance(case, Case):
-            orders.send(run_case(case, settings, port, producer))
-        else:
-            orders.send(case(ranks))
+        is_work = callable(case)
+        orders.send(case(ranks) if is_work else run_case(case, settings, port, producer))
     os._exit(0)
 
 
 def settings_of(rank: int, store: str, pipes: tuple[Connection, ...]) -> WorkerSettings:
-    return WorkerSettings(
-        name=f"train-{rank}",
-        owner_id=rank,
-        config=load_config(),
-        device="cpu",
-        weights_cross_on_cpu=True,
-        num_threads=1,
-        max_concurrent_groups=1,
-        store_path=store,
-        log_file=None,
-        rank=rank,
-        num_train_ranks=NUM_RANKS,
-        pipes=pipes,
-    )
+    where = {"owner_id": rank, "rank": rank, "store_path": store, "pipes": pipes}
+    return settings_on_cpu(f"train-{rank}", load_config(), num_train_ranks=NUM_RANKS, **where)
 
 
 class Ranks:
@@ -181,17 +165,11 @@ class Ranks:
         self, *words: str, order: tuple[int, ...] | None = None, groups: Any = GROUPS
     ) -> list[Outcome]:
         arrivals = [groups[index] for index in order or range(NUM_GROUPS)]
-        case = Case((f"model.path={test_updates.MODEL}", *words), arrivals)
-        for each in self.orders:
-            each.send(case)
-        outcomes = [each.recv() for each in self.orders]
-        free = self.ring.free.drain()
-        for slot in free:
-            self.ring.free.send(slot)
-        assert len(free) == NUM_GROUPS  # every slot was given back, once
+        outcomes = self.each_does(((f"model.path={test_updates.MODEL}", *words), arrivals))
+        assert num_free(self.ring) == NUM_GROUPS
         return outcomes
 
-    def each_does(self, work: Callable[[TrainRanks], Any]) -> list[Any]:
+    def each_does(self, work: Case | Callable[[TrainRanks], Any]) -> list[Any]:
         for each in self.orders:
             each.send(work)
         return [each.recv() for each in self.orders]
@@ -199,7 +177,7 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def ranks(model: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:  # noqa: F811
-    ring = make_ring(num_owners=NUM_RANKS + 1)
+    ring = make_ring(NUM_GROUPS, num_owners=NUM_RANKS + 1)
     started = Ranks(ring, str(tmp_path_factory.mktemp("store") / "store"))
     yield started
     for order in started.orders:
@@ -282,7 +260,7 @@ def test_a_rank_that_dies_while_the_others_load_is_named(
     monkeypatch.setattr(Learner, "restore", lose_the_others)
     settings = settings_of(0, str(tmp_path / "store"), ())
     settings = replace(settings, num_train_ranks=1, checkpoint=str(tmp_path))
-    ring = make_ring()
+    ring = make_ring(1)
     _, control = multiprocessing.Pipe()
     with pytest.raises(ConnectionError, match="train rank 0 of 1, waiting for the others: "):
         TrainWorker(settings, ring.attach(0), control)

@@ -15,12 +15,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from test_packing import NUM_GENERATIONS, VOCABULARY
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
-from easyrl.channels.ring_buffer import RingBuffer, RingLayout
 from easyrl.config import Config, load_config
 from easyrl.model import tri_model
 from easyrl.model.attention import PackedGroups
@@ -28,19 +28,18 @@ from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.model.tri_model import OtherWeights
 from easyrl.types import RolloutGroup, Weight
-from easyrl.workers.learner import Learner, loss_settings
-from easyrl.workers.settings import WorkerSettings
+from easyrl.workers.learner import loss_settings
 from easyrl.workers.timeline import Timeline
 from easyrl.workers.train import TrainWorker
-from tiny_models import largest_gradient_gap
+from own_workers import make_ring, settings_on_cpu
+from tiny_models import largest_gradient_gap, tiny_model
 
 torch.set_num_threads(1)
 
 ITERATION, FIRST_PROMPT = 2, 12
-NUM_GROUPS, NUM_GENERATIONS = 6, 3
+NUM_GROUPS = 6
 LONGEST_PROMPT, LONGEST_COMPLETION = 7, 12
 TEMPERATURE = 0.8
-VOCABULARY = 31
 MODEL = ""
 BASE = (
     f"train.prompts_per_iteration={NUM_GROUPS}",
@@ -81,23 +80,8 @@ def make_group(index: int) -> RolloutGroup:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """`MODEL` is the folder of a tiny random model."""
     folder = tmp_path_factory.mktemp("model")
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(1)
-    random = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in random.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
-    random.save_pretrained(folder)
+    changes = {"vocab_size": VOCABULARY, "num_hidden_layers": 2}
+    tiny_model("qwen3", **changes).save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[__name__], "MODEL", str(folder))
         yield
@@ -117,18 +101,6 @@ class Trained:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def make_ring(num_owners: int = 2) -> RingBuffer:
-    return RingBuffer(
-        RingLayout(
-            num_slots=NUM_GROUPS,
-            num_generations=NUM_GENERATIONS,
-            max_prompt_length=LONGEST_PROMPT,
-            max_completion_length=LONGEST_COMPLETION,
-            num_owners=num_owners,
-        )
-    )
-
-
 def state_of(policy: Policy) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in policy.named_weights()}
 
@@ -144,27 +116,16 @@ def shake(policy: Policy, scale: float) -> None:
 def train(*words: str, order: tuple[int, ...] | None = None) -> Trained:
     """Train one iteration; groups arrive in this order, one for each wait."""
     config = load_config(words=[f"model.path={MODEL}", *BASE, *words])
-    ring = make_ring()
+    ring = make_ring(NUM_GROUPS)
     producer = ring.attach(1)
     arrivals = [GROUPS[index] for index in order or range(NUM_GROUPS)]
 
     def arrive() -> None:
         assert producer.put(arrivals.pop(0), 0.0), "the ring is full"
 
-    settings = WorkerSettings(
-        name="train-0",
-        owner_id=0,
-        config=config,
-        device="cpu",
-        weights_cross_on_cpu=True,
-        num_threads=1,
-        max_concurrent_groups=1,
-        store_path="",
-        log_file=None,
-    )
     theirs, ours = multiprocessing.Pipe()
     try:
-        worker = TrainWorker(settings, ring.attach(0), ours)
+        worker = TrainWorker(settings_on_cpu("train-0", config), ring.attach(0), ours)
         worker._wait_for_group = arrive  # type: ignore[method-assign]
         trained = Trained(config)
         watch(worker, trained)
@@ -364,18 +325,6 @@ def test_old_and_reference_are_the_weights_of_their_time(offload: str) -> None:
             assert not inputs.old_logprobs.requires_grad and not inputs.ref_logprobs.requires_grad
 
 
-def test_what_is_not_needed_is_not_kept() -> None:
-    assert tri_model_of()._old is None and tri_model_of()._reference is None
-    assert tri_model_of("algorithm.beta=0.1")._reference is not None
-    assert tri_model_of("algorithm.beta=0.1")._old is None
-    assert tri_model_of("train.updates_per_iteration=2")._old is not None
-    assert tri_model_of("train.updates_per_iteration=2")._reference is None
-
-
-def tri_model_of(*words: str) -> Any:
-    return Learner(Policy.load(MODEL), load_config(words=words))._tri_model
-
-
 def test_other_weights_leave_the_module_as_it_was() -> None:
     policy = Policy.load(MODEL)
     other = OtherWeights(policy, offload=False)
@@ -412,26 +361,6 @@ def test_offloaded_weights_are_not_written_before_the_device_has_read_them(
         others = weight.detach().clone()
     assert not torch.equal(own, others) and torch.equal(weight, own)
     torch.testing.assert_close(seen, [own, others], rtol=0, atol=0)
-
-
-def test_training_is_reported_when_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not when it is queued: a device works on for seconds."""
-    log: list[str] = []
-
-    def logging(name: str, call: Any) -> Any:
-        def wrapper(*arguments: Any, **more: Any) -> Any:
-            log.append(name)
-            return call(*arguments, **more)
-
-        return wrapper
-
-    for owner, name in ((Learner, "accumulate"), (devices, "synchronize"), (Timeline, "add")):
-        monkeypatch.setattr(owner, name, logging(name, getattr(owner, name)))
-    train("train.max_tokens_per_micro_batch=64")
-    starts = [index for index, name in enumerate(log) if name == "accumulate"]
-    assert len(starts) > 1
-    for start in starts:
-        assert log[start : start + 3] == ["accumulate", "synchronize", "add"]
 
 
 # -- updates --------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import re
 import signal
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -25,7 +24,7 @@ from easyrl.channels.weights import ALIGNMENT_BYTES, WeightChannel, make_plan
 from easyrl.config import Config
 from easyrl.runtime import launch
 from easyrl.types import Weight
-from easyrl.workers.settings import WorkerSettings
+from own_workers import settings_on_cpu
 
 pytestmark = pytest.mark.alone
 
@@ -53,9 +52,11 @@ def make_weights(version):
 
 
 def digests(weights):
+    """Of the weights that have elements."""
     return {
         name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in weights.items()
+        if tensor.numel()
     }
 
 
@@ -82,17 +83,8 @@ class Member:
 
     def __init__(self, store_path):
         self.channel = None
-        self.settings = WorkerSettings(
-            name="rollout-0",
-            owner_id=0,
-            config=Config.model_validate({"runtime": {"timeout_seconds": TIMEOUT_SECONDS}}),
-            device="cpu",
-            weights_cross_on_cpu=True,
-            num_threads=1,
-            max_concurrent_groups=1,
-            store_path=store_path,
-            log_file=None,
-        )
+        config = Config.model_validate({"runtime": {"timeout_seconds": TIMEOUT_SECONDS}})
+        self.settings = settings_on_cpu("rollout-0", config, store_path=store_path)
         launch._set_up_environment(self.settings)
 
     def join(self, generation, rank, world_size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
@@ -107,73 +99,42 @@ class Member:
         self.channel = WeightChannel(replace(endpoint, shared_device="cpu", bucket_bytes=512))
         return self.channel.unsupported_reason
 
-    def bucket_address(self):
-        """Inode of the file that is mapped at the bucket's address."""
-        address = self.channel._buckets[0].data_ptr()
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            first, last = (int(end, 16) for end in line.split()[0].split("-"))
-            if first <= address < last:
-                return line.split()[4]  # the file's inode
-        raise AssertionError("no memory there")
+    def first_byte(self, value=None):
+        """Of the bucket, which is set to `value`."""
+        if value is not None:
+            self.channel._buckets[0][0] = value
+        return int(self.channel._buckets[0][0])
 
     def leave(self):
         self.channel = None
 
-    def send(self, version):
-        weights = make_weights(version)
-        return self.channel.send(
-            version, [Weight.kept(*w, is_trained=True) for w in weights.items()]
-        )
-
-    def send_some(self, version, names):
-        weights = make_weights(version)
-        some = [Weight.kept(name, weights[name], is_trained=True) for name in names]
-        return self.channel.send(version, some)
-
-    def receive_some(self, version):
-        """Digests of the weights that are received."""
-        got = {}
-        for piece in self.channel.receive(version):
-            got.setdefault(piece.name, []).append(piece.values.clone())
-        return digests({name: torch.cat(pieces) for name, pieces in got.items()})
-
-    def send_halved(self, version):
-        """Send as bfloat16; also return in what order weights are gathered."""
+    def send(self, version, names=SHAPES, dtype=None):
+        """The bytes sent, and the sizes of the weights in the order in which they are gathered."""
         gathered = []
 
         def gather(weight, dtype):
             gathered.append(weight.numel())
             return weight.to(dtype)
 
-        weights = [Weight.kept(*each, is_trained=True) for each in make_weights(version).items()]
-        sent = self.channel.send(version, weights, dtype=torch.bfloat16, gather=gather)
-        return sent, gathered
+        values = make_weights(version)
+        weights = [Weight.kept(name, values[name], is_trained=True) for name in names]
+        return self.channel.send(version, weights, dtype=dtype, gather=gather), gathered
 
-    def receive(self, version, pause_seconds=0.0):
-        """Digests of the weights, put together from pieces."""
-        got = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
-        ends = dict.fromkeys(SHAPES, 0)
-        for piece in self.channel.receive(version):
-            assert piece.start == ends[piece.name], "pieces of a weight come in order, no gaps"
-            ends[piece.name] += len(piece.values)
-            got[piece.name].view(-1)[piece.start : ends[piece.name]] = piece.values
-            time.sleep(pause_seconds)
-        assert ends == {name: tensor.numel() for name, tensor in got.items()}
-        return digests(got)
-
-    def receive_into(self, version, names):
-        """Digests of the weights, and for each of `names` whether all its pieces were received
-        directly into its own memory."""
-        own = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
-        landed = dict.fromkeys(names, True)
+    def receive(self, version, pause_seconds=0.0, own=()):
+        """Digests of the weights; of `own`, which are received directly into their own memory."""
+        memory = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
+        got, landed = {}, dict.fromkeys(own, True)
         for piece in self.channel.receive(
-            version, lambda name: own[name].view(-1) if name in names else None
+            version, lambda name: memory[name].view(-1) if name in own else None
         ):
-            part = own[piece.name].view(-1)[piece.start : piece.start + len(piece.values)]
-            if piece.name in names:
-                landed[piece.name] &= part.data_ptr() == piece.values.data_ptr()
-            part.copy_(piece.values)
-        return digests(own), landed
+            pieces = got.setdefault(piece.name, [])
+            assert piece.start == sum(map(len, pieces)), "pieces come in order, without gaps"
+            pieces.append(piece.values.clone())
+            if piece.name in own:
+                address = memory[piece.name].view(-1)[piece.start :].data_ptr()
+                landed[piece.name] &= piece.values.data_ptr() == address
+            time.sleep(pause_seconds)
+        return digests({name: torch.cat(pieces) for name, pieces in got.items()}), landed
 
     def send_from_scratch(self, version, num_weights):
         """Make all weights in the same memory, one after another."""
@@ -204,9 +165,6 @@ class Member:
             time.sleep(pause_seconds)
             found.append([float(end) for end in torch.aminmax(piece.values)])
         return found
-
-    def environment(self):
-        return {name: os.environ.get(name) for name in devices.LOOPBACK_ENVIRONMENT}
 
 
 def member_main(store_path, control):
@@ -265,6 +223,15 @@ class Members:
                 raise answer
         return answers
 
+    def exchange(self, version, size, names=SHAPES, pause_seconds=0.0):
+        """Let the first `size` members exchange weights, which must arrive; the bytes sent."""
+        receive = [("receive", version, pause_seconds)] * (size - 1)
+        (sent, _), *received = self.all(("send", version, names), *receive)
+        weights = make_weights(version)
+        expected = digests({name: weights[name] for name in names})
+        assert [got for got, _ in received] == [expected] * (size - 1)
+        return sent
+
     def join(self, size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
         """A new process group of the first `size` members."""
         self.start(size)
@@ -317,34 +284,31 @@ def test_all_receivers_get_the_senders_bytes(members, bucket_bytes, alone_bytes)
     """Weights larger than a bucket, as large, several in one, and one without a bucket."""
     members.join(3, bucket_bytes, alone_bytes)
     for version in (0, 1, 7):
-        sent, *received = members.all(("send", version), ("receive", version), ("receive", version))
-        weights = make_weights(version)
-        assert received == [digests(weights)] * 2
-        assert sent == sum(t.numel() * t.element_size() for t in weights.values())
+        assert members.exchange(version, 3) == sum(t.nbytes for t in make_weights(version).values())
 
 
 def test_weights_are_sent_in_the_engines_precision_and_gathered_once_in_order(members):
     members.join(2, 48)
-    (sent, gathered), received = members.all(("send_halved", 3), ("receive_some", 3))
-    weights = {name: t for name, t in make_weights(3).items() if t.numel()}
-    assert sent == 2 * sum(tensor.numel() for tensor in weights.values())
-    assert gathered == [tensor.numel() for tensor in weights.values()]
-    assert received == digests({name: t.to(torch.bfloat16) for name, t in weights.items()})
+    (sent, gathered), (received, _) = members.all(
+        ("send", 3, SHAPES, torch.bfloat16), ("receive", 3)
+    )
+    sizes = [tensor.numel() for tensor in make_weights(3).values() if tensor.numel()]
+    assert sent == 2 * sum(sizes) and gathered == sizes
+    halves = {name: tensor.to(torch.bfloat16) for name, tensor in make_weights(3).items()}
+    assert received == digests(halves)
 
 
 def test_pieces_stay_whole_when_a_receiver_is_slow(members):
     """The sender fills its bucket again while a receiver still reads its own."""
     members.join(3, 512)
-    _, *received = members.all(("send", 3), ("receive", 3, 0.03), ("receive", 3))
-    assert received == [digests(make_weights(3))] * 2
+    members.exchange(3, 3, pause_seconds=0.03)
 
 
 def test_a_large_weight_is_received_into_its_own_memory(members):
     """Neither end copies it through a bucket."""
     members.join(2, 512, 600)
-    _, (received, landed) = members.all(
-        ("send", 3), ("receive_into", 3, ["embedding.weight", "half", "counts"])
-    )
+    own = ["embedding.weight", "half", "counts"]
+    _, (received, landed) = members.all(("send", 3), ("receive", 3, 0.0, own))
     assert received == digests(make_weights(3))
     assert landed == {"embedding.weight": True, "half": True, "counts": False}
 
@@ -358,14 +322,10 @@ def test_a_gathered_weight_is_kept_until_it_is_sent(members):
 def test_some_weights_may_be_sent_then_others_then_all(members):
     """Only changed weights are sent; the receivers keep the rest."""
     members.join(3, 512)
-    every = members.all(("send", 0), ("receive", 0), ("receive", 0))[0]
+    every = members.exchange(0, 3)
     for version, names in enumerate([["half", "scalar"], ["half", "scalar"], ["counts"]], 1):
-        receive = ("receive_some", version)
-        sent, *received = members.all(("send_some", version, names), receive, receive)
-        weights = {name: make_weights(version)[name] for name in names}
-        assert received == [digests(weights)] * 2
-        assert 0 < sent < every
-    assert members.all(("send", 4), ("receive", 4), ("receive", 4))[0] == every
+        assert 0 < members.exchange(version, 3, names) < every
+    assert members.exchange(4, 3) == every
 
 
 @settings(max_examples=150, deadline=None)
@@ -435,7 +395,7 @@ def test_the_wait_for_a_silent_sender_is_bounded(members):
     for waiting in ("waiting for names", "waiting for a version"):
         members.join(3)
         if waiting == "waiting for a version":
-            members.all(("send", 0), ("receive", 0), ("receive", 0))
+            members.exchange(0, 3)
         for receiver in (1, 2):
             members.command(receiver, "receive", 1)
         for receiver in (1, 2):
@@ -492,7 +452,7 @@ def test_a_killed_rank_is_noticed_and_the_others_make_a_channel_without_it(membe
     members.command(left[0], "send", 4)
     members.command(left[1], "receive", 4)
     members.answer(left[0])
-    assert members.answer(left[1])[0] == digests(make_weights(4))
+    assert members.answer(left[1])[0][0] == digests(make_weights(4))
 
 
 # -- one device for both groups --------------------------------------------------------------------
@@ -507,12 +467,11 @@ def join_on_one_device(members, *how):
 
 def test_weights_cross_in_memory_that_both_ranks_see(members):
     assert join_on_one_device(members) == [None, None]
-    inodes = members.all(("bucket_address",), ("bucket_address",))
-    assert inodes[0] == inodes[1] != "0", "one bucket, not two"
+    for number, value in ((0, 77), (1, None)):
+        members.command(number, "first_byte", value)
+        assert members.answer(number)[0] == 77, "one bucket, not two"
     for version in (0, 1, 7):
-        assert members.all(("send", version), ("receive", version))[1] == digests(
-            make_weights(version)
-        )
+        members.exchange(version, 2)
 
 
 def test_a_bucket_is_not_filled_before_it_is_read(members):
@@ -520,14 +479,14 @@ def test_a_bucket_is_not_filled_before_it_is_read(members):
     members.command(1, "receive", 3, 0.05)
     members.command(0, "send", 3)
     _, seconds = members.answer(0)
-    assert members.answer(1)[0] == digests(make_weights(3))
+    assert members.answer(1)[0][0] == digests(make_weights(3))
     assert seconds >= 0.05 * len(SHAPES), "the sender waited for the reader"
 
 
 @pytest.mark.parametrize("how", [(refuse, open_cpu_memory), (share_cpu_memory, refuse)])
 def test_memory_that_cannot_be_shared_is_reported_and_weights_are_broadcast(members, how):
     assert join_on_one_device(members, *how)[0] == "invalid device context"
-    assert members.all(("send", 4), ("receive", 4))[1] == digests(make_weights(4))
+    members.exchange(4, 2)
 
 
 def test_on_one_device_every_wait_is_bounded_too(members):
@@ -549,11 +508,8 @@ def test_on_one_device_every_wait_is_bounded_too(members):
 
 
 def test_ranks_listen_on_loopback_only(members):
-    """Joined the way a worker joins. Where the host's own name resolves to loopback the sockets
-    alone could not fail, so the variables that make it so are looked at too."""
-    members.generation += 1
-    members.all(*[("join", members.generation, rank, 3) for rank in range(3)])
-    members.all(("send", 0), ("receive", 0), ("receive", 0))
+    members.join(3)
+    members.exchange(0, 3)
     for number in range(3):
         process = psutil.Process(members.processes[number].pid)
         listening = [
@@ -562,9 +518,3 @@ def test_ranks_listen_on_loopback_only(members):
             if connection.status == psutil.CONN_LISTEN
         ]
         assert listening and all(address.is_loopback for address in listening)
-    environments = members.all(*[("environment",)] * 3)
-    assert (
-        environments
-        == [{"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "HCCL_SOCKET_IFNAME": "lo"}]
-        * 3
-    )

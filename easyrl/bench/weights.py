@@ -114,7 +114,7 @@ class _Members:
         names = [("train", 0), *(("rollout", n) for n in range(placement.num_rollout_workers))]
         for rank, name in enumerate(names):
             settings = worker_settings(
-                config, placement, *name, owner_id=rank, store_path=store_path, log_file=None
+                config, placement, *name, store_path=store_path, log_file=None
             )
             member = (__name__, _Member.__name__, settings, rank, len(names), dict(size))
             self._workers.append(supervisor.spawn(settings.name, run_worker, *member))

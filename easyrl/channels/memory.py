@@ -5,23 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 
 def anonymous_memory(num_bytes: int) -> int:
     """Return the descriptor of zeroed shared memory without a name, of fixed size."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("easyrl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-        return fd
-    segment = SharedMemory(create=True, size=num_bytes)  # its name exists only until `unlink`
-    try:
-        return os.dup(segment._fd)  # type: ignore[attr-defined]
-    finally:
-        segment.close()
-        segment.unlink()
+    fd = os.memfd_create("easyrl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, num_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return fd
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
@@ -29,23 +21,15 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
     Page cache counts as available. `root` is the folder that contains /proc and /sys.
     """
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-        machine = kib * 1024
-    except (OSError, StopIteration):  # not Linux
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(0, min([machine, *_cgroup_memory_bytes(root)]))
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return max(0, min([kib * 1024, *_cgroup_memory_bytes(root)]))
 
 
 def _cgroup_memory_bytes(root: Path) -> Iterator[int]:
     """Yield the available memory of each cgroup of this process, up to the topmost visible one."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    mount = root / "sys/fs/cgroup"
-    for line in lines:
+    own, mount = root / "proc/self/cgroup", root / "sys/fs/cgroup"
+    for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
             base, limit, usage, prefix = mount, "memory.max", "memory.current", ""

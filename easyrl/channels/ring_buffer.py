@@ -6,20 +6,18 @@
       publishes the slot     ─────► ready pipe: slot numbers ─────► waits for a ready slot
                                                                     reads the group in place
 
-A slot number on a pipe (8 bytes) is the right to use that slot. The process that reads the number
-owns the slot alone, and nobody else has to wait. There is no lock that a killed process could leave
-held. Reads and writes of 8 bytes are atomic, and the system call orders memory on Arm as well: a
-reader that has the number sees everything written before it was sent. Every wait has a bound.
+A slot number on a pipe (8 bytes) is the right to use that slot: the process that reads the number
+owns the slot alone. There is no lock that a killed process could leave held. Reads and writes of 8
+bytes are atomic, and the system call orders memory on Arm as well: a reader that has the number
+sees everything written before it was sent. Every wait has a bound.
 
-The slots of a killed process are found by the supervisor (`RingBuffer.reclaim`). A slot's status
-word names its owner. A slot has no owner only while its number moves between a pipe and a status
-word, and the move counter of the process that moves it is odd for that time. `reclaim` takes all
-numbers off the pipes and waits until no living process is in a move. A slot that is then neither on
-a pipe nor owned by a living process belonged to a dead one. Living processes meanwhile see empty
-pipes, and wait.
+`RingBuffer.reclaim` finds the slots of a killed process. A slot's status word names its owner. A
+slot has no owner only while its number moves between a pipe and a status word, and the move counter
+of the process that moves it is odd for that time. `reclaim` takes all numbers off the pipes and
+waits until no living process is in a move. A slot that is then neither on a pipe nor owned by a
+living process belonged to a dead one. Living processes meanwhile see empty pipes, and wait.
 
-Groups are delivered in order of arrival. This module knows RolloutGroup, and no model, loss, engine
-or config.
+Groups are delivered in order of arrival.
 
 Shapes: P prompt tokens, G completions of one prompt, ΣR completion tokens of a group.
 """
@@ -44,7 +42,6 @@ import numpy as np
 import numpy.typing as npt
 
 from easyrl.channels.memory import anonymous_memory, available_memory_bytes
-from easyrl.formatting import counted
 from easyrl.types import RolloutGroup
 
 FREE, WRITING, READY, READING = range(4)
@@ -86,32 +83,15 @@ def _aligned(num_bytes: int) -> int:
 class RingLayout:
     """Limits of the ring, and the sizes that follow from them.
 
-        [ moves: one int64 per owner ][ slot 0 ][ slot 1 ] …
-        slot = header (int64 fields), then the arrays of one RolloutGroup at full capacity
-
-    Raises ValueError if a limit is below 1.
+    [ moves: one int64 per owner ][ slot 0 ][ slot 1 ] …
+    slot = header (int64 fields), then the arrays of one RolloutGroup at full capacity
     """
 
-    num_slots: int
-    """Maximum number of groups in the ring, those being written or read included."""
+    num_slots: int  # maximum number of groups in the ring, those being written or read included
     num_generations: int
-    max_prompt_length: int
-    """In tokens."""
-    max_completion_length: int
-    """In tokens, tool and environment tokens included."""
-    num_owners: int
-    """Owner ids of workers are 0 … num_owners − 1."""
-
-    def __post_init__(self) -> None:
-        for key, value in (
-            ("rollout.ring_slots", self.num_slots),
-            ("rollout.num_generations", self.num_generations),
-            ("data.max_prompt_length", self.max_prompt_length),
-            ("rollout.max_completion_length", self.max_completion_length),
-            ("the number of workers", self.num_owners),
-        ):
-            if value < 1:
-                raise ValueError(f"{key}: expected at least 1, got {value}")
+    max_prompt_length: int  # in tokens
+    max_completion_length: int  # in tokens, tool and environment tokens included
+    num_owners: int  # owner ids of workers are 0 … num_owners − 1
 
     def capacity(self, dimension: str) -> int:
         """Return the maximum length of arrays of this dimension (a header field)."""
@@ -126,82 +106,59 @@ class RingLayout:
 
         Raises ValueError if a slot exceeds 2 GiB.
         """
-        names: list[str] = list(HEADER)
+        names = [*HEADER, *(name for name, _, _ in ARRAYS)]
         formats: list[object] = [np.int64] * len(HEADER)
         offsets = [8 * i for i in range(len(HEADER))]
         end = 8 * len(HEADER)
-        for name, element, dimension in ARRAYS:
-            end = _aligned(end)
-            if end + np.dtype(element).itemsize * self.capacity(dimension) >= MAX_SLOT_BYTES:
-                raise ValueError(
-                    "expected at most 2 GiB per group in the ring buffer, got limits that allow "
-                    "more: lower "
-                    f"rollout.num_generations ({self.num_generations}), "
-                    f"rollout.max_completion_length ({self.max_completion_length}) or "
-                    f"data.max_prompt_length ({self.max_prompt_length})"
-                )
-            names.append(name)
+        for _, element, dimension in ARRAYS:
             formats.append((element, (self.capacity(dimension),)))
-            offsets.append(end)
-            end += np.dtype(element).itemsize * self.capacity(dimension)
+            offsets.append(_aligned(end))
+            end = offsets[-1] + np.dtype(element).itemsize * self.capacity(dimension)
+        if end >= MAX_SLOT_BYTES:
+            raise self._too_large("expected at most 2 GiB per group in the ring buffer, got more")
         return np.dtype(
             {"names": names, "formats": formats, "offsets": offsets, "itemsize": _aligned(end)}
         )
 
     @property
-    def slots_offset_bytes(self) -> int:
-        """Offset of the first slot."""
-        return _aligned(8 * self.num_owners)
-
-    @property
     def total_bytes(self) -> int:
         """Size of the ring's memory. It never grows."""
-        return self.slots_offset_bytes + self.num_slots * self.slot_dtype().itemsize
+        return _aligned(8 * self.num_owners) + self.num_slots * self.slot_dtype().itemsize
 
-    def check_memory(self, available_bytes: int | None = None) -> None:
+    def check_memory(self) -> None:
         """Raise ValueError if the ring does not fit the memory available."""
-        if available_bytes is None:
-            available_bytes = available_memory_bytes()
+        available_bytes = available_memory_bytes()
         if self.total_bytes > available_bytes:
-            raise ValueError(
-                f"the ring buffer needs {self.total_bytes / 2**20:,.0f} MiB "
-                f"({counted(self.num_slots, 'slot')} of "
-                f"{self.slot_dtype().itemsize / 2**20:,.2f} MiB), but "
-                f"this machine and its cgroup have {available_bytes / 2**20:,.0f} MiB left: lower "
-                f"rollout.ring_slots ({self.num_slots}), "
-                f"rollout.num_generations ({self.num_generations}), "
-                f"rollout.max_completion_length ({self.max_completion_length}) or "
-                f"data.max_prompt_length ({self.max_prompt_length})"
+            raise self._too_large(
+                f"the ring buffer needs {self.total_bytes / 2**20:,.0f} MiB, but this machine and "
+                f"its cgroup have {available_bytes / 2**20:,.0f} MiB left"
             )
+
+    def _too_large(self, problem: str) -> ValueError:
+        return ValueError(
+            f"{problem}: lower rollout.ring_slots ({self.num_slots}), "
+            f"rollout.num_generations ({self.num_generations}), "
+            f"rollout.max_completion_length ({self.max_completion_length}) or "
+            f"data.max_prompt_length ({self.max_prompt_length})"
+        )
 
     def lengths(self, group: RolloutGroup) -> dict[str, int]:
         """Return the header's three lengths for this group.
 
-        Raises ValueError if the group is too large for a slot, or if an array's shape or dtype does
-        not match the group.
+        Raises ValueError if an array does not fit a slot, or does not match the group.
         """
         lengths = {
             "num_prompt_tokens": len(group.prompt_ids),
             "num_generations": group.num_generations,
             "num_completion_tokens": group.num_completion_tokens,
         }
-        too_large = [
-            f"{dimension}: expected at most {self.capacity(dimension)}, got {length}"
-            for dimension, length in lengths.items()
-            if length > self.capacity(dimension)
-        ]
-        if too_large:
-            raise ValueError(
-                f"group of prompt {group.prompt_index} is too large for the ring: "
-                f"{'; '.join(too_large)} (data.max_prompt_length, rollout.num_generations, "
-                f"rollout.max_completion_length)"
-            )
         for name, element, dimension in ARRAYS:
-            array = getattr(group, name)
-            if array.shape != (lengths[dimension],) or array.dtype != element:
+            array, length = getattr(group, name), lengths[dimension]
+            most = self.capacity(dimension)
+            if array.shape != (length,) or array.dtype != element or length > most:
                 raise ValueError(
                     f"group of prompt {group.prompt_index}: expected {name} to be "
-                    f"{np.dtype(element)} of shape ({lengths[dimension]},), "
+                    f"{np.dtype(element)} of shape ({length},) and at most {most} long, "
                     f"got {array.dtype} of shape {array.shape}"
                 )
         return lengths
@@ -246,9 +203,7 @@ class TokenPipe:
 
     def capacity(self) -> int:
         """Return how many numbers always fit: the last few bytes may take a page of their own."""
-        is_known = hasattr(fcntl, "F_GETPIPE_SZ")
-        size = fcntl.fcntl(self.fds[1], fcntl.F_GETPIPE_SZ) if is_known else 16384
-        return (size - mmap.PAGESIZE) // TOKEN_BYTES
+        return (fcntl.fcntl(self.fds[1], fcntl.F_GETPIPE_SZ) - mmap.PAGESIZE) // TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,18 +224,15 @@ class RingBuffer:
     """
 
     def __init__(self, layout: RingLayout) -> None:
-        """Allocate the ring; its memory never grows.
-
-        Raises ValueError if it does not fit the available memory, or has more slots than a pipe
-        can hold.
-        """
+        """Raises ValueError if the ring does not fit the available memory, or has more slots than a
+        pipe can hold."""
         layout.check_memory()
         self._map(layout, anonymous_memory(layout.total_bytes))
         self.slots["prompt_index"][:] = NO_PROMPT
         self.free = TokenPipe.create()
         self.ready = TokenPipe.create()
-        if layout.num_slots > self.free.capacity():
-            capacity = self.free.capacity()
+        capacity = self.free.capacity()
+        if layout.num_slots > capacity:
             self.close()
             raise ValueError(
                 f"rollout.ring_slots: expected at most {capacity} (a pipe's capacity on this "
@@ -292,11 +244,10 @@ class RingBuffer:
     def _map(self, layout: RingLayout, memory_fd: int) -> None:
         self.layout = layout
         self._memory_fd = memory_fd
-        self._is_closed = False
         memory = mmap.mmap(memory_fd, layout.total_bytes)  # unmapped with the last view of it
         self.moves: npt.NDArray[np.int64] = np.frombuffer(memory, np.int64, layout.num_owners)
         records = np.frombuffer(
-            memory, layout.slot_dtype(), layout.num_slots, layout.slots_offset_bytes
+            memory, layout.slot_dtype(), layout.num_slots, _aligned(8 * layout.num_owners)
         )
         # By field name: [num_slots] for the header, [num_slots, capacity] for the arrays.
         self.slots: dict[str, npt.NDArray[Any]] = {
@@ -320,13 +271,10 @@ class RingBuffer:
 
     def attach(self, owner_id: int) -> RingPort:
         """Return this process's port. Only one living worker, and one thread, may use an owner id.
-        The id can be used again once the slots of a dead owner were reclaimed.
 
-        Raises ValueError for an id outside 0 … num_owners − 1, or if its last owner died during a
-        move and was not reclaimed.
+        Raises ValueError if the id's last owner died during a move and was not reclaimed.
         """
-        if not 0 <= owner_id < self.layout.num_owners:
-            raise ValueError(f"owner_id: expected 0 … {self.layout.num_owners - 1}, got {owner_id}")
+        assert 0 <= owner_id < self.layout.num_owners
         if self.moves[owner_id] % 2:
             raise ValueError(f"owner {owner_id} died during a move: reclaim it first")
         return RingPort(self, owner_id)
@@ -359,8 +307,7 @@ class RingBuffer:
                     moving = [i for i, rests in zip(living, at_rest, strict=True) if not rests]
                     raise TimeoutError(
                         f"reclaiming owners {list(dead_owners)}: owners {moving or living} still "
-                        f"move slots after {timeout_seconds} s; if they are dead too, reclaim them "
-                        f"in the same call"
+                        f"move slots after {timeout_seconds} s; reclaim dead ones in the same call"
                     )
             unfinished: list[tuple[int, int]] = []
             returned: list[tuple[int, int]] = []
@@ -409,14 +356,9 @@ class RingBuffer:
         self.slots["prompt_index"][slot] = NO_PROMPT
 
     def close(self) -> None:
-        """Close this process's descriptors; a second call does nothing.
-
-        The memory is freed with the last view of it.
-        """
-        if not self._is_closed:
-            self._is_closed = True
-            for fd in (self._memory_fd, *self.free.fds, *self.ready.fds):
-                os.close(fd)
+        """Close this process's descriptors. The memory is freed with the last view of it."""
+        for fd in (self._memory_fd, *self.free.fds, *self.ready.fds):
+            os.close(fd)
 
 
 class RingPort:
@@ -490,9 +432,7 @@ class RingPort:
         odd = int(moves[owner_id]) | 1
         moves[owner_id] = odd
         yield
-        moves[owner_id] = (
-            odd + 1
-        )  # no `finally`: after an interrupted move a slot is to be reclaimed
+        moves[owner_id] = odd + 1  # no `finally`: an interrupted move leaves a slot to reclaim
 
 
 class Lease:

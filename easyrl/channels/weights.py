@@ -7,13 +7,13 @@ Every arrow is a broadcast in which sender and receivers wait for each other, ea
 `timeout_seconds`. The channel has a process group of its own, not torch's default one. It is made
 over a shared store, with a new generation number whenever a worker joins or leaves.
 
-A weight travels under its parameter name, and is cut into pieces where it crosses a bucket's end.
-There are two buckets: while one is broadcast the next one is filled, and receivers load the one
-before. Besides them at most one weight is gathered at a time. A large weight skips the bucket: it
-is broadcast from its own memory straight to where it belongs, unless it is cast on the way. Names
-are sent only when they differ from the last time (only some weights may have changed).
+A weight is cut into pieces where it crosses a bucket's end. There are two buckets: while one is
+broadcast the next one is filled, and receivers load the one before. Besides them at most one weight
+is gathered at a time. A large weight skips the bucket: it is broadcast from its own memory straight
+to where it belongs, unless it is cast on the way. Names are sent only when they differ from the
+last time (only some weights may have changed).
 
-How weights are cut is computed by every rank from their names, shapes and dtypes alone:
+Every rank computes how weights are cut, from their names, shapes and dtypes alone:
 
     a bucket    small weights, one after another, as many as fit
     a part      elements of one weight of ALONE_BYTES or more, at most a bucket's bytes
@@ -110,20 +110,15 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True)
 class WeightEndpoint:
-    """One end of the channel: what a process needs to open it. Can be sent to that process."""
+    """What a process needs to open its end of the channel."""
 
-    store_path: str
-    """File that all ranks can open; the process group is made over it."""
-    generation: int
-    """Number of the process group. A new set of ranks has a new one."""
-    rank: int
-    """0 sends, the others receive."""
+    store_path: str  # file that all ranks can open; the process group is made over it
+    generation: int  # number of the process group; a new set of ranks has a new one
+    rank: int  # 0 sends, the others receive
     world_size: int
-    device: str
-    """Device of the process group."""
+    device: str  # of the process group
     timeout_seconds: float
-    shared_device: str | None = None
-    """Device on which one sender and one receiver both compute; None: there is none."""
+    shared_device: str | None = None  # on which one sender and one receiver both compute
     bucket_bytes: int = BUCKET_BYTES
 
 
@@ -149,7 +144,11 @@ class WeightChannel:
             assert endpoint.world_size == 2, "one sender and one receiver share a device"
             bucket = self._share_bucket(torch.device(endpoint.shared_device))
         self._is_shared = bucket is not None
-        self._buckets = [bucket] if bucket is not None else self._make_buckets(self._device)
+        self._buckets = (
+            [self._make_bucket(self._device) for _ in range(NUM_BUCKETS)]
+            if bucket is None
+            else [bucket]
+        )
         self._pending: list[tuple[int, Any]] = []  # bucket number and its broadcast
 
     @property
@@ -168,14 +167,18 @@ class WeightChannel:
         """Broadcast the weights (rank 0). Receivers keep their values of all other weights.
 
         `gather(weight, dtype)` makes a weight whole. It is called in the order of `weights`, and
-        one result is held at a time. The result need not have the `dtype` that is sent (None: the
-        weight's own): it is cast a bucket at a time. A result that has it is sent without a copy.
+        one result is held at a time. A result that has not the `dtype` that is sent (None: the
+        weight's own) is cast a bucket at a time; one that has it is sent without a copy.
 
         Returns the bytes sent. Raises TimeoutError if a receiver does not take part in time.
         """
         assert self.rank == 0
         by_name = {weight.name: weight for weight in weights}
-        self._announce(policy_version, [_entry(weight, dtype) for weight in by_name.values()])
+        entries = []
+        for name, weight in by_name.items():
+            sent_as = str(dtype or weight.reference.dtype).removeprefix("torch.")
+            entries.append((name, tuple(weight.reference.shape), sent_as))
+        self._announce(policy_version, entries)
         assert self._plan is not None
         values = part = nothing = torch.empty(0)
         is_direct = False
@@ -217,7 +220,7 @@ class WeightChannel:
                 f"weight channel: expected policy version {policy_version}, got {version}"
             )
         if num_bytes:
-            names = self._receive_bytes(num_bytes, "waiting for names")
+            names = self._broadcast_bytes(b"", num_bytes, "waiting for names")
             self._plan = self._make_plan(json.loads(names))
         assert self._plan is not None
         ahead: list[list[WeightPiece]] = []
@@ -229,7 +232,8 @@ class WeightChannel:
                 ahead.append(self._expect_bucket(due, into))
             self._wait_for_all_but(len(ahead) - 1)
             yield from ahead.pop(0)
-            self._report_read(number)
+            if self._is_shared:  # after a broadcast, on the other hand, every rank has a copy
+                self._signal(f"{self._name_of(number)} is read", root=1)
 
     def _init_group(self, store: Any) -> Any:
         """Make the process group once all ranks are there."""
@@ -249,7 +253,7 @@ class WeightChannel:
         announced = torch.tensor([policy_version, len(text)], device=self._device)
         self.broadcast(announced, "sending names" if is_new else "announcing a version")
         if is_new:
-            self._send_bytes(text, "sending names")
+            self._broadcast_bytes(text, len(text), "sending names")
             self._entries, self._plan = entries, self._make_plan(entries)
 
     def _make_plan(self, entries: Sequence[Sequence[Any]]) -> list[list[Slot]]:
@@ -260,53 +264,46 @@ class WeightChannel:
             alone_bytes = self._bucket_bytes  # a copy is fast there, a broadcast takes 0.1 ms
         return make_plan(entries, self._bucket_bytes, alone_bytes)
 
-    def _make_buckets(self, device: torch.device, number: int = NUM_BUCKETS) -> list[Tensor]:
-        size = self._bucket_bytes
-        return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(number)]
+    def _make_bucket(self, device: torch.device) -> Tensor:
+        return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=device)
 
     def _share_bucket(self, device: torch.device) -> Tensor | None:
         """Return the bucket that both processes open on their device.
 
         If one of them cannot open it, both return None and set `unsupported_reason`.
         """
-        bucket: Tensor | None = None
-        if self.rank == 0:
-            (bucket,) = self._make_buckets(device, 1)
-            try:
-                handle, reason = devices.share_memory(bucket), ""
-            except RuntimeError as error:
-                handle, reason = "", str(error)
-            self._send_text(handle, "sharing a bucket")
-            reason = self._receive_text("sharing a bucket", root=1) or reason
-        else:
-            handle, reason = self._receive_text("waiting for a bucket"), ""
-            if handle:
-                try:
-                    bucket = devices.open_memory(handle, device)
-                except RuntimeError as error:
-                    reason = str(error)
-            self._send_text(reason, "opening a bucket", root=1)
-        if not handle or reason:
-            self.unsupported_reason = " ".join(reason.split())
-            return None
-        return bucket
+        bucket, handle, reason = None, "", ""
+        try:
+            if self.rank == 0:
+                bucket = self._make_bucket(device)
+                handle = devices.share_memory(bucket)
+        except RuntimeError as error:
+            reason = str(error)
+        handle = self._broadcast_text(handle, "sharing a bucket", root=0)
+        try:
+            if self.rank == 1 and handle:
+                bucket = devices.open_memory(handle, device)
+        except RuntimeError as error:
+            reason = str(error)
+        reason = self._broadcast_text(reason, "opening a bucket", root=1) or reason
+        if handle and not reason:
+            return bucket
+        self.unsupported_reason = " ".join(reason.split())
+        return None
 
-    def _send_text(self, text: str, what: str, root: int = 0) -> None:
-        content = text.encode()
-        self.broadcast(torch.tensor([len(content)], device=self._device), what, root)
-        if content:
-            self._send_bytes(content, what, root)
-
-    def _receive_text(self, what: str, root: int = 0) -> str:
-        length = torch.zeros(1, dtype=torch.int64, device=self._device)
+    def _broadcast_text(self, text: str, what: str, root: int) -> str:
+        """Broadcast a text of `root`, after its length; returns it on both ranks."""
+        content = text.encode() if self.rank == root else b""
+        length = torch.tensor([len(content)], device=self._device)
         self.broadcast(length, what, root)
-        return self._receive_bytes(int(length), what, root).decode() if length else ""
+        return self._broadcast_bytes(content, int(length), what, root).decode() if length else ""
 
-    def _send_bytes(self, content: bytes, what: str, root: int = 0) -> None:
-        data = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
-        self.broadcast(data, what, root)
-
-    def _receive_bytes(self, num_bytes: int, what: str, root: int = 0) -> bytes:
+    def _broadcast_bytes(self, content: bytes, num_bytes: int, what: str, root: int = 0) -> bytes:
+        """Broadcast the content of `root`; returns it on every rank."""
+        if self.rank == root:
+            data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            self.broadcast(data.to(self._device), what, root)
+            return content
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self.broadcast(data, what, root)
         return data.cpu().numpy().tobytes()
@@ -331,27 +328,21 @@ class WeightChannel:
     ) -> list[WeightPiece]:
         """Start to receive a bucket; return its pieces, which are valid once it has arrived."""
         assert self._plan is not None
-        slots = self._plan[number]
-        bucket = self._bucket(number)
+        slots, bucket = self._plan[number], self._bucket(number)
         values = [slot.view(bucket) for slot in slots]
         if self._is_shared:
             self._signal(f"{self._name_of(number)} is filled", root=0)
-        elif len(slots) == 1 and (own := into(slots[0].name)) is not None:
-            part = own[slots[0].start : slots[0].start + slots[0].count]
-            if self._is_sent_directly(slots[0], part):
-                values = [part]
-        if not self._is_shared:
-            end = slots[-1].offset + slots[-1].num_bytes
-            self._start(number, values[0].view(torch.uint8) if len(slots) == 1 else bucket[:end])
+        else:
+            content = bucket[: slots[-1].offset + slots[-1].num_bytes]
+            if len(slots) == 1 and (own := into(slots[0].name)) is not None:
+                part = own[slots[0].start : slots[0].start + slots[0].count]
+                if self._is_sent_directly(slots[0], part):
+                    values, content = [part], part.view(torch.uint8)
+            self._start(number, content)
         return [
             WeightPiece(slot.name, slot.start, part, slot.shape, number)
             for slot, part in zip(slots, values, strict=True)
         ]
-
-    def _report_read(self, number: int) -> None:
-        """Let the sender fill a shared bucket again. (After a broadcast every rank has a copy.)"""
-        if self._is_shared:
-            self._signal(f"{self._name_of(number)} is read", root=1)
 
     def _signal(self, what: str, root: int) -> None:
         """Signal from `root` to the others, once its copies are done on the device."""
@@ -411,20 +402,9 @@ class WeightChannel:
             is_late |= any(words in str(error) for words in ("Timed out", "timing out"))
             if not is_late:
                 raise ConnectionError(text) from error
+            # Gloo passes a broadcast from one receiver to the next.
+            others = "a rollout rank" if self.rank == 0 else "the trainer or a rank before this one"
             raise TimeoutError(
-                f"{text} (waited {waited:.1f} s for {self._others}; runtime.timeout_seconds bounds "
-                "this wait)"
+                f"{text} (waited {waited:.1f} s for {others}; runtime.timeout_seconds bounds this "
+                "wait)"
             ) from error
-
-    @property
-    def _others(self) -> str:
-        """Which ranks this one waits for. Gloo passes a broadcast from one receiver to the next."""
-        if self.rank == 0:
-            return "rollout rank 1" if self._world_size == 2 else "one of the rollout ranks"
-        return "the trainer" if self._world_size == 2 else "the trainer or a rank before this one"
-
-
-def _entry(weight: Weight, dtype: torch.dtype | None) -> Entry:
-    reference = weight.reference
-    dtype_name = str(dtype or reference.dtype).removeprefix("torch.")
-    return weight.name, tuple(reference.shape), dtype_name

@@ -10,7 +10,6 @@ or killed therefore continues with the same command.
 from __future__ import annotations
 
 import json
-import signal
 import time
 import traceback
 from collections.abc import Generator, Mapping, Sequence
@@ -49,7 +48,6 @@ from easyrl.runtime.supervisor import (
     Interrupted,
     Supervisor,
     WorkerFailure,
-    signal_of,
     signals_as_interrupts,
 )
 from easyrl.runtime.workers import Workers
@@ -232,11 +230,9 @@ def _run(
             file.write_text("".join(json.dumps(line) + "\n" for line in problems), encoding="utf-8")
             show_comparison(plan.model["path"], whole, problems, file)
         return FINISHED, ""
-    except (KeyboardInterrupt, Interrupted) as stop:
-        signum = stop.signum if isinstance(stop, Interrupted) else signal_of(stop)
+    except Interrupted as stop:
         done = f"{len(answers)} of {len(plan.problems)} problems are answered"
-        name = signal.Signals(signum).name
-        return SIGNALLED + signum, f"stopped by {name}: {done}. {resume}"
+        return SIGNALLED + stop.signum, f"stopped by {stop}: {done}. {resume}"
     except WorkerFailure as failure:
         return USER_ERROR if failure.is_user_error else FAILED, f"{failure}\n{resume}"
     except ValueError as error:  # a checkpoint that cannot be exported, no problem in common

@@ -39,7 +39,7 @@ from easyrl.formatting import counted
 from easyrl.observe.report import end_table, print_end
 from easyrl.observe.state import PROBLEMS, RunState, WorkerState
 from easyrl.observe.text import clock, is_in_foreground, printable, safe, say, say_rich, shown
-from easyrl.runtime.totals import overlap
+from easyrl.runtime.metrics import overlap
 
 REFRESHES_PER_SECOND = 2
 LAG_SECONDS = 0.4  # workers report a few times a second: what they did is known after this long

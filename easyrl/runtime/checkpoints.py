@@ -9,6 +9,7 @@ weights.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -58,56 +59,45 @@ class Checkpoints:
         """Request a checkpoint of this state from the train worker."""
         assert self._writing is None
         self._writing, self._newest, self._num_bytes = state, state.policy_version, 0
-        best = state.best if self._train.keep_best else None
-        send(
-            events.SaveCheckpoint(
-                str(self._folder / str(state.policy_version)),
-                state.policy_version,
-                asdict(state),
-                None if best is None else best["policy_version"],
-            )
-        )
+        best = state.best["policy_version"] if state.best and self._train.keep_best else None
+        path = str(self._folder / str(state.policy_version))
+        send(events.SaveCheckpoint(path, state.policy_version, asdict(state), best))
 
     def report_wait(self) -> None:
-        """Say that training waits until the current checkpoint is written."""
+        """Report that training waits until the current checkpoint is written."""
         assert self._writing is not None
-        self._notify(
-            events.Note(
-                f"training waits: the checkpoint of iteration {self._writing.num_iterations} is "
-                "still being written and the next one is due (a higher train.save_every avoids it)"
-            )
+        note = (
+            f"training waits: the checkpoint of iteration {self._writing.num_iterations} is still "
+            "being written and the next one is due (a higher train.save_every avoids it)"
         )
+        self._notify(events.Note(note))
 
     def on_saved(self, saved: events.CheckpointSaved) -> None:
         """The train worker has written the checkpoint, or could not."""
         self._writing = None
         if saved.error:
             self._newest = None
-            self._notify(
-                events.Note(
-                    f"the checkpoint {self._folder / str(saved.policy_version)} could not be "
-                    f"written: {saved.error}; training continues, and earlier checkpoints are kept "
-                    "(use an output.dir with more free space, or a lower train.keep_checkpoints)"
-                )
+            note = (
+                f"the checkpoint {self._folder / str(saved.policy_version)} could not be written: "
+                f"{saved.error}; training continues, and earlier checkpoints are kept (use an "
+                "output.dir with more free space, or a lower train.keep_checkpoints)"
             )
+            self._notify(events.Note(note))
 
     def report_progress(self) -> bool:
-        """While a stopping run waits for its checkpoint: say each second how much is written.
+        """While a stopping run waits for its checkpoint: report each second how much is written.
         Returns whether it has grown since the last report."""
         now = time.monotonic()
         if now - self._reported < PROGRESS_SECONDS or self._writing is None:
             return False
-        before, self._num_bytes = self._num_bytes, self._bytes_written(self._writing)
+        folder = unfinished_name(self._folder / str(self._writing.policy_version))
+        before, self._num_bytes = self._num_bytes, 0
+        with contextlib.suppress(OSError):  # just published
+            self._num_bytes = sum(file.stat().st_size for file in folder.iterdir())
         self._reported = now
-        what = f"saving the checkpoint of iteration {self._writing.num_iterations}"
-        written = f"{self._num_bytes / 2**20:,.0f} MiB written"
-        hint = "(again: stop without it)"
-        self._notify(events.Stopping(now, f"{what}, {written} {hint}"))
+        what = (
+            f"saving the checkpoint of iteration {self._writing.num_iterations}, "
+            f"{self._num_bytes / 2**20:,.0f} MiB written (again: stop without it)"
+        )
+        self._notify(events.Stopping(now, what))
         return self._num_bytes > before
-
-    def _bytes_written(self, state: RunState) -> int:
-        folder = unfinished_name(self._folder / str(state.policy_version))
-        try:
-            return sum(file.stat().st_size for file in folder.iterdir())
-        except OSError:  # just published
-            return 0

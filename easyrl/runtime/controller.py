@@ -35,6 +35,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from easyrl import events
@@ -47,13 +48,12 @@ from easyrl.rewards.loading import reward_names
 from easyrl.runtime.checkpoints import Checkpoints
 from easyrl.runtime.dispatch import Dispatcher, Rounds
 from easyrl.runtime.evaluation import AFTER, BEFORE, HeldOut, answers_to
-from easyrl.runtime.iteration import IterationRecord
+from easyrl.runtime.metrics import IterationRecord, Totals
 from easyrl.runtime.placement import device_names
 from easyrl.runtime.preflight import Preflight
-from easyrl.runtime.resume import Resume, RunState
+from easyrl.runtime.resume import STATE_VERSION, Resume, RunState
 from easyrl.runtime.run_folder import RunFolder
 from easyrl.runtime.supervisor import Interrupted, Supervisor
-from easyrl.runtime.totals import Totals
 from easyrl.runtime.workers import Workers
 
 
@@ -82,25 +82,20 @@ class Controller:
         self.started = started
         self.resumed = resumed
         before = resumed.state if resumed is not None else None
-        state = before or RunState(0, 0, config={}, identity={})
-        num_devices = count_devices(device_names(checked.placement).values())
-        self.totals = Totals(num_devices, started, state.totals)
-        self.policy_version = state.policy_version
-        self._num_iterations = state.num_iterations  # completed
-        self._next_prompt_index = state.next_prompt_index
-        self._accuracy_before = state.accuracy_before
-        self._accuracy_after: float | None = None
-        self._best = state.best
-        self._is_best = False  # the newest iteration, by its evaluation
-        self._measured_since = state.measured_since
-        self._file_sizes: dict[str, int] = {}  # of the run folder at the last boundary
-        self._notes: set[str] = set()
-        self.checkpoints = Checkpoints(
-            config,
-            folder,
-            notify,
-            saved_version=None if before is None else before.policy_version,
+        self.state = replace(  # at the last boundary; `totals` is set when it is saved
+            before or RunState(0, 0, config={}, identity={}),
+            config=config.model_dump(mode="json"),
+            identity=checked.identity,
+            version=STATE_VERSION,
         )
+        num_devices = count_devices(device_names(checked.placement).values())
+        self.totals = Totals(num_devices, started, self.state.totals)
+        self._accuracy_after: float | None = None
+        self._is_best = False  # the newest iteration, by its evaluation
+        self._have_weights = False  # the rollout workers
+        self._notes: set[str] = set()
+        saved_version = before.policy_version if before is not None else None
+        self.checkpoints = Checkpoints(config, folder, notify, saved_version=saved_version)
 
     def run(self) -> dict[str, Any]:
         """Train; returns the contents of `summary.json`."""
@@ -114,11 +109,12 @@ class Controller:
     def _run(self) -> dict[str, Any]:
         held_out = self.checked.held_out
         try:
-            if self._num_iterations == 0 and held_out:
-                self._accuracy_before = self._evaluate(BEFORE).accuracy
-            for iteration in range(self._num_iterations, self.config.train.iterations):
+            if self.state.num_iterations == 0 and held_out:
+                accuracy = self._evaluate(BEFORE).accuracy
+                self.state = replace(self.state, accuracy_before=accuracy)
+            for iteration in range(self.state.num_iterations, self.config.train.iterations):
                 self._run_iteration(iteration)
-                if self.checkpoints.is_due(self._num_iterations) or self._is_best:
+                if self.checkpoints.is_due(self.state.num_iterations) or self._is_best:
                     self._save_boundary()
             if held_out and self._accuracy_after is None:
                 self._accuracy_after = self._evaluate(AFTER).accuracy
@@ -127,14 +123,7 @@ class Controller:
         except Interrupted as interrupted:
             self._save_last_boundary(interrupted)
             raise
-        return self.totals.summary(
-            self.config.train,
-            self.policy_version,
-            self._accuracy_before,
-            self._accuracy_after,
-            sha256,
-            best=self._best,
-        )
+        return self.totals.summary(self.config.train, self.state, self._accuracy_after, sha256)
 
     # -- phases of a run --------------------------------------------------------------------------
 
@@ -151,7 +140,6 @@ class Controller:
             checkpoints=self.checkpoints,
             resumed=self.resumed,
         )
-        self._without_weights = {worker.name for worker in self.workers.all}
         self.workers.wait_until_ready()
         self.dispatcher = Dispatcher(self.workers.rollout, self.config, placement)
         ranks_per_engine = placement.engine.tensor_parallel_size
@@ -162,22 +150,19 @@ class Controller:
             worker.send(events.InitWeightChannel(0, rank=rank, world_size=world_size))
 
     def _exchange_weights(self) -> float:
-        """Broadcast the trainer's weights to all rollout workers; returns the seconds it took.
-
-        A worker counts as started after its first exchange.
-        """
+        """Broadcast the trainer's weights to all rollout workers; returns the seconds it took. A
+        worker counts as started after its first exchange."""
         started = time.monotonic()
-        for worker in self.workers.all:
-            if worker.name in self._without_weights:
-                starting = events.Starting("exchanging the first weights")
-                self.notify(events.FromWorker(worker.name, started, starting))
+        is_first, self._have_weights = not self._have_weights, True
+        starting = events.Starting("exchanging the first weights")
+        for worker in self.workers.all if is_first else ():
+            self.notify(events.FromWorker(worker.name, started, starting))
         for worker in (self.workers.rank0, *self.workers.rollout):
-            worker.send(events.ExchangeWeights(self.policy_version))
+            worker.send(events.ExchangeWeights(self.state.policy_version))
         for _ in self.workers.all:
             worker, event = self.workers.next_event()
             assert isinstance(event, events.WeightsExchanged)
-            if worker.name in self._without_weights:
-                self._without_weights.remove(worker.name)
+            if is_first:
                 self.notify(events.FromWorker(worker.name, time.monotonic(), events.Ready()))
         return time.monotonic() - started
 
@@ -187,7 +172,7 @@ class Controller:
         record = IterationRecord(iteration, weights_seconds=self._exchange_weights())
         rounds = Rounds(
             self.checked.prompts,
-            self._next_prompt_index,
+            self.state.next_prompt_index,
             num_groups=self.config.train.prompts_per_iteration,
             max_replacements=REPLACEMENT_ROUNDS,
         )
@@ -213,9 +198,9 @@ class Controller:
                         raise self.workers.interrupted
                 case _:
                     raise AssertionError(f"{worker.name} sent {event}")
-        self._next_prompt_index = rounds.next_index
+        self.state = replace(self.state, next_prompt_index=rounds.next_index)
         self._finish_iteration(record, record.trained, time.monotonic() - started)
-        self._file_sizes = self.folder.file_sizes()
+        self.state = replace(self.state, file_sizes=self.folder.file_sizes())
         if self.workers.interrupted is not None:
             raise self.workers.interrupted
 
@@ -230,18 +215,19 @@ class Controller:
     def _finish_iteration(
         self, record: IterationRecord, trained: events.IterationTrained, seconds: float
     ) -> None:
-        if trained.groups_trained != self.config.train.prompts_per_iteration:
+        expected, version = self.config.train.prompts_per_iteration, trained.policy_version
+        if trained.groups_trained != expected:
             raise RuntimeError(
-                f"iteration {record.iteration}: expected "
-                f"{self.config.train.prompts_per_iteration} trained groups, got "
+                f"iteration {record.iteration}: expected {expected} trained groups, got "
                 f"{trained.groups_trained}"
             )
-        self.policy_version = trained.policy_version
-        self._num_iterations = record.iteration + 1
+        self.state = replace(
+            self.state, policy_version=version, num_iterations=record.iteration + 1
+        )
         metrics = record.metrics(reward_names(self.config))
-        metrics |= self.totals.add_iteration(record, metrics["reward"], seconds)
+        metrics |= self.totals.add_iteration(record, metrics, seconds)
         metrics |= self._evaluate_iteration()
-        line = {"iteration": record.iteration, "policy_version": self.policy_version, **metrics}
+        line = {"iteration": record.iteration, "policy_version": version, **metrics}
         line |= record.logged(taken=line.keys())
         self.notify(events.IterationFinished(time.monotonic(), line))
         for note in record.notes(self.config):
@@ -254,27 +240,20 @@ class Controller:
         self._exchange_weights()
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), round_, len(held_out)))
-        answers: list[events.PromptEvaluated] = []
+        answers = []
         for answer in answers_to(held_out, self.dispatcher, self.workers.next_event, round_=round_):
             self._note_rollout()
             answers.append(answer)
         result = HeldOut.of(answers, self.config.eval.correct_reward)
-        self.notify(
-            events.Evaluated(
-                time.monotonic(),
-                round_,
-                result.accuracy,
-                result.num_problems,
-                result.standard_error,
-                self._num_iterations,
-            )
-        )
+        figures = result.accuracy, result.num_problems, result.standard_error
+        num_iterations = self.state.num_iterations
+        self.notify(events.Evaluated(time.monotonic(), round_, *figures, num_iterations))
         return result
 
     def _evaluate_iteration(self) -> Mapping[str, float]:
         """The metrics of an evaluation after this iteration, if one is due. A signal skips it, and
         the run ends with this iteration."""
-        number, train = self._num_iterations, self.config.train
+        number, train = self.state.num_iterations, self.config.train
         is_last = number == train.iterations
         self._is_best = False
         is_due = train.eval_every > 0 and (is_last or number % train.eval_every == 0)
@@ -287,18 +266,20 @@ class Controller:
             return {}
         if is_last:
             self._accuracy_after = result.accuracy
-        if result.accuracy > (self._best["accuracy"] if self._best else -math.inf):
-            self._best = {
+        best = self.state.best
+        if result.accuracy > (best["accuracy"] if best else -math.inf):
+            best = {
                 "accuracy": result.accuracy,
                 "num_iterations": number,
-                "policy_version": self.policy_version,
+                "policy_version": self.state.policy_version,
             }
+            self.state = replace(self.state, best=best)
             self._is_best = train.keep_best
         return result.metrics()
 
     def _note_rollout(self) -> None:
-        if self.totals.note_rollout():
-            assert self.totals.first_rollout_seconds is not None
+        if self.totals.first_rollout_seconds is None:
+            self.totals.first_rollout_seconds = time.monotonic() - self.started
             self.notify(events.FirstRollout(self.totals.first_rollout_seconds))
 
     def _save_model(self) -> str:
@@ -315,25 +296,14 @@ class Controller:
         if self.checkpoints.is_saving:
             self.checkpoints.report_wait()
             self.workers.wait_for_checkpoint()
-        state = RunState(
-            policy_version=self.policy_version,
-            num_iterations=self._num_iterations,
-            config=self.config.model_dump(mode="json"),
-            identity=self.checked.identity,
-            next_prompt_index=self._next_prompt_index,
-            accuracy_before=self._accuracy_before,
-            best=self._best,
-            measured_since=self._measured_since,
-            totals=self.totals.state(),
-            file_sizes=self._file_sizes,
-        )
+        state = replace(self.state, totals=self.totals.state())
         self.checkpoints.save(self.workers.rank0.send, state)
 
     def _halt(self, interrupted: Interrupted) -> None:
         """A signal during an iteration: drop what the trainer has begun. Raises `interrupted` if
         nothing remains to be saved, or at the second signal."""
-        is_saved = self.checkpoints.has(self.policy_version) or self._num_iterations == 0
-        if is_saved or not self.checkpoints.are_kept or self.workers.interrupted is not None:
+        has = self.checkpoints.has(self.state.policy_version)
+        if has or not self._is_resumable or self.workers.interrupted is not None:
             raise interrupted
         self.workers.begin_to_stop(interrupted)
         self.workers.rank0.send(events.Halt())
@@ -343,11 +313,13 @@ class Controller:
     def _save_last_boundary(self, interrupted: Interrupted) -> None:
         """The run stops: save its last boundary, unless a second signal says not to wait."""
         is_second = self.workers.interrupted not in (None, interrupted)
-        if is_second or self.workers.is_late:
-            return
-        if not self.checkpoints.are_kept or self._num_iterations == 0:
+        if is_second or self.workers.is_late or not self._is_resumable:
             return
         self.workers.begin_to_stop(interrupted)
-        if not self.checkpoints.has(self.policy_version):
+        if not self.checkpoints.has(self.state.policy_version):
             self._save_boundary()
         self.workers.wait_for_checkpoint()
+
+    @property
+    def _is_resumable(self) -> bool:
+        return self.checkpoints.are_kept and self.state.num_iterations > 0

@@ -4,9 +4,9 @@
     round 1    the next prompts, one per rejected group, in ascending group_index
     …          until no group is missing; in the last round no group is rejected
 
-A round ends when all its groups have arrived, never before: taking the first that finish would
-favour short completions. So the prompts of an iteration depend on the rewards alone, not on timing.
-Groups that are not rejected are trained meanwhile.
+A round ends when all its groups have arrived: taking the first that finish would favour short
+completions. So the prompts of an iteration depend on the rewards alone, not on timing. Groups that
+are not rejected are trained meanwhile.
 
 With one worker, or in deterministic mode, every worker gets its whole list at the start of a round:
 what an engine does is then a function of that list and the weights. Otherwise workers get prompts
@@ -87,8 +87,8 @@ class Dispatcher:
         """`num_generations`: sequences per group, if not those of training."""
         self._workers = workers
         self._is_fixed = config.runtime.deterministic or len(workers) == 1
-        self._in_flight = placement.max_concurrent_groups
-        self._ahead = self._in_flight + max(1, self._in_flight // 2)
+        in_flight = placement.max_concurrent_groups
+        self._ahead = in_flight + max(1, in_flight // 2)
         self._num_generations = num_generations or config.rollout.num_generations
         self._command: Callable[[Sequence[Any]], events.Command]
         self._left: deque[Any] = deque()
@@ -113,23 +113,16 @@ class Dispatcher:
         )
 
     def _hand_out(
-        self,
-        prompts: Sequence[Any],
-        ahead: int,
-        command: Callable[[Sequence[Any]], events.Command],
+        self, prompts: Sequence[Any], ahead: int, command: Callable[[Sequence[Any]], events.Command]
     ) -> None:
         """`ahead`: prompts for each worker before it has finished one."""
         assert not self._left
         self._command = command
         num_workers = len(self._workers)
-        if self._is_fixed:
-            shares = [prompts[number::num_workers] for number in range(num_workers)]
-        else:
-            at_once = min(len(prompts), ahead * num_workers)
-            shares = [prompts[number:at_once:num_workers] for number in range(num_workers)]
-            self._left = deque(prompts[at_once:])
-        for worker, share in zip(self._workers, shares, strict=True):
-            if share:
+        at_once = len(prompts) if self._is_fixed else min(len(prompts), ahead * num_workers)
+        self._left = deque(prompts[at_once:])
+        for number, worker in enumerate(self._workers):
+            if share := prompts[number:at_once:num_workers]:
                 worker.send(command(share))
 
     def on_group(self, worker: Worker) -> None:

@@ -3,8 +3,8 @@
     dispatcher ──Evaluate──► rollout workers ──PromptEvaluated──► answers_to ──► who asked
 
 In a run between two iterations, and in `easyrl eval`. Workers answer with the weights that they
-have; nothing of the training is touched: neither its place in the data nor a random state (each
-completion draws from a stream of numbers that round, problem and sample name).
+have. Neither the position in the data nor a random state of the training changes: each completion's
+random stream depends on round, problem and sample alone.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ class HeldOut:
     accuracy: float
     standard_error: float
     reward: float
-    num_problems: int
-    """Without those whose reward call failed."""
+    num_problems: int  # without those whose reward call failed
 
     @classmethod
     def of(cls, answers: Sequence[events.PromptEvaluated], correct_reward: float) -> HeldOut:
@@ -83,7 +82,7 @@ def answers_to(
     num_samples: int = 1,
     with_texts: bool = False,
 ) -> Iterator[events.PromptEvaluated]:
-    """Have them answered by whichever worker is free; the answers in the order they come."""
+    """Have problems answered by whichever worker is free; yield the answers as they arrive."""
     dispatcher.start_evaluation(round_, prompts, num_samples=num_samples, with_texts=with_texts)
     for _ in prompts:
         worker, event = next_event()

@@ -26,14 +26,11 @@ from easyrl.workers.settings import WorkerSettings
 PACKAGE = Path(__file__).parent.parent
 
 
-def rollout_main(settings: WorkerSettings, ring: RingBuffer | None, control: Connection) -> None:
+def worker_main(settings: WorkerSettings, ring: RingBuffer | None, control: Connection) -> None:
+    """Entry point of a rollout or train worker."""
+    role = settings.name.partition("-")[0]
     port = None if ring is None else ring.attach(settings.owner_id)
-    run_worker("easyrl.workers.rollout", "RolloutWorker", settings, port, control)
-
-
-def train_main(settings: WorkerSettings, ring: RingBuffer, control: Connection) -> None:
-    port = ring.attach(settings.owner_id)
-    run_worker("easyrl.workers.train", "TrainWorker", settings, port, control)
+    run_worker(f"easyrl.workers.{role}", f"{role.capitalize()}Worker", settings, port, control)
 
 
 def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any) -> None:
@@ -54,8 +51,8 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
         worker = worker_class(settings, *arguments)
         control.send(Ready())
         worker.run()
-    except (EOFError, BrokenPipeError, SystemExit):
-        pass  # the controller has ended, or sent Stop
+    except (EOFError, BrokenPipeError, ConnectionResetError, SystemExit):
+        pass  # the controller or another train rank has ended, or the controller sent Stop
     except BaseException as error:
         exit_code = 1
         with contextlib.suppress(OSError):
@@ -68,35 +65,28 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
 
 def _log_to(file: str | None) -> None:
     """Redirect the output of this process and its children to `file`."""
-    if file is None:
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    if file is not None:
+        log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
 
 
 def _describe(error: BaseException, settings: WorkerSettings) -> Failed:
     """Describe the error: for user errors and failed rewards the message, otherwise also the
     traceback. Adds the user's numbers of the devices."""
-    frames = traceback.extract_tb(error.__traceback__)
+    last = traceback.extract_tb(error.__traceback__)[-1]
     # Raised on purpose by this package, not by a library that was called wrongly.
-    is_ours = (
-        bool(frames)
-        and Path(frames[-1].filename).is_relative_to(PACKAGE)
-        and (frames[-1].line or "").startswith("raise ")
-    )
+    is_ours = Path(last.filename).is_relative_to(PACKAGE) and str(last.line).startswith("raise ")
     if isinstance(error, ValueError) and is_ours:
         return Failed(str(error), traceback="", is_user_error=True)
     if isinstance(error, RewardError):
         return Failed(str(error), traceback="", is_user_error=False)
     message, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
     if settings.device_indices:
-        kind, numbers = settings.device.partition(":")[0], map(str, settings.device_indices)
-        where = f"\n(on {kind}:{','.join(numbers)}, which the worker sees as {settings.device}"
-        where += ")" if len(settings.device_indices) == 1 else " and on)"
+        kind, seen = settings.device.partition(":")[0], range(len(settings.device_indices))
+        numbers, own = (",".join(map(str, each)) for each in (settings.device_indices, seen))
+        where = f"\n(on {kind}:{numbers}, which the worker sees as {kind}:{own})"
         message, trace = message + where, trace.rstrip() + where
     return Failed(message, trace, is_user_error=False)
 

@@ -26,12 +26,10 @@ from easyrl.runtime.supervisor import (
     Interrupted,
     Supervisor,
     WorkerFailure,
-    signal_of,
     signals_as_interrupts,
 )
 
-FINISHED, FAILED, USER_ERROR = 0, 1, 2
-"""Exit codes; a signal's is SIGNALLED + its number."""
+FINISHED, FAILED, USER_ERROR = 0, 1, 2  # exit codes; a signal's is SIGNALLED + its number
 
 
 def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None = None) -> int:
@@ -46,7 +44,9 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
     resumed = find_resume(config, resume)
     if resumed is not None and resumed.is_finished(config):
         os.close(resumed.lock)
-        notify(events.RunEnded(FINISHED, _nothing_to_do(config, resumed)))
+        done = f"has finished its {counted(config.train.iterations, 'iteration')}"
+        hint = "nothing to do (train more with a higher --iterations)"
+        notify(events.RunEnded(FINISHED, f"{resumed.folder} {done}; {hint}"))
         return FINISHED
     checked = check_run(config, resumed)
     ring = RingBuffer(ring_layout(config, checked.placement))
@@ -89,11 +89,10 @@ def _train(controller: Controller) -> events.RunEnded:
             summary = controller.run()
         summary["prompts_skipped"] = controller.checked.num_prompts_skipped
         controller.notify(events.RunFinished(time.monotonic(), summary))
-    except KeyboardInterrupt as interrupt:  # outside the supervisor's `with`
-        signum = signal_of(interrupt)
-        return events.RunEnded(SIGNALLED + signum, _stopped(signum.name, folder))
     except Interrupted as interrupted:
-        message = _stopped(str(interrupted), folder)
+        message = f"stopped by {interrupted}; the run folder is {folder.path}"
+        if checkpoints_in(folder.checkpoints):
+            message += f"\nto resume: easyrl grpo --resume {quote(str(folder.path))}"
         return events.RunEnded(SIGNALLED + interrupted.signum, message)
     except WorkerFailure as failure:
         return events.RunEnded(USER_ERROR if failure.is_user_error else FAILED, str(failure))
@@ -120,14 +119,8 @@ def _announce(controller: Controller) -> None:
         controller.folder.path,
         config,
         devices=device_names(checked.placement),
-        description="\n".join(
-            [
-                *_notes(config, checked, resumed),
-                describe_model(config.model.path),
-                describe(checked.placement),
-            ]
-        ),
-        num_iterations=resumed.num_iterations if resumed is not None else 0,
+        description="\n".join([*_notes(config, checked, resumed), describe(checked.placement)]),
+        num_iterations=controller.state.num_iterations,
     )
     try:
         controller.notify(started)
@@ -140,17 +133,15 @@ def _announce(controller: Controller) -> None:
 
 def _past_of(resumed: Resume) -> events.RunResumed:
     """The metrics and accuracies of the completed iterations, from the run folder."""
-    metrics = resumed.folder / "metrics.jsonl"
+    metrics, state = resumed.folder / "metrics.jsonl", resumed.state
     lines = read_lines(metrics) if metrics.is_file() else []
-    accuracy = resumed.state.accuracy_before if resumed.state is not None else None
-    since = resumed.state.measured_since if resumed.state is not None else 0
-    accuracies = [] if accuracy is None else [(0, accuracy)]
-    accuracies += [
-        (line["iteration"] + 1, line["eval/accuracy"])
+    before, since = (state.accuracy_before, state.measured_since) if state else (None, 0)
+    measured = [(0, before)] + [
+        (line["iteration"] + 1, line.get("eval/accuracy"))
         for line in lines
-        if line.get("eval/accuracy") is not None and line["iteration"] >= since
+        if line["iteration"] >= since
     ]
-    return events.RunResumed(lines, accuracies)
+    return events.RunResumed(lines, [(n, value) for n, value in measured if value is not None])
 
 
 def _notes(config: Config, checked: Preflight, resumed: Resume | None) -> list[str]:
@@ -168,18 +159,3 @@ def _notes(config: Config, checked: Preflight, resumed: Resume | None) -> list[s
             f"in addition to the model's own, at a learning rate of {config.learning_rate:g}"
         )
     return [*notes, *checked.warnings]
-
-
-def _nothing_to_do(config: Config, resumed: Resume) -> str:
-    num_done = config.train.iterations
-    return (
-        f"{resumed.folder} has finished its {counted(num_done, 'iteration')}; nothing to do "
-        f"(train more with --iterations N, N greater than {num_done})"
-    )
-
-
-def _stopped(by: str, folder: RunFolder) -> str:
-    message = f"stopped by {by}; the run folder is {folder.path}"
-    if checkpoints_in(folder.checkpoints):
-        message += f"\nto resume: easyrl grpo --resume {quote(str(folder.path))}"
-    return message

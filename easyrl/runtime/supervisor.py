@@ -16,23 +16,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from easyrl import events
 
-STOP_SECONDS = 2.0
-"""A worker that has not obeyed `Stop` after this time is killed."""
+STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed
 CAUSE_SECONDS = 0.5
 """After a worker failed, look for the first cause for this long: its death makes others fail."""
 SIGNALLED = 128
-"""Exit code of a command that a signal ended, plus the signal's number: 130 after Ctrl-C, 143 after
-SIGTERM, 129 after SIGHUP."""
+"""Exit code of a command that a signal ended, without the signal's number (130 after Ctrl-C)."""
 
 
 class WorkerFailure(RuntimeError):
@@ -43,7 +41,7 @@ class WorkerFailure(RuntimeError):
         self.is_user_error = is_user_error
 
 
-class Interrupted(Exception):
+class Interrupted(KeyboardInterrupt):
     """The user asked to stop (`signum`: SIGINT, SIGTERM, or SIGHUP: the terminal was closed)."""
 
     def __init__(self, signum: int) -> None:
@@ -51,39 +49,34 @@ class Interrupted(Exception):
         self.signum = signum
 
 
-# -- signals without a supervisor -----------------------------------------------------------------
-
-
 @contextmanager
-def signals_as_interrupts() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, unless ignored (nohup)."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signum)
-
+def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle the three signals that stop a run, unless they are ignored (nohup)."""
     before = {}
-    for signum in (signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:
-            before[signum] = signal.signal(signum, interrupt)
+            before[signum] = signal.signal(signum, handler)
     try:
         yield
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for signum, handler_before in before.items():
+            signal.signal(signum, handler_before)
 
 
-def signal_of(interrupt: KeyboardInterrupt) -> signal.Signals:
-    return signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
+def signals_as_interrupts() -> AbstractContextManager[None]:
+    """Let these signals raise Interrupted, where no Supervisor handles them."""
 
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise Interrupted(signum)
 
-# -- processes ------------------------------------------------------------------------------------
+    return handle_signals(interrupt)
 
 
 class Worker:
     """A spawned process and the controller's end of its pipe.
 
-    A thread sends the commands: if a worker does not read, because it is stopped or itself waits
-    for the controller to read, a full pipe must not block the controller's only thread.
+    A thread sends the commands: the full pipe of a worker that does not read (it is stopped, or
+    waits for the controller to read) must not block the controller's only thread.
     """
 
     def __init__(self, name: str, process: BaseProcess, control: Connection) -> None:
@@ -125,26 +118,18 @@ class Supervisor:
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[Worker] = []
         self._signum: int | None = None
-        self._old_handlers: dict[int, Any] = {}
+        self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._wake_reader, self._wake_writer = os.pipe()
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
-                self._old_handlers[signum] = signal.signal(signum, self._on_signal)
+        for fd in (self._wake_reader, self._wake_writer):
+            self._exit.callback(os.close, fd)
+        self._exit.enter_context(handle_signals(self._on_signal))
+        self._exit.callback(self.stop)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
-        for signum, handler in self._old_handlers.items():
-            signal.signal(signum, handler)
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
+    def __exit__(self, *exc_info: object) -> None:
+        self._exit.close()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Record the signal only: an exception raised here could interrupt a spawn halfway."""
@@ -154,11 +139,9 @@ class Supervisor:
     def spawn(self, name: str, target: Callable[..., None], *arguments: Any) -> Worker:
         """Start `target(*arguments, control)` in a process of its own."""
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=target, args=(*arguments, theirs), name=name, daemon=False
-        )
-        # Block the signals that a terminal sends to all its processes; children inherit the mask.
-        # A worker later ignores them itself. multiprocessing's resource tracker, which starts with
+        process = self._context.Process(target=target, args=(*arguments, theirs), name=name)
+        # Children inherit the blocked signals, which a terminal sends to all its processes. A
+        # worker later ignores them itself. multiprocessing's resource tracker, which starts with
         # the first worker, keeps them blocked: it must clean up after all others.
         from_terminal = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, from_terminal)
@@ -193,11 +176,7 @@ class Supervisor:
             if pipe in ready
             for event in self._receive(worker)
         ]
-        failures = [
-            (worker, event)
-            for worker, event in received
-            if isinstance(event, events.Failed) and worker in watched
-        ]
+        failures = [(w, e) for w, e in received if isinstance(e, events.Failed) and w in watched]
         if failures or any(sentinel in ready for sentinel in sentinels):
             cause = self._first_cause(failures)
             if self._signum is not None:  # a signal to the whole process group
@@ -218,16 +197,16 @@ class Supervisor:
         """Find the worker whose end made the others fail: a killed one before one that only lost
         its connection."""
         deadline = time.monotonic() + CAUSE_SECONDS
-        while time.monotonic() < deadline and not any(map(_was_killed, self._workers)):
+        while time.monotonic() < deadline:
+            for worker in self._workers:
+                if (code := worker.process.exitcode or 0) < 0:
+                    name = signal.Signals(-code).name
+                    return WorkerFailure(f"{worker.name} was killed by {name}")
             time.sleep(0.02)
         for worker in self._workers:
             failures += [(worker, e) for e in self._receive(worker) if isinstance(e, events.Failed)]
-        for worker in self._workers:
-            if _was_killed(worker):
-                code = worker.process.exitcode
-                assert code is not None
-                return WorkerFailure(f"{worker.name} was killed by {signal.Signals(-code).name}")
-        failures.sort(key=lambda failure: _is_consequence(failure[1]))
+        lost = ("ConnectionError", "TimeoutError")  # consequences of another worker's failure
+        failures.sort(key=lambda failure: failure[1].message.startswith(lost))
         for worker, failed in failures:
             cause = f":\n{failed.traceback.rstrip()}" if failed.traceback else f": {failed.message}"
             return WorkerFailure(f"{worker.name} failed{cause}", is_user_error=failed.is_user_error)
@@ -249,30 +228,19 @@ class Supervisor:
         self._workers.clear()
 
 
-def _was_killed(worker: Worker) -> bool:
-    return worker.process.exitcode is not None and worker.process.exitcode < 0
-
-
-def _is_consequence(failed: events.Failed) -> bool:
-    return failed.message.startswith(("ConnectionError", "TimeoutError"))
-
-
 # -- watchdog -------------------------------------------------------------------------------------
 
 TICK_SECONDS = 1.0
-WARN_SECONDS = 60.0
-"""Without any event for so long, warn; then each time the period has doubled."""
-WARN_STOPPED_SECONDS = 3.0
-"""The same if a worker's process is stopped."""
+WARN_SECONDS = 60.0  # without any event, warn; then each time the period has doubled
+WARN_STOPPED_SECONDS = 3.0  # the same if a worker's process is stopped
 
 
 class Watchdog:
     """Warn when no worker has sent an event for long, and name what each is doing.
 
-    From here a worker that waits for others and one that is frozen look the same. So the warning
-    says only what is known: the long work that a worker has announced, and whether the system has
-    stopped its process. It kills nobody. It counts ticks, not time: Ctrl-Z also stops the
-    controller.
+    A worker that waits for others and one that is frozen look the same from here. So the warning
+    names the long work that a worker has announced, and whether the system has stopped its process.
+    It counts ticks, not time: Ctrl-Z also stops the controller.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from easyrl.config import Config
 from easyrl.config.eval import Sampling
 from easyrl.events import Observer
 from easyrl.runtime.checkpoints import Checkpoints
-from easyrl.runtime.launch import rollout_main, train_main
+from easyrl.runtime.launch import worker_main
 from easyrl.runtime.placement import Placement
 from easyrl.runtime.resume import Resume
 from easyrl.runtime.supervisor import TICK_SECONDS, Interrupted, Supervisor, Watchdog, Worker
@@ -55,31 +55,45 @@ class Workers:
             store_path: File over which process groups are created.
             sampling: Sampling settings, if not those of training.
         """
-        self._config = config
-        self._placement = placement
         self._supervisor = supervisor
-        self._log_of = log_of
         self._notify = notify
-        self._ring = ring
-        self._store_path = store_path
         self._checkpoints = checkpoints
-        self._resumed = resumed
-        self._sampling = sampling
-        num_rollout = placement.num_rollout_workers
-        self._board = (
-            IdleBoard(num_rollout + placement.train.count) if placement.lends_cores else None
-        )
-        self.rollout = [self._spawn("rollout", number, number) for number in range(num_rollout)]
-        self.train = self._spawn_train_workers(first_owner_id=num_rollout)
-        for shared in (ring, self._board):
+        num_rollout, num_train = placement.num_rollout_workers, placement.train.count
+        board = IdleBoard(num_rollout + num_train) if placement.lends_cores else None
+        checkpoint = resumed.checkpoint if resumed is not None else None
+        state = resumed.state if resumed is not None else None
+
+        def spawn(role: str, number: int, pipes: tuple[Connection, ...] = ()) -> Worker:
+            settings = worker_settings(
+                config,
+                placement,
+                role,
+                number,
+                sampling=sampling,
+                store_path=store_path,
+                log_file=str(log_of(f"{role}-{number}")),
+                core_sharing=board and _core_sharing(board, placement, role, number),
+                pipes=pipes,
+                checkpoint=str(checkpoint) if checkpoint is not None else None,
+                policy_version=state.policy_version if state is not None else 0,
+            )
+            return supervisor.spawn(settings.name, worker_main, settings, ring)
+
+        self.rollout = [spawn("rollout", number) for number in range(num_rollout)]
+        pairs = [Pipe() for _ in range(1, num_train)]  # train rank 0 and each other rank
+        pipes = [tuple(ours for ours, _ in pairs), *((theirs,) for _, theirs in pairs)]
+        self.train = [spawn("train", rank, pipes[rank]) for rank in range(num_train)]
+        # Workers have descriptors of their own. A rank would not notice the death of another one
+        # while this process held the pipe's end.
+        for shared in (ring, board, *(end for pair in pairs for end in pair)):
             if shared is not None:
-                shared.close()  # workers have descriptors of their own
+                shared.close()
         self._received: deque[tuple[Worker, events.WorkerEvent]] = deque()
         self._watchdog = Watchdog()
         self.interrupted: Interrupted | None = None
         """The signal that is stopping the run."""
         self._needed: Sequence[Worker] | None = None
-        self._stop_seconds = self._deadline = math.inf
+        self._stop_seconds, self._deadline = config.runtime.timeout_seconds, math.inf
 
     @property
     def all(self) -> list[Worker]:
@@ -93,16 +107,11 @@ class Workers:
     # -- events -----------------------------------------------------------------------------------
 
     def wait_until_ready(self) -> None:
-        not_ready = {worker.name for worker in self.all}
-        while not_ready:
+        num_ready = 0
+        while num_ready < len(self.all):
             worker, event = self.next_event()
-            match event:
-                case events.Starting():
-                    pass
-                case events.Ready():
-                    not_ready.remove(worker.name)
-                case _:
-                    raise AssertionError(f"{worker.name} sent {event}")
+            assert isinstance(event, events.Starting | events.Ready), f"{worker.name} sent {event}"
+            num_ready += isinstance(event, events.Ready)
 
     def next_event(self) -> tuple[Worker, events.WorkerEvent]:
         """Wait for the next event that the controller has to handle."""
@@ -121,7 +130,6 @@ class Workers:
         when no byte of a checkpoint is written for `runtime.timeout_seconds`."""
         self.interrupted = interrupted
         self._needed = self.train
-        self._stop_seconds = self._config.runtime.timeout_seconds
         self._deadline = time.monotonic() + self._stop_seconds
 
     @property
@@ -132,21 +140,20 @@ class Workers:
     def _next(self, until: Callable[[], bool]) -> tuple[Worker, events.WorkerEvent] | None:
         """Wait for the next event for the controller; None as soon as `until()` is true."""
         while not until():
-            while self._received:
-                worker, event = self._received.popleft()
-                self._watchdog.on_event(worker.name, event)
-                if isinstance(event, events.Note):
-                    self._notify(event)
-                    continue
-                self._notify(events.FromWorker(worker.name, time.monotonic(), event))
-                if isinstance(event, events.CheckpointSaved):
-                    assert self._checkpoints is not None
-                    self._checkpoints.on_saved(event)
-                    break  # `until` may be true now
-                if not isinstance(event, events.Activity):
-                    return worker, event
-            else:
+            if not self._received:
                 self._receive()
+                continue
+            worker, event = self._received.popleft()
+            self._watchdog.on_event(worker.name, event)
+            if isinstance(event, events.Note):
+                self._notify(event)
+                continue
+            self._notify(events.FromWorker(worker.name, time.monotonic(), event))
+            if isinstance(event, events.CheckpointSaved):
+                assert self._checkpoints is not None
+                self._checkpoints.on_saved(event)
+            elif not isinstance(event, events.Activity):
+                return worker, event
         return None
 
     def _receive(self) -> None:
@@ -159,60 +166,28 @@ class Workers:
         if not self._received:
             self._notify(events.NoEvents(time.monotonic(), self._watchdog.tick(self.all)))
 
-    # -- processes --------------------------------------------------------------------------------
 
-    def _spawn_train_workers(self, first_owner_id: int) -> list[Worker]:
-        size = self._placement.train.count
-        pipes = [Pipe() for _ in range(1, size)]
-        ends = [tuple(ours for ours, _ in pipes), *((theirs,) for _, theirs in pipes)]
-        workers = [
-            self._spawn("train", rank, first_owner_id + rank, pipes=ends[rank])
-            for rank in range(size)
-        ]
-        for end in (end for pipe in pipes for end in pipe):
-            end.close()  # else a rank would not notice another one's death
-        return workers
-
-    def _spawn(
-        self, role: str, number: int, owner_id: int, pipes: tuple[Connection, ...] = ()
-    ) -> Worker:
-        resumed = self._resumed
-        state = resumed.state if resumed is not None else None
-        name = f"{role}-{number}"
-        settings = worker_settings(
-            self._config,
-            self._placement,
-            role,
-            number,
-            owner_id=owner_id,
-            sampling=self._sampling,
-            store_path=self._store_path,
-            log_file=str(self._log_of(name)),
-            core_sharing=self._core_sharing(role, owner_id),
-            pipes=pipes,
-            checkpoint=str(resumed.checkpoint) if resumed and resumed.checkpoint else None,
-            policy_version=state.policy_version if state is not None else 0,
+def _core_sharing(board: IdleBoard, placement: Placement, role: str, number: int) -> CoreSharing:
+    """Each worker uses the cores of every n-th worker of the other group while that waits."""
+    owner_id = owner_id_of(placement, role, number)
+    if role == "rollout" and placement.engine.name == "vllm":
+        return CoreSharing(board, owner_id, shared=())
+    other = "train" if role == "rollout" else "rollout"
+    every = range(number, placement.num_workers(other), placement.num_workers(role))
+    shared = tuple(
+        SharedCores(
+            owner_id_of(placement, other, each),
+            placement.num_threads,
+            placement.cores_of(other, each),
         )
-        target = rollout_main if role == "rollout" else train_main
-        return self._supervisor.spawn(name, target, settings, self._ring)
+        for each in every
+    )
+    return CoreSharing(board, owner_id, shared)
 
-    def _core_sharing(self, role: str, owner_id: int) -> CoreSharing | None:
-        """Each worker uses the cores of every n-th worker of the other group while that waits."""
-        if self._board is None:
-            return None
-        placement, num_rollout = self._placement, self._placement.num_rollout_workers
-        if role == "rollout":
-            other, first = "train", num_rollout
-            if placement.engine.name == "vllm":
-                return CoreSharing(self._board, owner_id, shared=())
-        else:
-            other, first = "rollout", 0
-        number = owner_id if role == "rollout" else owner_id - num_rollout
-        shared = tuple(
-            SharedCores(first + each, placement.num_threads, placement.cores_of(other, each))
-            for each in range(number, placement.num_workers(other), placement.num_workers(role))
-        )
-        return CoreSharing(self._board, owner_id, shared)
+
+def owner_id_of(placement: Placement, role: str, number: int) -> int:
+    """The worker's number in the ring and on the idle board: rollout workers come first."""
+    return number if role == "rollout" else placement.num_rollout_workers + number
 
 
 def worker_settings(
@@ -223,6 +198,7 @@ def worker_settings(
     is_cpu = (placement.infer if is_rollout else placement.train).kind == "cpu"
     return WorkerSettings(
         name=f"{role}-{number}",
+        owner_id=owner_id_of(placement, role, number),
         config=config,
         device="cpu" if is_cpu else f"{placement.accelerator}:0",
         weights_cross_on_cpu=placement.weights_cross_on_cpu,

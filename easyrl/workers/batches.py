@@ -3,22 +3,21 @@
     ring ──groups──► rank 0: checks them (GroupReader), fills a micro-step (Rows)
                        │
                        ├─ Share: slots and rollouts ───► rank 1 packs what it reads in these slots
-                       │ ◄────────────── Packed ──────── rank 1
+                       │ ◄────────────── PACKED ──────── rank 1
                        │  rank 0 releases the slots; all ranks run forward and backward
                        └─ UpdateEnd ───────────────────► all ranks step the optimizer
 
 A micro-step is one forward and backward of all train ranks. Rank 0 alone holds leases, so that a
-group is delivered once and its slot is freed once, however many ranks read it. The other ranks run
-the same generator (`MicroBatches`), fed from a pipe instead of the ring. They wait on pipes, not on
-the ranks' process group: a wait for the next group may be long, and `Stop` must get through. Every
-rank has one micro-batch in every micro-step (EMPTY where there are fewer rollouts than ranks), so
-that all ranks reach the same collectives. If a rank dies, the run ends.
+group is delivered once and its slot is freed once. The other ranks run the same generator
+(`MicroBatches`), fed from a pipe. They wait on pipes, not on the ranks' process group: a wait for
+the next group may be long, and `Stop` must get through. Every rank has one micro-batch in every
+micro-step (EMPTY if there are fewer rollouts than ranks), so that all ranks reach the same
+collectives. If a rank dies, the run ends.
 
 `sync` is `periodic` with one wait: no group is trained before all have arrived. In deterministic
 mode groups are trained in order of their group index, and a micro-step is filled before it is
-trained. Its boundaries, and the rank that trains a rollout, are then a function of the groups'
-order and lengths alone. Otherwise whatever has arrived is trained at once, unless it is very little
-(MIN_FILL).
+trained: which rank trains a rollout, and when, follows from the groups' order and lengths alone.
+Otherwise whatever has arrived is trained at once, unless it is very little (MIN_FILL).
 
 With several updates per iteration, the group index decides which update a group belongs to. If
 arrival decided, short completions would be trained first. Groups of later updates wait in their
@@ -30,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -45,12 +45,13 @@ MIN_FILL = 0.1
 """Smallest part of the token budget that is trained while more groups are to come. Small
 micro-batches cost more per token (27 % more at 600 tokens than at 4096, tiny model on one core)."""
 
+_ID = np.zeros(1, dtype=np.int32)
 EMPTY = pack(
     [
         Rollout(
             prompt_index=-1,
-            prompt_ids=np.zeros(1, dtype=np.int32),
-            completion_ids=np.zeros(1, dtype=np.int32),
+            prompt_ids=_ID,
+            completion_ids=_ID,
             rollout_logprobs=np.zeros(1, dtype=np.float32),
             loss_mask=np.zeros(1, dtype=np.bool_),
             advantage=0.0,
@@ -59,6 +60,9 @@ EMPTY = pack(
 )
 """Micro-batch of a rank without a rollout. Its one completion token is masked: the loss and its
 gradient are 0, and no metric counts it."""
+
+PACKED = "packed"
+"""Message: this rank has packed its share and no longer reads the slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +73,10 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """A rank has packed its share and no longer reads the slots."""
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateEnd:
     """All groups of the update are trained: step the optimizer."""
 
-    num_loss_tokens: int
-    """Unmasked tokens of the update's groups, rollouts without a gradient included."""
+    num_loss_tokens: int  # unmasked tokens of these groups, rollouts without a gradient included
 
 
 class Halted(Exception):
@@ -86,7 +84,11 @@ class Halted(Exception):
 
 
 class RankPipes:
-    """Pipes between train rank 0 (`dispatch`) and the other train ranks (`receive`)."""
+    """Pipes between train rank 0 (`dispatch`) and the other train ranks (`receive`).
+
+    If one of them dies, the others' pipes raise EOFError or ConnectionError; then the worker ends,
+    and the supervisor reports the one that died.
+    """
 
     def __init__(
         self,
@@ -111,35 +113,26 @@ class RankPipes:
         self.dispatch_each([message] * len(self._pipes))
 
     def dispatch_each(self, messages: Sequence[Any]) -> None:
-        """Send one message to each other rank (rank 0). Raises ConnectionError if one has died."""
-        for rank, (pipe, message) in enumerate(zip(self._pipes, messages, strict=True), start=1):
-            try:
-                pipe.send(message)
-            except OSError as error:
-                raise ConnectionError(f"train rank {rank} has died") from error
+        """Send one message to each other rank (rank 0)."""
+        for pipe, message in zip(self._pipes, messages, strict=True):
+            pipe.send(message)
 
     def receive(self) -> Any:
         """Wait for the next message of rank 0, or of the controller, which sends `Stop` to every
-        rank. Raises ConnectionError if rank 0 has died."""
-        (pipe,) = self._pipes
-        ready = wait([pipe, self._control], timeout=0.0)
-        if not ready:
+        rank."""
+        sources = [*self._pipes, self._control]
+        if not (ready := wait(sources, timeout=0.0)):
             with self._waiting():
-                ready = wait([pipe, self._control])
-        if self._control in ready:
-            return self._control.recv()
-        try:
-            return pipe.recv()
-        except (EOFError, OSError) as error:
-            raise ConnectionError("train rank 0 has died") from error
+                ready = wait(sources)
+        return (self._control if self._control in ready else self._pipes[0]).recv()
 
     def finish_packing(self) -> None:
         """Report that this rank has packed its share; on rank 0, wait until every rank has.
 
-        Raises TimeoutError if a rank takes too long, ConnectionError if one has died.
+        Raises TimeoutError if a rank takes too long.
         """
         if self.rank > 0:
-            self._pipes[0].send(Packed())
+            self._pipes[0].send(PACKED)
             return
         for rank, pipe in enumerate(self._pipes, start=1):
             if not pipe.poll(self._timeout_seconds):
@@ -147,12 +140,8 @@ class RankPipes:
                     f"train rank {rank} did not pack its share within "
                     f"{self._timeout_seconds:g} s (runtime.timeout_seconds)"
                 )
-            try:
-                reply = pipe.recv()
-            except (EOFError, OSError) as error:
-                raise ConnectionError(f"train rank {rank} has died") from error
-            if not isinstance(reply, Packed):
-                raise RuntimeError(f"train rank {rank}: expected Packed, got {reply!r}")
+            reply = pipe.recv()
+            assert reply == PACKED
 
 
 class GroupReader:
@@ -171,10 +160,8 @@ class GroupReader:
         `wait_for_group` returns when the ring may hold another group."""
         train = config.train
         self.groups_per_update = train.prompts_per_iteration // train.updates_per_iteration
-        self.num_read = 0
-        """Groups handed out so far."""
-        self.completion_tokens = 0
-        """Completion tokens of these groups."""
+        self.num_read = 0  # groups handed out so far
+        self.completion_tokens = 0  # of these groups
         self.port = port
         self._iteration = iteration
         self._policy_version = policy_version
@@ -185,10 +172,8 @@ class GroupReader:
         self._arrived: dict[int, Lease] = {}  # by group index, in order of arrival
 
     def next(self, update: int, *, wait: bool) -> Lease | None:
-        """Return the next group of an update that has groups left.
-
-        Return None, with `wait=False`, if it has not arrived yet.
-        """
+        """Return the next group of an update that has groups left; None, with `wait=False`, if it
+        has not arrived yet."""
         while (index := self._available(update)) is None:
             lease = self.port.get(0.0)
             if lease is not None:
@@ -214,11 +199,11 @@ class GroupReader:
 
     def _check(self, group: RolloutGroup) -> None:
         """On-policy and exactly once (docs/design.md, Invariants)."""
-        if group.policy_version != self._policy_version or group.iteration != self._iteration:
+        expected = self._iteration, self._policy_version
+        if (group.iteration, group.policy_version) != expected:
             raise RuntimeError(
-                f"off-policy group of prompt {group.prompt_index}: expected iteration "
-                f"{self._iteration} and policy {self._policy_version}, got iteration "
-                f"{group.iteration} and policy {group.policy_version}"
+                f"off-policy group of prompt {group.prompt_index}: expected iteration and policy "
+                f"version {expected}, got {(group.iteration, group.policy_version)}"
             )
         if group.group_index not in self._due:
             raise RuntimeError(
@@ -252,12 +237,9 @@ class MicroBatches:
         self._ring = reader.port.ring
         self._pipes = pipes
         self._check_commands = check_commands
+        self._config = config
         self._num_updates = config.train.updates_per_iteration
-        self._max_tokens = config.train.max_tokens_per_micro_batch
-        self._fills_steps = config.runtime.deterministic
         self._shares_prompts = shares_prompts
-        self._mask_truncated = config.algorithm.mask_truncated_completions
-        self._keep_zero_advantages = config.algorithm.trains_zero_advantages
 
     def __iter__(self) -> Iterator[MicroBatch | UpdateEnd]:
         """Raises RuntimeError for a group that is off-policy or arrives twice, and Halted."""
@@ -273,10 +255,8 @@ class MicroBatches:
             yield batch
 
     def _planned(self) -> Iterator[tuple[list[Rollout], list[Lease]] | UpdateEnd]:
-        """Rank 0: read the ring and dispatch the other ranks' shares.
-
-        Yields this rank's rollouts, with the leases to release once every rank has packed.
-        """
+        """Rank 0: read the ring and dispatch the other ranks' shares. Yields its own rollouts, and
+        the leases to release once every rank has packed."""
         for update in range(self._num_updates):
             self._num_loss_tokens = 0
             for rows, leases in self._micro_steps(update):
@@ -295,26 +275,29 @@ class MicroBatches:
         """Cut the update's groups into micro-steps: rows of rollouts, one per rank at the most,
         and the leases of the groups that are complete with them."""
         num_ranks, num_slots = self._pipes.num_ranks, self._ring.layout.num_slots
-        enough_tokens = MIN_FILL * self._max_tokens * num_ranks
+        max_tokens = self._config.train.max_tokens_per_micro_batch
+        enough_tokens, fills = MIN_FILL * max_tokens * num_ranks, self._config.runtime.deterministic
+        mask_truncated = self._config.algorithm.mask_truncated_completions
         num_left = self._reader.groups_per_update
-        rows, leases = self._no_rows(), list[Lease]()
+        no_rows = partial(Rows, max_tokens, shares_prompts=self._shares_prompts)
+        rows, leases = no_rows(), list[Lease]()
         while num_left:
             # Do not wait while this process holds every slot: no group could arrive.
             is_small = rows.num_tokens < enough_tokens and len(leases) < num_slots
-            lease = self._reader.next(update, wait=self._fills_steps or not rows.rows or is_small)
+            lease = self._reader.next(update, wait=fills or not rows.rows or is_small)
             if lease is not None:
                 num_left -= 1
                 leases.append(lease)
-                mask = lease.group.trained_mask(mask_truncated=self._mask_truncated)
+                mask = lease.group.trained_mask(mask_truncated=mask_truncated)
                 self._num_loss_tokens += int(mask.sum())
                 for rollout in self._split(lease.group, lease.slot):
                     if len(rows.rows) == num_ranks and not rows.fits(rollout):
                         yield rows, leases[:-1]
-                        rows, leases = self._no_rows(), [lease]
+                        rows, leases = no_rows(), [lease]
                     rows.add(rollout)
             if rows.rows and (lease is None or not num_left):
                 yield rows, leases
-                rows, leases = self._no_rows(), []
+                rows, leases = no_rows(), []
             elif not rows.rows:  # no rollout of these groups has a gradient
                 for lease in leases:
                     lease.release()
@@ -340,15 +323,13 @@ class MicroBatches:
                     raise RuntimeError(f"expected Share or UpdateEnd, got {message!r}")
 
     def _split(self, group: RolloutGroup, slot: int) -> list[Rollout]:
+        algorithm = self._config.algorithm
         return split_group(
             group,
             slot=slot,
-            mask_truncated=self._mask_truncated,
-            keep_zero_advantages=self._keep_zero_advantages,
+            mask_truncated=algorithm.mask_truncated_completions,
+            keep_zero_advantages=algorithm.trains_zero_advantages,
         )
-
-    def _no_rows(self) -> Rows:
-        return Rows(self._max_tokens, shares_prompts=self._shares_prompts)
 
 
 class Rows:

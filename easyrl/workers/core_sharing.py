@@ -3,9 +3,8 @@
     rollout worker, all groups done ─────── its cores ──► train worker
     train worker, waiting for a group ───── its cores ──► rollout worker
 
-A byte in shared memory for each worker says whether it is idle; only that worker writes it. Nobody
-waits for a core or takes one back by force. A worker reads the bytes before each piece of work. A
-worker that becomes busy shares its cores until the other one's current piece is done.
+Each worker has a byte in shared memory that says whether it is idle. Workers read the bytes before
+each piece of work. One that becomes busy shares its cores until the other's current piece is done.
 
 More threads may add up in another order, so results differ in their last bits. Deterministic runs
 share nothing.
@@ -62,22 +61,18 @@ class IdleBoard:
 class SharedCores:
     """Cores of another worker that may be used while it is idle."""
 
-    worker: int
-    """Number on the board of the worker that owns them."""
+    worker: int  # number on the board of the worker that owns them
     num_threads: int
-    cores: tuple[int, ...]
-    """Empty: the owner is not pinned."""
+    cores: tuple[int, ...]  # empty: the owner is not pinned
 
 
 @dataclass(frozen=True, slots=True)
 class CoreSharing:
-    """One worker's part in core sharing; sent to it when it is spawned."""
+    """One worker's part in core sharing."""
 
     board: IdleBoard
-    worker: int
-    """Its own number on the board."""
-    shared: tuple[SharedCores, ...]
-    """Cores of others that this worker, and no other, may use."""
+    worker: int  # its own number on the board
+    shared: tuple[SharedCores, ...]  # cores of others that this worker, and no other, may use
 
 
 class WorkerCores:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,11 +69,7 @@ class Learner:
         )
         self._parameters = policy.trained_parameters()
         self.optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=config.learning_rate,
-            betas=ADAM_BETAS,
-            weight_decay=0.0,
-            fused=True,
+            self._parameters, config.learning_rate, ADAM_BETAS, weight_decay=0.0, fused=True
         )
         self._means = dict(MEANS)
         if algorithm.beta > 0.0:
@@ -125,33 +122,20 @@ class Learner:
     def _loss_inputs(self, batch: MicroBatch) -> LossInputs:
         """Move a micro-batch to the device and compute the log-probabilities that are needed."""
         device = self.policy.device
-        (
-            targets,
-            loss_mask,
-            rollout_logprobs,
-            advantages,
-            completion_of_token,
-            input_ids,
-            position_ids,
-            logits_at,
-        ) = (
-            torch.from_numpy(array).to(device)
-            for array in (
-                batch.targets,
-                batch.loss_mask,
-                batch.rollout_logprobs,
-                batch.advantages,
-                batch.completion_of_token,
-                batch.input_ids,
-                batch.position_ids,
-                batch.logits_at,
-            )
+
+        def moved(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        rollout_logprobs, advantages = moved(batch.rollout_logprobs), moved(batch.advantages)
+        loss_mask, completions = moved(batch.loss_mask), moved(batch.completion_of_token)
+        packed = PackedInput(
+            moved(batch.input_ids),
+            moved(batch.position_ids),
+            PackedGroups(batch.groups, device),
+            moved(batch.logits_at),
+            moved(batch.targets),
         )
-        layout = PackedGroups(batch.groups, device)
-        models = self._tri_model.logprobs(
-            PackedInput(input_ids, position_ids, layout, logits_at, targets),
-            policy_is_old=not self._updates,
-        )
+        models = self._tri_model.logprobs(packed, policy_is_old=not self._updates)
         return LossInputs(
             logprobs=models.logprobs,
             old_logprobs=models.old_logprobs,
@@ -160,7 +144,7 @@ class Learner:
             entropy=models.entropy,
             advantages=advantages,
             loss_mask=loss_mask,
-            completion_of_token=completion_of_token,
+            completion_of_token=completions,
             num_completions=batch.num_completions,
         )
 
@@ -216,9 +200,8 @@ class Learner:
         (largest_difference,) = self.ranks.maxima([float(self._largest_difference)])
         tokens = sums["tokens"] or math.nan
         metrics = {name: sums[total] / tokens for name, total in self._means.items()}
-        metrics["sampling/sampling_logp_difference/max"] = (
-            largest_difference if tokens > 0 else math.nan
-        )
+        largest_difference = largest_difference if tokens > 0 else math.nan
+        metrics["sampling/sampling_logp_difference/max"] = largest_difference
         for name in self._updates[0]:
             values = [update[name] for update in self._updates]
             metrics[name] = sum(values) / (1 if name.startswith("num_") else len(values))

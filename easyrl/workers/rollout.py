@@ -5,15 +5,13 @@
     train worker ──weights─────┘                          ▼
                                     ring ◄── group ◄── advantages
 
-    consumes: prompts, weights       waits for: work, rewards, a free slot in the ring
-    produces: groups (ring)          unblocks:  the train worker waiting for a group
-
 The loop alternates between one engine step and everything else. While the engine has work, it
 waits only for a free slot in the ring (back-pressure).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from multiprocessing.connection import Connection, wait
@@ -36,14 +34,13 @@ from easyrl.processes import maybe_sleep, pin
 from easyrl.rewards.loading import reward_weights
 from easyrl.rewards.pool import POLL_SECONDS, RewardPool, ScoredGroup, combine
 from easyrl.rewards.worker import TrainerState
-from easyrl.types import Float32, IndexedPrompt, Prompt, RolloutGroup
+from easyrl.types import Float32, IndexedPrompt, RolloutGroup
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
 TRAIN, EVALUATE = 0, 1
-SAMPLE_GROUPS = 1
-"""Groups per iteration whose texts and rewards are written to samples.jsonl."""
+SAMPLE_GROUPS = 1  # per iteration: their texts and rewards are written to samples.jsonl
 _ONE_BY_ONE = (
     "{}, so prompts are completed one by one with transformers' generate: exact, but slower"
 )
@@ -201,28 +198,22 @@ class RolloutWorker:
         finished = self.engine.step()
         num_prefilled = self.engine.num_prompt_tokens - num_prompt_tokens
         num_generated = self.engine.num_completion_tokens - num_completion_tokens
-        self._busy_seconds += self.timeline.add(
-            "prefill" if num_prefilled > num_generated else "generate",
-            started,
-            num_tokens=num_generated,
-        )
+        kind: events.SpanKind = "prefill" if num_prefilled > num_generated else "generate"
+        self._busy_seconds += self.timeline.add(kind, started, num_tokens=num_generated)
         for group in finished:
             key = cast(Key, group.request.key)
             self._being_scored[key] = group, time.monotonic()
             _, prompt = self._prompts[key]
+            train = self.config.train
+            num_updates = train.iterations * train.updates_per_iteration
             self.reward_pool.submit(
                 key,
                 prompt.content,
                 self._texts(group),
                 [completion.token_ids.tolist() for completion in group.completions],
                 prompt.columns,
-                trainer_state=self._trainer_state,
+                trainer_state=TrainerState(self.policy_version, num_updates),
             )
-
-    @property
-    def _trainer_state(self) -> TrainerState:
-        train = self.config.train
-        return TrainerState(self.policy_version, train.iterations * train.updates_per_iteration)
 
     def _texts(self, group: FinishedGroup) -> list[str]:
         texts: list[str] = self.tokenizer.batch_decode(
@@ -239,46 +230,67 @@ class RolloutWorker:
         but its completions count in the loss's denominator.
         """
         key = cast(Key, scored.key)
-        kind, iteration, _ = key
         (finished, started), indexed = self._being_scored.pop(key), self._prompts.pop(key)
         self.timeline.add("score", started)
-        rewards = (
-            np.full(len(finished.completions), np.nan, dtype=np.float32)
-            if scored.scores is None
-            else combine(scored.scores, self.reward_weights)
-        )
-        if kind == EVALUATE:
-            self.control.send(self._evaluated(iteration, indexed[1], finished, scored, rewards))
+        rewards = np.zeros(len(finished.completions), dtype=np.float32)
+        shown = [math.nan] * len(rewards)
+        if scored.scores is not None:
+            rewards = combine(scored.scores, self.reward_weights)
+            shown = rewards.tolist()
+        if key[0] == EVALUATE:
+            with_texts = self._evaluates_with_texts
+            self.control.send(
+                events.PromptEvaluated(
+                    key[1],
+                    indexed[1].index,
+                    shown,
+                    scored.scores or (),
+                    [len(completion.token_ids) for completion in finished.completions],
+                    [completion.finish_reason == "length" for completion in finished.completions],
+                    prompt=_as_text(indexed[1].content) if with_texts else None,
+                    completions=self._texts(finished) if with_texts else (),
+                    errors=scored.errors,
+                )
+            )
             return
-        group = self._make_group(
-            iteration, indexed, finished, np.where(np.isnan(rewards), np.float32(0), rewards)
+        group = self._make_group(key[1], indexed, finished, rewards)
+        has_equal_rewards = bool((rewards == rewards[0]).all())
+        is_unwanted = scored.scores is None or (
+            self.config.algorithm.dynamic_sampling and has_equal_rewards
         )
-        report = self._report(group, indexed[1], finished, scored, rewards)
-        if report.is_rejected:
+        is_rejected = is_unwanted and not self._is_last_round
+        is_sample = group.group_index < SAMPLE_GROUPS and not is_rejected
+        report = events.GroupScored(
+            iteration=group.iteration,
+            group_index=group.group_index,
+            prompt_index=group.prompt_index,
+            rewards=shown,
+            rewards_by_function=scored.scores or [],
+            completion_lengths=group.completion_lengths.tolist(),
+            num_truncated=int(group.truncated.sum()),
+            busy_seconds=self._busy_seconds,
+            errors=scored.errors,
+            is_skipped=scored.scores is None,
+            is_unwanted=is_unwanted,
+            is_rejected=is_rejected,
+            logged=scored.metrics,
+            prompt=_as_text(indexed[1].content) if is_sample else None,
+            samples=[
+                events.Sample(
+                    text,
+                    shown[number],
+                    float(group.advantages[number]),
+                    {name: values[number] for name, values in scored.columns.items()},
+                )
+                for number, text in enumerate(self._texts(finished))
+            ]
+            if is_sample
+            else (),
+        )
+        if is_rejected:
             self.control.send(report)
         else:
             self._outbox.append((group, report))
-
-    def _evaluated(
-        self,
-        round_: int,
-        prompt: Prompt,
-        finished: FinishedGroup,
-        scored: ScoredGroup,
-        rewards: Float32,
-    ) -> events.PromptEvaluated:
-        with_texts = self._evaluates_with_texts
-        return events.PromptEvaluated(
-            round_,
-            prompt.index,
-            rewards.tolist(),
-            scored.scores or (),
-            [len(completion.token_ids) for completion in finished.completions],
-            [completion.finish_reason == "length" for completion in finished.completions],
-            prompt=_as_text(prompt.content) if with_texts else None,
-            completions=self._texts(finished) if with_texts else (),
-            errors=scored.errors,
-        )
 
     def _make_group(
         self, iteration: int, indexed: IndexedPrompt, finished: FinishedGroup, rewards: Float32
@@ -301,47 +313,6 @@ class RolloutWorker:
                 rewards, algorithm.scale_rewards, algorithm.advantage_estimator
             ),
             truncated=np.array([c.finish_reason == "length" for c in completions]),
-        )
-
-    def _report(
-        self,
-        group: RolloutGroup,
-        prompt: Prompt,
-        finished: FinishedGroup,
-        scored: ScoredGroup,
-        rewards: Float32,
-    ) -> events.GroupScored:
-        is_skipped = scored.scores is None
-        has_equal_rewards = bool((group.rewards == group.rewards[0]).all())
-        is_unwanted = is_skipped or (self.config.algorithm.dynamic_sampling and has_equal_rewards)
-        is_rejected = is_unwanted and not self._is_last_round
-        is_sample = group.group_index < SAMPLE_GROUPS and not is_rejected
-        return events.GroupScored(
-            iteration=group.iteration,
-            group_index=group.group_index,
-            prompt_index=group.prompt_index,
-            rewards=rewards.tolist(),
-            rewards_by_function=scored.scores or [],
-            completion_lengths=group.completion_lengths.tolist(),
-            num_truncated=int(group.truncated.sum()),
-            busy_seconds=self._busy_seconds,
-            errors=scored.errors,
-            is_skipped=is_skipped,
-            is_unwanted=is_unwanted,
-            is_rejected=is_rejected,
-            logged=scored.metrics,
-            prompt=_as_text(prompt.content) if is_sample else None,
-            samples=[
-                events.Sample(
-                    text,
-                    float(rewards[number]),
-                    float(group.advantages[number]),
-                    {name: values[number] for name, values in scored.columns.items()},
-                )
-                for number, text in enumerate(self._texts(finished))
-            ]
-            if is_sample
-            else (),
         )
 
     def _publish(self) -> None:

@@ -41,8 +41,8 @@ class CheckpointSaver:
     def save(self, command: SaveCheckpoint, tensors: Mapping[str, Tensor]) -> None:
         """Start writing `tensors`, which must not change any more.
 
-        The controller requests a checkpoint only after rank 0 has reported the one before it, so
-        that this never waits for a disk: rollout workers may already be waiting for weights.
+        Does not wait for a disk: the controller requests a checkpoint only after rank 0 has
+        reported the one before it.
         """
         if self._thread is not None:
             self._thread.join()  # rank 0 reports as its thread's last act, after the others wrote
@@ -50,8 +50,7 @@ class CheckpointSaver:
         self._thread.start()
 
     def _write(self, command: SaveCheckpoint, tensors: Mapping[str, Tensor]) -> None:
-        path, began = Path(command.path), time.monotonic()
-        error = ""
+        path, began, error = Path(command.path), time.monotonic(), ""
         try:
             self._write_whole(path, command, tensors)
         except BaseException as cause:  # torch's own CheckpointException is no Exception
@@ -66,11 +65,11 @@ class CheckpointSaver:
     ) -> None:
         is_first, group = self._ranks.rank == 0, self._ranks.group_for_files
         problem: OSError | None = None
-        if is_first:
-            try:
+        try:
+            if is_first:
                 unfinished(path)
-            except OSError as error:
-                problem = error
+        except OSError as error:
+            problem = error
         # All ranks write, or none: else they would wait for each other at different checkpoints.
         if any_has_failed(problem is not None, group):
             raise problem or OSError("train rank 0 could not make the folder")

@@ -16,45 +16,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    name: str
-    """`rollout-0`, `train-0`, …"""
-    owner_id: int
-    """The worker's number in the ring."""
+    name: str  # rollout-0, train-0, …
+    owner_id: int  # the worker's number in the ring
     config: Config
-    device: str
-    """torch's name of the device in the worker, which sees no other: `cpu`, or a kind with number
-    0."""
-    weights_cross_on_cpu: bool
-    """Whether the weight channel's process group is on the CPU, whatever the device."""
+    device: str  # torch's name in the worker, which sees no other: cpu, or a kind with number 0
+    weights_cross_on_cpu: bool  # the weight channel's process group is on the CPU in any case
     num_threads: int
     max_concurrent_groups: int
-    store_path: str
-    """File over which process groups are made."""
-    log_file: str | None
-    """File for the worker's output (None: the terminal)."""
-    device_indices: tuple[int, ...] = ()
-    """The user's numbers of the accelerators that the worker uses; empty: none."""
+    store_path: str  # file over which process groups are made
+    log_file: str | None  # for the worker's output; None: the terminal
+    device_indices: tuple[int, ...] = ()  # the user's numbers of its accelerators
     memory_fraction: float | None = None
     """This worker's part of the memory of a device that both groups use; None: it has its own."""
-    cores: tuple[int, ...] = ()
-    """CPU cores that the worker is pinned to; empty: it is not."""
-    core_sharing: CoreSharing | None = None
-    """Sharing of idle cores between workers; None: every worker keeps its own."""
-    rank: int = 0
-    """Rank of a train worker."""
+    cores: tuple[int, ...] = ()  # CPU cores that the worker is pinned to; empty: it is not
+    core_sharing: CoreSharing | None = None  # None: every worker keeps its own cores
+    rank: int = 0  # of a train worker
     num_train_ranks: int = 1
-    engine: Literal["embedded", "vllm"] = "embedded"
-    """Engine of the rollout workers."""
-    sampling: Sampling | None = None
-    """How the engine samples completions; None: as in section `rollout`, for training."""
-    tensor_parallel_size: int = 1
-    """Devices of one engine; each is a rank of the weight channel."""
-    pipes: tuple[Connection, ...] = ()
-    """Train rank 0: a pipe to each other rank. Other train ranks: a pipe to rank 0."""
-    checkpoint: str | None = None
-    """Checkpoint that a resumed run starts from; None: the run starts anew."""
-    policy_version: int = 0
-    """Policy version of that checkpoint."""
+    engine: Literal["embedded", "vllm"] = "embedded"  # of the rollout workers
+    sampling: Sampling | None = None  # None: as in section `rollout`, for training
+    tensor_parallel_size: int = 1  # devices of one engine; each is a rank of the weight channel
+    pipes: tuple[Connection, ...] = ()  # between train rank 0 and each other rank (`RankPipes`)
+    checkpoint: str | None = None  # that a resumed run starts from
+    policy_version: int = 0  # of that checkpoint
 
     def weight_endpoint(self, generation: int, rank: int, world_size: int) -> WeightEndpoint:
         """This worker's end of the weight channel (`events.InitWeightChannel`)."""

@@ -1,9 +1,9 @@
 """What a worker did when, reported to the controller a few times a second.
 
 Adjacent spans of one kind are merged, so that thousands of engine steps become a few messages. A
-span is reported at its end. If it may last long (waits, weight exchanges, work whose last span was
-long), its begin is reported as well, so that observers know what a quiet worker does. The reports
-are for the live view and the trace; training does not depend on them.
+span is reported at its end; if it may last long (waits, weight exchanges, work whose last span was
+long), also at its begin, so that observers know what a quiet worker does. Training does not depend
+on the reports.
 """
 
 from __future__ import annotations
@@ -38,17 +38,10 @@ class Timeline:
         return started
 
     def add(
-        self,
-        kind: SpanKind,
-        started: float,
-        *,
-        num_tokens: int = 0,
-        num_groups: int = 0,
+        self, kind: SpanKind, started: float, num_tokens: int = 0, num_groups: int = 0
     ) -> float:
-        """End a span that began at `started`; return its length in seconds.
-
-        `num_tokens`: generated or trained; `num_groups`: read from the ring.
-        """
+        """End a span that began at `started`; return its length in seconds. `num_tokens` were
+        generated or trained, `num_groups` read from the ring."""
         ended = time.monotonic()
         self._note(kind, started, ended)
         self._seconds[kind] = ended - started

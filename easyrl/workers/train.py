@@ -7,9 +7,6 @@ controller ──┼─ TrainIteration:  ring ─► MicroBatches ─► Learner
 
 `Stop` and `Halt` are also obeyed during an iteration, between two micro-batches.
 
-consumes: groups (ring)          waits for: the next group, the controller's next command
-produces: weights, metrics       unblocks:  rollout workers waiting for weights or ring slots
-
 There is one train worker per train device. Only rank 0 receives commands, reads the ring, sends
 weights and writes files. It dispatches to the other ranks what they do with it (`batches`).
 """
@@ -47,10 +44,7 @@ _REPEATED_PROMPTS = (
     "model.attention: {}, so the prompt is repeated for each completion, and groups are generated "
     "one by one with transformers' generate: exact, but slower"
 )
-_COPIED_WEIGHTS = (
-    "weights are copied through the CPU, because the shared device's memory cannot be opened by "
-    "two processes: {}"
-)
+_COPIED_WEIGHTS = "weights are copied through the CPU: two processes cannot share the device's: {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +77,8 @@ class TrainWorker:
             waiting=self._waiting,
         )
         self.ranks = self._join_ranks()
-        self.saver = CheckpointSaver(
-            self._report, keep=self.config.train.keep_checkpoints, ranks=self.ranks
-        )
+        keep = self.config.train.keep_checkpoints
+        self.saver = CheckpointSaver(self._report, keep=keep, ranks=self.ranks)
         self._boundary: tuple[int, Mapping[str, Tensor]] | None = None
         """Policy version and state, kept while updates move the policy away from them."""
         with self.ranks.naming_failures():
@@ -204,11 +197,9 @@ class TrainWorker:
         self._send(events.WeightsExchanged(version))
 
     def _train_iteration(self, iteration: int) -> None:
-        version = self.learner.policy_version
-        keeps_boundary = (
-            self.config.train.updates_per_iteration > 1 and self.config.train.keep_checkpoints > 0
-        )
+        version, train = self.learner.policy_version, self.config.train
         # If later updates are dropped, the state before the first one must still be there to save.
+        keeps_boundary = train.updates_per_iteration > 1 and train.keep_checkpoints > 0
         self._boundary = (version, self._state_at(version)) if keeps_boundary else None
         try:
             self._report(self._train(iteration))
@@ -218,7 +209,6 @@ class TrainWorker:
                 self._send(events.Halted())
 
     def _train(self, iteration: int) -> events.IterationTrained:
-        train = self.config.train
         reader = GroupReader(
             self.config,
             self.port,
@@ -233,8 +223,7 @@ class TrainWorker:
             shares_prompts=self.learner.policy.shares_prompts,
             check_commands=self._check_commands,
         )
-        num_groups_per_update = train.prompts_per_iteration // train.updates_per_iteration
-        num_completions = num_groups_per_update * self.config.rollout.num_generations
+        num_completions = reader.groups_per_update * self.config.rollout.num_generations
         busy_seconds, num_groups = 0.0, 0
         self.learner.begin_iteration(iteration)
         for batch in batches:
@@ -251,13 +240,8 @@ class TrainWorker:
                 # Otherwise the device's remaining work would be measured as the wait for the next
                 # group, and groups would be taken before the device has time for them.
                 devices.synchronize(self.device)
-            busy_seconds += self.timeline.add(
-                "train",
-                started,
-                num_tokens=num_tokens,
-                num_groups=reader.num_read - num_groups,
-            )
-            num_groups = reader.num_read
+            num_new, num_groups = reader.num_read - num_groups, reader.num_read
+            busy_seconds += self.timeline.add("train", started, num_tokens, num_new)
         self.timeline.report()
         return events.IterationTrained(
             iteration=iteration,
@@ -290,10 +274,8 @@ class TrainWorker:
                     raise SystemExit(0)
 
     def _save(self, folder: Path) -> events.ModelSaved:
-        tokenizer = load_tokenizer(
-            self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
-        )
-        policy, is_writer = self.learner.policy, self.is_first_rank
+        model, policy, is_writer = self.config.model, self.learner.policy, self.is_first_rank
+        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         if policy.adapter is not None:
             export_adapter(policy, folder.with_name(ADAPTER), is_writer=is_writer)
         weights_sha256 = policy.weights_sha256()  # first: no rank then waits while rank 0 writes

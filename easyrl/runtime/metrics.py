@@ -1,0 +1,250 @@
+"""Metrics of an iteration from the workers' events, and the sums and summary of a run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from easyrl import events
+from easyrl.config import Config
+from easyrl.config.train import TrainConfig
+from easyrl.formatting import counted
+from easyrl.runtime.resume import RunState
+
+LAST_ITERATIONS = 5
+"""`reward_first` and `reward_last` are means over this many iterations."""
+
+
+@dataclass(slots=True)
+class IterationRecord:
+    """Filled from events while the iteration runs."""
+
+    iteration: int
+    groups: list[events.GroupScored] = field(default_factory=list)
+    trained: events.IterationTrained | None = None
+    weights_seconds: float = 0.0
+    first_group_seconds: float = 0.0  # from the iteration's start to the first group in the ring
+    num_replacement_rounds: int = 0
+    _engine_seconds: dict[str, float] = field(default_factory=dict)
+
+    def add_group(self, worker: str, group: events.GroupScored, seconds: float) -> None:
+        """Add a group that `worker` reported, `seconds` after the start of the iteration."""
+        if not group.is_rejected and not self.first_group_seconds:
+            self.first_group_seconds = seconds
+        self.groups.append(group)
+        # Reports of rejected groups can overtake those of groups that wait for a ring slot.
+        self._engine_seconds[worker] = max(
+            group.busy_seconds, self._engine_seconds.get(worker, 0.0)
+        )
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Completion tokens, including those of rejected groups."""
+        return sum(sum(group.completion_lengths) for group in self.groups)
+
+    @property
+    def num_not_replaced(self) -> int:
+        """Unwanted groups that were kept, because no round was left."""
+        return sum(group.is_unwanted and not group.is_rejected for group in self.groups)
+
+    @property
+    def infer_seconds(self) -> float:
+        """Busy time per engine, mean over the engines."""
+        return sum(self._engine_seconds.values()) / max(1, len(self._engine_seconds))
+
+    def notes(self, config: Config) -> list[str]:
+        """Warnings for the user; the caller shows each text once."""
+        notes = []
+        if self.num_not_replaced:
+            notes.append(
+                f"iteration {self.iteration + 1}: no advantage in {self.num_not_replaced} of "
+                f"{counted(config.train.prompts_per_iteration, 'group')}, and no round of fresh "
+                f"prompts is left (of {self.num_replacement_rounds}): it counts as 0"
+            )
+        kept = [group for group in self.groups if not group.is_rejected]
+        are_all_truncated = all(g.num_truncated == len(g.completion_lengths) for g in kept)
+        if are_all_truncated and config.algorithm.mask_truncated_completions:
+            notes.append(
+                "warning: an iteration trained nothing: all its completions reached "
+                f"rollout.max_completion_length={config.rollout.max_completion_length}, and "
+                "algorithm.mask_truncated_completions excludes these; raise the first or set the "
+                "second to false (shown once)"
+            )
+        return notes
+
+    def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
+        """Metrics, with TRL's names where it has one.
+
+        Rewards and lengths cover all generated groups, also rejected ones, as in TRL: they describe
+        the policy, not the selection that is trained.
+        """
+        assert self.trained is not None
+        # Events come in order of arrival: sort, so that sums do not depend on it.
+        groups = sorted(self.groups, key=lambda group: group.prompt_index)
+        lengths = np.concatenate([group.completion_lengths for group in groups])
+        return {
+            **_reward_metrics([group for group in groups if not group.is_skipped], reward_names),
+            "groups_skipped": sum(group.is_skipped for group in groups),
+            "groups_replaced": sum(group.is_rejected for group in groups),
+            "groups_not_replaced": self.num_not_replaced,
+            "replacement_rounds": self.num_replacement_rounds,
+            "reward_errors": sum(len(group.errors) for group in groups),
+            "completions/mean_length": float(lengths.mean()),
+            "completions/min_length": float(lengths.min()),
+            "completions/max_length": float(lengths.max()),
+            "completions/clipped_ratio": sum(g.num_truncated for g in groups) / lengths.size,
+            **self.trained.metrics,
+        }
+
+    def logged(self, taken: Collection[str]) -> dict[str, float]:
+        """Metrics that reward functions logged (`log_metric`), each averaged over the groups that
+        logged it. A name in `taken` gets the prefix `logged/`."""
+        values: dict[str, list[float]] = {}
+        for group in sorted(self.groups, key=lambda group: group.prompt_index):
+            for name, value in group.logged.items():
+                values.setdefault(f"logged/{name}" if name in taken else name, []).append(value)
+        return {name: float(np.mean(of_name)) for name, of_name in values.items()}
+
+
+def _reward_metrics(
+    groups: Sequence[events.GroupScored], reward_names: Sequence[str]
+) -> dict[str, float]:
+    """Reward metrics of the groups that have rewards; NaN if there are none."""
+    if not groups:
+        return dict.fromkeys(("reward", "reward_std", "frac_reward_zero_std"), math.nan)
+    rewards = np.array([group.rewards for group in groups])  # [N, G]
+    metrics = {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(axis=1, ddof=1).mean()),
+        "frac_reward_zero_std": float((rewards == rewards[:, :1]).all(axis=1).mean()),
+    }
+    for number, name in enumerate(reward_names):
+        scores = np.array([group.rewards_by_function[number] for group in groups], dtype=np.float64)
+        if not np.isnan(scores).all():
+            metrics[f"rewards/{name}/mean"] = float(np.nanmean(scores))
+            deviations = scores - metrics[f"rewards/{name}/mean"]
+            count = max(1, int((~np.isnan(scores)).sum()) - 1)
+            metrics[f"rewards/{name}/std"] = math.sqrt(np.nansum(deviations**2) / count)
+    return metrics
+
+
+class Totals:
+    """Sums over the iterations of a run; a checkpoint keeps them."""
+
+    def __init__(
+        self, num_devices: int, started: float, before: Mapping[str, Any] | None = None
+    ) -> None:
+        """`started`: `time.monotonic` at the command's start. `before`: the `state` of the
+        checkpoint that a run resumes from."""
+        self._num_devices = num_devices
+        self._started = started
+        before = before or {}
+        self.first_rollout_seconds: float | None = before.get("first_rollout_seconds")
+        self._rewards: list[float] = list(before.get("_rewards", ()))
+        self._earlier_seconds: float = before.get("_earlier_seconds", 0.0)  # of earlier commands
+        self._largest_logp_difference: float | None = before.get("largest_logp_difference")
+        self._sums: dict[str, Any] = {
+            name: before.get(name, 0)
+            for name in (
+                *("_iteration_seconds", "infer_seconds", "train_seconds", "weights_seconds"),
+                *("completion_tokens", "generated_tokens", "groups_trained", "groups_off_policy"),
+                *("groups_skipped", "groups_replaced", "groups_not_replaced", "reward_errors"),
+                "updates_not_finite",
+            )
+        }
+
+    def state(self) -> dict[str, Any]:
+        """The sums so far, for JSON."""
+        return {
+            "first_rollout_seconds": self.first_rollout_seconds,
+            "_rewards": list(self._rewards),
+            "_earlier_seconds": self._wall_seconds,
+            "largest_logp_difference": self._largest_logp_difference,
+            **self._sums,
+        }
+
+    @property
+    def _wall_seconds(self) -> float:
+        return self._earlier_seconds + time.monotonic() - self._started
+
+    def add_iteration(
+        self, record: IterationRecord, metrics: Mapping[str, float], seconds: float
+    ) -> dict[str, float]:
+        """Add a finished iteration with its `metrics`; return its `perf/*` metrics."""
+        trained = record.trained
+        assert trained is not None
+        if not math.isnan(metrics["reward"]):  # NaN: every group was skipped
+            self._rewards.append(metrics["reward"])
+        difference = metrics["sampling/sampling_logp_difference/max"]
+        if not math.isnan(difference):  # NaN: no group had a gradient
+            self._largest_logp_difference = max(difference, self._largest_logp_difference or 0.0)
+        added = {
+            "_iteration_seconds": seconds,
+            "infer_seconds": record.infer_seconds,
+            "train_seconds": trained.busy_seconds,
+            "weights_seconds": record.weights_seconds,
+            "completion_tokens": trained.completion_tokens,
+            "generated_tokens": record.num_generated_tokens,
+            "groups_trained": trained.groups_trained,
+            "groups_off_policy": trained.groups_off_policy,
+            "updates_not_finite": int(metrics["num_updates_not_finite"]),
+        }
+        for name in self._sums:
+            self._sums[name] += added[name] if name in added else metrics[name]
+        tokens_per_second = trained.completion_tokens / seconds
+        return {
+            "num_tokens": self._sums["completion_tokens"],
+            "num_generated_tokens": self._sums["generated_tokens"],
+            "perf/iteration_seconds": seconds,
+            "perf/infer_seconds": record.infer_seconds,
+            "perf/train_seconds": trained.busy_seconds,
+            "perf/weights_seconds": record.weights_seconds,
+            "perf/first_group_seconds": record.first_group_seconds,
+            "perf/tokens_per_second": tokens_per_second,
+            "perf/tokens_per_second_per_device": tokens_per_second / self._num_devices,
+        }
+
+    def summary(
+        self, train: TrainConfig, state: RunState, accuracy_after: float | None, weights_sha256: str
+    ) -> dict[str, Any]:
+        """The contents of `summary.json`."""
+        first, last = self._rewards[:LAST_ITERATIONS], self._rewards[-LAST_ITERATIONS:]
+        sums = dict(self._sums)
+        seconds = sums.pop("_iteration_seconds")
+        return {
+            "iterations": train.iterations,
+            "updates_per_iteration": train.updates_per_iteration,  # the first is strictly on-policy
+            "policy_version": state.policy_version,
+            "wall_seconds": self._wall_seconds,
+            "first_rollout_seconds": self.first_rollout_seconds,
+            "reward_first": sum(first) / len(first) if first else math.nan,
+            "reward_last": sum(last) / len(last) if last else math.nan,
+            "tokens_per_second_per_device": sums["completion_tokens"] / seconds / self._num_devices,
+            "accuracy_before": state.accuracy_before,
+            "accuracy_after": accuracy_after,
+            "accuracy_best": state.best["accuracy"] if state.best else None,
+            "iterations_best": state.best["num_iterations"] if state.best else None,
+            "overlap": overlap(
+                infer_seconds=sums["infer_seconds"],
+                train_seconds=sums["train_seconds"],
+                weights_seconds=sums["weights_seconds"],
+                wall_seconds=seconds,
+            ),
+            **sums,
+            "sampling_logp_difference_max": self._largest_logp_difference,
+            "weights_sha256": weights_sha256,
+        }
+
+
+def overlap(
+    *, infer_seconds: float, train_seconds: float, weights_seconds: float, wall_seconds: float
+) -> float:
+    """Return the share (0 to 1) of the shorter of generating and training that overlapped."""
+    hidden = infer_seconds + train_seconds + weights_seconds - wall_seconds
+    shorter = min(infer_seconds, train_seconds)
+    return min(1.0, max(0.0, hidden / shorter)) if shorter > 0 else 0.0

@@ -1,0 +1,38 @@
+"""A ring and settings for workers that a test runs itself, with groups of `test_packing`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from test_packing import LONGEST_COMPLETION, LONGEST_PROMPT, NUM_GENERATIONS
+
+from easyrl.channels.ring_buffer import RingBuffer, RingLayout
+from easyrl.config import Config
+from easyrl.workers.settings import WorkerSettings
+
+
+def make_ring(num_slots: int, num_owners: int = 2) -> RingBuffer:
+    limits = NUM_GENERATIONS, LONGEST_PROMPT, LONGEST_COMPLETION
+    return RingBuffer(RingLayout(num_slots, *limits, num_owners))
+
+
+def num_free(ring: RingBuffer) -> int:
+    """Free slots; none is free twice."""
+    free = ring.free.drain()
+    for slot in free:
+        ring.free.send(slot)
+    assert len({*free}) == len(free)
+    return len(free)
+
+
+def settings_on_cpu(name: str, config: Config, **changes: Any) -> WorkerSettings:
+    settings: dict[str, Any] = {
+        "owner_id": 0,
+        "device": "cpu",
+        "weights_cross_on_cpu": True,
+        "num_threads": 1,
+        "max_concurrent_groups": 1,
+        "store_path": "",
+        "log_file": None,
+    }
+    return WorkerSettings(name=name, config=config, **(settings | changes))
