@@ -30,18 +30,13 @@ ASCEND = "npu"
 
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """Kind of accelerator -> environment variable that restricts what a process sees."""
-
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Set before torch is imported: `import torch` fails without it if torch_npu is installed but
 Ascend's libraries are not. `load_backend` loads the backend that is needed."""
 AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
 """For processes of other programs, which do not call `load_backend`."""
 
-LOOPBACK_ENVIRONMENT = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "HCCL_SOCKET_IFNAME": "lo",
-}
+LOOPBACK_ENVIRONMENT = {f"{name}_SOCKET_IFNAME": "lo" for name in ("GLOO", "NCCL", "HCCL")}
 """Set in every worker before torch is imported: nothing listens beyond loopback."""
 
 SHARED_DEVICE_ENVIRONMENT = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
@@ -92,16 +87,15 @@ def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
 
         if torch.cuda.is_available():
             return "cuda", torch.cuda.device_count()
-    is_there = num_device_nodes("npu") > 0
+    num_npus = num_device_nodes("npu")
     if importlib.util.find_spec(BACKEND_PACKAGES["npu"]) is None:
-        if is_asked and is_there:
+        if is_asked and num_npus:
             raise ValueError(
-                f"devices: this machine has {num_device_nodes('npu')} Ascend NPU(s), but torch_npu "
-                "is not installed: pip install torch-npu=="
-                f"{torch.__version__.partition('+')[0]}; {USE_THE_CPU}"
+                f"devices: this machine has {num_npus} Ascend NPU(s), but torch_npu is not "
+                f"installed: pip install torch-npu=={torch.__version__.partition('+')[0]}; "
+                f"{USE_THE_CPU}"
             )
-        return "cpu", 0
-    if is_asked or is_there:
+    elif is_asked or num_npus:
         load_backend("npu")
         if device_module("npu").is_available():
             return "npu", device_module("npu").device_count()
@@ -124,10 +118,9 @@ def load_backend(kind: str) -> None:
     try:
         importlib.import_module(BACKEND_PACKAGES[kind])
     except (ImportError, OSError, RuntimeError) as error:
-        cause = " ".join(str(error).split())
         raise ValueError(
             "devices: torch_npu is installed, but cannot load Ascend's libraries (CANN): "
-            f"{cause}; install CANN and source its set_env.sh; {USE_THE_CPU}"
+            f"{error}; install CANN and source its set_env.sh; {USE_THE_CPU}"
         ) from error
 
 
@@ -202,11 +195,9 @@ def open_memory(handle: str, device: torch.device) -> Tensor:
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in json.loads(handle)]
     parts[0] = buffer.device.index  # its number in this process
     storage_class: Any = torch.UntypedStorage
-    storage = (
-        storage_class._new_shared_npu(*parts)
-        if device.type == "npu"
-        else storage_class._new_shared_cuda(*parts)
-    )
+    is_npu = device.type == "npu"
+    new_shared = storage_class._new_shared_npu if is_npu else storage_class._new_shared_cuda
+    storage = new_shared(*parts)
     return buffer.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
@@ -252,13 +243,11 @@ def make_process_group(device: str, store: Any, rank: int, size: int, timeout: t
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    if kind == "npu":
-        from torch_npu._C._distributed_c10d import ProcessGroupHCCL  # type: ignore[import-not-found]
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL  # type: ignore[import-not-found]
 
-        of_hccl = ProcessGroupHCCL.Options()
-        of_hccl._timeout = timeout
-        return ProcessGroupHCCL(store, rank, size, of_hccl)
-    raise ValueError(f"devices: no communication backend for device '{device}'")
+    of_hccl = ProcessGroupHCCL.Options()
+    of_hccl._timeout = timeout
+    return ProcessGroupHCCL(store, rank, size, of_hccl)
 
 
 def join_train_world(

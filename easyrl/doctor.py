@@ -62,22 +62,37 @@ def run_doctor(*, as_json: bool) -> int:
 def check() -> Iterator[Line]:
     """Check this machine in a second or two, most of it to import torch."""
     yield Line("python", "ok", f"{platform.python_version()}, {platform.machine()}")
-    versions = {name: _version(name) for name in (*SUPPORTED, *devices.BACKEND_PACKAGES.values())}
-    error = _import_error() if versions["torch"] else None
-    for name, supported in SUPPORTED.items():
-        yield _package(name, versions[name], supported, error if name == "torch" else None)
-    for name in devices.BACKEND_PACKAGES.values():
-        if versions["torch"] and (version := versions[name]):
-            wanted = ".".join(map(str, Version(versions["torch"]).release[:2]))
-            yield _package(name, version, f"=={wanted}.*", None)
-    kind, count, lines = "cpu", 0, [Line("accelerators", "ok", "unknown without torch")]
-    if versions["torch"] and error is None:
-        kind, count, lines = _accelerators()
+    yield from _packages()
+    kind, lines = _accelerators()
     yield from lines
     yield _vllm(kind)
     yield Line("CPU cores", "ok", f"{num_cores()} of {os.cpu_count()} usable")
-    yield from _resources(needs_shared_memory=count > 1 or platforms.vllm_version() is not None)
+    yield from _resources(
+        needs_shared_memory=len(lines) > 1 or platforms.vllm_version() is not None
+    )
     yield _code_sandbox()
+
+
+def _packages() -> Iterator[Line]:
+    versions = {name: _version(name) for name in (*SUPPORTED, *devices.BACKEND_PACKAGES.values())}
+    supported = dict(SUPPORTED)
+    for name in devices.BACKEND_PACKAGES.values():
+        if versions["torch"] and versions[name]:  # its minor version is torch's
+            release = Version(versions["torch"]).release
+            supported[name] = f"=={release[0]}.{release[1]}.*"
+    for name, bounds in supported.items():
+        version, remedy = versions[name], f"pip install '{name}{bounds}'"
+        if version is None and name in OPTIONAL:
+            yield Line(name, "ok", f"not installed; only {OPTIONAL[name]} needs it")
+        elif version is None:
+            yield Line(name, "failed", "not installed", remedy)
+        elif not SpecifierSet(bounds).contains(Version(version).base_version):
+            yield Line(name, "failed", f"expected {bounds}, got {version}", remedy)
+        elif name == "torch" and (error := _import_error()):
+            remedy = f"install what is missing, or install it again: {remedy}"
+            yield Line(name, "failed", f"{version} cannot be imported: {error}", remedy)
+        else:
+            yield Line(name, "ok", version)
 
 
 def _version(package: str) -> str | None:
@@ -95,39 +110,25 @@ def _import_error() -> str | None:
     return None
 
 
-def _package(name: str, version: str | None, supported: str, error: str | None) -> Line:
-    remedy = f"pip install '{name}{supported}'"
-    if version is None and name in OPTIONAL:
-        return Line(name, "ok", f"not installed; only {OPTIONAL[name]} needs it")
-    if version is None:
-        return Line(name, "failed", "not installed", remedy)
-    if not SpecifierSet(supported).contains(Version(version).base_version):
-        return Line(name, "failed", f"expected {supported}, got {version}", remedy)
-    if error is not None:
-        remedy = f"install what is missing, or install it again: {remedy}"
-        return Line(name, "failed", f"{version} cannot be imported: {error}", remedy)
-    return Line(name, "ok", version)
-
-
-def _accelerators() -> tuple[str, int, list[Line]]:
-    """Return kind, number, and a line for each device."""
+def _accelerators() -> tuple[str, list[Line]]:
+    """Return the kind, and a line for each device."""
     present = [kind for kind in devices.VISIBLE_DEVICES if devices.num_device_nodes(kind)]
     variables = [name for name in devices.VISIBLE_DEVICES.values() if name in os.environ]
     visible = "".join(f" ({name}={os.environ[name]})" for name in variables)
     try:
         kind, count = devices.accelerator()
         if count:
-            return kind, count, [_accelerator(kind, index, visible) for index in range(count)]
-    except (ValueError, RuntimeError, OSError) as error:
+            return kind, [_accelerator(kind, index, visible) for index in range(count)]
+    except Exception as error:  # also of a torch that cannot be imported
         text, _, remedy = _one_line(error).removeprefix("devices: ").partition("; ")
         status: Status = "failed" if present else "warning"
-        return "cpu", 0, [Line("accelerators", status, text, remedy or devices.USE_THE_CPU)]
+        return "cpu", [Line("accelerators", status, text, remedy or devices.USE_THE_CPU)]
     if present:
         text = f"devices of kind {present[0]}, but torch finds none{visible}: runs use the CPU"
         line = Line("accelerators", "warning", text, devices.HOW_TO_SEE[present[0]])
     else:
         line = Line("accelerators", "ok", f"none{visible}: runs use the CPU")
-    return "cpu", 0, [line]
+    return "cpu", [line]
 
 
 def _accelerator(kind: str, index: int, visible: str) -> Line:
@@ -160,9 +161,7 @@ def _resources(*, needs_shared_memory: bool) -> Iterator[Line]:
 
     shared = _free_bytes(Path("/dev/shm"))
     limits = 0, SHARED_MEMORY_BYTES * needs_shared_memory
-    remedy = (
-        "start the container with --shm-size=8g or --ipc=host: vLLM and several devices need it"
-    )
+    remedy = "--shm-size=8g or --ipc=host (docker run): vLLM and several devices need it"
     yield _judge("shared memory", f"{_size(shared)} free in /dev/shm", shared, limits, remedy)
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -176,11 +175,10 @@ def _resources(*, needs_shared_memory: bool) -> Iterator[Line]:
 
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    if _is_writable(Path(HF_HUB_CACHE)):
-        yield Line("hub cache", "ok", HF_HUB_CACHE)
-    else:
-        remedy = "set HF_HUB_CACHE to a writable folder; until then nothing can be downloaded"
-        yield Line("hub cache", "warning", f"{HF_HUB_CACHE} is not writable", remedy)
+    is_writable = _is_writable(Path(HF_HUB_CACHE))
+    text = HF_HUB_CACHE if is_writable else f"{HF_HUB_CACHE} is not writable: nothing is downloaded"
+    remedy = "" if is_writable else "set HF_HUB_CACHE to a writable folder"
+    yield Line("hub cache", "ok" if is_writable else "warning", text, remedy)
 
 
 def _code_sandbox() -> Line:
@@ -216,10 +214,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _free_bytes(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(_existing(folder)).free
-    except OSError:
-        return 0
+    return shutil.disk_usage(_existing(folder)).free
 
 
 def _size(num_bytes: int) -> str:
@@ -232,14 +227,12 @@ def _one_line(error: BaseException) -> str:
 
 def _print(lines: list[Line], can_run: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     console = Console(highlight=False)
     marks = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failed": ("FAIL", "bold red")}
-    table = Table.grid(padding=(0, 2))
-    for header in ("mark", "name", "text"):
-        table.add_column(header, overflow="fold", no_wrap=header != "text")
+    table = Table.grid(Column(), Column(), Column(overflow="fold"), padding=(0, 2))
     for line in lines:
         table.add_row(Text(*marks[line.status]), Text(line.name), Text(line.text))
         if line.remedy:

@@ -39,20 +39,17 @@ PLACE = """
 import json, sys
 from easyrl.config import load_config
 from easyrl.runtime.placement import device_names, resolve_placement
-flags = {"devices.infer": sys.argv[1], "devices.train": sys.argv[2]} if sys.argv[1:] else {}
-sys.argv = sys.argv[:1]
 try:
-    placement = resolve_placement(load_config(None, flags))
+    found = {"names": device_names(resolve_placement(load_config(None, FLAGS)))}
 except ValueError as error:
-    print(json.dumps({"error": str(error), "loaded": "torch_npu" in sys.modules}))
-else:
-    names = device_names(placement)
-    print(json.dumps({"names": names, "loaded": "torch_npu" in sys.modules}))
+    found = {"error": str(error)}
+print(json.dumps({**found, "loaded": "torch_npu" in sys.modules}))
 """
 
 
 def place(infer: str, train: str, **environment: str) -> Any:
-    return python(f"import sys; sys.argv += [{infer!r}, {train!r}]\n{PLACE}", **environment)
+    flags = {"devices.infer": infer, "devices.train": train}
+    return python(f"FLAGS = {flags}\n{PLACE}", **environment)
 
 
 def test_npus_that_are_asked_for_are_found_by_number() -> None:
@@ -68,7 +65,8 @@ def test_only_the_npus_that_the_user_shows_are_counted() -> None:
 def test_torch_npu_is_left_alone_where_only_the_cpu_is_asked_for() -> None:
     cpu = {"rollout-0": "cpu", "train-0": "cpu"}
     assert place("cpu", "cpu", STAND_IN_FAILS="1") == {"names": cpu, "loaded": False}
-    assert python(PLACE, STAND_IN_FAILS="1") == {"names": cpu, "loaded": False}  # nor by default
+    default = python(f"FLAGS = {{}}\n{PLACE}", STAND_IN_FAILS="1")
+    assert default == {"names": cpu, "loaded": False}
 
 
 def test_missing_ascend_libraries_are_one_message_that_says_what_to_do() -> None:
@@ -93,6 +91,7 @@ def test_npus_without_torch_npu_are_one_message_that_says_what_to_install(
 
 WORKER = """
 import json, os, sys
+from dataclasses import replace
 from datetime import timedelta
 from easyrl import devices
 from easyrl.config import load_config
@@ -105,63 +104,55 @@ settings = WorkerSettings(
     device_indices=(2,), memory_fraction=0.25, engine=sys.argv[1],
 )
 launch._set_up_environment(settings)
-import torch, torch_npu
-group = devices.make_process_group("npu:0", "store", 1, 2, timedelta(seconds=3))
-print(json.dumps({
-    "visible": os.environ["ASCEND_RT_VISIBLE_DEVICES"],
-    "count": torch.npu.device_count(),
-    "limits": torch_npu.limits,
-    "group": [type(group).__name__, *group.made_with[:3], group.made_with[3].total_seconds()],
-    "flex": devices.trains_flex_attention(torch.device("npu:0")),
-    "memory": [devices.free_memory_bytes("npu", 0), devices.total_memory_bytes("npu", 0)],
-    "bfloat16": devices.supports_bfloat16("npu"),
-}))
-"""
-TOLD = """
-from dataclasses import replace
-variables = ("HCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "DYNAMIC_EPLB", "TORCH_DEVICE_BACKEND_AUTOLOAD")
-alone = replace(settings, memory_fraction=None, weights_cross_on_cpu=False)
-seats = [each.weight_endpoint(1, 1, 2) for each in (settings, alone)]
-print(json.dumps({
-    **{name: os.environ.get(name) for name in (*variables, "ASCEND_RT_VISIBLE_DEVICES")},
-    "ports": os.environ.get("HCCL_HOST_SOCKET_PORT_RANGE"),
-    "eager": os.environ.get("TORCH_COMPILE_DISABLE"),
-    "seats": [[seat.device, seat.shared_device] for seat in seats],
-}))
-"""
-
-
-def test_a_worker_sees_its_npu_alone_and_talks_over_hccl() -> None:
-    script = f"import sys; sys.argv.append('embedded')\n{WORKER}"
-    told = python(script, ASCEND_RT_VISIBLE_DEVICES="1,2,3")
-    assert told == {
-        "visible": "3",  # the third that the user shows
-        "count": 1,
-        "limits": {"0": 0.25},
-        "group": ["ProcessGroupHCCL", "store", 1, 2, 3.0],
-        "flex": False,
-        "memory": [32 * 2**30, 64 * 2**30],
-        "bfloat16": True,
+found = {"visible": os.environ["ASCEND_RT_VISIBLE_DEVICES"]}
+if settings.engine == "embedded":
+    import torch, torch_npu
+    group = devices.make_process_group("npu:0", "store", 1, 2, timedelta(seconds=3))
+    found |= {
+        "count": torch.npu.device_count(),
+        "limits": torch_npu.limits,
+        "group": [type(group).__name__, *group.made_with[:3], group.made_with[3].total_seconds()],
+        "flex": devices.trains_flex_attention(torch.device("npu:0")),
+        "memory": [devices.free_memory_bytes("npu", 0), devices.total_memory_bytes("npu", 0)],
+        "bfloat16": devices.supports_bfloat16("npu"),
     }
+else:
+    names = ["HCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "DYNAMIC_EPLB", "TORCH_DEVICE_BACKEND_AUTOLOAD"]
+    names += ["HCCL_HOST_SOCKET_PORT_RANGE", "TORCH_COMPILE_DISABLE"]
+    alone = replace(settings, memory_fraction=None, weights_cross_on_cpu=False)
+    endpoints = [each.weight_endpoint(1, 1, 2) for each in (settings, alone)]
+    found |= {name: os.environ.get(name) for name in names}
+    found["endpoints"] = [[each.device, each.shared_device] for each in endpoints]
+print(json.dumps(found))
+"""
+EMBEDDED = {
+    "visible": "3",  # the third that the user shows
+    "count": 1,
+    "limits": {"0": 0.25},
+    "group": ["ProcessGroupHCCL", "store", 1, 2, 3.0],
+    "flex": False,
+    "memory": [32 * 2**30, 64 * 2**30],
+    "bfloat16": True,
+}
+VLLM = {
+    "visible": "3",
+    "HCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "DYNAMIC_EPLB": "false",  # whatever the user has set
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # vLLM's processes do not load torch_npu themselves
+    "HCCL_HOST_SOCKET_PORT_RANGE": "auto",  # the NPU is shared
+    "TORCH_COMPILE_DISABLE": None,
+    "endpoints": [["cpu", "npu:0"], ["npu:0", None]],  # a bucket that both open, or HCCL
+}
 
 
-def test_vllms_processes_there_are_told_what_they_need() -> None:
-    script, _, _ = WORKER.partition("import torch, torch_npu")
-    told = python(
-        f"import sys; sys.argv.append('vllm')\n{script}\n{TOLD}",
-        ASCEND_RT_VISIBLE_DEVICES="1,2,3",
-        DYNAMIC_EPLB="true",
-    )
-    assert told == {
-        "ASCEND_RT_VISIBLE_DEVICES": "3",
-        "HCCL_SOCKET_IFNAME": "lo",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "DYNAMIC_EPLB": "false",  # whatever the user has set
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # they do not ask for torch_npu: torch has it
-        "ports": "auto",  # the NPU is shared
-        "eager": None,
-        "seats": [["cpu", "npu:0"], ["npu:0", None]],  # a bucket that both open, or HCCL
-    }
+@pytest.mark.parametrize(("engine", "expected"), [("embedded", EMBEDDED), ("vllm", VLLM)])
+def test_a_worker_sees_its_npu_alone_and_communicates_over_hccl(
+    engine: str, expected: dict[str, Any]
+) -> None:
+    script = f"import sys; sys.argv.append({engine!r})\n{WORKER}"
+    found = python(script, ASCEND_RT_VISIBLE_DEVICES="1,2,3", DYNAMIC_EPLB="true")
+    assert found == expected
 
 
 def easyrl(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,6 @@ import tomllib
 import warnings
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from inspect import signature
 from pathlib import Path
@@ -86,14 +85,6 @@ class Sources:
                 path, content = member.name.partition("/")[2], members.extractfile(member)
                 if content is not None and path.endswith((".py", "PKG-INFO")):
                     self.texts[path] = content.read().decode()
-
-    @contextmanager
-    def changed(self, path: str, old: str, new: str) -> Iterator[None]:
-        text = self.texts[path]
-        assert old in text
-        self.texts[path] = text.replace(old, new)
-        yield
-        self.texts[path] = text
 
     def tree(self, module: str) -> ast.Module:
         """Parse a module given by its dotted name; empty if there is none."""
@@ -200,14 +191,6 @@ def vllm_problems(vllm: Sources) -> Iterator[str]:
 def test_vllm_has_what_our_code_uses(tmp_path: Path, version: str) -> None:
     vllm = fetch("vllm", version, tmp_path)
     assert list(vllm_problems(vllm)) == []
-    for path, old, new in (
-        ("vllm/v1/engine/async_llm.py", "def get_weight_version", "def version"),
-        ("vllm/v1/engine/async_llm.py", "weight_version: str | None = None", ""),
-        ("vllm/sampling_params.py", "    top_p: float", "    top: float"),
-        ("vllm/distributed/weight_transfer/base.py", "self.vllm_config =", "_ ="),
-    ):
-        with vllm.changed(path, old, new):
-            assert list(vllm_problems(vllm)) != [], (path, old)
 
 
 # -- vllm-ascend ----------------------------------------------------------------------------------
@@ -262,13 +245,6 @@ def test_vllm_ascend_has_what_our_code_uses(tmp_path: Path, version: str) -> Non
     ascend = fetch("vllm-ascend", version, tmp_path)
     vllm = fetch("vllm", Version(version).base_version, tmp_path)
     assert list(ascend_problems(ascend, vllm)) == []
-    for path, old, new in (
-        (ASCEND_WORKER, "update_weights(self, update_info", "update_weights(self, info"),
-        (ASCEND_WORKER, "def finish_weight_update(self)", "def end_update(self)"),
-        (RUNNER, "AscendSampler()", "AscendSampler(mode)"),
-    ):
-        with ascend.changed(path.replace(".", "/") + ".py", old, new):
-            assert list(ascend_problems(ascend, vllm)) != [], (path, old)
     lines = re.findall(r"^Requires-Dist: (.*==.*)$", ascend.texts["PKG-INFO"], re.MULTILINE)
     pinned = list(map(Requirement, lines))
     for ours in map(Requirement, PROJECT["dependencies"]):

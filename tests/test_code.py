@@ -15,7 +15,6 @@ from easyrl.rewards import sandbox
 from easyrl.rewards.code import program_of, read_tests, same_text, same_value
 from easyrl.rewards.loading import check_rewards, load_reward
 from easyrl.rewards.pool import RewardPool
-from easyrl.rewards.sandbox import SandboxError
 from easyrl.types import Prompt
 
 ADD = "def add(a, b):\n    return a + b"
@@ -206,11 +205,10 @@ def test_run_is_refused_before_it_starts() -> None:
 
 
 def test_code_reward_refuses_to_start_without_its_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> str:
-        raise SandboxError("no namespaces")
-
-    monkeypatch.setattr(sandbox, "find_bwrap", broken)
-    with pytest.raises(ConfigError, match=r"reward.code_sandbox=bwrap: no namespaces"):
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sandbox, "find_bwrap", sandbox.find_bwrap.__wrapped__)
+    options = r"reward.code_sandbox=bwrap: .*docker run .*reward.code_sandbox=limits"
+    with pytest.raises(ConfigError, match=options):
         check_rewards(config_of("code"), Prompt(0, "q", {"tests": "assert add(1, 2) == 3"}))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -145,23 +144,20 @@ needs_users = pytest.mark.skipif(
 )
 
 
-def test_there_are_25_hostile_programs() -> None:
-    assert len(ATTACKS) == 25
-
-
 @needs_bwrap
-def test_hostile_programs_fail_in_bwrap(surroundings: Surroundings) -> None:
-    """As this user, with this Python."""
-    assert hostile("bwrap", surroundings, sys.executable, None) == set()
-
-
-@needs_bwrap
-@needs_users
-@pytest.mark.parametrize("user", [None, OTHER_USER], ids=["root", "user"])
-def test_hostile_programs_fail_in_bwrap_with_the_system_python(
-    surroundings: Surroundings, user: int | None
+@pytest.mark.parametrize(
+    ("python", "user"),
+    [
+        pytest.param(sys.executable, None, id="this user and Python"),
+        pytest.param(SYSTEM_PYTHON, None, marks=needs_users, id="root"),
+        pytest.param(SYSTEM_PYTHON, OTHER_USER, marks=needs_users, id="user"),
+    ],
+)
+def test_hostile_programs_fail_in_bwrap(
+    surroundings: Surroundings, python: str, user: int | None
 ) -> None:
-    assert hostile("bwrap", surroundings, SYSTEM_PYTHON, user) == set()
+    assert len(ATTACKS) == 25
+    assert hostile("bwrap", surroundings, python, user) == set()
 
 
 @needs_users
@@ -189,18 +185,6 @@ def test_killed_reward_process_takes_the_program_with_it(surroundings: Surroundi
             time.sleep(0.05)
         scoring.kill()
     surroundings.check()
-
-
-def test_where_bwrap_cannot_run_the_error_names_both_options(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    sandbox.find_bwrap.cache_clear()
-    try:
-        with pytest.raises(SandboxError, match=r"docker run .*reward.code_sandbox=limits"):
-            sandbox.check("bwrap")
-    finally:
-        sandbox.find_bwrap.cache_clear()
 
 
 @needs_bwrap

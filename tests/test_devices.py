@@ -31,7 +31,6 @@ from runs import SMALL, lines_of
         (["1600000 100000"], 8),  # more than there is
         (["-1", "100000"], 8),  # version 1: no quota
         (["100000", "100000"], 1),
-        (["not a number"], 8),
     ],
 )
 def test_num_cores_respects_a_containers_quota(
@@ -108,31 +107,6 @@ def test_each_cpu_worker_has_its_cores_unless_threads_are_chosen(
     assert "cores" not in describe(chosen)
 
 
-PIN = """
-import json, os
-import torch
-from easyrl.processes import pin
-pin(())
-before = os.sched_getaffinity(0)
-others = set(os.listdir("/proc/self/task"))  # NumPy's, which torch does not compute with
-pin((min(before),))
-torch.set_num_threads(2)
-torch.randn(400, 400) @ torch.randn(400, 400)
-threads = {*set(os.listdir("/proc/self/task")) - others, os.getpid()}
-masks = [sorted(os.sched_getaffinity(int(thread))) for thread in threads]
-print(json.dumps({"before": sorted(before), "masks": masks}))
-"""
-
-
-def test_torchs_threads_stay_on_the_cores_of_their_worker() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PIN], capture_output=True, text=True, check=True, timeout=120
-    )
-    told = json.loads(done.stdout)
-    assert told["before"] == sorted(os.sched_getaffinity(0))
-    assert len(told["masks"]) >= 2 and all(mask == told["before"][:1] for mask in told["masks"])
-
-
 RUN = """
 import json, os, sys
 from pathlib import Path
@@ -185,10 +159,10 @@ def test_workers_run_on_their_cores_and_lent_ones_and_rewards_on_any(tmp_path: P
         timeout=240,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
     )
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["code"] == 0 and told["own"] == own
+    printed = json.loads(done.stdout.splitlines()[-1])
+    assert printed["code"] == 0 and printed["own"] == own
     # Before the first iteration: the trainer waits, and the engine has its core as well.
-    assert told["workers"][0] == sorted([own[:2], own[1:2]])
+    assert printed["workers"][0] == sorted([own[:2], own[1:2]])
     (line,) = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert line["reward"] == len(own)
 
@@ -220,13 +194,6 @@ def of_gpus(infer: str, train: str) -> Placement:
         return resolve_placement(config)
 
 
-def test_device_names_have_the_users_numbers() -> None:
-    placement = of_gpus("1,4", "5")
-    names = {"rollout-0": "cuda:1", "rollout-1": "cuda:4", "train-0": "cuda:5"}
-    assert device_names(placement) == names
-    assert placement.cores == () and placement.memory_fraction("train") is None
-
-
 def settings_on_gpu(index: int, name: str = "rollout-1", **others: Any) -> WorkerSettings:
     return WorkerSettings(
         name=name,
@@ -254,44 +221,40 @@ def test_an_error_on_a_device_names_the_users_number() -> None:
 
 def settings_of(placement: Placement, role: str, number: int) -> WorkerSettings:
     """Settings with which a worker is spawned."""
-    told: dict[str, WorkerSettings] = {}
+    spawned: dict[str, WorkerSettings] = {}
     supervisor: Any = SimpleNamespace(
-        spawn=lambda name, target, settings, ring: told.update({name: settings})
+        spawn=lambda name, target, settings, ring: spawned.update({name: settings})
     )
     Workers(load_config(), placement, supervisor, log_of=Path, notify=lambda event: None)
-    return told[f"{role}-{number}"]
+    return spawned[f"{role}-{number}"]
 
 
-def test_every_worker_sees_its_device_as_number_0() -> None:
-    placement = of_gpus("1,4", "5")
-    told = [settings_of(placement, *worker) for worker in (("rollout", 1), ("train", 0))]
-    assert [(settings.device, settings.device_indices) for settings in told] == [
-        ("cuda:0", (4,)),
-        ("cuda:0", (5,)),
-    ]
-    assert not any(settings.weights_cross_on_cpu for settings in told)
-    mixed = of_gpus("2", "cpu")
-    told = [settings_of(mixed, *worker) for worker in (("rollout", 0), ("train", 0))]
-    assert [(settings.device, settings.device_indices) for settings in told] == [
-        ("cuda:0", (2,)),
-        ("cpu", ()),
-    ]
-    assert all(settings.weights_cross_on_cpu for settings in told)
-    assert all(settings.memory_fraction is None for settings in told)
-
-
-# One accelerator for both groups.
-
-
-def test_a_shared_accelerators_memory_is_split_between_the_groups() -> None:
-    placement = of_gpus("3", "3")
-    assert placement.shares_device and placement.weights_cross_on_cpu
-    assert [placement.memory_fraction(role) for role in ("rollout", "train")] == [0.5, 0.5]
-    assert "50% of its memory for the rollout worker" in describe(placement)
-    for role in ("rollout", "train"):
-        settings = settings_of(placement, role, 0)
-        assert (settings.device, settings.device_indices) == ("cuda:0", (3,))
-        assert settings.memory_fraction == 0.5 and settings.weights_cross_on_cpu
+@pytest.mark.parametrize(
+    ("infer", "train", "devices_seen", "cross_on_cpu", "memory_fraction"),
+    [
+        ("1,4", "5", [("cuda:0", (4,)), ("cuda:0", (5,))], False, None),
+        ("2,3", "cpu", [("cuda:0", (3,)), ("cpu", ())], True, None),
+        ("3", "3", [("cuda:0", (3,)), ("cuda:0", (3,))], True, 0.5),  # a shared device
+    ],
+)
+def test_every_worker_sees_its_device_as_number_0(
+    infer: str,
+    train: str,
+    devices_seen: list[Any],
+    cross_on_cpu: bool,
+    memory_fraction: float | None,
+) -> None:
+    placement = of_gpus(infer, train)
+    last = len(infer.split(",")) - 1
+    workers = [settings_of(placement, *worker) for worker in (("rollout", last), ("train", 0))]
+    assert [(each.device, each.device_indices) for each in workers] == devices_seen
+    for settings in workers:
+        assert settings.weights_cross_on_cpu == cross_on_cpu
+        assert settings.memory_fraction == memory_fraction
+    names = device_names(placement)
+    assert names["train-0"] == ("cpu" if train == "cpu" else f"cuda:{train}")
+    assert names[f"rollout-{last}"] == f"cuda:{infer[-1]}"
+    assert ("50% of its memory" in describe(placement)) == (memory_fraction is not None)
 
 
 @pytest.mark.parametrize(

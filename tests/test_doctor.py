@@ -78,6 +78,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_a_healthy_machine_has_no_remedies(machine: Machine) -> None:
     assert all(line.status == "ok" and not line.remedy for line in check())
+    machine.versions |= {"torch": "2.15.0+cu132", "torch_npu": "2.15.0.post2", "peft": "0.21.2"}
+    assert all(line.status == "ok" for line in check())
 
 
 @pytest.mark.parametrize(
@@ -96,11 +98,6 @@ def test_unsupported_package_fails(
     machine.versions[package] = version
     line = machine.line(package)
     assert line.status == "failed" and line.remedy == f"pip install '{wanted}'"
-
-
-def test_supported_packages_are_ok(machine: Machine) -> None:
-    machine.versions |= {"torch": "2.15.0+cu132", "torch_npu": "2.15.0.post2", "peft": "0.21.2"}
-    assert all(line.status == "ok" for line in check())
 
 
 RUNS = str(Path("runs").absolute())
@@ -137,15 +134,12 @@ def test_devices_without_their_libraries_fail(machine: Machine) -> None:
     assert machine.line("accelerators").status == "failed"
 
 
-def test_unusable_vllm_warns_with_the_install_command(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_vllm_warns_with_the_install_command(machine: Machine) -> None:
     machine.vllm = "0.34.1"
     reason = f"expected vLLM >=0.28,<0.34, got 0.34.1: {platforms.INSTALL_ASCEND}"
-    monkeypatch.setattr(platforms, "unsupported_reason", lambda kind: reason)
+    machine.set(platforms, "unsupported_reason", lambda kind: reason)
     line = machine.line("vllm")
     assert (line.status, line.remedy) == ("warning", platforms.INSTALL_ASCEND)
-    assert "embedded engine" in line.text
 
 
 def test_supported_versions_are_those_of_the_package() -> None:
@@ -165,19 +159,8 @@ def test_supported_versions_are_those_of_the_package() -> None:
 def test_folder_is_tried_at_its_nearest_parent(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert doctor._is_writable(tmp_path / "not" / "yet" / "there")
-    assert doctor._is_writable(tmp_path / ("x" * 300))  # too long for any file system
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
     assert not doctor._is_writable(Path("/proc/self/fd"))
-
-
-@pytest.mark.parametrize("width", [40, 80])
-def test_lines_fit_the_terminal(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    doctor._print([Line("disk", "failed", "/a" * 90, "see https://" + "x" * 90)], False)
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) > 3 and all(len(line) <= width for line in printed[:-1])
 
 
 def run_doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -197,8 +180,6 @@ def test_this_machine_can_run() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert report["can_run"] and set(report["lines"][0]) == {"name", "status", "text", "remedy"}
-    colored = run_doctor(FORCE_COLOR="1", TERM="xterm-256color", NO_COLOR="").stdout
-    assert "\x1b[32mok" in colored
 
 
 def test_torch_that_cannot_be_imported_ends_with_exit_code_1(tmp_path: Path) -> None:

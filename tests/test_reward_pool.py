@@ -67,7 +67,6 @@ def scalar(completions, **_): return np.array(1.0)
 def nothing(completions, **_): return None
 def a_set(completions, **_): return {1.0, 2.0}
 def a_dict(completions, **_): return {0: 1.0, 1: 2.0}
-def none(completions, **_): return [None, None]
 def sometimes_none(completions, **_): return [None, 1.0]
 def exits(completions, **_): os._exit(3)
 def exits_with_zero(completions, **_): os._exit(0)
@@ -90,11 +89,13 @@ def prints(completions, **_):
 def by_prompt(prompts, completions, **_):
     return {"good": good, "exits": exits, "raises": raises, "hangs": hangs}[prompts[0]](completions)
 
-def varied(completions, **_): return [len(text) % 7 / 7 for text in completions]
-
-def one_in_ten_is_hostile(prompts, completions, **_):
+def one_in_ten_is_hostile(prompts, completions, log_extra, log_metric, trainer_state, **_):
     kind = zlib.crc32(prompts[0].encode()) % 40
-    return (hangs, exits, eats, prints)[kind](completions) if kind < 4 else varied(completions)
+    if kind < 4:
+        return (hangs, exits, eats, prints)[kind](completions)
+    log_extra("first", [text[:1] for text in completions])
+    log_metric("steps", trainer_state.global_step)
+    return [len(text) % 7 / 7 for text in completions]
 """
 Open = Callable[..., RewardPool]
 
@@ -204,7 +205,6 @@ LOST = {
     "exits_with_zero": "reward.timeout_seconds",
     "crashes": "exit code -11",
     "hangs": "reward.timeout_seconds",
-    "none": "None",
 }
 
 
@@ -229,10 +229,9 @@ def test_failed_call_is_skipped_with_an_error_that_names_it(open_pool: Open, fun
     check_error(error, function, LOST[function])
 
 
-@pytest.mark.parametrize("function", ["a_set", "exits"])
-def test_failed_call_stops_the_run_by_default(open_pool: Open, function: str) -> None:
-    with pytest.raises(RewardError, match=function):
-        score(open_pool(function))
+def test_failed_call_stops_the_run_by_default(open_pool: Open) -> None:
+    with pytest.raises(RewardError, match="a_set"):
+        score(open_pool("a_set"))
 
 
 def test_completion_that_no_function_scores_is_an_error(open_pool: Open) -> None:
@@ -246,10 +245,8 @@ def test_reward_file_that_does_not_load_is_an_error(own: Path, open_pool: Open) 
         score(open_pool("f"))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_lost_process_costs_its_own_call_and_is_replaced(open_pool: Open, num_workers: int) -> None:
-    settings = {"reward__num_workers": num_workers, "reward__timeout_seconds": 2}
-    pool = open_pool("by_prompt", reward__on_error="skip_group", **settings)
+def test_lost_process_costs_its_own_call_and_is_replaced(open_pool: Open) -> None:
+    pool = open_pool("by_prompt", reward__on_error="skip_group", reward__timeout_seconds=2)
     prompts = ["good", "exits", "good", "raises", "good", "hangs", "exits", "good"]
     scored = score(pool, *prompts)
     assert [bool(each.scores) for each in scored] == [prompt == "good" for prompt in prompts]
@@ -370,9 +367,8 @@ def test_skipped_groups_are_counted_and_have_no_reward() -> None:
     nan = float("nan")
     record.add_group("rollout-0", group_scored(0, [0.0, 1.0]), 1.0)
     skipped = {"errors": ["why"], "is_skipped": True, "is_unwanted": True}
-    record.add_group(
-        "rollout-0", group_scored(1, [nan, nan], rewards_by_function=[], **skipped), 1.0
-    )
+    skipped["rewards_by_function"] = []
+    record.add_group("rollout-0", group_scored(1, [nan, nan], **skipped), 1.0)
     record.trained = events.IterationTrained(0, 1, 2, 0, 16, 0.0, {})
     metrics = record.metrics(["score"])
     assert (metrics["groups_skipped"], metrics["reward_errors"]) == (1, 1)
@@ -388,30 +384,6 @@ def test_logged_metrics_are_averaged_over_the_groups_that_have_them() -> None:
     for index, logged in enumerate([{"words": 2.0, "reward": 1.0}, {"words": 3.0}, {}]):
         record.add_group("rollout-0", group_scored(index, [0.0, 1.0], logged=logged), 1.0)
     assert record.logged(taken=["reward"]) == {"words": 2.5, "logged/reward": 1.0}
-
-
-LOGS = """
-def score(prompts, completions, log_extra, log_metric, trainer_state, **_):
-    log_extra("first", [text[:1] for text in completions])
-    log_metric("steps", trainer_state.global_step)
-    return [float(len(text)) for text in completions]
-"""
-
-
-@pytest.mark.long
-def test_what_rewards_log_is_in_the_run_folder(tmp_path: Path) -> None:
-    (tmp_path / "logs.py").write_text(LOGS)
-    folder = tmp_path / "run"
-    code, _, err = finish(
-        *("--output", str(folder), "--iterations", "2", "--reward", f"{tmp_path}/logs.py:score"),
-        *("train.prompts_per_iteration=2", "rollout.num_generations=2", "data.num_held_out=0"),
-    )
-    assert (code, err) == (0, "")
-    assert [line["steps"] for line in lines_of(folder / "metrics.jsonl")] == [0, 1]
-    for line in lines_of(folder / "metrics.jsonl"):
-        assert {"rewards/score/mean", "rewards/score/std"} <= line.keys()
-    for sample in lines_of(folder / "samples.jsonl"):
-        assert sample["first"] == sample["completion"][:1]
 
 
 SOMETIMES = """
@@ -442,12 +414,9 @@ def test_skipped_groups_keep_both_schedules_in_step_to_the_last_bit(tmp_path: Pa
         assert (code, err) == (0, "")
         summary = summary_of(folder)
         metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
-        assert summary["groups_trained"] == 12
-        assert 0 < summary["groups_skipped"] == sum(line["groups_skipped"] for line in metrics) < 12
-        assert (summary["groups_replaced"], summary["groups_not_replaced"]) == (
-            summary["groups_skipped"],
-            0,
-        )
+        assert (summary["groups_trained"], summary["groups_not_replaced"]) == (12, 0)
+        assert 0 < summary["groups_skipped"] == summary["groups_replaced"] < 12
+        assert summary["groups_skipped"] == sum(line["groups_skipped"] for line in metrics)
         errors = lines_of(folder / "reward_errors.jsonl")
         of_training = [line for line in errors if line["iteration"] is not None]
         assert len(of_training) == summary["reward_errors"] == summary["groups_skipped"]
@@ -459,28 +428,25 @@ def test_skipped_groups_keep_both_schedules_in_step_to_the_last_bit(tmp_path: Pa
 
 @pytest.mark.long
 def test_run_with_hostile_rewards_continues_and_counts_them(tmp_path: Path, own: Path) -> None:
-    """One group in ten sleeps for ever, ends its process, eats memory or prints a gigabyte. The
-    speed is printed, not bounded."""
-    seconds = {}
-    for function in ("varied", "one_in_ten_is_hostile"):
-        folder = tmp_path / function
-        code, _, err = finish(
-            *("--output", str(folder), "--iterations", "3", "--reward", f"{own}:{function}"),
-            *("train.prompts_per_iteration=48", "rollout.num_generations=4"),
-            *("data.num_held_out=0", "reward.num_workers=4", "reward.on_error=zero"),
-            "rollout.max_completion_length=24",
-            *("reward.timeout_seconds=2", "reward.memory_limit_gib=0.5"),
-            "train.keep_checkpoints=0",
-            timeout=600,
-        )
-        assert (code, err) == (0, "")
-        metrics = lines_of(folder / "metrics.jsonl")
-        seconds[function] = sum(line["perf/iteration_seconds"] for line in metrics)
+    """One group in ten sleeps for ever, ends its process, eats memory or prints a gigabyte."""
+    folder = tmp_path / "run"
+    code, _, err = finish(
+        *("--output", str(folder), "--iterations", "3"),
+        *("--reward", f"{own}:one_in_ten_is_hostile", "reward.on_error=zero"),
+        *("train.prompts_per_iteration=48", "rollout.num_generations=4", "data.num_held_out=0"),
+        *("rollout.max_completion_length=24", "train.keep_checkpoints=0", "reward.num_workers=4"),
+        *("reward.timeout_seconds=2", "reward.memory_limit_gib=0.5"),
+        timeout=600,
+    )
+    assert (code, err) == (0, "")
     errors = [json.dumps(line) for line in lines_of(folder / "reward_errors.jsonl")]
     for kind in ("reward.timeout_seconds", "exit code 3", "MemoryError", "MiB"):
         assert any(kind in line for line in errors), kind
     assert summary_of(folder)["reward_errors"] == len(errors)
     assert summary_of(folder)["groups_trained"] == 3 * 48
-    print(
-        f"speed with hostile rewards: {seconds['varied'] / seconds[function]:.2f} of that without"
-    )
+    metrics = lines_of(folder / "metrics.jsonl")
+    assert [line["steps"] for line in metrics] == [0, 1, 2]
+    name = "rewards/one_in_ten_is_hostile"
+    assert all({f"{name}/mean", f"{name}/std"} <= line.keys() for line in metrics)
+    samples = [line for line in lines_of(folder / "samples.jsonl") if "first" in line]
+    assert samples and all(line["first"] == line["completion"][:1] for line in samples)

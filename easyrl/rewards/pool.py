@@ -2,7 +2,7 @@
 
     rollout worker                              reward processes (reward.num_workers)
       submit(key, group) ──── pebble pool ────►  f(prompts, completions, completion_ids, **columns)
-      fileno() readable  ◄─── wake-up pipe ────  scores, or errors
+      fileno() readable  ◄────── eventfd ──────  scores, or errors
       finished()  ──► [ScoredGroup(key, scores, errors)]
 
 A group is one call for the user's functions and the cheap built-in ones, and one call per
@@ -80,9 +80,7 @@ class RewardPool:
         self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
         self._groups: list[_Group] = []  # being scored
         self._num_restarts = 0
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_reader, False)
-        os.set_blocking(self._wake_writer, False)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._pool = self._start_pool()
 
     def submit(
@@ -112,7 +110,7 @@ class RewardPool:
         Raises RewardError where a function failed and `reward.on_error` is `stop`.
         """
         with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_reader, 65536)
+            os.eventfd_read(self._wake_fd)
         if self.is_broken:
             self._restart()
         scored = [group for group in self._groups if all(map(_has_result, group.calls.values()))]
@@ -128,16 +126,14 @@ class RewardPool:
 
     def fileno(self) -> int:
         """Readable when `finished` has something: for select or multiprocessing.connection.wait."""
-        return self._wake_reader
+        return self._wake_fd
 
     def close(self) -> None:
         """End all processes at once, whatever they are doing."""
-        if self._wake_writer < 0:
-            return
         self._stop_pool()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
-        self._wake_reader = self._wake_writer = -1
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
 
     def _start_pool(self) -> ProcessPool:
         pool = ProcessPool(
@@ -173,8 +169,8 @@ class RewardPool:
         return future
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is readable anyway; closed: nobody waits
-            os.write(self._wake_writer, b"x")
+        with contextlib.suppress(OSError):  # closed: nobody waits
+            os.eventfd_write(self._wake_fd, 1)
 
     def _collect(self, group: _Group) -> ScoredGroup:
         scores: list[list[float | None]] = [[0.0] * group.num_completions for _ in self._names]
