@@ -43,7 +43,8 @@ class TrainConfig(Section):
     when training on the CPU."""
 
     save_every: int | None = Field(default=10, ge=1)
-    """Iterations between checkpoints; null: only after the last one of a run or a stopped run."""
+    """Iterations between checkpoints; null: none in between. The last iteration of a run, also of a
+    stopped one, is always saved."""
     keep_checkpoints: int = Field(default=2, ge=0)
     """Newest checkpoints to keep, each three times the trained weights in size; 0: none is written,
     and the run cannot be resumed."""
