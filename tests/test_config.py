@@ -233,6 +233,7 @@ def test_all_problems_are_reported_at_once() -> None:
         ("train: 3\n", "train"),
         ("model: {lora: 16}\n", "model.lora"),
         ("modl: {lora: {rank: 16}}\n", "modl.lora"),
+        ("train.iterations: 3\n", "train: {iterations: ...}"),
         ("just text\n", "config.yaml"),
         ("train:\n  iterations: 1\n  iterations: 2\n", "config.yaml:3"),
         ("trian:\n  iterations: 1\n", "train.iterations"),

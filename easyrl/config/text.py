@@ -167,13 +167,13 @@ def problems(schema: type[BaseModel], error: ValidationError) -> list[str]:
         names = [".".join(map(str, location[: n + 1])) for n in range(len(location))] or [""]
         key = next((name for name in names if name in keys(schema)), None)  # not what is inside it
         got = json.dumps(plain(value), ensure_ascii=False, default=str)
-        if key is not None:
+        if details["type"] == "extra_forbidden":
+            found.append(_unknown(schema, names[-1], value))
+        elif key is not None:
             expected = re.sub(r"^\w+ should (be|have) |^Value error, expected ", "", details["msg"])
             found.append(f"{key}: expected {re.sub(', (got|unable) .*', '', expected)}, got {got}")
         elif details["type"] == "value_error":  # a check of several keys, with a whole message
             found.append(details["msg"].removeprefix("Value error, "))
-        elif details["type"] == "extra_forbidden":
-            found.append(_unknown(schema, names[-1], value))
         else:
             inside = ", ".join(key for key in keys(schema) if key.startswith(f"{names[-1]}."))
             found.append(f"{names[-1]}: expected a section with keys ({inside}), got {got}")
@@ -184,9 +184,11 @@ def _unknown(schema: type[BaseModel], name: str, value: Any) -> str:
     while isinstance(value, dict) and value:  # an unknown section: by its first key
         key, value = next(iter(value.items()))
         name = f"{name}.{key}"
-    section = name.rpartition(".")[0]
+    section, _, key = name.rpartition(".")
     what = "key" if section in sections(schema) else "section"
-    if (near := nearest(schema, name)) and near != name:
+    if name in keys(schema):
+        return f"{name}: expected as a key in its section, as in {section}: {{{key}: ...}}"
+    if near := nearest(schema, name):
         return f"{name}: unknown {what}; did you mean {near}?"
     expected = [key for key in keys(schema) if key.rpartition(".")[0] == section]
     return f"{name}: unknown {what}; expected one of {', '.join(expected or sections(schema))}"
