@@ -160,12 +160,10 @@ def is_sharded(weight: Tensor) -> TypeGuard[DTensor]:
     return loaded is not None and isinstance(weight, loaded.DTensor)
 
 
-def whole(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the whole weight, without gradient, in its own or another dtype. A sharded weight is
-    gathered: all ranks call this for the same weights in the same order."""
+def whole(weight: Tensor) -> Tensor:
+    """Return the whole weight, without gradient. A sharded weight is gathered: all ranks call this
+    for the same weights in the same order."""
     weight = weight.detach()
-    if dtype is not None:
-        weight = weight.to(dtype)
     if not is_sharded(weight):
         return weight
     if not weight.numel():  # nothing is sent, so ranks need not wait
@@ -175,7 +173,7 @@ def whole(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def gathered(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Gather a sharded weight in `dtype`; return another one as it is, without a copy."""
-    return whole(weight, dtype if is_sharded(weight) else None)
+    return whole(weight.detach().to(dtype) if is_sharded(weight) else weight)
 
 
 def own_part(weight: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Train a built-in model: `python -m easyrl.model.built_in.make_tiny [NAME] [--output DIR]`.
 
-Both are small Qwen3 models with one token per character, trained from scratch on generated training
+Both are small Qwen3 models with one token per character, trained from scratch on generated
 problems. The first stage trains on correct solutions; a short second stage trains on solutions with
 mistakes, so that RL has something to improve.
 
@@ -30,13 +30,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.data import arithmetic, countdown
 from easyrl.data.hub import BUILT_IN_MODELS
@@ -45,7 +44,6 @@ HASTE_PROBABILITY = 0.12
 SLIP_PROBABILITY = 0.5
 MAX_TRIES = 8
 GIVE_UP_PROBABILITY = 0.2
-MAX_POSITIONS = 1024
 BATCH_SIZE = 32
 BATCHES_PER_SORT = 16
 LEARNING_RATES = 3e-3, 5e-4
@@ -53,19 +51,22 @@ LEARNING_RATES = 3e-3, 5e-4
 IGNORED = -100
 """Label of a token without loss."""
 
-Example = Callable[[int], tuple[str, str]]
-"""Return prompt and completion of an index."""
-
-
 NUM_STEPS = {"tiny": (1500, 150), "tiny-countdown": (700, 80)}
 """Steps of the two stages."""
 
 
 def make(name: str, output: Path, *, num_steps: Sequence[int], seed: int) -> None:
-    """Train a model in its two stages and write it, with its tokenizer, to `output`."""
+    """Train a model in its two stages and write it, with its tokenizer, to `output`.
+
+    Sizes, dtype and tokenizer are those of the built-in model.
+    """
     torch.manual_seed(seed)
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer, num_heads=4 if name == "tiny" else 3)
+    tokenizer: Any = AutoTokenizer.from_pretrained(BUILT_IN_MODELS[name])
+    config = AutoConfig.from_pretrained(BUILT_IN_MODELS[name])
+    dtype = config.dtype
+    auto_model: Any = AutoModelForCausalLM
+    model = auto_model.from_config(config, dtype=torch.float32)
+    model.generation_config.do_sample = True
     rng = random.Random(seed)
     for stage, learning_rate in enumerate(LEARNING_RATES):
 
@@ -81,57 +82,17 @@ def make(name: str, output: Path, *, num_steps: Sequence[int], seed: int) -> Non
         example = of_arithmetic if name == "tiny" else of_countdown
         data = batches(tokenizer, seed + stage, example)
         train(model, data, num_steps=num_steps[stage], learning_rate=learning_rate)
-    dtype = torch.float32 if name == "tiny" else torch.bfloat16
-    model.to(dtype).save_pretrained(output)  # type: ignore[arg-type, unused-ignore]
+    model.to(dtype).save_pretrained(output)
     tokenizer.save_pretrained(output)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character of printable ASCII, and the newline."""
-    vocabulary = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
-    backend = Tokenizer(
-        models.WordLevel({token: id_ for id_, token in enumerate(vocabulary)}, unk_token="<unk>")
-    )
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        model_max_length=MAX_POSITIONS,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast, num_heads: int) -> Qwen3ForCausalLM:
-    """Return a model with random weights (torch's global seed), 32 wide per head."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32 * num_heads,
-        num_hidden_layers=4,
-        num_attention_heads=num_heads,
-        num_key_value_heads=1,
-        head_dim=32,
-        intermediate_size=96 * num_heads,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config.do_sample = True
-    return model
-
-
 def batches(
-    tokenizer: PreTrainedTokenizerFast, seed: int, example: Example
+    tokenizer: Any, seed: int, example: Callable[[int], tuple[str, str]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield input ids and labels, both [BATCH_SIZE, T], endlessly, in an order given by `seed`.
 
-    BATCHES_PER_SORT batches are drawn together and sorted by length, which saves padding.
+    `example` returns the prompt and the completion of an index. BATCHES_PER_SORT batches are drawn
+    together and sorted by length, which saves padding.
     """
     rng = random.Random(seed)
     index = 0
@@ -156,7 +117,7 @@ def batches(
 
 
 def train(
-    model: Qwen3ForCausalLM,
+    model: Any,
     data: Iterator[tuple[Tensor, Tensor]],
     *,
     num_steps: int,
