@@ -120,7 +120,11 @@ def test_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("states", "path", "reason"),
-    [({}, "", ""), ({10: '{"format": 1'}, "", "state.json"), ({10: ""}, "checkpoints/10", "")],
+    [
+        ({}, "", "run"),
+        ({10: '{"format": 1'}, "", "state.json"),
+        ({10: ""}, "checkpoints/10", "state.json"),
+    ],
 )
 def test_run_without_a_complete_checkpoint_is_refused(
     tmp_path: Path, states: dict[int, Any], path: str, reason: str

@@ -70,19 +70,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def find_checkpoint(source: Path) -> tuple[Checkpoint, dict[Path, str]]:
     """Return the checkpoint `source`, or the newest complete one of a run folder with the newer
     broken ones. Raises ValueError if there is none."""
-    if not (source / CHECKPOINTS).is_dir():
+    if (source / STATE).is_file():
         if source.is_symlink():  # `best` may change later
             source = source.parent / source.readlink()
         try:
             return read_checkpoint(source), {}
         except BrokenCheckpoint as error:
-            raise ValueError(
-                f"expected a complete checkpoint or a run folder, got '{source}': {error}"
-            ) from None
+            raise ValueError(f"'{source}' is no complete checkpoint: {error}") from None
     found, broken = newest_checkpoint(source / CHECKPOINTS)
     if found is None:
         reasons = "".join(f"\n{path}: {why}" for path, why in broken.items())
-        raise ValueError(f"'{source}' has no complete checkpoint{reasons}")
+        raise ValueError(
+            f"expected a complete checkpoint or a run folder with one, got '{source}'{reasons}"
+        )
     return found, broken
 
 
