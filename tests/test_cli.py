@@ -37,19 +37,8 @@ def python(*words: str, **environment: str) -> str:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configs that `grpo` would run; the run itself is left out."""
     configs: list[Config] = []
-    modules = {
-        "run": {"run": lambda config, observers, resume: configs.append(config)},
-        "placement": {
-            "resolve_placement": lambda config: config.devices,
-            "describe": lambda devices: f"infer on {devices.infer}\ntrain",
-        },
-        "preflight": {
-            "describe_memory": lambda config, placement: "much memory",
-            "sampling_warnings": lambda config: ["a warning"],
-        },
-    }
-    for name, functions in modules.items():
-        monkeypatch.setitem(sys.modules, f"easyrl.runtime.{name}", SimpleNamespace(**functions))
+    module = SimpleNamespace(run=lambda config, observers, resume: configs.append(config))
+    monkeypatch.setitem(sys.modules, "easyrl.runtime.run", module)
     return configs
 
 
@@ -96,22 +85,19 @@ def test_every_named_flag_reaches_its_key(runs: list[Config]) -> None:
     words += " --train-devices 1-2 --output out --iterations 3 --seed 4 --schedule sync"
     result = call("grpo", *words.split(), "train.learning_rate=1e-6")
     assert result.exit_code == 0, result.output
-    (config,) = runs
-    assert config == load_config(
-        None,
-        {
-            "model.path": "m",
-            "data.dataset": "d.jsonl",
-            "reward.functions": ["exact_match", "r.py:f"],
-            "devices.infer": "0",
-            "devices.train": "1-2",
-            "output.dir": "out",
-            "train.iterations": 3,
-            "runtime.seed": 4,
-            "runtime.schedule": "sync",
-            "train.learning_rate": 1e-6,
-        },
-    )
+    flags = {
+        "model.path": "m",
+        "data.dataset": "d.jsonl",
+        "reward.functions": ["exact_match", "r.py:f"],
+        "devices.infer": "0",
+        "devices.train": "1-2",
+        "output.dir": "out",
+        "train.iterations": 3,
+        "runtime.seed": 4,
+        "runtime.schedule": "sync",
+        "train.learning_rate": 1e-6,
+    }
+    assert runs == [load_config(None, flags)]
 
 
 def test_a_run_resumes_with_its_own_settings_in_its_own_folder(
@@ -121,22 +107,8 @@ def test_a_run_resumes_with_its_own_settings_in_its_own_folder(
     (tmp_path / "config.yaml").write_text(to_commented_yaml(config))
     for words in ((), ("--iterations", "9")):
         assert call("grpo", "--resume", str(tmp_path), *words).exit_code == 0
-    assert [(run.output.dir, run.train.iterations) for run in runs] == [
-        (str(tmp_path), 7),
-        (str(tmp_path), 9),
-    ]
-
-
-def test_dry_run_prints_a_config_file_the_placement_and_the_memory(runs: list[Config]) -> None:
-    result = call("grpo", "--dry-run", "--infer-devices", "cpu:2")
-    assert result.exit_code == 0
-    assert runs == []
-    config = load_config(None, {"devices.infer": "cpu:2"})
-    assert (
-        result.stdout
-        == to_commented_yaml(config)
-        + "\n# model: tiny (built-in)\n# infer on cpu:2\n# train\n#\n# much memory\n# a warning\n"
-    )
+    assert {run.output.dir for run in runs} == {str(tmp_path)}
+    assert [run.train.iterations for run in runs] == [7, 9]
 
 
 def test_no_live_asks_for_plain_lines(runs: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,20 +163,19 @@ def problems(schema: type[BaseModel], error: ValidationError) -> list[str]:
     """pydantic's findings, one line each."""
     found = []
     for details in error.errors(include_url=False):
-        location, value = details["loc"], details["input"]
-        names = [".".join(map(str, location[: n + 1])) for n in range(len(location))] or [""]
-        key = next((name for name in names if name in keys(schema)), None)  # not what is inside it
+        name, value = ".".join(map(str, details["loc"])), details["input"]
+        key = next((key for key in keys(schema) if f"{name}.".startswith(f"{key}.")), None)
         got = json.dumps(plain(value), ensure_ascii=False, default=str)
         if details["type"] == "extra_forbidden":
-            found.append(_unknown(schema, names[-1], value))
+            found.append(_unknown(schema, name, value))
         elif key is not None:
             expected = re.sub(r"^\w+ should (be|have) |^Value error, expected ", "", details["msg"])
             found.append(f"{key}: expected {re.sub(', (got|unable) .*', '', expected)}, got {got}")
         elif details["type"] == "value_error":  # a check of several keys, with a whole message
             found.append(details["msg"].removeprefix("Value error, "))
         else:
-            inside = ", ".join(key for key in keys(schema) if key.startswith(f"{names[-1]}."))
-            found.append(f"{names[-1]}: expected a section with keys ({inside}), got {got}")
+            inside = ", ".join(key for key in keys(schema) if key.startswith(f"{name}."))
+            found.append(f"{name}: expected a section with keys ({inside}), got {got}")
     return found
 
 
