@@ -53,7 +53,8 @@ def open_source(name: str) -> Source:
         rows, lines = _read_lines(path, _csv_rows if match[1] == "csv" else _json_rows)
         return Source(name, rows, lambda row: f"{path}:{lines[row]}")
     if path.is_dir():
-        return _load(name, lambda datasets: _train_split(datasets.load_from_disk(str(path))))
+        split = path / "train" if (path / "dataset_dict.json").is_file() else path
+        return _load(name, lambda datasets: datasets.load_from_disk(str(split)))
     if HUB_ID.fullmatch(name) and not path.exists():
         return open_hub(name)
     raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'{hint(name)}")
@@ -86,15 +87,6 @@ def _load(name: str, load: Callable[[Any], Any], advice: str = "") -> Source:
         why = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise ConfigError(f"{KEY}: '{name}' cannot be loaded: {why}.{advice}") from error
     return Source(name, rows, lambda row: f"{name}, row {row} (counted from 0)")
-
-
-def _train_split(loaded: Any) -> Any:
-    """Return a data set itself, and of several splits `train`."""
-    if not isinstance(loaded, dict):
-        return loaded
-    if "train" not in loaded:
-        raise ValueError(f"there is no split train; use the folder of one of {', '.join(loaded)}")
-    return loaded["train"]
 
 
 def _read_lines(
