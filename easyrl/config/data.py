@@ -29,8 +29,7 @@ class DataConfig(Section):
     """Makes the prompt from the row's columns instead: "Solve: {question}"; {{ and }} are braces.
     Null: the preset's, else none."""
     system_prompt: str | None = None
-    """System message before a prompt without one; it makes a chat of a string. Null: the preset's,
-    else none."""
+    """System message before a prompt without one; it makes a chat of a string. Null: none."""
     chat: bool | None = None
     """Whether a prompt that is a string goes through the model's chat template as a user's message
     or to the model as it is. Null: the preset's, else false unless there is a system_prompt."""

@@ -179,7 +179,7 @@ class TaskRows:
         return {self.prompt_column: prompt.content, **prompt.columns}
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _order(seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
     """Draw the order of an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(length)
