@@ -50,8 +50,7 @@ def test_equal_rewards_have_no_advantage_at_all(scale, value, estimator):
 
 
 @given(
-    st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=16),
-    st.floats(-50, 50, width=32),
+    st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=16), st.floats(-50, 50, width=32)
 )
 def test_advantages_sum_to_zero_and_do_not_move_with_the_rewards(values, shift):
     got = group_advantages(rewards(*values), "none")
