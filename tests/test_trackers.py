@@ -7,7 +7,7 @@ import sys
 import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,61 +16,49 @@ from easyrl import events
 from easyrl.config import load_config
 from easyrl.events import Event, Note
 from easyrl.observe import trackers
-from easyrl.observe.trackers import TRACKERS, Trackers
+from easyrl.observe.trackers import Trackers
 from easyrl.runtime.run_folder import read_lines
 from runs import SMALL, finish
 
 
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A stub in place of wandb; returns its calls."""
-    calls: list[Any] = []
-    stub: Any = ModuleType("wandb")
-    stub.__spec__ = ModuleSpec("wandb", None)
-    run = SimpleNamespace(
-        id="7",
-        log=lambda values, step: calls.append(("log", step)),
-        finish=lambda exit_code: calls.append(("finish", exit_code)),
-    )
+class Wandb(ModuleType):
+    """A stub that records its calls, and raises or hangs in the one that `trouble` names."""
 
-    def init(**arguments: Any) -> Any:
-        calls.append(("init", arguments))
-        return run
+    Settings = dict
+    id = "7"  # of the run, which is the module itself
 
-    stub.init, stub.Settings = init, dict
-    monkeypatch.setitem(sys.modules, "wandb", stub)
-    return calls
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)
+        self.calls: list[Any] = []
+        self.trouble = ""
 
+    def init(self, **arguments: Any) -> Wandb:
+        self._do("init", arguments)
+        return self
 
-class Recorder:
-    """A tracker that records what it is sent, and raises or hangs in the call named `trouble`."""
+    def log(self, values: Any, step: int) -> None:
+        self._do("log", step, values)
 
-    calls: list[tuple[Any, ...]]
-    trouble = ""
+    def finish(self, exit_code: int) -> None:
+        self._do("finish", exit_code)
 
-    @classmethod
-    def start(cls, run: events.RunStarted, config: Any) -> trackers.Tracker:
-        cls.calls = []
-        cls.do("init", run.num_iterations)
-        return lambda values, step: cls.do("log", step, values), lambda code: cls.do("finish", code)
-
-    @classmethod
-    def do(cls, *call: Any) -> None:
-        cls.calls.append(call)
-        if cls.trouble == f"{call[0]} raises":
+    def _do(self, name: str, *arguments: Any) -> None:
+        self.calls.append((name, *arguments))
+        if self.trouble == f"{name} raises":
             raise SystemExit(3)  # as wandb does without a login
-        if cls.trouble == f"{call[0]} hangs":
+        if self.trouble == f"{name} hangs":
             time.sleep(1000)
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
-    monkeypatch.setattr(Recorder, "trouble", "")
-    monkeypatch.setattr(trackers, "TRACKERS", {**TRACKERS, "tensorboard": Recorder.start})
-    return Recorder
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
+    stub = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    return stub
 
 
-def track(folder: Path, kind: str = "tensorboard", num_iterations: int = 0) -> Any:
+def track(folder: Path, kind: str = "wandb", num_iterations: int = 0) -> Any:
     """A tracked run that has started: a function for its next events, and all notes."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     config = load_config(None, {}, [f"output.log_to=[{kind}]"])
@@ -117,7 +105,7 @@ def test_tensorboard_gets_what_metrics_jsonl_gets(tmp_path: Path) -> None:
 
 
 def test_steps_never_decrease_and_evaluations_follow_their_iteration(
-    tmp_path: Path, recorder: type[Recorder]
+    tmp_path: Path, wandb: Wandb
 ) -> None:
     notify, notes = track(tmp_path)
     notify(events.Evaluated(0.0, 0, 0.1, 8, 0.01, num_iterations=0))
@@ -125,8 +113,7 @@ def test_steps_never_decrease_and_evaluations_follow_their_iteration(
         notify(events.Evaluated(0.0, 2 + number, accuracy, 8, 0.02, num_iterations=number + 1))
         notify(finished(number, **{"eval/accuracy": accuracy}))
     notify(events.RunEnded(1, "no more memory"))
-    assert recorder.calls == [
-        ("init", 0),
+    assert wandb.calls[1:] == [
         ("log", 0, {"eval/accuracy": 0.1, "eval/standard_error": 0.01}),
         ("log", 0, {"iteration": 0.0, "reward": 0.0}),
         ("log", 1, {"eval/accuracy": 0.2}),
@@ -136,9 +123,7 @@ def test_steps_never_decrease_and_evaluations_follow_their_iteration(
     assert notes == []
 
 
-def test_resumed_run_replaces_what_came_after_its_checkpoint(
-    tmp_path: Path, wandb: list[Any]
-) -> None:
+def test_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path, wandb: Wandb) -> None:
     """Two iterations, a kill, and a resume from the checkpoint after the first."""
     folder = tmp_path / "run"
     for first, rewards in ((0, (1.0, 2.0)), (1, (3.0, 4.0))):
@@ -149,12 +134,10 @@ def test_resumed_run_replaces_what_came_after_its_checkpoint(
         assert notes == []
         time.sleep(1.1)  # TensorBoard's files are named by the second
     assert scalars(folder)["reward"] == [(0, 1.0), (1, 3.0), (2, 4.0)]
-    inits = [arguments for name, arguments in wandb if name == "init"]
+    inits = [call[1] for call in wandb.calls if call[0] == "init"]
     assert [arguments["id"] for arguments in inits] == [None, "7"]
     assert (inits[0]["project"], inits[0]["name"]) == ("easyrl", "run")
     assert inits[0]["config"]["data"]["dataset"] == "arithmetic"
-    others = [call for call in wandb if call[0] != "init"]
-    assert others == [("log", 0), ("log", 1), ("finish", 0), ("log", 1), ("log", 2), ("finish", 0)]
 
 
 def test_missing_tracker_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,17 +150,17 @@ def test_missing_tracker_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPa
     "trouble", ["init raises", "log raises", "finish raises", "log hangs", "finish hangs"]
 )
 def test_tracker_in_trouble_is_disabled_with_one_warning(
-    tmp_path: Path, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch, trouble: str
+    tmp_path: Path, wandb: Wandb, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    monkeypatch.setattr(recorder, "trouble", trouble)
     monkeypatch.setattr(trackers, "END_SECONDS", 1.0)
+    wandb.trouble = trouble
     notify, notes = track(tmp_path)
     for iteration in range(3):
         notify(finished(iteration))
         time.sleep(0.05)
     notify(events.RunEnded(0, ""))
-    assert len(notes) == 1 and "tensorboard" in notes[0].text
-    assert [call[0] for call in recorder.calls].count(trouble.partition(" ")[0]) == 1
+    assert len(notes) == 1 and "wandb" in notes[0].text
+    assert [call[0] for call in wandb.calls].count(trouble.partition(" ")[0]) == 1
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio", "mlflow"])

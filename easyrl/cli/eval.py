@@ -70,7 +70,6 @@ def samples(
     limit: Annotated[int | None, Option(min=1, help="At most this many.")] = None,
 ) -> None:
     """Page through prompts, completions, rewards and advantages."""
-    from easyrl.observe.samples import Wanted, parse_iterations, show_samples
+    from easyrl.observe.samples import show_samples
 
-    iterations = None if iteration is None else parse_iterations(iteration)
-    show_samples(folder, Wanted(min_reward, max_reward, iterations, limit))
+    show_samples(folder, min_reward, max_reward, iteration, limit)

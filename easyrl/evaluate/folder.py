@@ -21,7 +21,8 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError, to_commented_yaml
 from easyrl.evaluate.figures import Evaluation, Lines, rewards_of
-from easyrl.runtime.run_folder import finite, lock_folder
+from easyrl.observe.watch import GrowingFile
+from easyrl.runtime.run_folder import finite, folder_of, lock_folder
 
 PROGRESS, SAMPLES, RESULTS = "progress.json", "samples.jsonl", "eval.json"
 KEY = "output.dir (--output)"
@@ -36,7 +37,7 @@ class EvalFolder:
         `settings`: what must not change once a problem is answered, by the keys that users know.
         Raises ConfigError if it changed, or if the folder is not one of an evaluation.
         """
-        self.path = folder_of(config)
+        self.path = folder_of(config, "eval-")
         self.model = self.path / "model"
         self._asked_model, self._settings = config.model.path, settings
         before = _read_progress(self.path)
@@ -83,7 +84,7 @@ class EvalFolder:
         answers: dict[str, Lines] = {}
         lines: list[Mapping[str, Any]] = []
         complete_bytes = 0
-        for end, line in _whole_lines(self.path / SAMPLES):
+        for end, line in _read_samples(self.path / SAMPLES):
             lines.append(line)
             if len(lines) == num_samples:
                 answers[line["problem"]] = lines
@@ -118,18 +119,11 @@ class EvalFolder:
         new.replace(self.path / name)
 
 
-def folder_of(config: Config) -> Path:
-    if config.output.dir is not None:
-        return Path(config.output.dir).expanduser()
-    task = "+".join(Path(name).stem for name in config.data.datasets)
-    return Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-eval-{task}")
-
-
 def converted_model(config: Config) -> tuple[Path, dict[str, Any]] | None:
     """The model that an unfinished evaluation has converted its checkpoint or adapter into, and the
     `path` and `files` that identify what it was made of. None if there is none, or if the command
     asks for another model. The training run may have continued since."""
-    folder = folder_of(config)
+    folder = folder_of(config, "eval-")
     progress = _read_progress(folder)
     if progress is None or progress.get("model") != config.model.path:
         return None
@@ -150,7 +144,7 @@ def read_evaluation(path: Path) -> Evaluation:
             + ". To evaluate a training run: easyrl eval --model RUN"
         )
     answers: dict[str, list[Mapping[str, Any]]] = {}
-    for _, line in _whole_lines(samples):
+    for _, line in _read_samples(samples):
         answers.setdefault(line["problem"], []).append(line)
     num_samples = max(map(len, answers.values()), default=0)
     scored = {
@@ -166,25 +160,18 @@ def read_evaluation(path: Path) -> Evaluation:
     return Evaluation(path, model, scored)
 
 
-def _whole_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The complete lines of a `samples.jsonl` without their completions, each with the offset of
-    its end in bytes. Raises ConfigError for a line that is not one of an evaluation."""
-    end = 0
-    with file.open("rb") as content:
-        for number, text in enumerate(content, start=1):
-            if not text.endswith(b"\n"):
-                return
-            try:
-                line = json.loads(text)
-                line["problem"], line["reward"], line["length"]
-            except (ValueError, KeyError, TypeError):
-                raise ConfigError(
-                    f"{file}:{number}: expected a line of an evaluation (problem, reward, length)"
-                ) from None
-            line.pop("completion", None)
-            line["prompt"] = str(line.get("prompt"))[:PROMPT_CHARACTERS]
-            end += len(text)
-            yield end, line
+def _read_samples(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The lines of a `samples.jsonl` without their completions, each with the offset of its end in
+    bytes. Raises ConfigError if it is not that of an evaluation."""
+    lines = GrowingFile(file)
+    for line in lines.read():
+        if not isinstance(line, dict) or not line.keys() >= {"problem", "reward", "length"}:
+            raise ConfigError(
+                f"'{file}': expected the samples of an evaluation (problem, reward, length), got "
+                f"{str(line)[:PROMPT_CHARACTERS]}"
+            )
+        prompt = str(line.get("prompt"))[:PROMPT_CHARACTERS]
+        yield lines.offset, {**line, "prompt": prompt, "completion": ""}
 
 
 def _read_progress(folder: Path) -> dict[str, Any] | None:

@@ -15,10 +15,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from rich.console import Console
@@ -30,54 +28,54 @@ from easyrl.observe.watch import GrowingFile
 
 SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion
+NEEDED = {"prompt_index", "prompt", "completion", "reward"}
 Line = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which samples to show; None: all."""
+def show_samples(
+    folder: Path,
+    min_reward: float | None,
+    max_reward: float | None,
+    iteration: str | None,
+    limit: int | None,
+) -> None:
+    """Page through the samples of a folder. Raises ValueError if there are none of this kind.
 
-    min_reward: float | None = None
-    max_reward: float | None = None
-    iterations: tuple[int, int] | None = None  # the first and the last, counted from 1
-    limit: int | None = None
-
-    def takes(self, line: Line) -> bool:
-        reward = math.nan if line["reward"] is None else line["reward"]
-        first, last = self.iterations or (-1, math.inf)
-        return (
-            (self.min_reward is None or reward >= self.min_reward)
-            and (self.max_reward is None or reward <= self.max_reward)
-            and (self.iterations is None or first <= line.get("iteration", -1) + 1 <= last)
+    `iteration`: `3` or `3-5`, counted from 1.
+    """
+    numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", iteration or "0")
+    oldest, newest = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
+    if iteration is not None and not 1 <= oldest <= newest:
+        raise ValueError(
+            f"--iteration: expected a number from 1, or a range like 3-5, got '{iteration}'"
         )
-
-
-def parse_iterations(text: str) -> tuple[int, int]:
-    """Parse `3` or `3-5`. Raises ValueError for anything else."""
-    if found := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
-        first, last = int(found[1]), int(found[2] or found[1])
-        if 1 <= first <= last:
-            return first, last
-    raise ValueError(f"--iteration: expected a number from 1, or a range like 3-5, got '{text}'")
-
-
-def show_samples(folder: Path, wanted: Wanted) -> None:
-    """Page through the samples of a folder. Raises ValueError if there are none of this kind."""
     file = folder / SAMPLES
     if not file.is_file():
         what = f"has no {SAMPLES}" if folder.is_dir() else "is no folder"
         raise ValueError(
             f"'{folder}' {what}; expected the folder of an `easyrl grpo` or `easyrl eval`"
         )
-    # Other lines are skipped: two halves of a line can meet after the disk was full.
-    lines = filter(wanted.takes, filter(_is_sample, GrowingFile(file).read()))
+
+    def is_wanted(line: Any) -> bool:
+        # Other lines are skipped: two halves of a line can meet after the disk was full.
+        if not isinstance(line, dict) or not line.keys() >= NEEDED:
+            return False
+        reward = math.nan if line["reward"] is None else line["reward"]
+        return (
+            isinstance(reward, (int, float))
+            and (min_reward is None or reward >= min_reward)
+            and (max_reward is None or reward <= max_reward)
+            and (iteration is None or oldest <= line.get("iteration", -1) + 1 <= newest)
+        )
+
+    lines = filter(is_wanted, GrowingFile(file).read())
     first = next(lines, None)
     if first is None:
         raise ValueError(
             f"'{file}' has no such sample yet; try again later, or change --min-reward, "
             "--max-reward or --iteration"
         )
-    texts = _texts(islice(chain([first], lines), wanted.limit))
+    texts = _texts(islice(chain([first], lines), limit))
     words = shlex.split(os.environ.get("PAGER") or "less")
     if sys.stdout.isatty() and shutil.which(words[0]) is not None:
         _page(texts, words)
@@ -95,13 +93,6 @@ def _page(texts: Iterator[str], words: list[str]) -> None:
     with contextlib.suppress(BrokenPipeError), pager:  # it may be left early
         assert pager.stdin is not None
         pager.stdin.writelines(texts)
-
-
-def _is_sample(line: Any) -> bool:
-    needed = {"prompt_index", "prompt", "completion", "reward"}
-    if not isinstance(line, dict) or not needed <= line.keys():
-        return False
-    return isinstance(line["reward"], (int, float, NoneType))
 
 
 def _texts(lines: Iterator[Line]) -> Iterator[str]:

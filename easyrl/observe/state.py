@@ -122,7 +122,7 @@ class RunState:
     ended: events.RunEnded | None = None
     newest: float = 0.0  # the latest time in any event
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:  # noqa: PLR0912  one case per event
         self.newest = max(self.newest, _time_of(event))
         if not isinstance(event, events.NoEvents):
             self.warning = ""
@@ -138,21 +138,16 @@ class RunState:
                 self.rewards.clear()
                 self.accuracies = dict(accuracies)
                 self._add_iterations(metrics)
-            case FromWorker(worker, time, worker_event):
-                self._apply_worker(self.workers.get(worker), time, worker_event)
-            case events.Note(text):
-                self.note = text
-            case events.NoEvents(_, warning):
-                self.warning = warning or self.warning
-            case events.RunFinished(_, summary):
-                self.summary = summary
-            case events.RunEnded():
-                self.ended = event
-            case _:
-                self._apply_phase(event)
-
-    def _apply_phase(self, event: Event) -> None:
-        match event:
+            case FromWorker(name, time, events.Starting(what)) if name in self.workers:
+                self.workers[name].phase, self.workers[name].phase_started = what, time
+            case FromWorker(name, _, events.Ready()) if name in self.workers:
+                self.workers[name].phase = ""
+            case FromWorker(name, _, Activity() as activity) if name in self.workers:
+                self.workers[name].add(activity)
+            case FromWorker(event=events.GroupScored() as group):
+                self._add_group(group)
+            case FromWorker(event=events.PromptEvaluated()):
+                self.num_answered += 1
             case events.EvaluationStarted():
                 self.iteration, self.evaluation, self.num_answered = None, event, 0
             case events.Evaluated(accuracy=accuracy, num_iterations=number):
@@ -168,28 +163,25 @@ class RunState:
                 self.round = round_
             case events.IterationFinished(_, metrics):
                 self._add_iterations([metrics])
-            case events.Stopping(_, what):
-                self.stopping = what
             case events.SavingModel(time):
                 self.iteration, self.saving_since = None, time
+            case events.Stopping(_, what):
+                self.stopping = what
+            case events.Note(text):
+                self.note = text
+            case events.NoEvents(_, warning):
+                self.warning = warning or self.warning
+            case events.RunFinished(_, summary):
+                self.summary = summary
+            case events.RunEnded():
+                self.ended = event
 
-    def _apply_worker(
-        self, worker: WorkerState | None, time: float, event: events.WorkerEvent
-    ) -> None:
-        match event:
-            case events.Starting() | events.Ready() if worker is not None:
-                worker.phase, worker.phase_started = getattr(event, "what", ""), time
-            case Activity() if worker is not None:
-                worker.add(event)
-            case events.GroupScored(errors=errors):
-                if errors:
-                    self.note = errors[-1].splitlines()[0]
-                if not event.is_rejected:
-                    self.num_groups += 1
-                    if event.samples:
-                        self.sample = sample_line(event, event.samples[-1])
-            case events.PromptEvaluated():
-                self.num_answered += 1
+    def _add_group(self, group: events.GroupScored) -> None:
+        if group.errors:
+            self.note = group.errors[-1].splitlines()[0]
+        self.num_groups += not group.is_rejected
+        if group.samples and not group.is_rejected:
+            self.sample = sample_line(group, group.samples[-1])
 
     def _add_iterations(self, lines: Iterable[Mapping[str, Any]]) -> None:
         for line in lines:

@@ -92,7 +92,8 @@ class GrowingFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._inode = self._offset = 0
+        self.offset = 0  # the end of the newest line, in bytes
+        self._inode = 0
         self._newest = b"\0"  # the newest line, without its end
 
     def read(self, is_due: Callable[[Any], bool] = lambda line: True) -> Iterator[Any]:
@@ -103,21 +104,21 @@ class GrowingFile:
             return
         with file:
             inode = os.fstat(file.fileno()).st_ino
-            if self._offset and inode != self._inode:
+            if self.offset and inode != self._inode:
                 before, newest, _ = file.read().rpartition(self._newest)
-                self._offset = len(before) + len(newest)
+                self.offset = len(before) + len(newest)
             self._inode = inode
-            file.seek(self._offset)
+            file.seek(self.offset)
             while (text := file.readline()).endswith(b"\n"):
                 stripped = text.strip(b",\r\n ")
                 try:
                     line = json.loads(stripped)
                 except (ValueError, RecursionError):  # the brackets, a line that was cut off
-                    self._offset += len(text)
+                    self.offset += len(text)
                     continue
                 if not is_due(line):
                     return
-                self._offset += len(text)
+                self.offset += len(text)
                 self._newest = stripped
                 yield line
 

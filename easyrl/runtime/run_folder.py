@@ -200,12 +200,12 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def folder_of(config: Config) -> Path:
-    """Return the path of the run folder: output.dir, or a new name."""
+def folder_of(config: Config, kind: str = "") -> Path:
+    """Return the path of the run folder: output.dir, or a new name with `kind` in it."""
     if config.output.dir:
         return Path(config.output.dir).expanduser()
     task = "+".join(Path(name).stem for name in config.data.datasets)
-    path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{task}")
+    path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{kind}{task}")
     numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
     return next(each for each in chain([path], numbered) if not each.exists())
 
