@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from easyrl import events
 from easyrl.config import Config
 from easyrl.events import Activity, Event, FromWorker, GroupScored, Sample, Span, UnderWay
+from easyrl.observe.state import RunState
 
 METRICS = {
     "iteration": 0,
@@ -75,3 +77,10 @@ def run_events(folder: Path, config: Config) -> list[Event]:
         events.RunFinished(t + 73, {"iterations": 1}),
         events.RunEnded(0, ""),
     ]  # fmt: skip
+
+
+def state_of(run: Iterable[Event]) -> RunState:
+    state = RunState()
+    for event in run:
+        state.apply(event)
+    return state

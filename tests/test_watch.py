@@ -24,7 +24,7 @@ from easyrl.observe.state import RunState
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.watch import GrowingFile, RunFiles, follow, watch
 from easyrl.runtime.run_folder import RunFolder, lock_folder
-from run_events import METRICS, active, group, run_events
+from run_events import METRICS, active, group, run_events, state_of
 from runs import SMALL, Finished, start
 from terminals import Terminal, after_the_view
 
@@ -47,13 +47,6 @@ def write(folder: RunFolder, run: Sequence[Event]) -> None:
     notify = writer(folder)
     for event in run:
         notify(event)
-
-
-def state_of(found: Iterator[Event] | Sequence[Event]) -> RunState:
-    state = RunState()
-    for event in found:
-        state.apply(event)
-    return state
 
 
 def summary_of(state: RunState) -> dict[str, object]:

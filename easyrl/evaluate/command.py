@@ -64,6 +64,7 @@ REPORT_SECONDS = 1.0  # minimum time between two progress reports
 @dataclass(frozen=True, slots=True)
 class Plan:
     config: Config  # its section `data` says where the problems are
+    worker_config: Config  # the same as if training sampled this way
     source: ModelSource
     model: Mapping[str, Any]  # what is evaluated: `path`, and `files`, its identity
     problems: Mapping[str, Prompt]  # by id
@@ -74,10 +75,6 @@ class Plan:
     @property
     def dataset_identity(self) -> str:
         return identity_of(list(self.problems))
-
-    @property
-    def worker_config(self) -> Config:
-        return _with_sampling(self.config, self.sampling)
 
     def settings(self) -> Mapping[str, Any]:
         """What must not change when the evaluation continues, by the keys that users know."""
@@ -136,7 +133,12 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     files = read_model_files(source.base)
     problems = problems_of(open_prompts(config, is_trained=False), config)
     sampling = Sampling.of_evaluation(config.eval, config.rollout, eval_sampling(config.data))
-    sampled = _with_sampling(config, sampling)
+    # Rewards depend on the number and length of completions.
+    update = {
+        "num_generations": sampling.num_samples,
+        "max_completion_length": sampling.max_completion_length,
+    }
+    sampled = config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
     check_positions(sampled, files, section="eval")
     check_rewards(sampled, problems.prompts[0])
     skipped = too_long_prompts(
@@ -146,20 +148,11 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
     placement = _fit_memory(sampled, placement, files)
     by_id = dict(zip(problem_ids(prompts), prompts, strict=True))
-    return Plan(config, source, model, by_id, sampling, placement, len(skipped))
+    return Plan(config, sampled, source, model, by_id, sampling, placement, len(skipped))
 
 
 def _with_model(config: Config, path: str) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-
-
-def _with_sampling(config: Config, sampling: Sampling) -> Config:
-    """As if training sampled this way: rewards depend on the number and length of completions."""
-    update = {
-        "num_generations": sampling.num_samples,
-        "max_completion_length": sampling.max_completion_length,
-    }
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
 
 
 def _fit_memory(config: Config, placement: Placement, files: ModelFiles) -> Placement:
@@ -305,11 +298,11 @@ def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvalua
     """A line of `samples.jsonl` for each sample of a problem."""
     names = reward_names(plan.config)
     expected = prompt.columns.get(plan.config.reward.answer_column)
-    # [S][functions]; empty if a reward call failed
-    by_sample = list(zip(*answer.rewards_by_function, strict=True))
+    # No function has rewards if a reward call failed.
+    by_function = answer.rewards_by_function or [[None] * len(answer.rewards)] * len(names)
     lines = []
     for number, completion in enumerate(answer.completions):
-        scores = by_sample[number] if by_sample else [None] * len(names)
+        scores = [rewards[number] for rewards in by_function]
         line = {
             "problem": problem,
             "prompt_index": answer.prompt_index,

@@ -81,12 +81,10 @@ def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]
     correct = is_correct(rewards, correct_reward)
     accuracy, error = accuracy_of(answers, correct_reward)
     reward, reward_error = mean_and_error(rewards.mean(axis=1))
-    by_function: dict[str, list[float]] = {}
-    for lines in answers:
-        for line in lines if None not in [line["reward"] for line in lines] else []:
-            for name, score in line["rewards"].items():
-                if score is not None:  # None: the function does not apply
-                    by_function.setdefault(name, []).append(score)
+    scored = [line["rewards"] for lines in answers if len(rewards_of([lines])) for line in lines]
+    by_function = {  # None: the function does not apply
+        name: [scores[name] for scores in scored if scores[name] is not None] for name in scored[0]
+    }
     return {
         "accuracy": accuracy,
         "standard_error": error,
@@ -94,7 +92,7 @@ def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]
         "avg_at_k": {str(k): v for k, v in enumerate(avg_at_every_k(correct), start=1)},
         "reward": reward,
         "reward_standard_error": reward_error,
-        "rewards": {name: float(np.mean(scores)) for name, scores in by_function.items()},
+        "rewards": {name: float(np.mean(all_)) for name, all_ in by_function.items() if all_},
         **of_samples,
     }
 
