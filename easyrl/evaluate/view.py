@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -96,8 +96,36 @@ class EvalView:
             self.say(f"{num_done}/{self._num_problems}  {figures}  ETA {clock(remaining)}")
 
     def show_results(self, folder: Path, results: Mapping[str, Any]) -> None:
+        """Print the figures of an `eval.json`."""
         self._close()
-        say_rich(result_table(results))
+        table = _grid()
+        table.add_row("accuracy", with_error(results["accuracy"], results["standard_error"]))
+        for name in ("pass_at_k", "avg_at_k"):
+            values = results.get(name, {})
+            if len(values) > 1:
+                ks = [k for k in values if int(k).bit_count() == 1 or k == list(values)[-1]]
+                by_k = "  ".join(f"{k}: {values[k]:.3f}" for k in ks)  # all k are in eval.json
+                table.add_row(name.replace("_at_", "@"), by_k)
+        if results["accuracy"] is not None:
+            reward = with_error(results["reward"], results["reward_standard_error"])
+            table.add_row("mean reward", reward)
+        if len(results.get("rewards", {})) > 1:
+            means = "  ".join(f"{name}: {mean:.3f}" for name, mean in results["rewards"].items())
+            table.add_row("  per function", Text(means))
+        problems = f"{results['num_problems']}, {_sampling(results)}"
+        if results["num_skipped"]:
+            problems += f"; {results['num_skipped']} more with a failed reward call"
+        if results["num_too_long"]:
+            problems += f"; {results['num_too_long']} more skipped as too long"
+        table.add_row("problems", problems)
+        table.add_row("mean length", f"{results['mean_completion_length']:.1f} tokens")
+        table.add_row("truncated", f"{results['truncated_share']:.1%}")
+        table.add_row(
+            "speed",
+            f"{results['completion_tokens']:,} tokens in {results['wall_seconds']:.1f} s, "
+            f"{shown(results['tokens_per_second'], ',.0f')} tokens/s",
+        )
+        say_rich(table)
         say_rich(Text(f"in {folder}: eval.json, samples.jsonl", style="dim"))
 
     def end(self, exit_code: int, message: str) -> None:
@@ -114,38 +142,6 @@ class EvalView:
     def _close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-def result_table(results: Mapping[str, Any]) -> RenderableType:
-    """The figures of an `eval.json`."""
-    table = _grid()
-    table.add_row("accuracy", with_error(results["accuracy"], results["standard_error"]))
-    for name in ("pass_at_k", "avg_at_k"):
-        values = results.get(name, {})
-        if len(values) > 1:
-            ks = [k for k in values if int(k).bit_count() == 1 or k == list(values)[-1]]
-            by_k = "  ".join(f"{k}: {values[k]:.3f}" for k in ks)  # all k are in eval.json
-            table.add_row(name.replace("_at_", "@"), by_k)
-    if results["accuracy"] is not None:
-        reward = with_error(results["reward"], results["reward_standard_error"])
-        table.add_row("mean reward", reward)
-    if len(results.get("rewards", {})) > 1:
-        means = "  ".join(f"{name}: {mean:.3f}" for name, mean in results["rewards"].items())
-        table.add_row("  per function", Text(means))
-    problems = f"{results['num_problems']}, {_sampling(results)}"
-    if results["num_skipped"]:
-        problems += f"; {results['num_skipped']} more with a failed reward call"
-    if results["num_too_long"]:
-        problems += f"; {results['num_too_long']} more skipped as too long"
-    table.add_row("problems", problems)
-    table.add_row("mean length", f"{results['mean_completion_length']:.1f} tokens")
-    table.add_row("truncated", f"{results['truncated_share']:.1%}")
-    table.add_row(
-        "speed",
-        f"{results['completion_tokens']:,} tokens in {results['wall_seconds']:.1f} s, "
-        f"{shown(results['tokens_per_second'], ',.0f')} tokens/s",
-    )
-    return table
 
 
 def show_comparison(
