@@ -173,14 +173,10 @@ def _core_sharing(board: IdleBoard, placement: Placement, role: str, number: int
     if role == "rollout" and placement.engine.name == "vllm":
         return CoreSharing(board, owner_id, shared=())
     other = "train" if role == "rollout" else "rollout"
-    every = range(number, placement.num_workers(other), placement.num_workers(role))
+    first = owner_id_of(placement, other, 0)
     shared = tuple(
-        SharedCores(
-            owner_id_of(placement, other, each),
-            placement.num_threads,
-            placement.cores_of(other, each),
-        )
-        for each in every
+        SharedCores(first + each, placement.num_threads, placement.cores_of(other, each))
+        for each in range(number, placement.num_workers(other), placement.num_workers(role))
     )
     return CoreSharing(board, owner_id, shared)
 

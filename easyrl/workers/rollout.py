@@ -229,41 +229,40 @@ class RolloutWorker:
         a group is delivered like all others. Its advantages are exactly 0, so it has no gradient,
         but its completions count in the loss's denominator.
         """
-        key = cast(Key, scored.key)
-        (finished, started), indexed = self._being_scored.pop(key), self._prompts.pop(key)
+        kind, number, _ = key = cast(Key, scored.key)
+        finished, started = self._being_scored.pop(key)
+        group_index, prompt = self._prompts.pop(key)
         self.timeline.add("score", started)
         rewards = np.zeros(len(finished.completions), dtype=np.float32)
         shown = [math.nan] * len(rewards)
         if scored.scores is not None:
             rewards = combine(scored.scores, self.reward_weights)
             shown = rewards.tolist()
-        if key[0] == EVALUATE:
-            with_texts = self._evaluates_with_texts
-            self.control.send(
-                events.PromptEvaluated(
-                    key[1],
-                    indexed[1].index,
-                    shown,
-                    scored.scores or (),
-                    [len(completion.token_ids) for completion in finished.completions],
-                    [completion.finish_reason == "length" for completion in finished.completions],
-                    prompt=_as_text(indexed[1].content) if with_texts else None,
-                    completions=self._texts(finished) if with_texts else (),
-                    errors=scored.errors,
-                )
+        if kind == EVALUATE:
+            with_texts, completions = self._evaluates_with_texts, finished.completions
+            answer = events.PromptEvaluated(
+                number,
+                prompt.index,
+                shown,
+                scored.scores or (),
+                [len(completion.token_ids) for completion in completions],
+                [completion.finish_reason == "length" for completion in completions],
+                prompt=_as_text(prompt.content) if with_texts else None,
+                completions=self._texts(finished) if with_texts else (),
+                errors=scored.errors,
             )
+            self.control.send(answer)
             return
-        group = self._make_group(key[1], indexed, finished, rewards)
+        group = self._make_group(number, group_index, prompt.index, finished, rewards)
         has_equal_rewards = bool((rewards == rewards[0]).all())
-        is_unwanted = scored.scores is None or (
-            self.config.algorithm.dynamic_sampling and has_equal_rewards
-        )
+        replaces_equal = self.config.algorithm.dynamic_sampling
+        is_unwanted = scored.scores is None or (replaces_equal and has_equal_rewards)
         is_rejected = is_unwanted and not self._is_last_round
-        is_sample = group.group_index < SAMPLE_GROUPS and not is_rejected
+        is_sample = group_index < SAMPLE_GROUPS and not is_rejected
         report = events.GroupScored(
-            iteration=group.iteration,
-            group_index=group.group_index,
-            prompt_index=group.prompt_index,
+            iteration=number,
+            group_index=group_index,
+            prompt_index=prompt.index,
             rewards=shown,
             rewards_by_function=scored.scores or [],
             completion_lengths=group.completion_lengths.tolist(),
@@ -274,15 +273,15 @@ class RolloutWorker:
             is_unwanted=is_unwanted,
             is_rejected=is_rejected,
             logged=scored.metrics,
-            prompt=_as_text(indexed[1].content) if is_sample else None,
+            prompt=_as_text(prompt.content) if is_sample else None,
             samples=[
                 events.Sample(
                     text,
-                    shown[number],
-                    float(group.advantages[number]),
-                    {name: values[number] for name, values in scored.columns.items()},
+                    shown[index],
+                    float(group.advantages[index]),
+                    {name: values[index] for name, values in scored.columns.items()},
                 )
-                for number, text in enumerate(self._texts(finished))
+                for index, text in enumerate(self._texts(finished))
             ]
             if is_sample
             else (),
@@ -293,16 +292,20 @@ class RolloutWorker:
             self._outbox.append((group, report))
 
     def _make_group(
-        self, iteration: int, indexed: IndexedPrompt, finished: FinishedGroup, rewards: Float32
+        self,
+        iteration: int,
+        group_index: int,
+        prompt_index: int,
+        finished: FinishedGroup,
+        rewards: Float32,
     ) -> RolloutGroup:
-        group_index, prompt = indexed
         algorithm, completions = self.config.algorithm, finished.completions
         tokens = np.concatenate([completion.token_ids for completion in completions])
         return RolloutGroup(
             iteration=iteration,
             policy_version=self.policy_version,
             group_index=group_index,
-            prompt_index=prompt.index,
+            prompt_index=prompt_index,
             prompt_ids=np.array(finished.request.prompt_ids, dtype=np.int32),
             completion_lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int32),
             completion_ids=tokens,
