@@ -28,7 +28,6 @@ from typer.testing import CliRunner
 from easyrl import cli, events
 from easyrl.engines.base import FinishedGroup, GroupRequest, check_request
 from easyrl.model.files import load_tokenizer
-from easyrl.runtime import supervisor
 from easyrl.runtime.supervisor import Worker, WorkerFailure
 from easyrl.types import Completion
 from easyrl.workers.rollout import RolloutWorker, sampling_settings
@@ -162,7 +161,7 @@ def use_scripted_engine(
         return tokenizer, ScriptedEngine(worker, tokenizer, texts)
 
     monkeypatch.setattr(RolloutWorker, "_load", load)
-    monkeypatch.setattr(supervisor, "Supervisor", ThreadSupervisor)
+    monkeypatch.setattr("easyrl.evaluate.command.Supervisor", ThreadSupervisor)
 
 
 Answers = Sequence[tuple[str, str, int]]
