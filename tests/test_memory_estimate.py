@@ -227,7 +227,7 @@ def test_estimated_kv_cache_equals_the_allocated_one() -> None:
     while engine.has_work:
         engine.step()
     cache = engine._cache
-    assert counted == sum(tensor.nbytes for tensor in cache.keys + cache.values)
+    assert counted == sum(tensor.nbytes for layer in cache.layers for tensor in layer)
 
 
 def test_sizes_of_unusual_models_are_read() -> None:

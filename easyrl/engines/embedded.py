@@ -30,7 +30,7 @@ from easyrl.types import Completion, Float32, Float64, Int32
 @dataclass
 class _Group:
     request: GroupRequest
-    prompt: PromptCache = field(default_factory=PromptCache)
+    prompt: PromptCache = field(default_factory=list)
     num_started: int = 0
     completions: dict[int, Completion] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class _Group:
         """Free the prompt's keys and values once all sequences have started."""
         self.num_started += count
         if self.num_started == self.request.num_generations:
-            self.prompt = PromptCache()
+            self.prompt = []
 
 
 @dataclass(slots=True)

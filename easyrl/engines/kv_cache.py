@@ -12,7 +12,6 @@ sequence that fits a row, L the longest active one, P prompt tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,13 +19,8 @@ from torch import Tensor
 from easyrl.model.attention_kernels import AttentionSettings
 from easyrl.model.shared_prompt import SharedPrompt
 
-
-@dataclass
-class PromptCache:
-    """Keys and values of one prompt, per layer: 2 x [Hkv, P, D]."""
-
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+PromptCache = list[tuple[Tensor, Tensor]]
+"""Keys and values of one prompt, per layer: 2 x [Hkv, P, D]."""
 
 
 class KVCache:
@@ -35,23 +29,26 @@ class KVCache:
     def __init__(self, num_rows: int, max_length: int) -> None:
         self.num_rows = num_rows
         self.max_length = max_length
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.layers: list[tuple[Tensor, Tensor]] = []
 
     def allocate(self, key: Tensor, value: Tensor) -> None:
         """Add a layer with the shape and dtype of key and value: 2 x [T, Hkv, D]."""
-        for tensors, reference in ((self.keys, key), (self.values, value)):
-            heads, size = reference.shape[1:]
-            tensors.append(reference.new_zeros(self.num_rows, heads, self.max_length, size))
+        keys, values = (
+            x.new_zeros(self.num_rows, x.shape[1], self.max_length, x.shape[2])
+            for x in (key, value)
+        )
+        self.layers.append((keys, values))
 
     def start_rows(self, rows: Tensor, prompt: PromptCache) -> None:
         """Copy the prompt into `rows` [s]."""
-        for cache, kept in zip(self.keys + self.values, prompt.keys + prompt.values, strict=True):
-            cache[rows, :, : kept.shape[1]] = kept
+        for layer, of_prompt in zip(self.layers, prompt, strict=True):
+            for cache, kept in zip(layer, of_prompt, strict=True):
+                cache[rows, :, : kept.shape[1]] = kept
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        for cache in self.keys + self.values:
-            cache[target, :, :length] = cache[source, :, :length]
+        for layer in self.layers:
+            for cache in layer:
+                cache[target, :, :length] = cache[source, :, :length]
 
 
 class StepLayout:
@@ -62,7 +59,7 @@ class StepLayout:
     ) -> None:
         """`positions` [n]: the position of each active row's new token; `longest`: L."""
         self.cache = cache
-        self.prompts = [PromptCache() for _ in prompt_lengths]
+        self.prompts: list[PromptCache] = [[] for _ in prompt_lengths]
         self._num_decode = len(positions)
         self._positions = positions
         self._rows = torch.arange(self._num_decode, device=positions.device)
@@ -77,21 +74,23 @@ class StepLayout:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        if settings.layer == len(self.cache.keys):
+        if settings.layer == len(self.cache.layers):
             self.cache.allocate(key, value)
         n = self._num_decode
         outputs = []
         if n:
             outputs.append(self._decode(query[:n], key[:n], value[:n], settings))
         if self._packed is not None:
-            self._keep_prompts(key[n:], value[n:])
+            parts = (torch.split(x[n:], self._prompt_lengths) for x in (key, value))
+            for prompt, k, v in zip(self.prompts, *parts, strict=True):
+                prompt.append((k.transpose(0, 1), v.transpose(0, 1)))
             outputs.append(self._packed.attend(query[n:], key[n:], value[n:], settings))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        keys, values = self.cache.keys[settings.layer], self.cache.values[settings.layer]
+        keys, values = self.cache.layers[settings.layer]
         keys[self._rows, :, self._positions] = key
         values[self._rows, :, self._positions] = value
         n, length = self._num_decode, self._longest
@@ -121,10 +120,3 @@ class StepLayout:
             bias.masked_fill_(hidden, float("-inf"))
             self._biases[key] = bias.repeat_interleave(heads, dim=0)[:, None, :]
         return self._biases[key]
-
-    def _keep_prompts(self, key: Tensor, value: Tensor) -> None:
-        keys = torch.split(key, self._prompt_lengths)
-        values = torch.split(value, self._prompt_lengths)
-        for prompt, k, v in zip(self.prompts, keys, values, strict=True):
-            prompt.keys.append(k.transpose(0, 1))
-            prompt.values.append(v.transpose(0, 1))
