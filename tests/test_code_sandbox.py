@@ -189,6 +189,6 @@ def test_killed_reward_process_takes_the_program_with_it(surroundings: Surroundi
 
 @needs_bwrap
 def test_sandbox_that_does_not_start_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_runner_source", lambda: "raise SystemExit('broken')")
+    monkeypatch.setattr(sandbox.inspect, "getsource", lambda _: "raise SystemExit('broken')")
     with pytest.raises(SandboxError, match="broken"):
         sandbox.run({"kind": "stdin", "program": "print(1)", "tests": [""]}, "bwrap", 5)

@@ -14,7 +14,6 @@ import re
 import resource
 import time
 from collections.abc import Iterator, Sequence
-from decimal import Decimal, InvalidOperation
 from functools import cache, lru_cache
 from typing import Any
 
@@ -118,15 +117,16 @@ def gsm8k(
     return scores
 
 
-def _number_in(text: str) -> Decimal | None:
+def _number_in(text: str) -> float | None:
     text = LATEX_SEPARATORS.sub(lambda found: "," if found[0] == "{,}" else "", text)
     text = text.translate(SPACED)
-    _, marker, after = text.rpartition("####")
-    if marker:
-        return _decimal(NUMBER.search(after))
-    _, marker, after = text.rpartition(r"\boxed{")
-    numbers = list(NUMBER.finditer(_up_to_closing_brace(after) if marker else text))
-    return _decimal(numbers[-1]) if numbers else None
+    _, is_marked, after = text.rpartition("####")
+    _, is_boxed, boxed = text.rpartition(r"\boxed{")
+    if is_marked:
+        numbers = NUMBER.findall(after)[:1]
+    else:
+        numbers = NUMBER.findall(_up_to_closing_brace(boxed) if is_boxed else text)[-1:]
+    return float(numbers[0].replace(",", "").replace("$", "")) if numbers else None
 
 
 def _up_to_closing_brace(text: str) -> str:
@@ -137,10 +137,3 @@ def _up_to_closing_brace(text: str) -> str:
         if depth == 0:
             return text[:position]
     return text
-
-
-def _decimal(found: re.Match[str] | None) -> Decimal | None:
-    if found is not None:
-        with contextlib.suppress(InvalidOperation):  # an exponent beyond Decimal's range
-            return Decimal(found[0].replace(",", "").replace("$", ""))
-    return None

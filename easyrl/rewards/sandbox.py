@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import inspect
 import json
 import math
 import os
@@ -45,9 +46,7 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "HOME": "/tmp",
     "PYTHONHASHSEED": "0",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
 FIRST_USER, NUM_USERS = 61184, 4336
 """User numbers for programs when EasyRL runs as root: systemd's range for dynamic users."""
@@ -110,7 +109,7 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
     user = FIRST_USER + os.getpid() % NUM_USERS if os.geteuid() == 0 else None
     inner_user, outer_user = (user, None) if variant == "bwrap as root" else (None, user)
     job = job | {"cpu_seconds": math.ceil(timeout_seconds) + 1, "user": inner_user}
-    command = [sys.executable, "-I", "-c", _runner_source()]
+    command = [sys.executable, "-I", "-c", inspect.getsource(code_runner)]
     environment = ENVIRONMENT
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile())
@@ -221,8 +220,3 @@ def _count_own_threads() -> int:
             if process.stat().st_uid == os.geteuid():
                 count += len(list((process / "task").iterdir()))
     return count
-
-
-@functools.cache
-def _runner_source() -> str:
-    return Path(code_runner.__file__).read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,8 +42,7 @@ MAX_OUTPUT_CHARACTERS = 2**24
 """Most that the functions of a call may print, so that endless output fills no disk."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerState:
+class TrainerState(NamedTuple):
     """Progress of the run, under the names of transformers' `TrainerState`."""
 
     global_step: int = 0
@@ -193,20 +192,17 @@ async def _await_all(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
 
 def _as_scores(returned: Any, num_completions: int) -> list[float | None] | None:
     """The scores, or None where they are not valid."""
-    if isinstance(returned, (str, bytes, Mapping, Set)):
+    if isinstance(returned, (Mapping, Set)):  # they have no order
         return None
     try:
-        scores = [None if value is None else _number(value) for value in returned]
-    except (TypeError, ValueError):
+        values = list(returned)
+        if any(isinstance(value, str) for value in values):
+            return None
+        scores = [None if value is None else float(value) for value in values]  # also of torch
+    except Exception:  # any: `float` calls the user's types
         return None
     is_valid = all(score is None or abs(score) <= MAX_SCORE for score in scores)
     return scores if is_valid and len(scores) == num_completions else None
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, (str, bytes)):
-        raise TypeError
-    return float(value)  # numbers of Python, NumPy and torch
 
 
 def _as_json(value: Any) -> Any:
