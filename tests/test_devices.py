@@ -49,7 +49,7 @@ def test_num_cores_respects_a_containers_quota(
 def test_a_gpu_is_found_by_its_device_node_without_a_driver_library(
     node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some systems tell torch's libraries where the driver is, and no others."""
+    """On some systems only torch's libraries know where the driver is."""
     monkeypatch.setattr(devices, "DEVICE_NODES", tmp_path)
     monkeypatch.setattr(devices, "CUDA_DRIVER", "libnone.so")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -59,7 +59,7 @@ def test_a_gpu_is_found_by_its_device_node_without_a_driver_library(
     assert devices.accelerator() == ("cuda", 2)
 
 
-# Cores of one's own.
+# Cores of a worker.
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
-"""Stands in for torch_npu: four NPUs that can be counted and described, but not computed on.
+"""Replaces torch_npu in tests: four NPUs that can be counted and described, but not computed on.
 
-EasyRL's own side of the Ascend path runs against it; that the names it offers are torch_npu's own
-is for `test_ascend_contract.py` to see.
+`test_ascend_sources.py` checks that torch_npu has the same names.
 """
 
 import os
