@@ -75,7 +75,7 @@ def test_weights_counts_the_bytes_of_an_update() -> None:
 
 @pytest.mark.long
 def test_pipeline_does_the_same_work_in_every_mode() -> None:
-    recorders = [pipeline.measure(mode, size=4, num_iterations=1) for mode in pipeline.MODES]
+    recorders = [pipeline.measure(mode, size=4, iterations=1) for mode in pipeline.MODES]
     assert len({round(recorder.completion_tokens) for recorder in recorders}) == 1
     for recorder in recorders:
         for phase in ("infer", "train"):
@@ -85,7 +85,7 @@ def test_pipeline_does_the_same_work_in_every_mode() -> None:
 def test_pipeline_takes_ratios_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([4.0, 3.0, 2.0, 1.0, 8.0, 6.0, 4.0, 2.0])  # the machine slows down
 
-    def measure(mode: str, size: int, num_iterations: int) -> Recorder:
+    def measure(mode: str, size: int, iterations: int) -> Recorder:
         recorder = Recorder()
         names = ("iteration", "infer", "train", "weights")
         values = (next(seconds), 2, 1, 0.5)
@@ -156,10 +156,10 @@ def test_recorder_counts_the_time_in_which_both_groups_are_busy() -> None:
 
 def test_loop_makes_a_run_that_passes_every_check(tmp_path: Path) -> None:
     size = loop.SIZES["small"] | {"num_hidden_layers": 1}
-    flags = {"devices.infer": "cpu", "devices.train": "cpu", "train.iterations": 2, **loop.ON_CPU}
+    flags = {"devices.infer": "cpu", "devices.train": "cpu", **loop.ON_CPU}
     inputs = loop.write_inputs(tmp_path, size, load_config(None, flags))
     config = load_config(None, {**flags, **inputs, "output.dir": str(tmp_path / "run")})
-    assert check_run(config).prompts.epoch_length == 2 * config.train.prompts_per_iteration
+    assert check_run(config).prompts.epoch_length == config.train.prompts_per_iteration
     ends = load_eos_token_ids(config.model.path, load_model_config(config.model.path))
     assert len(ends) == 256 // 24 and max(ends) < 256
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from easyrl import devices
 from easyrl.bench.models import QWEN3_06B, SMALL, random_model
-from easyrl.bench.runs import NUM_WARM_UP, record
+from easyrl.bench.runs import record
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.config.model import DType
 from easyrl.data.chat import render_prompt
@@ -93,27 +93,23 @@ def run(
     flags |= {
         **(load or (ON_CPU if on_cpu else ON_ACCELERATORS)),
         "model.dtype": dtype or ("float32" if on_cpu else "bfloat16"),
-        "data.num_held_out": 0,
         "rollout.engine": "embedded",
         "rollout.memory_fraction": 0.3,  # of a shared device: a trainer needs several times as much
-        "train.iterations": NUM_WARM_UP + iterations,
-        "train.learning_rate": 0.0,
-        "train.keep_checkpoints": 0,
         "train.activation_checkpointing": placement.shares_device,
     }
-    return [{"model": name} | _measure(SIZES[name], name, flags, words) for name in names]
+    return [{"model": name} | _measure(name, flags, words, iterations) for name in names]
 
 
 def _measure(
-    size: Mapping[str, Any], name: str, flags: Mapping[str, Any], words: Sequence[str]
+    name: str, flags: Mapping[str, Any], words: Sequence[str], iterations: int
 ) -> dict[str, Any]:
-    recorders = []
+    recorders, size = [], SIZES[name]
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
-        inputs = write_inputs(Path(folder), size, load_config(None, flags, words))
+        flags = {**flags, **write_inputs(Path(folder), size, load_config(None, flags, words))}
+        config = load_config(None, flags, words)
         for schedule in ("sync", "periodic"):
-            own = {"runtime.schedule": schedule, "output.dir": f"{folder}/{schedule}"}
-            config = load_config(None, {**flags, **inputs, **own}, words)
-            recorders.append(record(config, f"{name}, {schedule}"))
+            own = {**flags, "runtime.schedule": schedule}
+            recorders.append(record(f"{name}, {schedule}", own, words, iterations=iterations))
         num_weights = read_model_files(f"{folder}/model").num_weights
     sync, periodic = recorders
     placement = resolve_placement(config)
@@ -161,7 +157,7 @@ def write_inputs(folder: Path, size: Mapping[str, Any], config: Config) -> dict[
     tokenizer = load_tokenizer("tiny")
     tokenizer.save_pretrained(folder / "model")
     drawn = random.Random(0)
-    num_prompts = config.train.iterations * config.train.prompts_per_iteration
+    num_prompts = config.train.prompts_per_iteration
     texts = ["".join(drawn.choices("0123456789", k=length)) for _ in range(num_prompts)]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
     (folder / "reward.py").write_text(REWARD)

@@ -19,14 +19,12 @@ The ceilings over sync follow from its busy times. `apart` cannot be faster than
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from easyrl.bench.measure import median_ratio, take_turns
-from easyrl.bench.runs import NUM_WARM_UP, Recorder, record
-from easyrl.config import load_config
+from easyrl.bench.runs import Recorder, record
 from easyrl.processes import num_cores
 
 SIZES = (16, 64)  # prompts per iteration
@@ -46,8 +44,8 @@ def run(sizes: Sequence[int] = SIZES, rounds: int = NUM_ROUNDS) -> list[dict[str
 
 
 def _compare(size: int, rounds: int) -> list[dict[str, Any]]:
-    num_iterations = 8 if size <= 16 else 4
-    actions = {mode: partial(measure, mode, size, num_iterations) for mode in MODES}
+    iterations = 8 if size <= 16 else 4
+    actions = {mode: partial(measure, mode, size, iterations) for mode in MODES}
     recorders = take_turns(actions, rounds, num_warm_up=0)
 
     def seconds(mode: str, what: str = "iteration") -> list[float]:
@@ -81,15 +79,10 @@ def num_threads(mode: str) -> int:
     return num_cores() if mode == "colocated" else max(1, num_cores() // 2)
 
 
-def measure(mode: str, size: int, num_iterations: int) -> Recorder:
-    """Train for `num_iterations` after the warm-up."""
+def measure(mode: str, size: int, iterations: int) -> Recorder:
     flags = {
-        "data.num_held_out": 0,
         "runtime.schedule": "periodic" if mode in ("apart", "periodic") else "sync",
-        "train.iterations": NUM_WARM_UP + num_iterations,
         "train.prompts_per_iteration": size,
-        "train.learning_rate": 0.0,
-        "train.keep_checkpoints": 0,
         "rollout.num_generations": 8,
         "rollout.max_concurrent_groups": groups_in_flight(mode, size),
         "devices.infer": "cpu",
@@ -97,6 +90,4 @@ def measure(mode: str, size: int, num_iterations: int) -> Recorder:
         # Cores are shared between the groups unless a number of threads is set.
         "devices.threads": None if mode == "periodic" else num_threads(mode),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        config = load_config(flags={**flags, "output.dir": f"{folder}/run"})
-        return record(config, f"{size} prompts, {mode}")
+    return record(f"{size} prompts, {mode}", flags, iterations=iterations)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import statistics
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from easyrl import events
-from easyrl.config import Config
+from easyrl.config import load_config
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import SIGNALLED, Interrupted, WorkerFailure
 
@@ -67,10 +68,21 @@ class Recorder:
         return float(infer.mean()), float(train.mean()), float((infer & train).mean())
 
 
-def record(config: Config, name: str) -> Recorder:
-    """Train from start to end. Raises WorkerFailure with `name` if the run fails."""
+def record(
+    name: str, flags: Mapping[str, Any], words: Sequence[str] = (), *, iterations: int
+) -> Recorder:
+    """Train for `iterations` after the warm-up. The learning rate is 0, so that all do the same
+    work. Raises WorkerFailure with `name` if the run fails."""
+    own = {
+        "data.num_held_out": 0,
+        "train.iterations": NUM_WARM_UP + iterations,
+        "train.learning_rate": 0.0,
+        "train.keep_checkpoints": 0,
+    }
     recorder = Recorder()
-    exit_code = run(config, [recorder])
+    with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
+        config = load_config(None, {**own, **flags, "output.dir": f"{folder}/run"}, words)
+        exit_code = run(config, [recorder])
     if exit_code > SIGNALLED:
         raise Interrupted(signal.Signals(exit_code - SIGNALLED))
     if exit_code != 0:
