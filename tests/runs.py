@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -82,6 +83,16 @@ def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = 12
 
 def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
+
+
+def unused_shared_memory() -> set[Path]:
+    """Names in /dev/shm that no running process has mapped. (Other runs on the machine have names,
+    too.)"""
+    maps = ""
+    for file in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # the process has ended
+            maps += file.read_text()
+    return {name for name in Path("/dev/shm").iterdir() if str(name) not in maps}
 
 
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
