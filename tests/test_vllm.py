@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -55,26 +55,19 @@ class Trained:
         self.engine = engine.VllmEngine(model, sampling, device="cpu", dtype="float32", **SIZE)
         store = str(folder / "store")
         endpoints = [WeightEndpoint(store, 0, rank, 2, "cpu", TIMEOUT_SECONDS) for rank in range(2)]
-        of_trainer = self._in_thread(lambda: WeightChannel(endpoints[0]))
+        self.thread = ThreadPoolExecutor(1)
+        channel = self.thread.submit(WeightChannel, endpoints[0])
         self.engine.join_weights(endpoints[1])
-        self.channel: WeightChannel = of_trainer()
-
-    def _in_thread(self, action: Any) -> Any:
-        """Run an action in a thread; return a function that waits for its result."""
-        results: list[Any] = []
-        thread = threading.Thread(target=lambda: results.append(action()))
-        thread.start()
-        return lambda: (thread.join(), results[0])[1]
+        self.channel = channel.result()
 
     def update(self) -> None:
         """Send the current weights."""
         self.version += 1
-        version = self.version
-        sent = self._in_thread(lambda: self.channel.send(version, self.policy.weights()))
+        sent = self.thread.submit(self.channel.send, self.version, self.policy.weights())
         try:
-            self.engine.receive_weights(version)
+            self.engine.receive_weights(self.version)
         finally:
-            sent()
+            sent.result()
 
     def change(self) -> None:
         with torch.no_grad():
