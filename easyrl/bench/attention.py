@@ -4,10 +4,6 @@ Both are packed rows through the same attention function of a random Qwen3: 6 la
 float32 on one CPU core, or the shape of Qwen3-0.6B in bfloat16 on an accelerator. Vocabulary and
 head are small on the CPU: both rows predict the same completion tokens, so the head costs the same.
 
-    token ratio   G(P + R) / (P + GR): tokens of the repeated row over those of the shared row
-    efficiency    speed-up / token ratio
-    errors        against each sequence alone, by transformers' own attention in float64
-
 Shapes: P prompt tokens, R completion tokens, G completions; T tokens of a row, K of completions.
 """
 

@@ -2,7 +2,7 @@
 
 Two loads: completions of one length, and geometric lengths as in reinforcement learning. `generate`
 works in batches of NUM_ROWS, each of which runs to its longest completion; the engine refills its
-NUM_ROWS rows. Both sample at temperature 1 and generate the same number of tokens that count.
+NUM_ROWS rows. Only tokens up to a completion's length count.
 """
 
 from __future__ import annotations

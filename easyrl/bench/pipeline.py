@@ -1,16 +1,8 @@
-"""Whole iterations of the demo under four schedules.
+"""Whole iterations of the demo under four schedules (their table: docs/benchmarks.md).
 
-    mode      training starts             cores of a group of workers
-    sync      when all groups are in      half of them
-    colocated when all groups are in      all, in turn
-    apart     with the first group        half of them
-    periodic  with the first group        half, and those of a waiting worker
-
-The learning rate is 0: every iteration of every run has the same weights, prompts and random
-numbers. A run's figure is the median of its iterations; ratios are taken between runs of one round.
-
-The ceilings over sync follow from its busy times. `apart` cannot be faster than its busier group,
-`periodic` not faster than all cores working all the time, if two did twice the work of one:
+All modes do the same work. A run's figure is the median of its iterations; ratios are taken between
+runs of one round. The ceilings over sync follow from its busy times: `apart` cannot be faster than
+its busier group, `periodic` not faster than all cores working all the time:
 
     apart      (infer + train + weights) / (max(infer, train) + weights)
     periodic   (infer + train + weights) / ((infer + train) / 2 + weights)

@@ -1,13 +1,12 @@
 """The ring buffer against `torch.multiprocessing.Queue`.
 
 Throughput: this process creates groups (a fresh copy of every array each time) and sends them,
-another one reads every element (sums each array). Ring and queue carry the same group between the
-same two processes, hold the same number of groups, and take turns. A rate is groups over the time
-from the producer's start to the end of the consumer's last sum.
+another one reads every element (sums each array). Ring and queue connect the same two processes and
+hold the same number of groups. A rate is groups over the time from the producer's start to the end
+of the consumer's last sum.
 
-Wake-up: the consumer is blocked in `get`. Measured is the time from the start of the producer's
-`put` of a small group until the consumer's `get` returns with its views of it. Both processes share
-the clock (CLOCK_MONOTONIC).
+Wake-up: the time from the start of `put` of a small group until the `get` that the consumer is
+blocked in returns. Both processes share the clock (CLOCK_MONOTONIC).
 """
 
 from __future__ import annotations
