@@ -86,13 +86,19 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def unused_shared_memory() -> set[Path]:
-    """Names in /dev/shm that no running process has mapped. (Other runs on the machine have names,
-    too.)"""
-    maps = ""
-    for file in Path("/proc").glob("[0-9]*/maps"):
+    """Names in /dev/shm that no running process uses. (Other runs on the machine have names, too.)"""
+    used = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # the process has ended
-            maps += file.read_text()
-    return {name for name in Path("/dev/shm").iterdir() if str(name) not in maps}
+            used |= {
+                line.split()[4] for line in maps.read_text().splitlines() if "/dev/shm" in line
+            }
+    unused = set()
+    for name in Path("/dev/shm").iterdir():
+        with contextlib.suppress(OSError):  # it is gone
+            if str(name.stat().st_ino) not in used:  # semaphores are mapped under another name
+                unused.add(name)
+    return unused
 
 
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
