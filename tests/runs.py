@@ -86,7 +86,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def unused_shared_memory() -> set[Path]:
-    """Names in /dev/shm that no running process uses. (Other runs on the machine have names, too.)"""
+    """Names in /dev/shm that no running process uses; other runs on the machine have names, too."""
     used = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # the process has ended
