@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -83,22 +82,6 @@ def wait_for_line(process: subprocess.Popen[str], text: str, timeout: float = 12
 
 def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
-
-
-def unused_shared_memory() -> set[Path]:
-    """Names in /dev/shm that no running process uses; other runs on the machine have names, too."""
-    used = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # the process has ended
-            used |= {
-                line.split()[4] for line in maps.read_text().splitlines() if "/dev/shm" in line
-            }
-    unused = set()
-    for name in Path("/dev/shm").iterdir():
-        with contextlib.suppress(OSError):  # it is gone
-            if str(name.stat().st_ino) not in used:  # semaphores are mapped under another name
-                unused.add(name)
-    return unused
 
 
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -26,7 +27,6 @@ from runs import (
     lines_of,
     start,
     summary_of,
-    unused_shared_memory,
     wait_for_line,
     wait_until_gone,
     without_timing,
@@ -148,7 +148,6 @@ def test_both_schedules_end_in_the_same_bits_under_random_delays(
 class Started:
     run: subprocess.Popen[str]
     temporary: Path
-    unused_before: set[Path]
 
     def engine(self, names: str) -> psutil.Process:
         """vLLM's process, once such names exist in its private folder."""
@@ -161,21 +160,30 @@ class Started:
             time.sleep(0.01)
         raise AssertionError(f"no {names} in {self.temporary}")
 
-    def assert_nothing_left(self) -> None:
-        """No file and no shared memory, a moment later."""
+    def assert_nothing_left(self, names: set[Path]) -> None:
+        """No file, and none of these names, a moment later."""
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
-            shared = unused_shared_memory() - self.unused_before
-            if not (left := [*self.temporary.iterdir(), *shared]):
+            if not (left := [*self.temporary.iterdir(), *filter(Path.exists, names)]):
                 return
             time.sleep(0.05)
         assert left == []
 
 
+def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
+    """Names in /dev/shm that these processes have mapped. (Other runs on the machine have names,
+    too.) A semaphore is mapped under another name, so inodes are compared."""
+    used = set()
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            used |= {line.split()[4] for line in maps if "/dev/shm/" in line}
+    return {Path(name.path) for name in os.scandir("/dev/shm") if str(name.inode()) in used}
+
+
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Started]:
     """A run that has just been started, with its own folder for temporary files."""
-    before = unused_shared_memory()
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # its path is short enough for sockets
     run = start(
         *("--output", str(tmp_path / "run"), "--infer-devices", "cpu", "--no-live", *SMALL),
@@ -183,7 +191,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
         TMPDIR=str(temporary),
         TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kept"),
     )
-    yield Started(run, temporary, before)
+    yield Started(run, temporary)
     run.kill()
     run.communicate()
     shutil.rmtree(temporary)
@@ -206,6 +214,7 @@ def test_killed_run_leaves_nothing(started: Started, victim: str, moment: str | 
     engine = started.engine(moment or "*-*-*")
     processes = descendants(run.pid)
     assert engine in processes
+    names = shared_memory_of([psutil.Process(run.pid), *processes])
     if victim == "Ctrl-C":  # a terminal sends it to all
         for process in [psutil.Process(run.pid), *processes]:
             process.send_signal(signal.SIGINT)
@@ -218,7 +227,7 @@ def test_killed_run_leaves_nothing(started: Started, victim: str, moment: str | 
         assert run.returncode == {"controller": -signal.SIGKILL, "Ctrl-C": 130}.get(victim, 1)
     if victim == "vLLM":
         assert ("vLLM has ended" if moment is None else "vLLM did not start") in err
-    started.assert_nothing_left()
+    started.assert_nothing_left(names)
 
 
 TIMEOUT_SECONDS = 8.0
