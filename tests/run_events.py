@@ -41,7 +41,7 @@ def run_events(folder: Path, config: Config) -> list[Event]:
     """All kinds of events, in the order of a run."""
     t = time.monotonic()
     devices = {"rollout-0": "cpu", "train-0": "cpu"}
-    sample = Sample("5", 1.0, 0.1, {})
+    sample = Sample("5", 1.0, 0.0, {})
     error = "reward 'score' failed, for the prompt '2+3='"
     return [
         events.RunStarted(t, folder, config, devices, "two workers"),

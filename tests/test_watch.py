@@ -250,11 +250,6 @@ def test_bad_lines_in_a_trace_are_skipped(written: Written) -> None:
 # Real runs.
 
 
-def easyrl(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "easyrl", *words]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-
-
 @pytest.mark.parametrize("missing", ["folder", "config.yaml", "trace.json"])
 def test_folder_of_no_run_is_refused(tmp_path: Path, missing: str) -> None:
     folder = tmp_path / "run"
@@ -325,5 +320,4 @@ def test_run_is_followed_until_it_is_killed(going_on: tuple[subprocess.Popen[str
     process.wait()
     assert terminal.end() == 1
     assert "the run was killed" in after_the_view(terminal.output)
-    again = easyrl("watch", str(folder))
-    assert again.returncode == 1 and "the run was killed" in again.stderr
+    assert watch(folder, live=False) == 1

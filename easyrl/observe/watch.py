@@ -228,20 +228,11 @@ class RunFiles:
             return group[0] is None or group[0] < iteration or group == (iteration, prompt_index)
 
         lines = [line for line in self._samples.read(is_due) if line["iteration"] == iteration]
-        reward = details["mean_reward"]
-        return events.GroupScored(
-            iteration,
-            group_index=0,
-            prompt_index=prompt_index,
-            rewards=[math.nan if reward is None else reward],
-            rewards_by_function=[],
-            completion_lengths=[details["num_tokens"]],
-            num_truncated=0,
-            busy_seconds=0.0,
-            errors=[line["error"] for line in self._errors.read(is_due)],
-            is_rejected=details.get("is_rejected", False),
-            prompt=lines[-1]["prompt"] if lines else None,
-            samples=[
-                Sample(line["completion"], line["reward"], line["advantage"], {}) for line in lines
-            ],
-        )
+        about: dict[str, Any] = {
+            "errors": [line["error"] for line in self._errors.read(is_due)],
+            "is_rejected": details.get("is_rejected", False),
+            "prompt": lines[-1]["prompt"] if lines else None,
+            "samples": [Sample(line["completion"], line["reward"], 0.0, {}) for line in lines],
+        }
+        # No view shows a group's rewards, lengths and times.
+        return events.GroupScored(iteration, 0, prompt_index, [], [], [], 0, 0.0, **about)
