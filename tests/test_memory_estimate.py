@@ -305,6 +305,7 @@ def test_run_that_cannot_fit_is_refused_with_the_keys_of_its_largest_parts() -> 
         (0.3, (), ""),  # 1.8 for 1 model, 4.2 for 4
         (0.1, (), "rollout"),
         (0.6, (), "train"),
+        (1.0, (), "train"),
         (0.15, ("model.dtype=bfloat16",), ""),
         (0.7, ("model.lora.rank=2",), ""),  # the frozen weights
         (0.9, ("model.lora.rank=2",), "train"),

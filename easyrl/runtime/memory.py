@@ -313,8 +313,8 @@ def _train_worker(
 
 
 def _worker(placement: Placement, role: str, number: int) -> ProcessMemory:
-    device = placement.device_name(role, number)
-    worker = ProcessMemory(f"{role}-{number}", device, placement.memory_fraction(role) or 1.0)
+    device, fraction = placement.device_name(role, number), placement.memory_fraction(role)
+    worker = ProcessMemory(f"{role}-{number}", device, 1.0 if fraction is None else fraction)
     worker.add("Python and torch", WORKER_BYTES * (device == "cpu"))
     return worker
 

@@ -23,7 +23,7 @@ from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import BROKEN, CHECKPOINTS, Checkpoint, newest_checkpoint
-from easyrl.runtime.run_folder import folder_of, lock_folder
+from easyrl.runtime.run_folder import UNFINISHED_CONFIG, folder_of, lock_folder
 
 MAY_CHANGE = (
     "model.attention",
@@ -108,7 +108,11 @@ class Resume:
 
     def is_finished(self, config: Config) -> bool:
         """Whether the run has all its iterations and its final model."""
-        return _finished_iterations(self.folder) == config.train.iterations
+        try:
+            summary = json.loads((self.folder / "summary.json").read_text())
+        except (OSError, ValueError):  # none, or a truncated one
+            return False
+        return bool(summary["iterations"] == config.train.iterations)
 
     def describe(self, config: Config) -> str:
         """Several lines of text: what the run resumes from, and what it skips."""
@@ -174,17 +178,8 @@ def measured_as(found: Resume, identity: Mapping[str, Any]) -> Resume:
 def _is_begun(folder: Path) -> bool:
     """Whether a run has begun in this folder. An empty folder counts: a scheduler may have created
     it, or a run may have been killed right after."""
-    if (folder / "config.yaml").is_file():
-        return True
-    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {"logs"}
-
-
-def _finished_iterations(folder: Path) -> int | None:
-    """The number of iterations of a finished run; None if it has not finished."""
-    try:
-        return int(json.loads((folder / "summary.json").read_text())["iterations"])
-    except (OSError, ValueError):  # no summary, or a truncated one
-        return None
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"no folder"}
+    return "config.yaml" in names or names <= {"logs", UNFINISHED_CONFIG}
 
 
 def _check_settings(config: Config, state: RunState, path: Path | None) -> None:

@@ -30,6 +30,7 @@ from easyrl.model.checkpoint_files import CHECKPOINTS
 
 FULL_DISK_SECONDS = 2.0
 """How long a write is retried on a full disk: a checkpoint that does not fit is soon removed."""
+UNFINISHED_CONFIG = "config.yaml.unfinished"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl")
 """Files that grow by whole lines; a resumed run cuts them back to its checkpoint."""
@@ -55,7 +56,7 @@ class RunFolder:
                 lock = lock_folder(self.path)
             self._lock = lock
             (self.path / "logs").mkdir(exist_ok=True)
-            new = self.path / "config.yaml.unfinished"
+            new = self.path / UNFINISHED_CONFIG
             new.write_text(to_commented_yaml(config))
             new.rename(self.path / "config.yaml")
             for name in GROWING:
@@ -104,8 +105,16 @@ class RunFolder:
         match event:
             case events.RunStarted(description=description):
                 self.write_log(f"easyrl {__version__}\n{description}")
-            case events.FromWorker(worker, _, worker_event):
-                self._observe_worker(worker, worker_event)
+            case events.FromWorker(worker, _, events.Starting(what)):
+                self.write_log(f"{worker}: {what}")
+            case events.FromWorker(worker, _, events.Ready()):
+                self.write_log(f"{worker}: ready")
+            case events.FromWorker(_, _, events.GroupScored(iteration, _, prompt) as group):
+                self._append_errors(iteration, prompt, group.errors)
+                for sample in [] if group.is_rejected else group.samples:
+                    self._append("samples.jsonl", sample_line(group, sample))
+            case events.FromWorker(_, _, events.PromptEvaluated(_, prompt) as evaluated):
+                self._append_errors(None, prompt, evaluated.errors)
             case events.IterationFinished(metrics=metrics):
                 self._append("metrics.jsonl", metrics)
             case events.Note(text) | events.NoEvents(warning=text) if text:
@@ -115,19 +124,6 @@ class RunFolder:
                 self._write("summary.json", text + "\n", mode="w")
             case events.RunEnded(exit_code, message):
                 self.write_log(f"ended with exit code {exit_code}\n{message}")
-
-    def _observe_worker(self, worker: str, event: events.WorkerEvent) -> None:
-        match event:
-            case events.Starting(what):
-                self.write_log(f"{worker}: {what}")
-            case events.Ready():
-                self.write_log(f"{worker}: ready")
-            case events.GroupScored(iteration, _, prompt_index):
-                self._append_errors(iteration, prompt_index, event.errors)
-                for sample in [] if event.is_rejected else event.samples:
-                    self._append("samples.jsonl", sample_line(event, sample))
-            case events.PromptEvaluated(_, prompt_index):
-                self._append_errors(None, prompt_index, event.errors)
 
     def _append_errors(self, iteration: int | None, prompt: int, messages: Sequence[str]) -> None:
         for error in messages:
