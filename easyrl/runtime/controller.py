@@ -51,7 +51,7 @@ from easyrl.runtime.evaluation import AFTER, BEFORE, HeldOut, answers_to
 from easyrl.runtime.metrics import IterationRecord, Totals
 from easyrl.runtime.placement import device_names
 from easyrl.runtime.preflight import Preflight
-from easyrl.runtime.resume import STATE_VERSION, Resume, RunState
+from easyrl.runtime.resume import Resume, RunState
 from easyrl.runtime.run_folder import RunFolder
 from easyrl.runtime.supervisor import Interrupted, Supervisor
 from easyrl.runtime.workers import Workers
@@ -81,20 +81,17 @@ class Controller:
         self._ring = ring
         self.started = started
         self.resumed = resumed
-        before = resumed.state if resumed is not None else None
-        self.state = replace(  # at the last boundary; `totals` is set when it is saved
-            before or RunState(0, 0, config={}, identity={}),
-            config=config.model_dump(mode="json"),
-            identity=checked.identity,
-            version=STATE_VERSION,
-        )
+        before = resumed.state if resumed is not None else RunState()
+        values, identity = config.model_dump(mode="json"), checked.identity
+        # At the last boundary; `totals` is set when it is saved.
+        self.state = replace(before, config=values, identity=identity)
         num_devices = count_devices(device_names(checked.placement).values())
         self.totals = Totals(num_devices, started, self.state.totals)
         self._accuracy_after: float | None = None
         self._is_best = False  # the newest iteration, by its evaluation
         self._have_weights = False  # the rollout workers
         self._notes: set[str] = set()
-        saved_version = before.policy_version if before is not None else None
+        saved_version = before.policy_version or None
         self.checkpoints = Checkpoints(config, folder, notify, saved_version=saved_version)
 
     def run(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
         ("model.path", f"the files of {config.model.path}"),
         ("data.dataset", f"the rows of {config.data.shown}"),
     ):
-        if resume and resume.state and resume.state.identity.get(key) != identity[key]:
+        if resume and resume.state.identity.get(key, identity[key]) != identity[key]:
             raise ConfigError(
                 f"{key}: {what} are not those that the run in '{resume.folder}' started from; "
                 "restore them, or start a new run (--output)"

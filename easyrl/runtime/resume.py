@@ -39,22 +39,19 @@ MAY_CHANGE = (
 MEASURE = "accuracy"
 """Key in a run's identity: the problems that its accuracies were measured on."""
 
-STATE_VERSION = 1
-"""Version of `RunState`; increased when an older EasyRL would resume a new state wrongly."""
-
 
 @dataclass(frozen=True, slots=True)
 class RunState:
     """What the controller saves with each checkpoint, and continues from.
 
-    Checkpoints of older versions may lack the fields that have a default.
+    Checkpoints of older versions may lack some fields.
     """
 
-    policy_version: int
-    num_iterations: int
+    policy_version: int = 0
+    num_iterations: int = 0
     """Completed iterations."""
-    config: Mapping[str, Any]
-    identity: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict)
     """Fingerprints of the model, the data and the held-out problems (`preflight`)."""
     next_prompt_index: int = 0
     accuracy_before: float | None = None
@@ -65,19 +62,11 @@ class RunState:
     totals: Mapping[str, Any] = field(default_factory=dict)
     file_sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the growing files of the run folder: what follows is discarded on resume."""
-    version: int = STATE_VERSION
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Self:
-        """Raises ConfigError for the state of a newer EasyRL."""
-        state = checkpoint.state
-        if state.get("version", STATE_VERSION) > STATE_VERSION:
-            raise ConfigError(
-                f"'{checkpoint.path}': expected a state of version {STATE_VERSION} or older, got "
-                f"{state['version']}: resume with the newer EasyRL that wrote it"
-            )
         names = {each.name for each in fields(cls)}
-        return cls(**{name: value for name, value in state.items() if name in names})
+        return cls(**{name: value for name, value in checkpoint.state.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +78,12 @@ class Resume:
     """Descriptor of the folder; no other run can write to it while this is open."""
     checkpoint: Path | None
     """None: the run ended before its first checkpoint and starts from the beginning."""
-    state: RunState | None
-    """State of that checkpoint."""
+    state: RunState
+    """State of that checkpoint, or of a new run."""
     broken: Mapping[Path, str]
     """Newer, incomplete checkpoints, each with its defect."""
     is_measured_anew: bool = False
     """Accuracies are measured on other problems from now on (`measured_as`)."""
-
-    @property
-    def num_iterations(self) -> int:
-        """Completed iterations."""
-        return self.state.num_iterations if self.state else 0
-
-    @property
-    def file_sizes(self) -> Mapping[str, int]:
-        """Sizes of the growing files at the checkpoint; what follows is discarded."""
-        return self.state.file_sizes if self.state else {}
 
     def is_finished(self, config: Config) -> bool:
         """Whether the run has all its iterations and its final model."""
@@ -118,7 +97,7 @@ class Resume:
         """Several lines of text: what the run resumes from, and what it skips."""
         total = counted(config.train.iterations, "iteration")
         lines = [
-            f"resumed from {self.checkpoint}: {self.num_iterations} of {total} done"
+            f"resumed from {self.checkpoint}: {self.state.num_iterations} of {total} done"
             if self.checkpoint
             else f"{self.folder} has no checkpoint yet: the run starts from the beginning"
         ]
@@ -147,12 +126,15 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
     lock = lock_folder(folder)
     try:
         checkpoint, broken = newest_checkpoint(folder / CHECKPOINTS)
-        path, state = (checkpoint.path, RunState.read(checkpoint)) if checkpoint else (None, None)
-        found = Resume(folder, lock, path, state, broken)
-        if state is not None:
+        path, state = None, RunState()
+        if checkpoint is not None:
+            path, state = checkpoint.path, RunState.read(checkpoint)
             _check_settings(config, state, path)
-        elif not found.is_finished(config) and (
-            broken or not is_auto or (folder / "summary.json").exists()
+        found = Resume(folder, lock, path, state, broken)
+        if (
+            path is None
+            and not found.is_finished(config)
+            and (broken or not is_auto or (folder / "summary.json").exists())
         ):
             reasons = "".join(f"\n{path}: {why}" for path, why in broken.items())
             raise ConfigError(
@@ -169,7 +151,7 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
 def measured_as(found: Resume, identity: Mapping[str, Any]) -> Resume:
     """Drop the accuracies so far if they were measured on other problems (`eval.*` may change)."""
     state, now = found.state, identity[MEASURE]
-    if state is None or now is None or state.identity.get(MEASURE) in (None, now):
+    if now is None or state.identity.get(MEASURE) in (None, now):
         return found
     state = replace(state, accuracy_before=None, best=None, measured_since=state.num_iterations)
     return replace(found, state=state, is_measured_anew=True)
@@ -182,7 +164,7 @@ def _is_begun(folder: Path) -> bool:
     return "config.yaml" in names or names <= {"logs", UNFINISHED_CONFIG}
 
 
-def _check_settings(config: Config, state: RunState, path: Path | None) -> None:
+def _check_settings(config: Config, state: RunState, path: Path) -> None:
     """Raise ConfigError if a setting that decides what is trained has changed."""
     before = {name: dict(keys) for name, keys in state.config.items()}
     update_old_keys(before)  # of a run of an earlier release

@@ -54,7 +54,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         folder = RunFolder(config)
     else:
         resumed = measured_as(resumed, checked.identity)
-        folder = RunFolder(config, resumed.lock, resumed.file_sizes)
+        folder = RunFolder(config, resumed.lock, resumed.state.file_sizes)
         for path in resumed.broken:
             set_aside(path)
         discard_unfinished(folder.checkpoints)
@@ -135,7 +135,7 @@ def _past_of(resumed: Resume) -> events.RunResumed:
     """The metrics and accuracies of the completed iterations, from the run folder."""
     metrics, state = resumed.folder / "metrics.jsonl", resumed.state
     lines = read_lines(metrics) if metrics.is_file() else []
-    before, since = (state.accuracy_before, state.measured_since) if state else (None, 0)
+    before, since = state.accuracy_before, state.measured_since
     measured = [(0, before)] + [
         (line["iteration"] + 1, line.get("eval/accuracy"))
         for line in lines

@@ -61,7 +61,6 @@ class Workers:
         num_rollout, num_train = placement.num_rollout_workers, placement.train.count
         board = IdleBoard(num_rollout + num_train) if placement.lends_cores else None
         checkpoint = resumed.checkpoint if resumed is not None else None
-        state = resumed.state if resumed is not None else None
 
         def spawn(role: str, number: int, pipes: tuple[Connection, ...] = ()) -> Worker:
             settings = worker_settings(
@@ -75,7 +74,7 @@ class Workers:
                 core_sharing=board and _core_sharing(board, placement, role, number),
                 pipes=pipes,
                 checkpoint=str(checkpoint) if checkpoint is not None else None,
-                policy_version=state.policy_version if state is not None else 0,
+                policy_version=resumed.state.policy_version if resumed is not None else 0,
             )
             return supervisor.spawn(settings.name, worker_main, settings, ring)
 
