@@ -114,3 +114,10 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         file, _, anchor = target.partition("#")
         assert (page.parent / file).exists() if file else anchor in anchors, target
+
+
+def test_files_that_the_design_names_exist() -> None:
+    for name in re.findall(
+        r"`([a-z_/]+\.(?:py|md|toml))[`,]", (ROOT / "docs/design.md").read_text()
+    ):
+        assert any((folder / name).exists() for folder in (ROOT, ROOT / "easyrl")), name
