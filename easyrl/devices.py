@@ -51,11 +51,8 @@ LINK_COMMANDS = {"cuda": ("nvidia-smi", "topo", "-m"), "npu": ("npu-smi", "info"
 LINK_ROW = r"(GPU|NPU)[0-9]+"
 """Pattern of the names of its rows and columns."""
 SEE_PROCESSES = "nvidia-smi, or npu-smi info"
-"""Commands that list the processes on a device."""
-
 BACKEND_PACKAGES = {"npu": "torch_npu"}
 """Packages that add a kind of accelerator to torch."""
-
 HOW_TO_SEE = {
     "cuda": "install torch's build for CUDA, and a driver that is new enough for it",
     "npu": "pip install torch-npu of torch's version, and source CANN's set_env.sh",
@@ -81,8 +78,7 @@ def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
     `is_asked`: the user has named accelerators. Raises ValueError for an NPU that torch cannot use
     because torch_npu or Ascend's libraries are missing.
     """
-    # Without a driver there is no GPU, and importing torch, which takes seconds, is not needed.
-    if is_asked or _has_driver():
+    if is_asked or _has_driver():  # otherwise torch, which takes seconds to import, is not needed
         import torch
 
         if torch.cuda.is_available():
@@ -274,10 +270,9 @@ def join_train_world(
 def join_checkpoint_group() -> dist.ProcessGroup:
     """A CPU process group of all train ranks, used by the threads that write checkpoints.
 
-    Its timeout is a day, whatever `runtime.timeout_seconds` is: a rank waits in it for as long as
-    another rank writes to a slow disk. If a rank dies the supervisor ends all.
+    Its timeout is a day: a rank waits in it for as long as another rank writes to a slow disk. If a
+    rank dies the supervisor ends all.
     """
     import torch.distributed as dist
 
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    return group
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))  # type: ignore[no-any-return]
