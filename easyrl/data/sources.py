@@ -84,7 +84,7 @@ def _load(name: str, load: Callable[[Any], Any], advice: str = "") -> Source:
         rows = load(datasets)
     except Exception as error:  # datasets and pyarrow raise many kinds
         cause = error if isinstance(error, ConnectionError) else error.__cause__ or error
-        why = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        why = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
         raise ConfigError(f"{KEY}: '{name}' cannot be loaded: {why}.{advice}") from error
     return Source(name, rows, lambda row: f"{name}, row {row} (counted from 0)")
 
