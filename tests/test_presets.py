@@ -175,10 +175,3 @@ def test_presets_mix_where_their_rewards_agree() -> None:
     assert sources == ["math", "gsm8k"] * 2 + ["math"] * 4
     both = {"data.dataset": ["countdown", "countdown-small"]}
     assert reward_specs(load_config(None, both)) == ["countdown"]
-
-
-def test_a_hub_that_cannot_be_reached_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    message = error_of("gsm8k")
-    assert "HF_ENDPOINT" in message and "--dataset FILE data.preset=gsm8k" in message

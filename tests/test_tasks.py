@@ -87,14 +87,11 @@ def test_every_countdown_has_a_solution(level: Countdown) -> None:
         assert is_solvable(nums, target, level.operations)
 
 
-def test_arithmetic_lengths_spread_widely_within_their_limits() -> None:
-    problems = [arithmetic.problem(0, index) for index in range(2000)]
-    prompts = [len(arithmetic.prompt_text(operands)) for operands in problems]
-    completions = [len(arithmetic.worked_solution(operands)) + 1 for operands in problems]
-    assert (min(prompts), max(prompts)) == (6, 24)
-    assert min(completions) < 20 and 60 <= sum(completions) / len(completions) <= 80
-    longest = len(arithmetic.worked_solution((99,) * arithmetic.MAX_TERMS)) + 1
-    assert 110 < max(completions) <= longest <= arithmetic.MAX_COMPLETION_LENGTH
+def test_arithmetic_lengths_stay_within_their_limits() -> None:
+    prompts = [arithmetic.prompt_text(arithmetic.problem(0, index)) for index in range(2000)]
+    assert {min(map(len, prompts)), max(map(len, prompts))} == {6, 24}
+    longest = arithmetic.worked_solution((99,) * arithmetic.MAX_TERMS)
+    assert len(longest) + 1 <= arithmetic.MAX_COMPLETION_LENGTH
 
 
 WORKING = "17+50=67+8=75\n75+30=105+4=109\n#109"
