@@ -24,6 +24,21 @@ from easyrl.model.checkpoint_files import CHECKPOINTS
 from easyrl.observe.text import safe, say, say_rich, shown
 
 STOPPING_SECONDS = 5.0  # least time between two lines about what a stopped run still does
+PROBLEMS = {
+    "reward_errors": ("reward call", "failed"),
+    "groups_skipped": ("group", "skipped"),
+    "groups_not_replaced": ("group", "without advantages"),
+    "num_updates_not_finite": ("update", "dropped, not finite (lower train.learning_rate)"),
+}
+"""Counts in the metrics that a user should be warned about: of what, and what happened to it."""
+
+
+def problems_in(counts: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{counted(int(counts[name]), noun)} {what}"
+        for name, (noun, what) in PROBLEMS.items()
+        if counts.get(name)
+    ]
 
 
 class PlainLines:
@@ -94,14 +109,8 @@ class PlainLines:
             f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
             + (f"  replaced {replaced}" if replaced else "")
         )
-        if errors := metrics.get("reward_errors"):
-            skipped = counted(metrics["groups_skipped"], "group")
-            say(f"iteration {number}: {counted(errors, 'reward call')} failed, {skipped} skipped")
-        if metrics["num_updates_not_finite"]:
-            say(
-                f"iteration {number}: the loss or gradient was not finite, so the update was "
-                "dropped (if this repeats, lower train.learning_rate)"
-            )
+        if problems := problems_in({**metrics, "groups_not_replaced": 0}):  # there is a note on it
+            say(f"iteration {number}: {', '.join(problems)}")
 
 
 def with_error(value: float | None, error: float | None, sign: str = "") -> str:
@@ -162,13 +171,9 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "groups", groups
     if (updates := summary.get("updates_per_iteration", 1)) > 1:
         yield "updates", f"{updates} per iteration: only the first is strictly on-policy"
-    for key, noun, what in (
-        ("reward_errors", "reward call", "failed"),
-        ("updates_not_finite", "update", "dropped, not finite (lower the learning rate)"),
-        ("groups_not_replaced", "group", "without advantages (no round of fresh prompts left)"),
-    ):
-        if count := summary.get(key):
-            yield "warning", f"{counted(count, noun)} {what}"
+    not_finite = {"num_updates_not_finite": summary["updates_not_finite"]}
+    for problem in problems_in({**summary, **not_finite, "groups_skipped": 0}):
+        yield "warning", problem
     gap = shown(summary["sampling_logp_difference_max"], ".1e")
     yield (
         "engine and trainer",

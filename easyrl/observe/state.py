@@ -17,6 +17,7 @@ from typing import Any
 
 from easyrl import events
 from easyrl.events import WORKING, Activity, Event, FromWorker, Span, SpanKind, UnderWay
+from easyrl.observe.report import PROBLEMS
 from easyrl.runtime.run_folder import sample_line
 
 MAX_SPANS = 2000  # spans kept per worker
@@ -24,13 +25,6 @@ MERGE_SECONDS = 0.02  # spans of one kind with a smaller gap are merged
 RATE_SECONDS = 5.0  # tokens per second are means over this long
 BUSY_SECONDS = 20.0  # busy shares are means over this long
 ETA_ITERATIONS = 10  # the time left is estimated from this many iterations
-PROBLEMS = {
-    "groups_skipped": ("group", "skipped"),
-    "groups_not_replaced": ("group", "without advantages"),
-    "reward_errors": ("reward call", "failed"),
-    "num_updates_not_finite": ("update", "dropped, not finite"),
-}
-"""Counts in the metrics that a user should be warned about: of what, and what happened to it."""
 
 
 @dataclass(slots=True)

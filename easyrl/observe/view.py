@@ -36,8 +36,8 @@ from easyrl.config.devices import count_devices
 from easyrl.config.train import TrainConfig
 from easyrl.events import Event, SpanKind
 from easyrl.formatting import counted
-from easyrl.observe.report import end_table, print_end
-from easyrl.observe.state import PROBLEMS, RunState, WorkerState
+from easyrl.observe.report import end_table, print_end, problems_in
+from easyrl.observe.state import RunState, WorkerState
 from easyrl.observe.text import clock, is_in_foreground, printable, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
 
@@ -257,13 +257,8 @@ def _progress(state: RunState, train: TrainConfig, now: float, width: int) -> Re
 
 
 def _warnings(state: RunState) -> list[RenderableType]:
-    counts = ", ".join(
-        f"{counted(state.problems[name], noun)} {what}"
-        for name, (noun, what) in PROBLEMS.items()
-        if state.problems[name]
-    )
-    texts = [text for text in (counts, state.note, state.warning) if text]
-    return [_line((printable(text), "bold yellow")) for text in texts]
+    texts = (", ".join(problems_in(state.problems)), state.note, state.warning)
+    return [_line((printable(text), "bold yellow")) for text in texts if text]
 
 
 def _workers(state: RunState, now: float, width: int, max_lanes: int) -> list[RenderableType]:
