@@ -124,8 +124,6 @@ BROKEN_MODELS: dict[str, Callable[[Path], None]] = {
 }
 OTHER_MODELS: dict[str, Callable[[Path], None]] = {
     "own_code": change_json("config.json", model_type="mine", auto_map=OWN_CODE),
-    "linear": change_json("config.json", layer_types=["linear_attention"] * 4),
-    "no_interface": change_json("config.json", model_type="gptj"),
     "longrope": change_json("config.json", rope_parameters=ROPE),
     "thinks": change_json(
         "tokenizer_config.json", chat_template="{{ enable_thinking }}{{ messages }}"
@@ -162,8 +160,6 @@ MISTAKES = {
     "--model nobody/nothing": "model.path",
     **{f"--model FOLDER/{name}": "model.path" for name in BROKEN_MODELS},
     "--model FOLDER/own_code": "model.trust_remote_code=true",
-    "--model FOLDER/linear model.attention=shared_prompt": "model.attention",
-    "--model FOLDER/no_interface model.attention=shared_prompt": "model.attention",
     "--model FOLDER/longrope": "data.max_prompt_length + rollout.max_completion_length",
     # data
     "--dataset arithmetics": "did you mean arithmetic?",

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from easyrl.model import exactness
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.exactness import attend_packed
-from easyrl.model.files import check_rope, longest_exact
+from easyrl.model.files import check_rope
 from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy, real_tokens
 from tiny_models import (
@@ -214,9 +214,14 @@ def test_rope_is_exact_up_to_the_length_at_which_it_changes(kind, tmp_path):
 
 
 def test_longest_exact_length_is_read_from_the_configuration():
-    assert longest_exact(tiny_model("llama", rope_parameters=DYNAMIC).config) == (64, "dynamic")
-    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-    assert longest_exact(tiny_model("llama", rope_parameters=linear).config) is None
+    def assert_longest(config, longest):
+        check_rope("m", config, max_prompt_length=1, max_completion_length=longest - 1)
+        with pytest.raises(ValueError, match=f"at most {longest},"):
+            check_rope("m", config, max_prompt_length=1, max_completion_length=longest)
+
+    assert_longest(tiny_model("llama", rope_parameters=DYNAMIC).config, 64)
+    linear = tiny_model("llama", rope_parameters=DYNAMIC | {"rope_type": "linear"}).config
+    check_rope("m", linear, max_prompt_length=1000, max_completion_length=1000)
     phi3 = AutoConfig.for_model(  # its original length is outside of the RoPE's parameters
         "phi3",
         hidden_size=32,
@@ -225,13 +230,12 @@ def test_longest_exact_length_is_read_from_the_configuration():
         original_max_position_embeddings=24,
         rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **FACTORS},
     )
-    assert longest_exact(phi3) == (24, "longrope")
-    per_layer_type = SimpleNamespace(
+    assert_longest(phi3, 24)
+    text = SimpleNamespace(  # parameters for each type of layer
         rope_parameters={
             "full_attention": LONGROPE | {"original_max_position_embeddings": 32},
             "sliding_attention": DYNAMIC,
         },
         max_position_embeddings=48,
     )
-    per_layer_type.get_text_config = lambda: per_layer_type
-    assert longest_exact(per_layer_type) == (32, "longrope")
+    assert_longest(SimpleNamespace(get_text_config=lambda: text), 32)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.hub import describe_model, model_config_from_hub, resolve_model
+from easyrl.model.export import find_model
 from easyrl.model.files import fingerprint, max_positions
-from easyrl.model.source import find_model
 from easyrl.runtime.preflight import check_run
 from easyrl.runtime.resume import find_resume, with_absolute_paths
 from mistakes import TINY, make_run
@@ -132,16 +132,6 @@ def test_run_without_a_complete_checkpoint_is_refused(
     make_run(tmp_path / "run", states)
     with pytest.raises(ConfigError, match=rf"model\.path.*complete checkpoint(.|\n)*{reason}"):
         find_model(str(tmp_path / "run" / path))
-
-
-def test_checkpoint_removed_while_it_is_read_is_reported(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", {10: {}})
-    source = find_model(str(tmp_path / "run"))
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "10")
-    for use in (source.identity, lambda: source.make(tmp_path / "made")):
-        with pytest.raises(ConfigError, match="keep_checkpoints"):
-            use()
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def test_local_folder_wins_over_the_built_in_model_but_a_resumed_run_keeps_its_own(

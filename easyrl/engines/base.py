@@ -93,28 +93,23 @@ class Engine(Protocol):
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group. Groups are served first come, first served."""
-        ...
 
     def step(self) -> list[FinishedGroup]:
         """Do the engine's smallest unit of work (embedded: one token of every sequence in flight);
         return the groups that have finished."""
-        ...
 
     @property
     def has_work(self) -> bool: ...
 
     def join_weights(self, endpoint: WeightEndpoint) -> None:
         """Join the weight channel, with one rank for each device of the engine."""
-        ...
 
     def receive_weights(self, policy_version: int) -> None:
         """Receive a broadcast of weights and use them from now on. Raises RuntimeError while
         sequences are in flight, and what `WeightChannel.receive` raises."""
-        ...
 
     def close(self) -> None:
         """Stop what the engine has started."""
-        ...
 
 
 class PolicyEngine:

@@ -27,8 +27,8 @@ from easyrl.data.problems import identity_of, problem_ids, problems_of, with_eva
 from easyrl.evaluate.figures import Evaluation, Lines, accuracy_of, compare, summarize
 from easyrl.evaluate.folder import MODEL, EvalFolder, converted_model, read_evaluation
 from easyrl.evaluate.view import EvalView, show_comparison
+from easyrl.model.export import ModelSource, find_model
 from easyrl.model.files import ModelFiles, read_model_files
-from easyrl.model.source import ModelSource, find_model
 from easyrl.rewards.loading import check_rewards, reward_names, reward_specs, reward_weights
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.evaluation import answers_to

@@ -41,7 +41,6 @@ class AttentionLayout(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
         """Compute attention over the packed row: [T, Hq, D], 2 x [T, Hkv, D] -> [T, Hq, D]."""
-        ...
 
 
 def register_attention() -> None:

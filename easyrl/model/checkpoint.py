@@ -108,21 +108,20 @@ def read_tensors(
     }
     _check_model(folder, model, sizes)
     tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in _trained(model).items()}
-    random_states = torch.zeros(0, dtype=torch.uint8)
+    random_states = f"random.{rank}"
     if optimizer is not None:
         _allocate_state(model, optimizer, sizes)
         tensors = _training(model, optimizer)
-        if f"random.{rank}" in sizes:
-            random_states = torch.zeros(sizes[f"random.{rank}"], dtype=torch.uint8)
-            tensors[f"random.{rank}"] = random_states
+        if random_states in sizes:
+            tensors[random_states] = torch.zeros(sizes[random_states], dtype=torch.uint8)
     load(
         tensors,
         storage_reader=HuggingFaceStorageReader(str(folder)),
         process_group=process_group,
         no_dist=process_group is None,
     )
-    if len(random_states):
-        _set_random_states(random_states, device)
+    if random_states in tensors:
+        _set_random_states(tensors[random_states], device)
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -142,17 +141,16 @@ def _training(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 def _allocate_state(
     model: nn.Module, optimizer: Optimizer, sizes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Allocate the optimizer's state, which does not exist before its first step."""
-    is_fused = {id(p): group["fused"] for group in optimizer.param_groups for p in group["params"]}
+    """Allocate the fused optimizer's state, which does not exist before its first step."""
     for name, parameter in _trained(model).items():
         prefix = f"optimizer.{name}."
-        state = optimizer.state[parameter]
         for key, size in sizes.items():
             if key.startswith(prefix):
-                device = parameter.device if is_fused[id(parameter)] else "cpu"
                 is_step = size != tuple(parameter.shape)
-                state[key.removeprefix(prefix)] = (
-                    torch.zeros(size, device=device) if is_step else torch.zeros_like(parameter)
+                optimizer.state[parameter][key.removeprefix(prefix)] = (
+                    torch.zeros(size, device=parameter.device)
+                    if is_step
+                    else torch.zeros_like(parameter)
                 )
 
 

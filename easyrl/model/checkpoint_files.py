@@ -50,20 +50,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
-        found, state, names = content["format"], content["state"], set(content["files"])
+        found, state, names = content["format"], content["state"], sorted(content["files"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise BrokenCheckpoint(f"{STATE} cannot be read: {error}") from None
     if found != FORMAT:
         raise BrokenCheckpoint(f"{STATE}: expected format {FORMAT}, got {found}")
-    for name in sorted(names):
+    for name in names:
         try:
             with safe_open(path / name, framework="numpy"):  # compares header and length
                 pass
         except (SafetensorError, OSError) as error:
             raise BrokenCheckpoint(f"{name} cannot be read: {error}") from None
-    # All safetensors files in the folder are searched for tensors.
-    if foreign := {file.name for file in path.glob("*.safetensors")} - names:
-        raise BrokenCheckpoint(f"{', '.join(foreign)} does not belong to it: remove it")
     return Checkpoint(path, state)
 
 
@@ -162,14 +159,12 @@ def discard_unfinished(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def set_aside(path: Path) -> Path:
+def set_aside(path: Path) -> None:
     """Rename a broken checkpoint, so that the run can write it again; replaces an earlier one of
-    that name. Returns its new path."""
+    that name."""
     aside = path.with_name(path.name + BROKEN)
     shutil.rmtree(aside, ignore_errors=True)
-    with contextlib.suppress(OSError):  # a read-only disk is reported later
-        path.rename(aside)
-    return aside
+    path.rename(aside)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -22,7 +22,7 @@ from easyrl.config import ConfigError
 from easyrl.data.hub import KEY
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, UnservableLayer
 from easyrl.model.attention_kernels import AttentionSettings
-from easyrl.model.files import OTHER_MODEL, unsupported_reason
+from easyrl.model.files import OTHER_MODEL, PACKED_LAYERS
 
 GROUPS = [(3, [2, 4]), (2, [3, 1])]
 """The packed row of the check: for each group its P, and the R of each completion."""
@@ -41,7 +41,7 @@ def attend_packed(model: Any) -> str | None:
     Returns None, or a clause that names the layer and the reason why the model keeps
     transformers' attention.
     """
-    reason = unsupported_reason(model.config, type(model)) or _best_of_draws(_difference, model)
+    reason = _unsupported_reason(model) or _best_of_draws(_difference, model)
     if reason is None:
         model.set_attn_implementation(ATTENTION_NAME)
     elif model._supports_attention_backend and _best_of_draws(_gap_to_eager, model):
@@ -58,6 +58,17 @@ def check_causal(model: Any, path: str) -> None:
         reason = "its forward changes its weights, so the engine's could not be kept equal"
     if reason is not None:
         raise ConfigError(f"{KEY}: {path} ({type(model).__name__}): {reason}; {OTHER_MODEL}")
+
+
+def _unsupported_reason(model: Any) -> str | None:
+    for layer, kind in enumerate(
+        getattr(model.config.get_text_config(), "layer_types", None) or ()
+    ):
+        if kind not in PACKED_LAYERS:
+            return f"layer {layer} is of type {kind}"
+    if getattr(model, "_supports_attention_backend", False):
+        return None
+    return f"no layer of {type(model).__name__} uses transformers' attention interface"
 
 
 def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -> str | None:

@@ -1,58 +1,61 @@
-"""Export a model as a Hugging Face folder: weights in checkpoint names, tokenizer and configs.
+"""Models as Hugging Face folders: those that a run writes, and those that evaluation loads.
 
-Writes a run's `model/` and the output of `easyrl export`. Mixtures of experts, whose experts
-transformers fuses in memory, are written under their published names.
+Weights have checkpoint names: of mixtures of experts, whose experts transformers fuses in memory,
+the published ones. What `--model` of an evaluation may name:
+
+    built-in, folder, hub id   unchanged
+    run folder                 its model/; for an unfinished run its newest checkpoint
+    checkpoint                 exported     (`export_checkpoint`)
+    adapter (peft's)           merged into the model that it was trained on
+
+Finding a model imports no torch; making one does.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from easyrl.config import Config, ConfigError
-from easyrl.model.checkpoint import read_tensors
-from easyrl.model.checkpoint_files import find_checkpoint
+from easyrl.data.hub import BUILT_IN_MODELS, KEY, resolve_model
+from easyrl.model.checkpoint_files import STATE, find_checkpoint
 from easyrl.model.files import fingerprint, load_tokenizer, read_model_files
-from easyrl.model.policy import Policy
 
 ADAPTER = "adapter"
 """Name of the adapter's folder beside a LoRA run's `model/`."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def export_model(policy: Policy, tokenizer: Any, folder: Path, *, is_writer: bool = True) -> None:
-    """Write or replace `folder`, which never holds an incomplete model. All ranks of a sharded
-    policy call this together, and one of them `is_writer`."""
-    if is_writer:
-        replace_folder(folder, lambda new: policy.save(new, tokenizer))
-    else:
-        policy.save(folder, tokenizer, is_writer=False)
-
-
-def export_adapter(policy: Policy, folder: Path, *, is_writer: bool = True) -> None:
-    """Write the adapters alone, in peft's format, like `export_model`."""
-    assert policy.adapter is not None
-    if is_writer:
-        replace_folder(folder, policy.adapter.save)
-    else:
-        policy.adapter.save(folder, is_writer=False)
-
-
-def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+@contextmanager
+def replace_folder(folder: Path, *, is_writer: bool = True) -> Iterator[Path]:
+    """Yield a path to write a model to. Afterwards it replaces `folder`, which never holds an
+    incomplete model. Of a sharded model's ranks one `is_writer`."""
     new, old = (folder.with_name(folder.name + end) for end in (".unfinished", ".old"))
-    for left_over in (new, old):
-        shutil.rmtree(left_over, ignore_errors=True)
-    write(new)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    if is_writer:
+        for left_over in (new, old):
+            shutil.rmtree(left_over, ignore_errors=True)
+    yield new
+    if is_writer:
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def export_checkpoint(source: Path, folder: Path) -> str:
     """Export a checkpoint, or the newest complete one of a run folder; return a message for the
     user. Raises ValueError for user errors."""
+    from easyrl.model.checkpoint import read_tensors
+    from easyrl.model.policy import Policy
+
     if folder.exists():
         raise ValueError(f"expected a folder that does not exist, got '{folder}'")
     checkpoint, broken = find_checkpoint(source)
@@ -64,14 +67,15 @@ def export_checkpoint(source: Path, folder: Path) -> str:
             f"model.path: the files of {model.path} have changed since the run of "
             f"'{checkpoint.path}' started; restore them"
         )
-    quieten_transformers()
+    _quieten_transformers()
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     policy = Policy.load(model.path, trust_remote_code=model.trust_remote_code)
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
     read_tensors(checkpoint.path, policy.model)
     try:
-        export_model(policy, tokenizer, folder)
+        with replace_folder(folder) as new:
+            policy.save(new, tokenizer)
     except OSError as error:
         raise ValueError(f"'{folder}' cannot be written: {error}") from None
     lines = [f"skipped {path}: {why}" for path, why in broken.items()]
@@ -82,7 +86,103 @@ def export_checkpoint(source: Path, folder: Path) -> str:
     return "\n".join([*lines, done])
 
 
-def quieten_transformers() -> None:
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    kind: Literal["model", "checkpoint", "adapter"]
+    path: str
+    """The folder or hub id."""
+    base: str
+    """The model with its configuration and tokenizer: itself, or the one it was trained from."""
+
+    def identity(self) -> str:
+        """Return an identity of the content, which changes if the files change."""
+        if self.kind == "model":
+            return fingerprint(self.path)
+        name = STATE if self.kind == "checkpoint" else ADAPTER_WEIGHTS
+        content = (Path(self.path) / name).read_bytes()
+        return hashlib.sha256(fingerprint(self.base).encode() + content).hexdigest()
+
+    def make(self, folder: Path) -> str:
+        """Return the path of a complete model, made in `folder` if necessary. Raises ValueError if
+        it cannot be made."""
+        if self.kind == "model":
+            return self.path
+        if not folder.exists():
+            if self.kind == "checkpoint":
+                export_checkpoint(Path(self.path), folder)
+            else:
+                self._merge(folder)
+        return str(folder)
+
+    def _merge(self, folder: Path) -> None:
+        """Write the base model with the adapter merged, in float32."""
+        import peft
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        _quieten_transformers()
+        path = resolve_model(self.base)
+        base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # old names
+                merged = peft.PeftModel.from_pretrained(base, self.path).merge_and_unload()
+        except (ValueError, RuntimeError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"{KEY}: the adapter '{self.path}' cannot be merged into '{self.base}', use the "
+                f"model that it was trained on (--base): {error}"
+            ) from error
+        with replace_folder(folder) as new:
+            merged.save_pretrained(new)
+            load_tokenizer(self.base).save_pretrained(new)
+
+
+def find_model(path: str, base: str | None = None) -> ModelSource:
+    """Find the model of `path`. Raises ConfigError if it, or an adapter's base, is missing.
+
+    `base`: the model that an adapter belongs to, if not the one that it names."""
+    folder = Path(path).expanduser()
+    found = ModelSource("model", path, path)
+    if path not in BUILT_IN_MODELS and folder.is_dir():
+        if (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors")):
+            return _adapter(folder, base)
+        # A run has ended once its summary exists.
+        if (folder / "model").is_dir() and (folder / "summary.json").is_file():
+            found = ModelSource("model", str(folder / "model"), str(folder / "model"))
+        elif (folder / STATE).is_file() or (folder / "config.yaml").is_file():
+            try:
+                checkpoint, _ = find_checkpoint(folder)
+            except ValueError as error:
+                raise ConfigError(f"{KEY}: {error}") from None
+            trained_from = checkpoint.state["config"]["model"]["path"]
+            found = ModelSource("checkpoint", str(checkpoint.path), trained_from)
+    if base is not None:
+        raise ConfigError(f"--base: '{path}' is no adapter (it has no {ADAPTER_CONFIG}); omit it")
+    read_model_files(found.base)
+    return found
+
+
+def _adapter(folder: Path, base: str | None) -> ModelSource:
+    try:
+        base = base or json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+        if not base:
+            raise ValueError("it names none")
+        read_model_files(base)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{KEY}: the adapter '{folder}' needs the model that it was trained on; use --base "
+            f"MODEL, or the model/ folder of its run, which has the adapter merged\n{error}"
+        ) from None
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(f"{KEY}: the adapter '{folder}' has no weights ({ADAPTER_WEIGHTS})")
+    if find_spec("peft") is None:
+        raise ConfigError(
+            f"{KEY}: merging the adapter '{folder}' needs peft: pip install 'easyrl[lora]'"
+        )
+    return ModelSource("adapter", str(folder), base)
+
+
+def _quieten_transformers() -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -213,61 +213,29 @@ def eos_token_ids(generation_config: Any, model_config: Any) -> list[int]:
     return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
 
 
-def unsupported_reason(config: Any, model_class: Any) -> str | None:
-    """Return why configuration or class rule out EasyRL's attention; None if they do not."""
-    for layer, kind in enumerate(getattr(config.get_text_config(), "layer_types", None) or ()):
-        if kind not in PACKED_LAYERS:
-            return f"layer {layer} is of type {kind}"
-    if getattr(model_class, "_supports_attention_backend", False):
-        return None
-    return f"no layer of {model_class.__name__} uses transformers' attention interface"
-
-
-def refuse_shared_prompt(path: str, config: Any) -> None:
-    """Raise ConfigError if configuration or class rule out `model.attention=shared_prompt`."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        reason = unsupported_reason(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-        if reason is not None:
-            raise cannot_share(path, reason)
-
-
-def cannot_share(path: str, reason: str) -> ConfigError:
-    return ConfigError(
-        f"model.attention: expected auto or repeated, because prompts cannot be shared exactly: "
-        f"{reason} ({path}); got shared_prompt"
-    )
-
-
-def longest_exact(config: Any) -> tuple[int, str] | None:
-    """Return the longest sequence whose RoPE is independent of the batch, and the RoPE's type.
-
-    `longrope` and `dynamic` RoPE choose the factors of a whole batch by its longest position; up
-    to this length they are constant. None: the model has no such RoPE.
-    """
-    text = config.get_text_config()
-    limits = []
-    for rope in _ropes(getattr(text, "rope_parameters", None)):
-        kind = rope.get("rope_type") or ""
-        if kind == "longrope":
-            limits.append((rope["original_max_position_embeddings"], kind))
-        elif "dynamic" in kind:
-            limits.append((text.max_position_embeddings, "dynamic"))
-    return min(limits, default=None)
-
-
 def check_rope(
     path: str, config: Any, *, max_prompt_length: int, max_completion_length: int
 ) -> None:
-    """Raise ConfigError if sequences may be too long for the model's RoPE to be exact."""
-    limit = longest_exact(config)
-    if limit is not None and max_prompt_length + max_completion_length > limit[0]:
-        raise ConfigError(
-            f"data.max_prompt_length + rollout.max_completion_length: expected at most {limit[0]}, "
-            f"got {max_prompt_length} + {max_completion_length}: beyond, the {limit[1]} RoPE of "
-            f"{path} depends on the longest sequence in the batch"
-        )
+    """Raise ConfigError if sequences may be too long for the model's RoPE to be exact.
+
+    `longrope` and `dynamic` RoPE choose the factors of a whole batch by its longest position. Up to
+    some length they are constant.
+    """
+    text = config.get_text_config()
+    for rope in _ropes(getattr(text, "rope_parameters", None)):
+        kind = rope.get("rope_type") or ""
+        if kind == "longrope":
+            longest = rope["original_max_position_embeddings"]
+        elif "dynamic" in kind:
+            longest = text.max_position_embeddings
+        else:
+            continue
+        if max_prompt_length + max_completion_length > longest:
+            raise ConfigError(
+                f"data.max_prompt_length + rollout.max_completion_length: expected at most "
+                f"{longest}, got {max_prompt_length} + {max_completion_length}: beyond, the {kind} "
+                f"RoPE of {path} depends on the longest sequence in the batch"
+            )
 
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
@@ -278,9 +246,3 @@ def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         return auto.from_config(config, trust_remote_code=trust_remote_code)
-
-
-def count_weights(config: Any, *, trust_remote_code: bool = False) -> int:
-    """Count the elements of all weights, tied ones once."""
-    model = meta_model(config, trust_remote_code=trust_remote_code)
-    return sum(weight.numel() for weight in model.parameters())

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from easyrl.config import ConfigError
 from easyrl.config.model import AttentionMode, DType, LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import AttentionLayout, PackedGroups, register_attention
 from easyrl.model.cpu_layers import speed_up_linear_layers, speed_up_rms_norms
 from easyrl.model.exactness import attend_packed, check_causal
-from easyrl.model.files import cannot_share, eos_token_ids, load_model_config
+from easyrl.model.files import eos_token_ids, load_model_config
 from easyrl.model.lora import Adapter
 from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
@@ -98,7 +99,10 @@ class Policy:
             if reason is not None:
                 check_causal(model, path)
                 if attention == "shared_prompt":
-                    raise cannot_share(path, reason)
+                    raise ConfigError(
+                        "model.attention: expected auto or repeated, because prompts cannot be "
+                        f"shared exactly: {reason} ({path}); got shared_prompt"
+                    )
             policy = cls(model, model.device, unsupported_reason=reason, attention=attention)
             policy._check_head(path)
         model.to(device)

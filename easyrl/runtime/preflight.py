@@ -22,13 +22,12 @@ from easyrl.data.streams import PromptStream
 from easyrl.model.files import (
     ModelFiles,
     check_rope,
-    count_weights,
     fingerprint,
     load_model_config,
     load_tokenizer,
     max_positions,
+    meta_model,
     read_model_files,
-    refuse_shared_prompt,
 )
 from easyrl.rewards.loading import check_rewards
 from easyrl.runtime.memory import (
@@ -160,8 +159,8 @@ def _estimate(
     if size is None:
         model_config = _model_config(config, files.path)
         if num_weights is None:
-            trusts = config.model.trust_remote_code
-            num_weights = count_weights(model_config, trust_remote_code=trusts)
+            model = meta_model(model_config, trust_remote_code=config.model.trust_remote_code)
+            num_weights = sum(weight.numel() for weight in model.parameters())
         size = model_size(model_config, num_weights, num_trained)
         if size is None:
             return None
@@ -201,8 +200,6 @@ def too_long_prompts(
         if all(isinstance(text, str) and len(text) <= longest for text in prompts.examples()):
             return []
     model_config = _model_config(config, model.path)
-    if model.attention == "shared_prompt":
-        refuse_shared_prompt(model.path, model_config)
     check_rope(
         model.path,
         model_config,

@@ -28,7 +28,7 @@ from easyrl import devices, events
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config
-from easyrl.model.export import ADAPTER, export_adapter, export_model
+from easyrl.model.export import ADAPTER, replace_folder
 from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, gathered
@@ -277,7 +277,9 @@ class TrainWorker:
         model, policy, is_writer = self.config.model, self.learner.policy, self.is_first_rank
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         if policy.adapter is not None:
-            export_adapter(policy, folder.with_name(ADAPTER), is_writer=is_writer)
+            with replace_folder(folder.with_name(ADAPTER), is_writer=is_writer) as new:
+                policy.adapter.save(new, is_writer=is_writer)
         weights_sha256 = policy.weights_sha256()  # first: no rank then waits while rank 0 writes
-        export_model(policy, tokenizer, folder, is_writer=is_writer)
+        with replace_folder(folder, is_writer=is_writer) as new:
+            policy.save(new, tokenizer, is_writer=is_writer)
         return events.ModelSaved(weights_sha256)
