@@ -71,17 +71,16 @@ def _unsupported_reason(model: Any) -> str | None:
     return f"no layer of {type(model).__name__} uses transformers' attention interface"
 
 
+@torch.no_grad()
 def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -> str | None:
     """Call `reason_of` on the model and rows of random tokens; return None as soon as it does."""
     generator = torch.Generator().manual_seed(0)
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     reason = None
-    with torch.no_grad():
-        for _ in range(NUM_DRAWS):
-            drawn = torch.randint(vocabulary_size, (SEQUENCES[-1][-1] + 1,), generator=generator)
-            reason = reason_of(model, drawn.to(model.device))
-            if reason is None:
-                break
+    for _ in range(NUM_DRAWS):
+        drawn = torch.randint(vocabulary_size, (SEQUENCES[-1][-1] + 1,), generator=generator)
+        if (reason := reason_of(model, drawn.to(model.device))) is None:
+            break
     return reason
 
 

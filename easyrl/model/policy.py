@@ -120,12 +120,10 @@ class Policy:
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor
     ) -> Tensor:
         """Return logits [K, V] of the tokens `logits_at` [K] of the packed row `input_ids` [T]."""
+        inputs, row = self._inputs(input_ids, position_ids, layout)
         if self.unsupported_reason is not None:
-            is_real = real_tokens(position_ids)
-            output = self.model(input_ids=_padded(input_ids, is_real), use_cache=False)
-            every: Tensor = output.logits[is_real]
-            return every[logits_at]
-        inputs = _packed_inputs(input_ids, position_ids, layout)
+            padded: Tensor = self.model(**inputs).logits
+            return padded[row][logits_at]
         logits: Tensor = self.model(**inputs, logits_to_keep=logits_at).logits[0]
         return logits
 
@@ -133,15 +131,27 @@ class Policy:
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, at: Tensor
     ) -> Tensor:
         """Return the head's inputs [K, H] for the tokens `at` [K] of the packed row [T]."""
+        inputs, row = self._inputs(input_ids, position_ids, layout)
+        output = self._layers(**inputs)
+        self._base_output = type(output)
+        hidden: Tensor = output.last_hidden_state[row]
+        return hidden[at]
+
+    def _inputs(
+        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
+    ) -> tuple[dict[str, Any], Any]:
+        """Return the model's arguments, and the index of the packed row's tokens in its outputs."""
         if self.unsupported_reason is not None:
             is_real = real_tokens(position_ids)
-            output = self._layers(input_ids=_padded(input_ids, is_real), use_cache=False)
-            hidden: Tensor = output.last_hidden_state[is_real]
-        else:
-            output = self._layers(**_packed_inputs(input_ids, position_ids, layout))
-            hidden = output.last_hidden_state[0]
-        self._base_output = type(output)
-        return hidden[at]
+            padded = torch.zeros_like(is_real, dtype=input_ids.dtype)
+            padded.masked_scatter_(is_real, input_ids)
+            return {"input_ids": padded, "use_cache": False}, is_real
+        return {
+            "input_ids": input_ids[None],
+            "position_ids": position_ids[None],
+            "use_cache": False,
+            "attention_layout": layout,
+        }, 0
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits [K, V] of `hidden_states` [K, H].
@@ -261,17 +271,6 @@ class Policy:
             tokenizer.save_pretrained(folder)
 
 
-def _packed_inputs(
-    input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
-) -> dict[str, Any]:
-    return {
-        "input_ids": input_ids[None],
-        "position_ids": position_ids[None],
-        "use_cache": False,
-        "attention_layout": layout,
-    }
-
-
 def real_tokens(position_ids: Tensor) -> Tensor:
     """Return a mask [B, L] of the tokens in a padded batch of a packed row's whole sequences.
 
@@ -284,11 +283,6 @@ def real_tokens(position_ids: Tensor) -> Tensor:
     is_real = columns < lengths[:, None]
     assert torch.equal(is_real.nonzero()[:, 1], position_ids), "a prompt is shared"
     return is_real
-
-
-def _padded(tokens: Tensor, is_real: Tensor) -> Tensor:
-    """[T] -> [B, L]"""
-    return torch.zeros_like(is_real, dtype=tokens.dtype).masked_scatter_(is_real, tokens)
 
 
 def _blocks_of(model: nn.Module) -> list[nn.Module]:
