@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from easyrl import events
-from easyrl.observe.state import RunState
+from easyrl.observe.state import ViewState
 from easyrl.observe.view import render
 from easyrl.observe.watch import RunFiles
 
@@ -19,7 +19,7 @@ WIDTH, HEIGHT = 100, 26
 
 def main(run: Path, iteration: int | None) -> None:
     """Fold the run's events up to half of the iteration's groups, and export the picture."""
-    files, state = RunFiles(run), RunState()
+    files, state = RunFiles(run), ViewState()
     iteration = iteration or files.config.train.iterations - 1
     for event in files.read():
         state.apply(event)

@@ -71,7 +71,7 @@ class Generate(Command):
 class Evaluate(Command):
     """Sample completions of each prompt and report their rewards."""
 
-    round: int
+    evaluation_round: int
     prompts: Sequence[Prompt]
     num_samples: int = 1
     with_texts: bool = False
@@ -164,6 +164,10 @@ class Sample(Message):
     columns: Mapping[str, Any]  # values that reward functions logged for it (`log_extra`)
 
 
+SAMPLE_COLUMNS = ("iteration", "prompt_index", "prompt", "completion", "reward", "advantage")
+"""Keys of every line of samples.jsonl; a reward function's `log_extra` adds more."""
+
+
 class GroupScored(WorkerEvent):
     """A group has its rewards; it is in the ring unless it is rejected."""
 
@@ -189,7 +193,7 @@ class GroupScored(WorkerEvent):
 class PromptEvaluated(WorkerEvent):
     """Shapes: S samples of the prompt."""
 
-    round: int
+    evaluation_round: int
     prompt_index: int
     rewards: Sequence[float]  # [S], NaN where the reward call failed and the prompt is skipped
     rewards_by_function: Sequence[Sequence[float | None]] = ()  # [functions][S]

@@ -38,8 +38,6 @@ class Prompt:
     """The other columns of the row, passed to the reward functions."""
 
 
-SAMPLE_COLUMNS = ("iteration", "prompt_index", "prompt", "completion", "reward", "advantage")
-"""Keys of every line of samples.jsonl; a reward function's `log_extra` adds more."""
 IndexedPrompt = tuple[int, Prompt]
 """A group index (0 … prompts_per_iteration - 1) and the prompt of that group."""
 
@@ -108,8 +106,8 @@ class MicroBatch:
     input_ids: np.ndarray  # [T] int64
     position_ids: np.ndarray  # [T] int64: every completion continues from its prompt's positions
     groups: list[tuple[int, list[int]]]
-    """Layout of the row: for each group its prompt's length and its completions' lengths. A whole
-    sequence is a prompt without completions."""
+    """Layout of the row: for each group its prompt's length and its completions' lengths. Where
+    prompts are repeated, each sequence is (its length, [])."""
     logits_at: np.ndarray  # [K] int64: positions whose logits predict the completion tokens
     targets: np.ndarray  # [K] int64: the completion tokens
     completion_of_token: np.ndarray  # [K] int64 in 0..C-1
@@ -134,7 +132,7 @@ class Weight:
     is_trained: bool
 
     @classmethod
-    def kept(cls, name: str, tensor: Tensor, *, is_trained: bool) -> Weight:
+    def stored(cls, name: str, tensor: Tensor, *, is_trained: bool) -> Weight:
         """A weight that is stored as it is."""
         return cls(name, tensor, lambda: tensor, is_trained)
 

@@ -1,4 +1,4 @@
-"""Cores of a worker that waits serve the other group, and go back to it."""
+"""Cores of a worker that waits serve workers of the other role, and go back to it."""
 
 from __future__ import annotations
 

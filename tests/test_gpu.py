@@ -202,7 +202,7 @@ def test_the_channel_broadcasts_over_nccl():
     channel = trainer_channel(1, 10.0)
     big = torch.randn(3 * 2**20, device="cuda")
     tensors = {"big": big, "half": big[:999].bfloat16(), "scalar": torch.tensor(1.0).cuda()}
-    every = [Weight.kept(*each, is_trained=True) for each in tensors.items()]
+    every = [Weight.stored(*each, is_trained=True) for each in tensors.items()]
     sizes = sum(tensor.nbytes for tensor in tensors.values())
     assert channel.send(0, every) == channel.send(1, every) == sizes
     num_elements = sum(tensor.numel() for tensor in tensors.values())

@@ -14,7 +14,7 @@ from easyrl import events
 from easyrl.config import load_config
 from easyrl.events import Event, FromWorker, Note, Sample, Span, UnderWay
 from easyrl.observe.observers import Guard
-from easyrl.observe.state import RunState
+from easyrl.observe.state import ViewState
 from easyrl.observe.view import render
 from run_events import METRICS, active, group, state_of
 from runs import SMALL
@@ -35,7 +35,7 @@ def scored(index: int, **more: Any) -> FromWorker:
     return group(121.0, index, iteration=1, prompt="2+3=", samples=samples, **more)
 
 
-def state_after(*more: Event, num_rollout: int = 1) -> RunState:
+def state_after(*more: Event, num_rollout: int = 1) -> ViewState:
     """A run in its second iteration."""
     state = state_of(
         [
@@ -62,7 +62,7 @@ def state_after(*more: Event, num_rollout: int = 1) -> RunState:
     return state
 
 
-def picture(state: RunState, now: float = 121.4, width: int = 80, height: int = 24) -> str:
+def picture(state: ViewState, now: float = 121.4, width: int = 80, height: int = 24) -> str:
     console = Console(width=width, height=height, color_system=None, force_terminal=False)
     lines = console.render_lines(
         render(state, now, width, height), console.options.update(width=width, height=height)
@@ -206,7 +206,7 @@ import os
 from easyrl import cli, events
 from easyrl.observe import view
 
-apply = view.RunState.apply
+apply = view.ViewState.apply
 
 def noisy(state, event):
     apply(state, event)
@@ -214,7 +214,7 @@ def noisy(state, event):
         print("from Python")
         os.write(2, b"from C")
 
-view.RunState.apply = noisy
+view.ViewState.apply = noisy
 if __name__ == "__main__":
     cli.app()
 """

@@ -20,7 +20,7 @@ from easyrl.config import load_config, to_commented_yaml
 from easyrl.events import Event, FromWorker, Span
 from easyrl.observe import trace
 from easyrl.observe.report import PlainLines
-from easyrl.observe.state import RunState
+from easyrl.observe.state import ViewState
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.watch import GrowingFile, RunFiles, follow, watch
 from easyrl.runtime.run_folder import RunFolder, lock_folder
@@ -49,7 +49,7 @@ def write(folder: RunFolder, run: Sequence[Event]) -> None:
         notify(event)
 
 
-def summary_of(state: RunState) -> dict[str, object]:
+def summary_of(state: ViewState) -> dict[str, object]:
     """What two states have in common, whatever their clocks."""
     fields = dataclasses.fields(state)
     clocks = {"run", "workers", "iteration_started", "newest", "saving_since", "evaluation"}
@@ -70,7 +70,7 @@ def test_files_give_the_same_state_as_the_events(written: Written) -> None:
     folder, run = written
     notify = writer(folder)
     files: RunFiles | None = None
-    live, read = RunState(), RunState()
+    live, read = ViewState(), ViewState()
     for event in run:
         live.apply(event)
         notify(event)
@@ -156,7 +156,7 @@ def test_trace_is_bounded_and_still_valid_and_followed(
     began = time.monotonic() + 100
     spans = [Span("train", began + number, began + number + 0.5) for number in range(2000)]
     run[first:-1] = [active("train-0", span, num_tokens=1) for span in spans]
-    live, follower, notify = state_of(run), RunState(), writer(folder)
+    live, follower, notify = state_of(run), ViewState(), writer(folder)
     files, file = None, folder.path / "trace.json"
     for number, event in enumerate(run):
         notify(event)

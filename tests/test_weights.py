@@ -117,7 +117,7 @@ class Member:
             return weight.to(dtype)
 
         values = make_weights(version)
-        weights = [Weight.kept(name, values[name], is_trained=True) for name in names]
+        weights = [Weight.stored(name, values[name], is_trained=True) for name in names]
         return self.channel.send(version, weights, dtype=dtype, gather=gather), gathered
 
     def receive(self, version, pause_seconds=0.0, own=()):

@@ -61,9 +61,9 @@ def run(
 ) -> list[dict[str, Any]]:
     """One row: medians over the repetitions, which take turns.
 
-    On a device that both groups share there are no broadcasts to compare with; `unsupported_reason`
-    says why its memory could not be opened twice, so that weights crossed on the CPU (None: they
-    did not). Raises ConfigError for several train devices: one process sends.
+    On a device that sender and receiver share there are no broadcasts to compare with.
+    `unsupported_reason` says why its memory could not be opened twice, so that weights crossed on
+    the CPU (None: they did not). Raises ConfigError for several train devices: one process sends.
     """
     flags = {"devices.infer": infer_devices, "devices.train": train_devices, "model.dtype": dtype}
     config = load_config(None, {**flags, "rollout.engine": "embedded"}, ())

@@ -63,8 +63,8 @@ class DevicesConfig(Section):
     """Devices that train; null: chosen from what the machine has."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of each worker. Null: its share of the cores, and on a CPU each worker has cores
-    of its own, which the other group uses while it waits (not in deterministic runs: how sums are
-    split between threads changes their bits)."""
+    of its own. While a rollout worker waits, the train worker uses its cores, and the reverse (not
+    in deterministic runs: how sums are split between threads changes their bits)."""
 
 
 def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from easyrl.config.text import EACH_ONCE, Section
 
-Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 class RuntimeConfig(Section):
@@ -24,9 +24,9 @@ class RuntimeConfig(Section):
     """`auto`: resume from the newest whole checkpoint in output.dir, or start a new run if there is
     none, so that one command serves for the start and for every restart."""
     timeout_seconds: float = Field(default=120.0, gt=0.0)
-    """Longest time, in seconds, that workers wait for each other, that a reward call takes, and
-    that the last checkpoint of a stopped run makes no progress. After it the run stops and says why
-    (for a reward call see `reward.on_error`)."""
+    """Longest time, in seconds, of a weight transfer's steps, of a step that train workers take
+    together, of a reward call (then see `reward.on_error`), and of a stopped run's last checkpoint
+    without progress. After it the run stops and says why. Waits for groups have no bound."""
 
 
 class OutputConfig(Section):
@@ -34,6 +34,6 @@ class OutputConfig(Section):
 
     dir: str | None = Field(default=None, min_length=1)
     """The run folder; null: runs/<time>-<task>."""
-    log_to: Annotated[list[Tracker], EACH_ONCE] = Field(default_factory=list)
+    log_to: Annotated[list[TrackerName], EACH_ONCE] = Field(default_factory=list)
     """Trackers that also get the metrics: a list of `tensorboard`, `wandb` (Weights & Biases),
     `trackio`, `mlflow`; each needs its extra, as in pip install 'easyrl[wandb]'."""

@@ -96,9 +96,9 @@ class Adapter:
                     merged = partial(_merged, self._layers[of_layer])
                     weights.append(Weight(plain, tensor, merged, is_trained=True))
                 else:
-                    weights.append(Weight.kept(plain, tensor, is_trained=False))
+                    weights.append(Weight.stored(plain, tensor, is_trained=False))
             elif name.rpartition(".lora_")[0] not in self._layers:
-                weights.append(Weight.kept(name, tensor, is_trained=False))
+                weights.append(Weight.stored(name, tensor, is_trained=False))
         return weights
 
     @contextmanager

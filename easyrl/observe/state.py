@@ -1,6 +1,6 @@
 """The state of a run as a view shows it: a fold of the run's events.
 
-    event ──apply──► RunState ──render──► picture
+    event ──apply──► ViewState ──render──► picture
 
 It has no clock: times are those of the events, and callers pass the time they ask about. The
 events that `easyrl watch` reads from the run folder give the same state.
@@ -91,7 +91,7 @@ class WorkerState:
 
 
 @dataclass(slots=True)
-class RunState:
+class ViewState:
     run: events.RunStarted | None = None
     workers: dict[str, WorkerState] = field(default_factory=dict)
     iteration: int | None = None

@@ -1,6 +1,6 @@
 """The live view: progress, workers, rewards and the newest completion, drawn by Rich.
 
-    controller's thread ──event──► RunState ◄──lock──► Rich's refresh thread ──► terminal
+    controller's thread ──event──► ViewState ◄──lock──► Rich's refresh thread ──► terminal
 
 While the view is up, everything else that the process prints goes to a log file. At the end the
 terminal is restored, and the last picture with the result is printed to it.
@@ -37,7 +37,7 @@ from easyrl.config.train import TrainConfig
 from easyrl.events import Event, SpanKind
 from easyrl.formatting import counted
 from easyrl.observe.report import end_table, print_end, problems_in
-from easyrl.observe.state import RunState, WorkerState
+from easyrl.observe.state import ViewState, WorkerState
 from easyrl.observe.text import clock, is_in_foreground, printable, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
 
@@ -74,7 +74,7 @@ class LiveView:
         """`now` is the clock of the events. Other output goes to `log_file`, or to the run's logs.
         Of a run that is not running, only the end is printed."""
         self._now, self._log_file, self._is_running = now, log_file, is_running
-        self._state = RunState()
+        self._state = ViewState()
         self._lock = threading.Lock()
         self._live: Live | None = None
         self._restore = contextlib.ExitStack()
@@ -167,7 +167,7 @@ class LiveView:
 # -- the picture ----------------------------------------------------------------------------------
 
 
-def render(state: RunState, now: float, width: int, height: int) -> RenderableType:
+def render(state: ViewState, now: float, width: int, height: int) -> RenderableType:
     """Draw the state at the time `now` of the events' clock."""
     if state.run is None:
         return Text("EasyRL", style="bold")
@@ -191,7 +191,7 @@ def _line(*parts: str | tuple[str, str]) -> Text:
 
 
 def _header(
-    state: RunState, run: events.RunStarted, now: float, width: int
+    state: ViewState, run: events.RunStarted, now: float, width: int
 ) -> Iterator[RenderableType]:
     config, devices = run.config, run.devices.values()
     num_devices = count_devices(devices)
@@ -222,7 +222,7 @@ def _header(
     yield _line(*parts)
 
 
-def _progress(state: RunState, train: TrainConfig, now: float, width: int) -> RenderableType:
+def _progress(state: ViewState, train: TrainConfig, now: float, width: int) -> RenderableType:
     """What the run does, how much of it is done, and the time left."""
     done, total, right, style = len(state.rewards), train.iterations, "", "bold"
     if state.ended is not None:
@@ -256,12 +256,12 @@ def _progress(state: RunState, train: TrainConfig, now: float, width: int) -> Re
     return row
 
 
-def _warnings(state: RunState) -> list[RenderableType]:
+def _warnings(state: ViewState) -> list[RenderableType]:
     texts = (", ".join(problems_in(state.problems)), state.note, state.warning)
     return [_line((printable(text), "bold yellow")) for text in texts if text]
 
 
-def _workers(state: RunState, now: float, width: int, max_lanes: int) -> list[RenderableType]:
+def _workers(state: ViewState, now: float, width: int, max_lanes: int) -> list[RenderableType]:
     """A line per worker with what it did recently, and a legend."""
     workers = list(state.workers.values())
     num_hidden = len(workers) - max_lanes + 1
@@ -321,7 +321,7 @@ def _lane(
     return [(look[0] * len(list(run)), look[1]) for look, run in groupby(looks)]
 
 
-def _rewards(state: RunState, width: int) -> Text:
+def _rewards(state: ViewState, width: int) -> Text:
     """The newest reward and accuracies, and a sparkline of the rewards."""
     text = f"reward {shown(state.rewards[-1], '.3f')}"
     if state.accuracies:

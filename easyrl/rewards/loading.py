@@ -26,10 +26,11 @@ from easyrl.config import Config, ConfigError
 from easyrl.config.reward import RewardConfig
 from easyrl.data.presets import preset_of
 from easyrl.data.streams import RESERVED_COLUMNS
+from easyrl.events import SAMPLE_COLUMNS
 from easyrl.rewards import functions, math
 from easyrl.rewards.code import check_code, code
 from easyrl.rewards.functions import RewardFunction, text_of
-from easyrl.types import SAMPLE_COLUMNS, Prompt
+from easyrl.types import Prompt
 
 KEY = "reward.functions (--reward)"
 BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {

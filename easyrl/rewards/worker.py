@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from easyrl.config import Config
+from easyrl.events import SAMPLE_COLUMNS
 from easyrl.processes import die_with_parent, maybe_sleep
 from easyrl.rewards.functions import RewardFunction
 from easyrl.rewards.loading import (
@@ -34,7 +35,7 @@ from easyrl.rewards.loading import (
     reward_specs,
     user_traceback,
 )
-from easyrl.types import SAMPLE_COLUMNS, Messages
+from easyrl.types import Messages
 
 MAX_SCORE = 1e30
 """Scores are summed with weights in float32, whose largest number is about 3e38."""

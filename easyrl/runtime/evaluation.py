@@ -86,6 +86,6 @@ def answers_to(
     dispatcher.start_evaluation(round_, prompts, num_samples=num_samples, with_texts=with_texts)
     for _ in prompts:
         worker, event = next_event()
-        assert isinstance(event, events.PromptEvaluated) and event.round == round_
+        assert isinstance(event, events.PromptEvaluated) and event.evaluation_round == round_
         dispatcher.on_group(worker)
         yield event

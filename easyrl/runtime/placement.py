@@ -45,8 +45,8 @@ class Placement:
     cores: tuple[tuple[int, ...], ...] = ()
     """The CPU cores of each worker, rollout workers first; empty where workers run on any core."""
     lends_cores: bool = False
-    """Whether the other group uses a worker's cores while it waits. vLLM borrows none: it computes
-    in a process of its own with a fixed number of threads."""
+    """Whether train workers use the cores of waiting rollout workers, and the reverse. vLLM borrows
+    none: it computes in a process of its own with a fixed number of threads."""
 
     @property
     def num_rollout_workers(self) -> int:
@@ -59,8 +59,8 @@ class Placement:
 
     @property
     def weights_cross_on_cpu(self) -> bool:
-        """Whether no accelerator backend connects the two groups: NCCL and HCCL refuse two ranks on
-        one device, and do not support the CPU."""
+        """Whether no accelerator backend connects rollout and train workers: NCCL and HCCL refuse
+        two ranks on one device, and do not support the CPU."""
         return self.shares_device or self.infer.kind != self.train.kind
 
     def num_workers(self, role: str) -> int:
@@ -69,10 +69,9 @@ class Placement:
     def indices_of(self, role: str, number: int) -> tuple[int, ...]:
         """A worker's device numbers, as in the config; empty on the CPU."""
         is_rollout = role == "rollout"
-        group, size = (
-            (self.infer, self.engine.tensor_parallel_size) if is_rollout else (self.train, 1)
-        )
-        return group.indices[number * size : (number + 1) * size] if group.kind != "cpu" else ()
+        size = self.engine.tensor_parallel_size if is_rollout else 1
+        used = self.infer if is_rollout else self.train
+        return used.indices[number * size : (number + 1) * size] if used.kind != "cpu" else ()
 
     def device_name(self, role: str, number: int) -> str:
         """A worker's device or devices, with the numbers of the config."""
@@ -215,15 +214,15 @@ def describe(placement: Placement) -> str:
         lines.append(f"{worker}: {device}, {placement.num_threads} CPU thread(s){on_cores}")
     if placement.lends_cores:
         is_mutual = placement.engine.name == "embedded"
-        who, whom = ("worker", "other group") if is_mutual else ("engine", "trainer")
-        lines.append(f"the {whom} uses the cores of a waiting {who}")
+        reverse = ", and the reverse" if is_mutual else ""
+        lines.append(f"the trainer uses the cores of a waiting engine{reverse}")
     lines.append(f"groups in flight per rollout worker: {placement.max_concurrent_groups}")
     why = f" ({placement.engine.reason})" if placement.engine.reason else ""
     lines.append(f"engine of the rollout workers: {placement.engine.name}{why}")
     if placement.shares_device:
         rollout, train = (placement.memory_fraction(role) for role in ("rollout", "train"))
         lines.append(
-            f"both groups share one accelerator: {rollout:.0%} of its memory for the rollout "
+            f"one accelerator is shared: {rollout:.0%} of its memory for the rollout "
             f"worker, {train:.0%} for the train worker (rollout.memory_fraction)"
         )
     return "\n".join(lines)

@@ -167,7 +167,7 @@ class Workers:
 
 
 def _core_sharing(board: IdleBoard, placement: Placement, role: str, number: int) -> CoreSharing:
-    """Each worker uses the cores of every n-th worker of the other group while that waits."""
+    """Each worker uses the cores of every n-th worker of the other role while that waits."""
     owner_id = owner_id_of(placement, role, number)
     if role == "rollout" and placement.engine.name == "vllm":
         return CoreSharing(board, owner_id, shared=())
