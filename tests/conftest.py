@@ -11,7 +11,7 @@ settings.register_profile("easyrl", deadline=None)  # machines are noisy: time p
 settings.load_profile("easyrl")
 
 # Where the tests run in the background (`&`, nohup) these signals are ignored, here and in every
-# run that they start, which then never hears the ones that a test sends.
+# run that they start, which then ignores the ones that a test sends.
 for signum in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(signum) is signal.SIG_IGN:
         signal.signal(

@@ -38,7 +38,7 @@ def write_files(folder: Path) -> None:
         change(folder / name)
     for name, states in RUNS.items():
         make_run(folder / name, states)
-    held.append(lock_folder(folder / "run_going_on"))
+    locks.append(lock_folder(folder / "run_in_use"))
 
 
 def make_run(folder: Path, states: dict[int, Any]) -> None:
@@ -62,13 +62,13 @@ def make_run(folder: Path, states: dict[int, Any]) -> None:
         (folder / "checkpoints" / str(version) / "state.json").write_text(text)
 
 
-held: list[int] = []
+locks: list[int] = []
 """Locks of run folders that seem to be in use."""
 RUNS: dict[str, dict[int, Any]] = {
     "run_without": {},
     "run_broken": {10: '{"format": 1', 20: ""},
     "run_whole": {10: {}},
-    "run_going_on": {10: {}},
+    "run_in_use": {10: {}},
     "run_other_model": {10: {"identity": {"model.path": "another", "data.dataset": None}}},
     "run_other_rows": {10: {"identity": {"model.path": fingerprint("tiny"), "data.dataset": 7}}},
 }
@@ -206,7 +206,7 @@ MISTAKES = {
     "--no-live --resume FOLDER/run_without": "train.save_every",
     "--no-live --resume FOLDER/run_broken": "checkpoints/20",
     "runtime.resume=auto --output FOLDER/run_broken": "checkpoints/20",
-    "--no-live --resume FOLDER/run_going_on": "output.dir",
+    "--no-live --resume FOLDER/run_in_use": "output.dir",
     "runtime.resume=auto --output FOLDER/refuses": "output.dir",
     "--no-live --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
     "runtime.resume=auto --output FOLDER/run_whole --seed 7": "runtime.seed",

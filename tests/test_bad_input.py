@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever gets past the checks fails the test; the hub is where nothing listens."""
+    """A run that gets past the checks fails the test; nothing listens at the hub's address."""
 
     def start(*arguments: Any, **options: Any) -> NoReturn:
         raise AssertionError("a run was started")
@@ -90,7 +90,7 @@ def test_long_prompts_are_skipped_and_counted(folder: Path) -> None:
     assert checked(words[0]).num_prompts_skipped == 0
 
 
-def test_of_a_large_data_set_the_longest_texts_are_looked_at(
+def test_only_the_longest_texts_of_a_large_data_set_are_checked(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat, "MAX_CHECKED", 1)
@@ -158,9 +158,7 @@ def test_no_more_groups_are_in_flight_than_an_iteration_has() -> None:
 # The terminal.
 
 
-def test_a_narrow_terminal_and_an_audience_that_leaves_stop_no_run(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_narrow_terminal_or_a_closed_pipe_stops_no_run(folder: Path, tmp_path: Path) -> None:
     words = (*OWN, f"{folder}/long.jsonl", "data.long_prompts=skip", "--iterations", "1")
     output = tmp_path / "run"
     words += (*SMALL, "data.max_prompt_length=6", "data.num_held_out=null")

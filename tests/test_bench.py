@@ -137,7 +137,7 @@ def activity(worker: str, *spans: tuple[str, float, float]) -> events.FromWorker
     return events.FromWorker(worker, 0.0, content)
 
 
-def test_recorder_counts_the_time_in_which_both_groups_are_busy() -> None:
+def test_recorder_counts_the_time_in_which_engine_and_trainer_are_busy() -> None:
     """Two engines are one group, the first iteration warms up, waiting is not work."""
     recorder = Recorder()
     for number, start in enumerate((0.0, 10.0)):

@@ -12,7 +12,7 @@ from easyrl.config.changed_keys import MERGED, REMOVED, RENAMED
 OLD_RUN = Path(__file__).parent / "fixtures" / "run_before_0_2" / "run" / "config.yaml"
 
 
-def test_config_of_an_older_run_loads_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_of_an_older_run_loads_without_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     text = OLD_RUN.read_text()
     assert all(f" {name.rpartition('.')[2]}:" in text for name in [*REMOVED, *RENAMED, *MERGED])
     assert load_config(OLD_RUN).reward.functions == ["regex"]
@@ -30,7 +30,7 @@ def test_removed_key_at_its_old_default_is_ignored() -> None:
     assert load_config(words=["rollout.min_p=0.0", "output.project=easyrl"]) == load_config()
 
 
-def test_renamed_key_is_accepted_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_renamed_key_works_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     assert load_config(words=["devices.infer_threads=3"]).devices.threads == 3
     assert "devices.threads" in capsys.readouterr().err
 

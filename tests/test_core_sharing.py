@@ -171,7 +171,7 @@ def sharing_of(settings: WorkerSettings) -> CoreSharing:
 
 @pytest.mark.parametrize(("infer", "train"), [(1, 1), (3, 1), (1, 3), (3, 2), (2, 5)])
 @pytest.mark.usefixtures("eight_cores")
-def test_every_worker_shares_with_one_of_the_other_group(infer: int, train: int) -> None:
+def test_every_worker_shares_with_one_of_the_other_role(infer: int, train: int) -> None:
     words = (f"devices.infer=cpu:{infer}", f"devices.train=cpu:{train}")
     spawned = settings_of(placed(*words, "train.prompts_per_iteration=8"))
     names = list(spawned)

@@ -142,7 +142,7 @@ def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path: Path) -> Non
     assert opened(jsonl(tmp_path, *ROWS)).without([3]).fingerprint() != fingerprint
 
 
-def test_of_many_rows_a_fingerprint_looks_at_some(
+def test_fingerprint_of_many_rows_reads_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "NUM_DIGESTED", 5)

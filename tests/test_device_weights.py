@@ -89,7 +89,7 @@ def weights(number: int, num_elements: int = 2**19) -> list[Weight]:
     return [Weight(f"w{n}", values, lambda: values, is_trained=True) for n in range(number)]
 
 
-def test_ranks_on_accelerators_meet_in_the_store_where_waits_are_bounded(
+def test_ranks_on_accelerators_wait_for_each_other_on_the_store(
     store: str, backend: Backend
 ) -> None:
     """The backend itself connects at the first broadcast, without a bound."""

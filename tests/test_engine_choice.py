@@ -63,7 +63,7 @@ def test_auto_takes_vllm_on_accelerators_and_the_embedded_engine_on_the_cpu(inst
         ("0.32.0", "2.13.0", ("runtime.deterministic=true",), "deterministic=true"),
     ],
 )
-def test_where_vllm_cannot_be_used_auto_says_why_and_who_asks_for_it_is_refused(
+def test_where_vllm_cannot_be_used_auto_gives_the_reason_and_vllm_is_refused(
     install, version: str | None, torch: str, words: tuple[str, ...], said: str
 ) -> None:
     install(version, torch)
@@ -107,23 +107,23 @@ def test_tensor_parallel_size_that_does_not_fit_is_refused(install, words: tuple
         choose_engine(of(*words), GPUS)
 
 
-def test_beside_the_trainer_vllm_is_told_how_large_its_cache_is(
+def test_beside_the_trainer_vllm_gets_a_fixed_cache_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It would take what the trainer allocates meanwhile for its own."""
+    """vLLM would count what the trainer allocates meanwhile as its own."""
     config = {"num_hidden_layers": 16, "num_attention_heads": 16, "hidden_size": 2048}
     files = ModelFiles("m", config, 2**28)  # half a GiB of weights in bfloat16
     monkeypatch.setattr(platforms, "read_model_files", lambda model: files)
     monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 40 * 2**30)
 
-    def told(device: str, part: float | None) -> int | None:
+    def cache_size(device: str, part: float | None) -> int | None:
         return platforms.cache_bytes(
             *("m", config, "bfloat16", 64, 1024), device=device, shared_part=part
         )
 
     rows = 8 * 2**30  # 16 layers x 2 x 2048 in bfloat16 are 128 KiB a token
-    assert told("cuda:0", None) is None  # on its own it measures
-    assert told("cpu", None) == rows + platforms.EXTRA_CACHE_BYTES
-    assert told("cuda:0", 0.5) == rows + platforms.EXTRA_CACHE_BYTES
-    room = 0.85 * 0.2 * 40 * 2**30 - 2**29
-    assert told("cuda:0", 0.2) == pytest.approx(room) and room < rows
+    assert cache_size("cuda:0", None) is None  # without a trainer it measures
+    assert cache_size("cpu", None) == rows + platforms.EXTRA_CACHE_BYTES
+    assert cache_size("cuda:0", 0.5) == rows + platforms.EXTRA_CACHE_BYTES
+    available = 0.85 * 0.2 * 40 * 2**30 - 2**29
+    assert cache_size("cuda:0", 0.2) == pytest.approx(available) and available < rows

@@ -1,4 +1,4 @@
-"""`easyrl eval`: what it asks, writes and compares, and how it continues.
+"""`easyrl eval`: what it evaluates, writes and compares, and how it continues.
 
 A stub replaces the rollout workers, except in the tests of whole commands.
 """
@@ -282,10 +282,10 @@ def test_two_commands_do_not_write_to_one_folder(workers: Workers, tmp_path: Pat
     os.close(lock)
 
 
-# What is asked.
+# What is evaluated.
 
 
-def test_rows_of_a_file_are_asked_once_each(workers: Workers, tmp_path: Path) -> None:
+def test_each_row_of_a_file_is_evaluated_once(workers: Workers, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in (5, 3, 4, 3)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--dataset", str(tmp_path / "d.jsonl"), "--infer-devices", "cpu")
@@ -333,7 +333,7 @@ def test_problems_in_flight_fit_the_memory(tmp_path: Path, monkeypatch: pytest.M
     assert numbers[0] == 128 > numbers[1] > numbers[2] == 1
 
 
-def test_only_rows_that_are_asked_are_checked(workers: Workers, tmp_path: Path) -> None:
+def test_only_evaluated_rows_are_checked(workers: Workers, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+" * 400, "answer": "3"}]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--dataset", str(tmp_path / "d.jsonl"), "--reward", "exact_match", *SMALL[:1])

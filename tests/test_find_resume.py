@@ -52,9 +52,9 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(
     folder = finished(tmp_path / "run", *versions)
     there = sorted(folder.rglob("*"))
     for words, resume in ((AUTO, None), ((), folder)):
-        told: list[Any] = []
-        assert run.run(config_of(folder, *words), [told.append], resume) == 0
-        assert "has finished its 60 iterations" in told[-1].message
+        received: list[Any] = []
+        assert run.run(config_of(folder, *words), [received.append], resume) == 0
+        assert "has finished its 60 iterations" in received[-1].message
     assert sorted(folder.rglob("*")) == there
 
 
@@ -68,7 +68,7 @@ def test_a_finished_run_without_a_checkpoint_cannot_grow(tmp_path: Path) -> None
 # -- paths ---------------------------------------------------------------------------------------
 
 
-def test_what_a_run_names_relatively_is_found_from_another_folder(
+def test_relative_paths_of_a_run_work_from_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
@@ -87,7 +87,7 @@ def test_what_a_run_names_relatively_is_found_from_another_folder(
         run.run(config)
 
 
-def test_rows_that_have_changed_are_told(tmp_path: Path) -> None:
+def test_changed_rows_are_refused(tmp_path: Path) -> None:
     data, folder = tmp_path / "data.jsonl", tmp_path / "run"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     words = (f"data.dataset={data}", "reward.functions=[exact_match]", *AUTO)
@@ -146,10 +146,10 @@ def test_accuracies_of_other_problems_are_not_compared(
     (folder / "metrics.jsonl").write_text(lines)
     given: list[Controller] = []
     monkeypatch.setattr(Controller, "run", lambda controller: given.append(controller) or {})
-    told: list[Any] = []
+    received: list[Any] = []
     changed = config_of(folder, *words, *(word.format(tmp_path) for word in OTHER_MEASURES[other]))
-    assert run.run(changed, [told.append]) == 0
-    _, started, resumed, *_ = told
+    assert run.run(changed, [received.append]) == 0
+    _, started, resumed, *_ = received
     assert given[0].resumed is not None and given[0].resumed.state is not None
     found = given[0].resumed.state
     if other == "the same":

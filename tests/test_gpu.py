@@ -122,7 +122,9 @@ def test_a_run_on_one_shared_gpu_is_deterministic(schedule, tmp_path: Path):
     assert len({summary_of(folder)["weights_sha256"] for folder in folders}) == 1
 
 
-def test_weights_stay_in_the_memory_of_a_shared_gpu_and_each_group_has_its_fraction(tmp_path: Path):
+def test_weights_stay_in_the_memory_of_a_shared_gpu_and_each_worker_has_its_fraction(
+    tmp_path: Path,
+):
     segments = set(Path("/dev/shm").iterdir())
     printed = run(
         tmp_path / "run", *SHARED, "--iterations", "2", "rollout.memory_fraction=0.3",
@@ -282,7 +284,7 @@ def test_resumed_run_ends_in_the_same_bits(dtype, tmp_path: Path):
         pytest.param("cpu", "0-1", marks=TWO_GPUS),
     ],
 )
-def test_a_run_where_each_group_has_devices_of_its_own(infer, train, tmp_path: Path):
+def test_a_run_with_devices_for_each_role(infer, train, tmp_path: Path):
     where = ("--infer-devices", infer, "--train-devices", train)
     run(tmp_path / "run", *where, "--iterations", "3", *ANSWERS)
     summary = summary_of(tmp_path / "run")

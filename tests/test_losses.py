@@ -503,11 +503,11 @@ def test_loss_and_gradient_are_those_of_the_definition(lengths, chosen, seed):
 def part_of(inputs: LossInputs, completions: list[int]) -> LossInputs:
     """These completions alone, renumbered, as another micro-batch would hold them."""
     tokens = torch.isin(inputs.completion_of_token, torch.tensor(completions))
-    places = torch.zeros(inputs.num_completions, dtype=torch.int64)
-    places[completions] = torch.arange(len(completions))
+    index_of = torch.zeros(inputs.num_completions, dtype=torch.int64)
+    index_of[completions] = torch.arange(len(completions))
     return LossInputs(
         **{name: getattr(inputs, name)[tokens] for name in (*TENSORS, "loss_mask")},
-        completion_of_token=places[inputs.completion_of_token[tokens]],
+        completion_of_token=index_of[inputs.completion_of_token[tokens]],
         num_completions=len(completions),
     )
 

@@ -49,7 +49,7 @@ def test_columns_are_those_of_all_data_sets(files: dict[str, str]) -> None:
     assert stream.epoch_length == 37
 
 
-def test_a_mixture_is_the_same_wherever_it_is_asked(files: dict[str, str]) -> None:
+def test_a_mixture_is_the_same_in_any_order_of_access(files: dict[str, str]) -> None:
     stream, again = opened(files), opened(files)
     backwards = [again.prompt(index) for index in reversed(range(300))]
     assert [stream.prompt(index) for index in range(300)] == backwards[::-1]
@@ -66,9 +66,9 @@ def test_a_data_set_that_names_its_own_sources_keeps_them(
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = {"own": str(tmp_path / "own.jsonl"), **files}
     prompts = [opened(own).prompt(index) for index in range(20)]
-    told = {str(prompt.content): prompt.columns["data_source"] for prompt in prompts}
-    assert told["a"] == "theirs" and told["b"] == own["own"]
-    assert {told[text] for text in told if "+" in text} == {files["long"]}
+    sources = {str(prompt.content): prompt.columns["data_source"] for prompt in prompts}
+    assert sources["a"] == "theirs" and sources["b"] == own["own"]
+    assert {sources[text] for text in sources if "+" in text} == {files["long"]}
 
 
 @given(st.lists(st.floats(min_value=0.01, max_value=1), min_size=2, max_size=6))

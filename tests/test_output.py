@@ -1,4 +1,4 @@
-"""A run whose output nobody reads ends as any other."""
+"""A closed output pipe does not change a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def in_a_shell(line: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 @pytest.mark.parametrize("mistake", [False, True])
-def test_run_without_a_reader_of_its_output_ends_as_any_other(
+def test_run_with_a_closed_output_pipe_ends_as_any_other(
     tmp_path: Path, line: str, mistake: bool
 ) -> None:
     folder = tmp_path / "run"

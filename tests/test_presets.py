@@ -38,7 +38,7 @@ def asked(row: dict[str, str], column: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": row[column] + BOXED}]
 
 
-def test_gsm8k_asks_for_a_boxed_answer_and_passes_the_datas_on() -> None:
+def test_gsm8k_asks_for_a_boxed_answer_and_keeps_the_columns() -> None:
     stream = opened("gsm8k", "data.shuffle=false")
     assert stream.epoch_length == 8
     assert stream.prompt(0).content == asked(GSM8K[0], "question")
@@ -141,7 +141,7 @@ def test_a_preset_for_ones_own_rows_leaves_presets_as_they_are(own_rows: str) ->
     assert with_eval_data(load_config(None, flags)).data.preset == "gsm8k"
 
 
-def test_a_preset_that_is_none_or_has_no_rows_to_be_for_is_told(own_rows: str) -> None:
+def test_an_unknown_preset_or_one_for_other_rows_is_refused(own_rows: str) -> None:
     assert "gsm8k?" in error_of(own_rows, "data.preset=gsm8") and "gsm8k?" in error_of("gsm8")
     assert error_of("math", "data.preset=gsm8k").startswith("data.preset")
     assert error_of(own_rows, "data.preset=math500").startswith("data.prompt_template")

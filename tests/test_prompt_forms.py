@@ -64,7 +64,7 @@ def test_a_template_with_anything_but_columns_is_refused(tmp_path: Path, templat
     assert error_of(tmp_path, prompt_template=template).startswith("data.prompt_template: ")
 
 
-def test_a_row_with_nothing_for_the_template_is_named(tmp_path: Path) -> None:
+def test_a_row_without_a_column_of_the_template_is_named(tmp_path: Path) -> None:
     for row, template in ((ROW, "{question} {notes}"), ({"question": CHAT}, "{question}")):
         message = error_of(tmp_path, row, prompt_template=template)
         assert message.startswith(f"{tmp_path}/data.jsonl:1: data.prompt_template")
@@ -95,7 +95,7 @@ def test_a_prompt_is_a_string_or_a_chat(
     assert first(tmp_path, row, **data).content == content
 
 
-def test_what_can_be_no_chat_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_chat_is_refused(tmp_path: Path) -> None:
     words = {"prompt_column": "question", "system_prompt": "Add.", "chat": False}
     assert error_of(tmp_path, **words).startswith("data.chat: ")
     assert "data.jsonl:1: " in error_of(tmp_path, {"prompt": CHAT}, chat=False)
@@ -118,7 +118,7 @@ def test_columns_reach_the_rewards_under_the_names_asked_for(tmp_path: Path) -> 
     assert first(tmp_path, prompt_column="question", columns=both).columns["answer"] == "5"
 
 
-def test_a_column_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
     message = error_of(tmp_path, prompt_column="question", columns={"answer": "solution"})
     assert message.startswith("data.columns.answer: ")
 

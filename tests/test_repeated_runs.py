@@ -1,4 +1,4 @@
-"""A whole run of a model that cannot share prompts: told, on-policy, and exact."""
+"""A whole run of a model that cannot share prompts: reported, on-policy and exact."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def test_a_run_says_which_layer_and_engine_and_trainer_agree(tmp_path: Path) -> 
     flags += ["--iterations", "2", "--reward", f"{tmp_path / 'r.py'}:score"]
     code, out, err = finish(*flags, *WORDS)
     assert code == 0, err
-    (told,) = [line for line in out.splitlines() if line.startswith("model.attention: ")]
-    assert MODELS["qwen3_next"][1] in told
-    assert told in (folder / "logs" / "easyrl.log").read_text()
+    (note,) = [line for line in out.splitlines() if line.startswith("model.attention: ")]
+    assert MODELS["qwen3_next"][1] in note
+    assert note in (folder / "logs" / "easyrl.log").read_text()
     summary = summary_of(folder)
     assert summary["groups_trained"] == 6 and summary["groups_off_policy"] == 0
     assert 0 < summary["sampling_logp_difference_max"] <= 1e-4
@@ -83,7 +83,7 @@ def test_a_run_says_which_layer_and_engine_and_trainer_agree(tmp_path: Path) -> 
 
 
 def test_sharing_that_only_the_loaded_model_refuses_ends_as_a_users_mistake(tmp_path: Path) -> None:
-    """Sinks are seen when the model's code asks for them."""
+    """Attention sinks are found when the model first asks for them."""
     make_model(tmp_path / "model", "gpt_oss")
     flags = ["--no-live", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "run")]
     code, _, err = finish(*flags, "--iterations", "1", *WORDS, "model.attention=shared_prompt")

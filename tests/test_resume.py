@@ -145,7 +145,7 @@ def test_more_iterations_continue_a_finished_run(
     before = (twice / "metrics.jsonl").read_bytes()
     assert "has finished its 2 iterations" in resume(twice)
     assert (twice / "metrics.jsonl").read_bytes() == before
-    # The newest is cut off: the one before is taken, and what came after it is done again.
+    # The newest is cut off: the run resumes from the one before it.
     (tensors,) = (twice / "checkpoints" / "2").glob("*.safetensors")
     os.truncate(tensors, tensors.stat().st_size // 2)
     out = resume(twice, "--iterations", "4")
@@ -199,8 +199,8 @@ def test_a_checkpoint_that_does_not_fit_does_not_end_the_run(tmp_path: Path) -> 
         preexec_fn=lambda: resource.setrlimit(*limit),
     )
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if "could not be written" in line]
-    assert len(told) == 2 and "File too large" in told[0]
+    notes = [line for line in done.stdout.splitlines() if "could not be written" in line]
+    assert len(notes) == 2 and "File too large" in notes[0]
     assert list((folder / "checkpoints").iterdir()) == []
     assert (folder / "model" / "model.safetensors").is_file()
 

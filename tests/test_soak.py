@@ -1,4 +1,4 @@
-"""Runs that go on for long keep no more memory, files or threads than in their first minutes."""
+"""Long runs use no more memory, files or threads than in their first minutes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT_A_TIME = 3
 """Files and threads that come and go: a checkpoint is being written."""
 
 
-def held(process: psutil.Process) -> tuple[int, int, int]:
+def usage_of(process: psutil.Process) -> tuple[int, int, int]:
     """Bytes of memory, open files, threads."""
     with process.oneshot():
         return process.memory_info().rss, process.num_fds(), process.num_threads()
@@ -35,9 +35,9 @@ def test_nothing_piles_up_over_sixty_iterations(tmp_path: Path, devices: str) ->
     try:
         wait_for_line(process, f"iteration {FIRST}/")
         processes = [psutil.Process(process.pid), *descendants(process.pid)]
-        before = [held(one) for one in processes]
+        before = [usage_of(one) for one in processes]
         wait_for_line(process, f"iteration {LAST}/", timeout=600)
-        after = [held(one) for one in processes]
+        after = [usage_of(one) for one in processes]
         assert len(descendants(process.pid)) == len(processes) - 1
     finally:
         process.terminate()

@@ -1,4 +1,4 @@
-"""Trackers: what they receive, and that no trouble of theirs stops a run."""
+"""Trackers: what they receive, and that none of their failures stops a run."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_steps_never_decrease_and_evaluations_follow_their_iteration(
     assert notes == []
 
 
-def test_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path, wandb: Wandb) -> None:
+def test_resumed_run_replaces_lines_after_its_checkpoint(tmp_path: Path, wandb: Wandb) -> None:
     """Two iterations, a kill, and a resume from the checkpoint after the first."""
     folder = tmp_path / "run"
     for first, rewards in ((0, (1.0, 2.0)), (1, (3.0, 4.0))):
@@ -149,7 +149,7 @@ def test_missing_tracker_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "trouble", ["init raises", "log raises", "finish raises", "log hangs", "finish hangs"]
 )
-def test_tracker_in_trouble_is_disabled_with_one_warning(
+def test_failing_tracker_is_disabled_with_one_warning(
     tmp_path: Path, wandb: Wandb, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     monkeypatch.setattr(trackers, "END_SECONDS", 1.0)
