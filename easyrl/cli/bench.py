@@ -54,8 +54,8 @@ def bench_weights(
     json: JsonFile = None,
 ) -> None:
     """A weight update against bare broadcasts of as many bytes."""
-    devices = {"infer_devices": infer_devices, "train_devices": train_devices}
-    _bench("weights", json, **devices, dtype=dtype)
+    options = {"infer_devices": infer_devices, "train_devices": train_devices, "dtype": dtype}
+    _bench("weights", json, **options)
 
 
 @bench.command("loop")
@@ -69,8 +69,8 @@ def bench_loop(
     words: Words = None,
 ) -> None:
     """Whole runs on random models of real shapes: rates, overlap, MFU, memory."""
-    devices = {"infer_devices": infer_devices, "train_devices": train_devices}
-    _bench("loop", json, **devices, model=model, dtype=dtype, words=words or ())
+    options = {"infer_devices": infer_devices, "train_devices": train_devices, "dtype": dtype}
+    _bench("loop", json, **options, model=model, words=words or ())
 
 
 @command

@@ -1,4 +1,4 @@
-"""Options that commands share, loading the config, and errors as exit codes."""
+"""Options that commands share, and errors as exit codes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import functools
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Option
-
-if TYPE_CHECKING:
-    from easyrl.config import Config
 
 FAILED, USER_ERROR = 1, 2
 """Exit codes; 2 is for errors that the user can fix, Typer's usage errors included."""
@@ -36,12 +33,6 @@ InferDevices = Annotated[
 TrainDevices = Annotated[str | None, Option(help="Devices that train.")]
 Seed = Annotated[int | None, Option(help="Same seed, same data and sampling.")]
 NoLive = Annotated[bool, Option("--no-live", help="Plain lines instead of the live view.")]
-
-
-def load(file: Path | None, flags: Mapping[str, Any], words: list[str] | None) -> Config:
-    from easyrl.config import load_config
-
-    return load_config(file, flags, words or ())
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:

@@ -48,12 +48,13 @@ def evaluate(
         "output.dir": output,
         "runtime.seed": seed,
     }
+    from easyrl.config import load_config
     from easyrl.evaluate.command import evaluate
     from easyrl.evaluate.view import EvalView
 
     if dataset is not None:  # --dataset wins over eval.dataset of the config file
         words = ["eval.dataset=null", *(words or ())]
-    resolved = common.load(config, flags, words)
+    resolved = load_config(config, flags, words)
     return evaluate(resolved, EvalView(live=not no_live), base=base, other=compare)
 
 

@@ -51,9 +51,11 @@ def grpo(
         "runtime.seed": seed,
         "runtime.schedule": schedule,
     }
+    from easyrl.config import load_config
+
     if resume is not None:
         config, flags["output.dir"] = _resumed(resume, config, output), str(resume)
-    resolved = common.load(config, flags, words)
+    resolved = load_config(config, flags, words)
     if dry_run:
         from easyrl.runtime.resume import with_absolute_paths
 
@@ -71,12 +73,9 @@ def _resumed(run: Path, config: Path | None, output: str | None) -> Path:
             "--resume: expected neither --config nor --output: a resumed run keeps its folder and "
             "the settings in its config.yaml"
         )
-    if not (run / "config.yaml").is_file():
-        what = "has no config.yaml" if run.is_dir() else "is no folder"
-        raise ValueError(
-            f"--resume: expected a run folder, such as runs/<time>-<task>, but '{run}' {what}"
-        )
-    return run / "config.yaml"
+    if not (file := run / "config.yaml").is_file():
+        raise ValueError(f"--resume: expected a run folder, but there is no {file}")
+    return file
 
 
 def _print_plan(config: Config) -> int:
@@ -87,8 +86,7 @@ def _print_plan(config: Config) -> int:
 
     placement = resolve_placement(config)
     lines = [describe_model(config.model.path), describe(placement), ""]
-    lines.append(describe_memory(config, placement))
-    lines += sampling_warnings(config)
+    lines += [describe_memory(config, placement), *sampling_warnings(config)]
     typer.echo(to_commented_yaml(config))
     for line in "\n".join(lines).splitlines():  # comments: the whole output is a config file
         typer.echo(f"# {line}".rstrip())

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from easyrl.cli.common import ConfigFile, NoLive, Words, command, load
+from easyrl.cli.common import ConfigFile, NoLive, Words, command
 
 
 @command
@@ -48,16 +48,16 @@ def print_config(
     words: Words = None,
 ) -> None:
     """Print every setting with its meaning, as YAML that --config takes."""
-    from easyrl.config import settings_markdown, to_commented_yaml
+    from easyrl.config import load_config, settings_markdown, to_commented_yaml
 
     if diff is not None and config is not None:
         raise ValueError("--config, --diff: expected one of them, got both")
     if markdown:
         text = settings_markdown()
     elif diff is None:
-        text = to_commented_yaml(load(config, {}, words))
+        text = to_commented_yaml(load_config(config, {}, words))
     else:
-        resolved = load(diff / "config.yaml" if diff.is_dir() else diff, {}, words)
+        resolved = load_config(diff / "config.yaml" if diff.is_dir() else diff, {}, words)
         changes = to_commented_yaml(resolved, only_changes=True)
         heading = "What differs from the defaults" if changes else "Every setting has its default"
         text = f"# {heading}: {diff}\n{changes}"

@@ -5,19 +5,24 @@
     defaults  <  --config FILE.yaml  <  named flags  <  section.key=value words
 
 A `Config` is checked when it is made. The docstrings of the keys are the comments that
-`easyrl config` prints, and the text of docs/settings.md.
+`easyrl config` prints, and the text of docs/settings.md. A section may hold another one
+(`model.lora`).
 """
 
 from __future__ import annotations
 
+import difflib
+import json
+import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_origin
 
+import yaml
 from pydantic import ValidationError, model_validator
 
-from easyrl.config import text as config_text
 from easyrl.config.algorithm import AlgorithmConfig
 from easyrl.config.changed_keys import update_old_keys
 from easyrl.config.data import DataConfig
@@ -27,7 +32,7 @@ from easyrl.config.model import ModelConfig
 from easyrl.config.reward import RewardConfig
 from easyrl.config.rollout import RolloutConfig
 from easyrl.config.runtime import OutputConfig, RuntimeConfig
-from easyrl.config.text import ConfigError, Section
+from easyrl.config.section import ConfigError, Plain, Section, is_section, kinds, plain, put
 from easyrl.config.train import TrainConfig
 
 __all__ = ["Config", "ConfigError", "load_config", "settings_markdown", "to_commented_yaml"]
@@ -114,34 +119,153 @@ class Config(Section):
         return self
 
 
+def _sections(model: type[Section], within: str = "") -> dict[str, type[Section]]:
+    found: dict[str, type[Section]] = {}
+    for name, field in model.model_fields.items():
+        if is_section(section := field.annotation):
+            found[within + name] = section  # type: ignore[assignment]
+            found |= _sections(section, f"{within}{name}.")  # type: ignore[arg-type]
+    return found
+
+
+SECTIONS = _sections(Config)
+"""All sections by their names, each before those inside it."""
+KEYS = {
+    f"{name}.{key}": field
+    for name, section in SECTIONS.items()
+    for key, field in section.model_fields.items()
+    if not is_section(field.annotation)
+}
+"""All keys by their full names, as `model.lora.rank`."""
+
+
 def load_config(
     file: Path | None = None,
     flags: Mapping[str, Any] | None = None,
-    words: Sequence[str] = (),
+    words: Sequence[str] | None = (),
 ) -> Config:
     """Merge defaults < `file` < `flags` < `words`.
 
     `flags` are named flags by `section.key`; None means that the flag was not given. `words` are
     `section.key=value`. Raises ConfigError with one line for every problem found.
     """
-    values = config_text.read_file(file) if file is not None else {}
+    values = _read_file(file) if file is not None else {}
     for name, value in (flags or {}).items():
         if value is not None:
-            config_text.put(values, name, value)
+            put(values, name, value)
     problems: list[str] = []
-    for word in words:
+    for word in words or ():
         try:
-            config_text.put(values, *config_text.read_word(Config, word))
+            put(values, *_read_word(word))
         except ConfigError as error:
             problems.append(str(error))
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems += config_text.problems(Config, error)
+        problems += map(_problem, error.errors(include_url=False))
     if problems:
         source = [f"(the config file was {file})"] if file is not None else []
         raise ConfigError("\n".join(problems + source))
     return config
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose scalars without quotes are Plain. A key given twice is an error."""
+
+    yaml_implicit_resolvers = {}  # type: ignore[misc]  # noqa: RUF012
+
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        return Plain(value) if node.style is None else value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value in mapping:
+                problem = f"expected each key once, as a word, got '{key.value}'"
+                raise yaml.MarkedYAMLError(None, None, problem, key.start_mark)
+            mapping[key.value] = self.construct_object(value, deep=True)
+        return mapping
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or error
+        raise ConfigError(f"{source}{line}: not readable as YAML: {reason}") from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        content = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config, --diff: '{path}' cannot be read: {error}") from None
+    if not isinstance(content, dict | None):
+        raise ConfigError(f"{path}: expected sections with keys in them, got {content!r}")
+    return content or {}
+
+
+def _read_word(word: str) -> tuple[str, Any]:
+    """Read `train.learning_rate=1e-6`: the key's name and its value.
+
+    The value is YAML, but a key that takes a string also takes text that YAML cannot read or reads
+    as something else: `reward.pattern=[0-4]$`, `data.dataset={a}.jsonl`.
+    """
+    name, equals, text = (part.strip() for part in word.partition("="))
+    if not equals or "." not in name:
+        near = _nearest(name)
+        hint = f" (did you mean {near}=...?)" if near else ""
+        raise ConfigError(f"'{word}': expected section.key=value{hint}")
+    accepted = kinds(KEYS[name].annotation) if name in KEYS else ()
+    try:
+        value = _parse_yaml(text, name)
+    except ConfigError:
+        if str not in accepted:
+            raise
+        value = None
+    fits = type(value) in (str, *map(get_origin, accepted))  # a quoted string, a list, a mapping
+    return name, Plain(text) if value is None or (str in accepted and not fits) else value
+
+
+def _nearest(name: str) -> str | None:
+    """The key that was probably meant: by its whole name, else by its last word."""
+    if near := difflib.get_close_matches(name, KEYS, n=1, cutoff=0.7):
+        return near[0]
+    by_word = {known.rpartition(".")[2]: known for known in KEYS}
+    near = difflib.get_close_matches(name.rpartition(".")[2], by_word, n=1, cutoff=0.8)
+    return by_word[near[0]] if near else None
+
+
+def _problem(details: Any) -> str:
+    """One line for one of pydantic's findings."""
+    name, value = ".".join(map(str, details["loc"])), details["input"]
+    if details["type"] == "extra_forbidden":
+        return _unknown(name, value)
+    got = json.dumps(plain(value), ensure_ascii=False, default=str)
+    if key := next((key for key in KEYS if f"{name}.".startswith(f"{key}.")), None):
+        expected = re.sub(r"^\w+ should (be|have) |^Value error, expected ", "", details["msg"])
+        return f"{key}: expected {re.sub(', (got|unable) .*', '', expected)}, got {got}"
+    if details["type"] == "value_error":  # a check of several keys, with a whole message
+        return str(details["msg"]).removeprefix("Value error, ")
+    inside = ", ".join(key for key in KEYS if key.startswith(f"{name}."))
+    return f"{name}: expected a section with keys ({inside}), got {got}"
+
+
+def _unknown(name: str, value: Any) -> str:
+    while isinstance(value, dict) and value:  # an unknown section: by its first key
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    section, _, key = name.rpartition(".")
+    what = "key" if section in SECTIONS else "section"
+    if name in KEYS:
+        return f"{name}: expected as a key in its section, as in {section}: {{{key}: ...}}"
+    if near := _nearest(name):
+        return f"{name}: unknown {what}; did you mean {near}?"
+    expected = [key for key in KEYS if key.rpartition(".")[0] == section]
+    return f"{name}: unknown {what}; expected one of {', '.join(expected or SECTIONS)}"
 
 
 def to_commented_yaml(config: Config, *, only_changes: bool = False) -> str:
@@ -149,13 +273,55 @@ def to_commented_yaml(config: Config, *, only_changes: bool = False) -> str:
 
     `only_changes`: only the keys whose value is not the default; a comment gives the default.
     """
-    return config_text.commented_yaml(config, Config() if only_changes else None)
+    return _commented(config, Config(), only_changes, "")
+
+
+def _commented(section: Section, defaults: Section, only_changes: bool, indent: str) -> str:
+    blocks = []
+    for key, field in type(section).model_fields.items():
+        value, default = getattr(section, key), getattr(defaults, key)
+        if isinstance(value, Section):
+            if inner := _commented(value, default, only_changes, indent + "  "):
+                heading = _comment(type(value).__doc__, indent)
+                blocks.append(f"{heading}{indent}{key}:\n{inner}")
+        elif not only_changes or value != default:
+            comment = _comment(field.description, indent)
+            if only_changes:
+                comment += _comment(f"Default: {_yaml_value(default)}", indent)
+            blocks.append(f"{comment}{indent}{key}: {_yaml_value(value)}\n")
+    return ("" if indent else "\n").join(blocks)
+
+
+def _comment(text: str | None, indent: str) -> str:
+    words = " ".join((text or "").split())
+    lines = textwrap.wrap(words, 96 - len(indent), break_on_hyphens=False)
+    return "".join(f"{indent}# {line}\n" for line in lines)
+
+
+def _yaml_value(value: Any) -> str:
+    if isinstance(value, dict):  # as JSON, which shows what is a string and what a number
+        return json.dumps(value, ensure_ascii=False)
+    # In double quotes an end of line is written as an escape and stays on its line.
+    style = '"' if re.search(r"\\[nxu]", repr(value)) else None
+    text = yaml.safe_dump(
+        value, default_flow_style=True, default_style=style, width=2**31, allow_unicode=True
+    )
+    return re.sub(r"\n?\.\.\.\n$|\n$", "", text)
 
 
 def settings_markdown() -> str:
-    """Print docs/settings.md."""
-    return (
-        "# Settings\n\nEvery key of a run, printed by `easyrl config --markdown`. Set one as\n"
-        "`section.key=value` on the command line, or in a YAML file given with `--config`;\n"
-        "`easyrl config` prints such a file with every key.\n" + config_text.markdown(Config())
-    )
+    """Print docs/settings.md: a table of keys, defaults and meanings for each section."""
+    lines = [
+        "# Settings\n\nEvery key of a run, printed by `easyrl config --markdown`. Set one as",
+        "`section.key=value` on the command line, or in a YAML file given with `--config`;",
+        "`easyrl config` prints such a file with every key.",
+    ]
+    for name, section in SECTIONS.items():
+        lines += ["", f"## {name}", "", " ".join((section.__doc__ or "").split()), ""]
+        lines += ["| key | default | meaning |", "| --- | --- | --- |"]
+        for key, field in section.model_fields.items():
+            if f"{name}.{key}" in KEYS:
+                default = _yaml_value(field.get_default(call_default_factory=True))
+                meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+                lines.append(f"| `{name}.{key}` | `{default}` | {meaning} |")
+    return "\n".join(lines) + "\n"

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from easyrl.config.text import Section
+from easyrl.config.section import Section
 
 CISPO_EPSILON_HIGH = 5.0
 """Recommended by ScaleRL (arXiv 2510.13786)."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from easyrl.config.text import plain, put
+from easyrl.config.section import plain, put
 
 SAMPLING = "it samples from a distribution other than the trained one"
 REMOVED: Mapping[str, tuple[Any, str]] = {

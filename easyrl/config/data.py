@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from easyrl.config.text import EACH_ONCE, Section
+from easyrl.config.section import EACH_ONCE, Section
 from easyrl.formatting import counted
 
 

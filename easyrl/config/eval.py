@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from easyrl.config.rollout import RolloutConfig
-from easyrl.config.text import Section
+from easyrl.config.section import Section
 
 
 class EvalConfig(Section):

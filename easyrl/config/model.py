@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from easyrl.config.text import EACH_ONCE, Section
+from easyrl.config.section import EACH_ONCE, Section
 
 AttentionMode = Literal["auto", "shared_prompt", "repeated"]
 DType = Literal["float32", "bfloat16"]

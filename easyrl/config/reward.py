@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from easyrl.config.text import Section
+from easyrl.config.section import Section
 
 
 class RewardConfig(Section):

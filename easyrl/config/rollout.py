@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from easyrl.config.text import EACH_ONCE, Section
+from easyrl.config.section import EACH_ONCE, Section
 
 
 class RolloutConfig(Section):
