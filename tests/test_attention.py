@@ -1,16 +1,27 @@
 """Packed rows give what each sequence gives alone through transformers' own attention."""
 
 from functools import cache
+from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.model.attention import ATTENTION_NAME, PackedGroups
+from easyrl import devices
+from easyrl.model.attention import ATTENTION_NAME, SMALLEST_FLEX_HEAD_SIZE, PackedGroups
 from easyrl.model.attention_kernels import AttentionSettings
+from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
+from easyrl.model.shared_prompt import (
+    BUCKET_SCORES,
+    LANES,
+    SharedPrompt,
+    make_buckets,
+    padded_length,
+)
 from tiny_models import (
     FAMILIES,
     LENGTHS,
@@ -25,6 +36,8 @@ from tiny_models import (
 )
 
 torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
 
 
 @cache
@@ -177,6 +190,179 @@ def test_gradients_of_a_ragged_row_in_bfloat16_with_soft_capping():
         layout.attend(*(x.requires_grad_() for x in inputs), attention).square().sum().backward()
     for x, y in zip(exact, rough, strict=True):
         assert (y.grad.float() - x.grad).norm() <= 0.02 * x.grad.norm()
+
+
+# -- padding: segments of a row share a bucket if that is cheaper than another bucket --------------
+
+lengths_of_segments = st.lists(st.integers(1, 200), min_size=1, max_size=12)
+
+
+def as_segments(lengths):
+    return np.stack([np.cumsum([0, *lengths[:-1]]), lengths], axis=1).astype(np.int64)
+
+
+def cost(widths):
+    """Cost of one bucket of segments with these widths, the longest first."""
+    return len(widths) * widths[0] ** 2 + BUCKET_SCORES
+
+
+@given(lengths_of_segments)
+def test_every_token_is_in_one_cell_and_returns_to_its_index(lengths):
+    tokens = torch.arange(sum(lengths), dtype=torch.float32).view(-1, 1, 1, 1)
+    back = torch.full_like(tokens, -1.0)
+    num_segments = 0
+    for bucket in make_buckets(as_segments(lengths), CPU):
+        cells = bucket.take(tokens, padding=-2.0)
+        assert cells.shape[:2] == (bucket.num_segments, bucket.longest)
+        num_segments += bucket.num_segments
+        bucket.put(back, cells.permute(0, 2, 3, 1, 4).flatten(0, 1))
+    assert num_segments == len(lengths)
+    assert torch.equal(back, tokens)
+
+
+@given(lengths_of_segments)
+def test_no_cut_into_buckets_costs_less(lengths):
+    buckets = make_buckets(as_segments(lengths), CPU)
+    got = sum(b.num_segments * b.longest**2 + BUCKET_SCORES for b in buckets)
+    widths = sorted((padded_length(length) for length in lengths), reverse=True)
+    inner = range(1, len(widths))
+    all_cuts = (
+        (0, *cut, len(widths)) for size in range(len(widths)) for cut in combinations(inner, size)
+    )
+    least = min(sum(cost(widths[i:j]) for i, j in pairwise(cut)) for cut in all_cuts)
+    assert got == least
+
+
+def test_adjacent_segments_of_equal_length_are_not_copied():
+    tokens = torch.randn(96, 1, 1, 4)
+    [bucket] = make_buckets(as_segments([32, 32, 32]), CPU)
+    assert bucket.take(tokens).data_ptr() == tokens.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("length", "width"), [(1, 1), (8, 8), (9, 16), (15, 16), (16, 16), (24, 24), (25, 32)]
+)
+def test_width_is_rounded_up_if_more_than_half_of_the_lanes_are_full(length, width):
+    assert LANES == 16 and padded_length(length) == width
+    assert padded_length(np.array([length])).tolist() == [width]
+
+
+# -- FlexAttention: its mask, and when it is chosen (checked on the CPU) ---------------------------
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), max_size=4)), min_size=1, max_size=4
+)
+WINDOWS = st.none() | st.integers(1, 14)
+
+
+def dense_mask(groups, window):
+    """FlexAttention's mask of the row, evaluated for every pair: [T, T]."""
+    num_tokens = sum(prompt + sum(completions) for prompt, completions in groups)
+    indices = torch.arange(num_tokens)
+    visible = FlexSharedPrompt(groups, CPU).visible(window)
+    return visible(None, None, indices[:, None], indices[None, :])
+
+
+def mask_by_definition(groups, window):
+    """The mask token by token, from each one's group, completion (0: the prompt) and position."""
+    tokens = [
+        (group, segment, position)
+        for group, (prompt, completions) in enumerate(groups)
+        for segment, start, length in (
+            (0, 0, prompt),
+            *((i, prompt, length) for i, length in enumerate(completions, start=1)),
+        )
+        for position in range(start, start + length)
+    ]
+    return torch.tensor(
+        [
+            [
+                q_group == k_group
+                and k_segment in (0, q_segment)
+                and k_position <= q_position
+                and (window is None or q_position - k_position < window)
+                for k_group, k_segment, k_position in tokens
+            ]
+            for q_group, q_segment, q_position in tokens
+        ]
+    )
+
+
+@settings(max_examples=100)
+@given(GROUPS, WINDOWS)
+def test_mask_is_that_of_the_definition(groups, window):
+    assert torch.equal(dense_mask(groups, window), mask_by_definition(groups, window))
+
+
+@settings(max_examples=60)
+@given(GROUPS, WINDOWS, st.sampled_from([None, 1.5]), st.sampled_from([1, 3]))
+def test_attention_with_that_mask_equals_the_blocks(groups, window, softcap, num_queries):
+    mask = dense_mask(groups, window)
+    generator = torch.Generator().manual_seed(len(mask))
+
+    def draw(heads):
+        return torch.randn(
+            len(mask), heads, 4, dtype=torch.float64, generator=generator, requires_grad=True
+        )
+
+    query, key, value = draw(2 * num_queries), draw(2), draw(2)
+    weights = torch.randn(query.shape, dtype=torch.float64, generator=generator)
+
+    def gradients(output):
+        (output * weights).sum().backward()
+        found = [tensor.grad for tensor in (query, key, value)]
+        for tensor in (query, key, value):
+            tensor.grad = None
+        return found
+
+    attention_settings = AttentionSettings(0, 0.7, window, softcap)
+    got = SharedPrompt(groups, CPU).attend(query, key, value, attention_settings)
+    keys, values = (x.repeat_interleave(num_queries, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * 0.7
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    probabilities = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", probabilities, values)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    for ours, dense in zip(gradients(got), gradients(expected), strict=True):
+        torch.testing.assert_close(ours, dense, rtol=0, atol=1e-11)
+
+
+class Chosen(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype", "is_chosen"),
+    [
+        ((True, SMALLEST_FLEX_HEAD_SIZE, None), torch.bfloat16, True),
+        ((True, SMALLEST_FLEX_HEAD_SIZE, None), torch.float16, True),
+        ((True, SMALLEST_FLEX_HEAD_SIZE - 1, None), torch.bfloat16, False),
+        ((True, SMALLEST_FLEX_HEAD_SIZE, None), torch.float32, False),
+        ((True, SMALLEST_FLEX_HEAD_SIZE, 30.0), torch.bfloat16, False),
+        ((False, SMALLEST_FLEX_HEAD_SIZE, None), torch.bfloat16, False),
+    ],
+)
+def test_it_is_chosen_where_it_can_train(monkeypatch, how, dtype, is_chosen):
+    def attend(*_):
+        raise Chosen
+
+    trains_flex, head_size, softcap = how
+    monkeypatch.setattr(devices, "trains_flex_attention", lambda device: trains_flex)
+    monkeypatch.setattr(FlexSharedPrompt, "attend", attend)
+    row = torch.zeros(5, 2, head_size, dtype=dtype)
+    layout = PackedGroups([(2, [2, 1])])
+    asked = AttentionSettings(0, 1.0, None, softcap)
+    if is_chosen:
+        with pytest.raises(Chosen):
+            layout.attend(row, row, row, asked)
+    else:
+        assert layout.attend(row, row, row, asked).shape == row.shape
+
+
+def test_only_cuda_trains_it():
+    kinds = {kind: devices.trains_flex_attention(torch.device(kind)) for kind in ("cpu", "cuda")}
+    assert kinds == {"cpu": False, "cuda": True}
 
 
 # -- loading and saving ---------------------------------------------------------------------------

@@ -237,110 +237,96 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def checkpoints(two: Path, tmp_path: Path) -> Path:
-    """A copy of `two` to damage."""
-    return Path(shutil.copytree(two, tmp_path / "checkpoints"))
-
-
-def assert_older_is_taken(folder: Path, reason: str) -> None:
-    found, broken = newest_checkpoint(folder)
-    assert found is not None and found.path.name == "9" and found.state["note"] == "ü"
-    assert [path.name for path in broken] == ["10"] and reason in broken[folder / "10"]
-
-
-@pytest.mark.parametrize("pattern", ["state.json", "*.safetensors"])
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999, 1.0])
-def test_truncated_file_is_found_and_the_older_checkpoint_taken(
-    checkpoints: Path, pattern: str, share: float
-) -> None:
-    (file,) = (checkpoints / "10").glob(pattern)
-    os.truncate(file, min(int(file.stat().st_size * share), file.stat().st_size - 1))
-    assert_older_is_taken(checkpoints, file.name)
-
-
-@pytest.mark.parametrize("start", [0, 8, 30])  # the header's length, its beginning, its middle
-def test_corrupt_header_is_found_and_the_older_checkpoint_taken(
-    checkpoints: Path, start: int
-) -> None:
-    (file,) = (checkpoints / "10").glob("*.safetensors")
-    with file.open("r+b") as content:  # the size stays the same
-        content.seek(start)
-        content.write(b"\xff" * 8)
-    assert_older_is_taken(checkpoints, file.name)
-
-
 def change_format(folder: Path) -> None:
     content = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(content | {"format": 99}))
 
 
+def truncate(pattern: str, share: float) -> Callable[[Path], None]:
+    def harm(folder: Path) -> None:
+        (file,) = folder.glob(pattern)
+        size = file.stat().st_size
+        os.truncate(file, min(int(size * share), size - 1))
+
+    return harm
+
+
+def corrupt(start: int) -> Callable[[Path], None]:
+    def harm(folder: Path) -> None:
+        (file,) = folder.glob("*.safetensors")
+        with file.open("r+b") as content:  # the size stays the same
+            content.seek(start)
+            content.write(b"\xff" * 8)
+
+    return harm
+
+
+SHARES = (0.0, 0.001, 0.5, 0.999, 1.0)
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no state": (lambda folder: (folder / "state.json").unlink(), "state.json"),
     "no tensors": (lambda folder: next(folder.glob("*.safetensors")).unlink(), "shard-00001"),
     "a list": (lambda folder: (folder / "state.json").write_text("[1]"), "state.json"),
     "another format": (change_format, "expected format 1, got 99"),
+    **{f"{share} of the state": (truncate("state.json", share), "state.json") for share in SHARES},
+    **{f"{share} of the tensors": (truncate("*.safetensors", share), "shard") for share in SHARES},
+    "the header's length": (corrupt(0), "shard"),
+    "the header's start": (corrupt(8), "shard"),
+    "the header": (corrupt(30), "shard"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_incomplete_checkpoint_is_refused(checkpoints: Path, damage: str) -> None:
-    harm, reason = DAMAGE[damage]
-    harm(checkpoints / "10")
-    with pytest.raises(BrokenCheckpoint, match=reason):
-        read_checkpoint(checkpoints / "10")
-    assert_older_is_taken(checkpoints, reason)
-
-
-def test_checkpoint_that_is_removed_while_it_is_read_is_skipped(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+def test_damaged_checkpoint_is_refused_and_the_older_one_taken(
+    two: Path, tmp_path: Path, damage: str
 ) -> None:
-    read_text = Path.read_text
+    folder = Path(shutil.copytree(two, tmp_path / "checkpoints"))
+    harm, reason = DAMAGE[damage]
+    harm(folder / "10")
+    with pytest.raises(BrokenCheckpoint, match=reason):
+        read_checkpoint(folder / "10")
+    found, broken = newest_checkpoint(folder)
+    assert found is not None and found.path.name == "9" and found.state["note"] == "ü"
+    assert [path.name for path in broken] == ["10"] and reason in broken[folder / "10"]
 
-    def then_remove(file: Path, *arguments: Any, **options: Any) -> str:
-        text = read_text(file, *arguments, **options)
-        if file.parent.name == "10":
-            shutil.rmtree(file.parent)
-        return text
 
-    monkeypatch.setattr(Path, "read_text", then_remove)
-    assert_older_is_taken(checkpoints, "shard-00001")
+def copies(of: Path, folder: Path, *versions: int) -> None:
+    for version in versions:
+        shutil.copytree(of / "9", folder / str(version))
+
+
+def names_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_newest_checkpoints_are_kept_and_leftovers_deleted(two: Path, tmp_path: Path) -> None:
-    for version in (2, 10, 9, 100):
-        shutil.copytree(two / "9", tmp_path / str(version))
+    copies(two, tmp_path, 2, 10, 9, 100)
     (unfinished(tmp_path / "101") / "shard.safetensors").write_text("half")
     found, broken = newest_checkpoint(tmp_path)
     assert found is not None and found.path.name == "100" and not broken
     keep_newest(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "100"]
+    assert names_of(tmp_path) == ["10", "100"]
     assert [path.name for path in checkpoints_in(tmp_path)] == ["10", "100"]  # as numbers
     set_aside(tmp_path / "100")
     assert [path.name for path in checkpoints_in(tmp_path)] == ["10"]
 
 
 def test_best_checkpoint_is_kept_and_linked(two: Path, tmp_path: Path) -> None:
-    for version in (2, 9, 10, 100):
-        shutil.copytree(two / "9", tmp_path / str(version))
+    copies(two, tmp_path, 2, 9, 10, 100)
     name_best(tmp_path, 9)
     keep_newest(tmp_path, 1, best_version=9)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["100", "9", "best"]
+    assert names_of(tmp_path) == ["100", "9", "best"]
     assert read_checkpoint(tmp_path / "best").path.resolve() == tmp_path / "9"
     assert [path.name for path in checkpoints_in(tmp_path)] == ["9", "100"]
     name_best(tmp_path, 100)
-    shutil.copytree(two / "9", tmp_path / "102")
+    copies(two, tmp_path, 102)
     kept = name_best(tmp_path, 101)  # it could not be written
     keep_newest(tmp_path, 1, best_version=kept)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["100", "102", "best"]
-    shutil.rmtree(tmp_path / "102")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["100", "best"]
+    assert names_of(tmp_path) == ["100", "102", "best"]
     assert read_checkpoint(tmp_path / "best").path.resolve() == tmp_path / "100"
 
 
 def test_broken_checkpoints_are_kept_and_not_counted(two: Path, tmp_path: Path) -> None:
-    for version in (2, 9, 10):
-        shutil.copytree(two / "9", tmp_path / str(version))
+    copies(two, tmp_path, 2, 9, 10)
     (tmp_path / "10" / "state.json").unlink()
     (tmp_path / "99").write_text("a file of the user")
     (tmp_path / "9" / "notes.txt").write_text("another one")

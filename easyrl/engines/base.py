@@ -71,18 +71,15 @@ class FinishedGroup:
 
 
 def check_request(request: GroupRequest, sampling: SamplingSettings) -> None:
-    """Raise ValueError if the request exceeds the engine's limits."""
+    """Raise ValueError if the prompt exceeds the engine's limit."""
     if not 0 < len(request.prompt_ids) <= sampling.max_prompt_length:
         raise ValueError(
             f"data.max_prompt_length: expected prompts of 1 to {sampling.max_prompt_length} "
             f"tokens, got {len(request.prompt_ids)} in prompt {request.key}"
         )
-    lengths, longest = request.limits(sampling), sampling.max_completion_length
-    number = request.num_generations
-    if not 1 <= number == len(lengths) or not 1 <= min(lengths) <= max(lengths) <= longest:
-        raise ValueError(
-            f"expected {max(1, number)} completion lengths from 1 to {longest}, got {lengths}"
-        )
+    lengths = request.limits(sampling)
+    assert len(lengths) == request.num_generations >= 1
+    assert 1 <= min(lengths) <= max(lengths) <= sampling.max_completion_length
 
 
 class Engine(Protocol):

@@ -31,7 +31,7 @@ from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, Sampl
 from easyrl.engines.sampling import StopStrings, sample, uniform_stream
 from easyrl.model.attention import PackedGroups
 from easyrl.model.logprobs import chunked_token_logprobs
-from easyrl.types import Completion, Float64
+from easyrl.types import Completion
 
 CACHE_TOLERANCE = 3.0
 """Largest gap in nats between log-probabilities with a cache and without, in units of the square
@@ -58,10 +58,10 @@ class GenerateEngine(PolicyEngine):
         sampling, model = self.sampling, self.policy.model
         limits = request.limits(sampling)
         uniforms = [
-            uniform_stream(sampling.seed, (*request.key, i), limit)
-            for i, limit in enumerate(limits)
+            uniform_stream(sampling.seed, (*request.key, i), max(limits))
+            for i in range(request.num_generations)
         ]
-        draw = _Draw(uniforms, sampling)
+        draw = _Draw(torch.from_numpy(np.stack(uniforms)), sampling)
         end = _End(len(request.prompt_ids), limits, self.policy.eos_token_ids, self._stop)
         prompt = torch.tensor(list(request.prompt_ids), device=self.policy.device)
         input_ids = prompt.expand(request.num_generations, -1).contiguous()
@@ -113,11 +113,8 @@ class GenerateEngine(PolicyEngine):
 class _Draw(LogitsProcessor):  # type: ignore[misc]
     """Draws a token for every row and masks all others."""
 
-    def __init__(self, uniforms: Sequence[Float64], sampling: SamplingSettings) -> None:
-        longest = max(map(len, uniforms))
-        padded = [np.pad(row, (0, longest - len(row))) for row in uniforms]
-        self._uniforms = torch.from_numpy(np.stack(padded))  # [G, R]
-        self._sampling = sampling
+    def __init__(self, uniforms: Tensor, sampling: SamplingSettings) -> None:
+        self._uniforms, self._sampling = uniforms, sampling  # [G, R]
         self.logprobs: list[Tensor] = []  # one [G] for each position
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
