@@ -36,8 +36,6 @@ from easyrl.model.files import meta_model
 from easyrl.model.sharding import whole
 from easyrl.types import Weight
 
-TARGETS = "model.lora.target_modules"
-
 
 def check_lora(lora: LoraConfig, path: str, config: Any, *, trust_remote_code: bool = False) -> int:
     """Count the elements that would be trained. Raises ConfigError if peft is missing, or the model
@@ -55,7 +53,7 @@ class Adapter:
 
     def __init__(self, model: Any, lora: LoraConfig, *, path: str, seed: int) -> None:
         """`path` names the model in messages; `seed` determines the initial A. Raises ConfigError
-        for layers that the model lacks or that cannot be adapted."""
+        for layers that the model lacks or that cannot be adapted, ValueError where peft refuses."""
         import peft
 
         assert lora.rank is not None
@@ -69,13 +67,10 @@ class Adapter:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")  # old names, and Conv1D's layout
             torch.default_generator.manual_seed(seed)
-            try:
-                self._peft: Any = peft.get_peft_model(model, config)
-            except ValueError as error:
-                raise ConfigError(f"{TARGETS}: peft refuses {path}: {error}") from error
+            self._peft: Any = peft.get_peft_model(model, config)
         self._peft.eval()
-        base = config.base_model_name_or_path  # may be a relative path
-        if base is not None and Path(base).is_dir():
+        base = config.base_model_name_or_path
+        if base is not None and Path(base).is_dir():  # may be a relative path
             config.base_model_name_or_path = str(Path(base).absolute())
         self._layers: dict[str, Any] = {
             name: module
@@ -158,7 +153,7 @@ def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
         if not meant or meant - adaptable:
             got = min(meant - adaptable, default="no layer of the model")
             raise ConfigError(
-                f"{TARGETS}: expected linear layers of {path} that peft can adapt "
+                f"model.lora.target_modules: expected linear layers of {path} that peft can adapt "
                 f"({', '.join(sorted({name.rpartition('.')[2] for name in adaptable}))}), got "
                 f"'{target}', which is {got}"
             )
