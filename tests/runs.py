@@ -30,11 +30,6 @@ class Finished(NamedTuple):
     out: str
 
 
-def complaints(log: Path) -> list[str]:
-    """Lines of libraries in a worker's log, without those of torch 2.10's Gloo for each group."""
-    return [line for line in log.read_text().splitlines() if not line.startswith("[Gloo] Rank ")]
-
-
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "easyrl", "grpo", *arguments]
 

@@ -334,10 +334,8 @@ def assert_model_and_adapter_were_trained(folder: Path) -> None:
     """Check `model/` by its hash, and `adapter/` by its logits on the run's initial model."""
     from peft import PeftModel
 
-    assert (
-        Policy.load(str(folder / "model")).weights_sha256()
-        == (summary_of(folder)["weights_sha256"])
-    )
+    policy = Policy.load(str(folder / "model"))
+    assert policy.weights_sha256() == summary_of(folder)["weights_sha256"]
     before, after = (load_file(path / "model.safetensors") for path in (TINY, folder / "model"))
     assert before.keys() == after.keys()
     for name, tensor in after.items():
