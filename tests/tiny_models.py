@@ -137,7 +137,7 @@ UNSHARED = {
         "layer 0 does not pass its sliding window",
     ),
     # It computes positions from the tokens themselves.
-    "roberta": ({"is_decoder": True}, "the embedding gives other results in a packed row"),
+    "roberta": ({"is_decoder": True}, "a packed row gives other results"),
 }
 SPREAD = 0.1
 """Spread of the weights: with more, gradients of recurrences exceed float32's precision."""

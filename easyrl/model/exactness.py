@@ -38,8 +38,7 @@ experts' router may send a token to another expert; no row agrees by chance."""
 def attend_packed(model: Any) -> str | None:
     """Switch a model from transformers' attention to EasyRL's, if that is exact.
 
-    Returns None, or a clause that names the layer and the reason why the model keeps
-    transformers' attention.
+    Returns None, or a clause with the reason why the model keeps transformers' attention.
     """
     reason = _unsupported_reason(model) or _best_of_draws(_difference, model)
     if reason is None:
@@ -86,7 +85,7 @@ def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -
 
 def _looks_ahead(model: Any, tokens: Tensor) -> str | None:
     half = len(tokens) // 2
-    is_causal = _agree(_states(model, tokens)[-1][:half], _states(model, tokens[:half])[-1])
+    is_causal = _agree(_logits(model, tokens)[:half], _logits(model, tokens[:half]))
     reason = "the logits of a token depend on later tokens, so it is no causal language model"
     return None if is_causal else reason
 
@@ -94,10 +93,10 @@ def _looks_ahead(model: Any, tokens: Tensor) -> str | None:
 def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:
     """Compare the current attention with eager: fast kernels may ignore arguments (in transformers
     5.17 soft-capping)."""
-    own = _states(model, tokens)
+    own = _logits(model, tokens)
     with _attending(model, EAGER):
-        eager = _states(model, tokens)
-    return None if _agree(own[-1], eager[-1]) else "its kernel gives other results"
+        eager = _logits(model, tokens)
+    return None if _agree(own, eager) else "its kernel gives other results"
 
 
 def _difference(model: Any, tokens: Tensor) -> str | None:
@@ -107,33 +106,24 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
         positions[0, sequence] = torch.arange(len(sequence), device=tokens.device)
     indices = [index for sequence in SEQUENCES for index in sequence]
     with _attending(model, EAGER):
-        alone = [_states(model, tokens[sequence]) for sequence in SEQUENCES]
-    expected = [torch.cat(states) for states in zip(*alone, strict=True)]
+        expected = torch.cat([_logits(model, tokens[sequence]) for sequence in SEQUENCES])
     layout = _RecordingLayout(tokens.device)
     try:
         with _attending(model, ATTENTION_NAME):
-            got = _states(model, tokens, position_ids=positions, attention_layout=layout)
+            got = _logits(model, tokens, position_ids=positions, attention_layout=layout)
     except UnservableLayer as layer:
         return str(layer)
     except Exception as error:  # any, depending on what the model's code expects
         return f"EasyRL's attention does not fit its layers ({type(error).__name__}: {error})"
     reason = layout.unsupported_reason(model)
-    if reason is not None or _agree(got[-1][indices], expected[-1]):
-        return reason
-    pairs = enumerate(zip(got, expected, strict=True))
-    depth = next(depth for depth, (a, b) in pairs if not _agree(a[indices], b))
-    where = f"layer {depth - 1}" if 0 < depth < len(got) - 1 else "the model"
-    if depth == 0:
-        where = "the embedding"
-    return f"{where} gives other results in a packed row than for each sequence alone"
+    if reason is None and not _agree(got[indices], expected):
+        reason = "a packed row gives other results than its sequences alone"
+    return reason
 
 
-def _states(model: Any, tokens: Tensor, **arguments: Any) -> list[Tensor]:
-    """Return the outputs of embedding and layers [T, H], if available, and the logits."""
-    output = model(input_ids=tokens[None], use_cache=False, output_hidden_states=True, **arguments)
-    logits: Tensor = output.logits
-    of_layers = output.get("hidden_states") or ()
-    return [state[0] for state in of_layers if state.shape[:2] == logits.shape[:2]] + [logits[0]]
+def _logits(model: Any, tokens: Tensor, **arguments: Any) -> Tensor:
+    logits: Tensor = model(input_ids=tokens[None], use_cache=False, **arguments).logits[0]
+    return logits
 
 
 def _agree(got: Tensor, expected: Tensor) -> bool:

@@ -28,7 +28,7 @@ import argparse
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,11 +117,7 @@ def batches(
 
 
 def train(
-    model: Any,
-    data: Iterator[tuple[Tensor, Tensor]],
-    *,
-    num_steps: int,
-    learning_rate: float,
+    model: Any, data: Iterator[tuple[Tensor, Tensor]], *, num_steps: int, learning_rate: float
 ) -> None:
     """Take `num_steps` AdamW steps: a short warm-up, then a cosine decay to 1 %."""
     optimizer = torch.optim.AdamW(
@@ -169,28 +165,24 @@ class Try(NamedTuple):
 
 def tries(problem: countdown.Problem) -> list[Try]:
     """Return all expressions of the three numbers; the larger operand is always on the left."""
-    level, found = countdown.SMALL, []
-
-    def value_of(operation: str, left: int, right: int) -> int:
-        """Return the value, or -1 if it is not allowed."""
-        value = countdown.applied(operation, left, right)
-        return -1 if value is None or value > level.largest_value else value
-
-    for first, second in combinations(range(3), 2):
-        other = problem.nums[3 - first - second]
-        high, low = sorted((problem.nums[first], problem.nums[second]), reverse=True)
-        for inner in level.operations:
-            if (between := value_of(inner, high, low)) < 0:
-                continue
-            left, right = max(between, other), min(between, other)
-            for outer in level.operations:
-                if (value := value_of(outer, left, right)) < 0:
-                    continue
-                sign = "=" if value == problem.target else "<" if value < problem.target else ">"
-                working = f"{high}{inner}{low}={between},{left}{outer}{right}={value}"
-                sides = [f"({high}{inner}{low})", str(other)]
-                expression = outer.join(sides if between >= other else reversed(sides))
-                found.append(Try(f"{working};{problem.target}{sign}\n", expression, value))
+    level, target, found = countdown.SMALL, problem.target, []
+    for pair, inner, outer in product(
+        combinations(range(3), 2), level.operations, level.operations
+    ):
+        other = problem.nums[3 - sum(pair)]
+        low, high = sorted(problem.nums[index] for index in pair)
+        between = countdown.applied(inner, high, low)
+        if between is None or between > level.largest_value:
+            continue
+        left, right = max(between, other), min(between, other)
+        value = countdown.applied(outer, left, right)
+        if value is None or value > level.largest_value:
+            continue
+        sign = "=" if value == target else "<" if value < target else ">"
+        working = f"{high}{inner}{low}={between},{left}{outer}{right}={value};{target}{sign}\n"
+        sides = [f"({high}{inner}{low})", str(other)]
+        expression = outer.join(sides if between >= other else reversed(sides))
+        found.append(Try(working, expression, value))
     return found
 
 
@@ -201,12 +193,12 @@ def search(problem: countdown.Problem, rng: random.Random, give_up_probability: 
     rng.shuffle(candidates)
     wrong = [each for each in candidates if each.value != problem.target]
     correct = next(each for each in candidates if each.value == problem.target)
-    lines = []
+    text = ""
     for each in [*wrong[: rng.randrange(MAX_TRIES)], correct]:
-        lines.append(each.working)
+        text += each.working
         if each is correct or rng.random() < give_up_probability:
             break
-    return "".join(lines) + f"<answer>{each.expression}</answer>"
+    return f"{text}<answer>{each.expression}</answer>"
 
 
 if __name__ == "__main__":
