@@ -15,8 +15,7 @@ update, it has to change from then on whenever what is sent changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -32,10 +31,6 @@ class ParameterChecksum:
     """Whether one of them has more than one dimension."""
     sent: int = 0
     held: int = 0
-
-    def as_row(self) -> list[Any]:
-        """Return the fields as a list, to send between processes."""
-        return list(astuple(self))
 
 
 class ChecksumVerifier:

@@ -168,15 +168,12 @@ def _check_model(folder: Path, model: nn.Module, sizes: Mapping[str, tuple[int, 
 
 def _random_states(device: torch.device) -> Tensor:
     """Return the states of all generators that a model's code may use, as bytes of JSON."""
-    name, keys, *rest = np.random.get_state()
-    states = {
-        "python": random.getstate(),
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
-        "torch": torch.get_rng_state().tolist(),
-    }
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+    states["torch"] = torch.get_rng_state()
     if device.type != "cpu":
-        states["device"] = torch.get_device_module(device).get_rng_state(device).tolist()
-    return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
+        states["device"] = torch.get_device_module(device).get_rng_state(device)
+    content = json.dumps(states, default=lambda array: array.tolist())
+    return torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
 
 
 def _set_random_states(content: Tensor, device: torch.device) -> None:

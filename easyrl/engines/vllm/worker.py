@@ -24,7 +24,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +205,7 @@ class WorkerExtension:
     def easyrl_held_weights(self) -> tuple[list[Any], list[str]]:
         """Return `held` and `unmatched` of the last update."""
         transfer = self.weight_transfer_engine
-        return [held.as_row() for held in transfer.held], transfer.unmatched
+        return [list(astuple(held)) for held in transfer.held], transfer.unmatched
 
     def easyrl_set_logprobs_mode(self, mode: str) -> None:
         """Set the mode of a sampler that was created without it."""
