@@ -386,13 +386,9 @@ def saved(tmp_path, family, dtype=torch.float32, **changes):
     return str(tmp_path)
 
 
-def test_model_saved_in_bfloat16_is_loaded_in_float32(tmp_path):
-    policy = Policy.load(saved(tmp_path, "llama", torch.bfloat16))
+def test_model_is_loaded_in_float32_without_dropout(tmp_path):
+    policy = Policy.load(saved(tmp_path, "llama", torch.bfloat16, attention_dropout=0.5))
     assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
-
-
-def test_loaded_model_has_no_dropout(tmp_path):
-    policy = Policy.load(saved(tmp_path, "llama", attention_dropout=0.5))
     sequences = draw_sequences(LENGTHS)
     with torch.no_grad():
         assert torch.equal(packed_logits(policy, sequences), packed_logits(policy, sequences))

@@ -368,13 +368,6 @@ def test_end_token_may_be_first():
             assert completion.finish_reason == "stop" and len(completion.logprobs) == 1
 
 
-def test_limit_may_be_one_token():
-    engine = make_engine(max_completion_length=1, num_rows=2)
-    for completions in run(engine, requests(draw_prompts(9), 3)).values():
-        assert [len(completion.token_ids) for completion in completions] == [1, 1, 1]
-    assert engine.num_active == 0
-
-
 def test_model_may_have_several_end_tokens_or_none():
     policy = make_policy("qwen3")
     policy.eos_token_ids = [EOS, 3, 4]
