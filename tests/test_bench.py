@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from easyrl import events
-from easyrl.bench import attention, engine, loop, pipeline, report, ring, weights
+from easyrl.bench import attention, engine, loop, pipeline, ring, weights
 from easyrl.bench.measure import peak_bytes
 from easyrl.bench.runs import Recorder
 from easyrl.cli import app
@@ -70,7 +70,7 @@ def test_weights_counts_the_bytes_of_an_update() -> None:
     assert row["share_of_bare"] == pytest.approx(rate / bare)
     assert 2**20 <= row["peak_extra_bytes"] <= 3 * row["bucket_bytes"]
     with pytest.raises(ValueError, match=r"devices\.train"):
-        weights.run("cpu", "cpu:2")
+        list(weights.run("cpu", "cpu:2"))
 
 
 @pytest.mark.long
@@ -97,19 +97,6 @@ def test_pipeline_takes_ratios_within_a_round(monkeypatch: pytest.MonkeyPatch) -
     assert [row["over_sync"] for row in rows.values()] == [1, 4 / 3, 2, 4]
     assert rows["apart"]["ceiling"] == 3.5 / 2.5 and rows["periodic"]["ceiling"] == 3.5 / 2
     assert rows["periodic"]["share_of_ceiling"] == pytest.approx(4 / (3.5 / 2))
-
-
-def test_tables_fit_a_terminal_of_80_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    for suite in (attention, engine, loop, pipeline, ring, weights):
-        columns = suite.COLUMNS
-        report.print_table([dict.fromkeys(columns, 1234.5) | {"mode": "colocated"}], columns)
-        output = capsys.readouterr().out
-        assert max(map(len, output.splitlines())) <= 80
-        assert output.split().count("1234") == len(columns) - ("mode" in columns)
-        assert ("colocated" in output) == ("mode" in columns)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +155,7 @@ def test_loop_counts_six_operations_per_weight_and_token() -> None:
     """And those of attention."""
     words = ["train.prompts_per_iteration=32", "rollout.num_generations=16"]
     config = load_config(None, {"data.max_prompt_length": 256}, words)
-    flops = loop.training_flops(loop.SIZES["1.7B"], config, 300 * 32 * 16)
+    flops = loop.training_flops(loop.SIZES["1.7B"], 1_720_000_000, config, 300 * 32 * 16)
     tokens = 32 * (256 + 300 * 16)
     of_layers = 28 * (2048 * 128 * (2 * 16 + 2 * 8) + 3 * 2048 * 6144)
     assert 6 * of_layers * tokens < flops < 8 * 1.72e9 * tokens
@@ -179,5 +166,4 @@ def test_loop_measures_both_schedules() -> None:
     (row,) = loop.run("cpu", "cpu", iterations=1)
     assert row["model"] == "small" and row["mfu"] is None
     assert 0.0 < row["both_busy"] <= min(row["infer_busy"], row["train_busy"]) <= 1.0
-    for rate in ("tokens_per_second", "sync_tokens_per_second", "train_seconds"):
-        assert row[rate] > 0
+    assert row["tokens_per_second"] > 0 and row["weight_gigabytes_per_second"] > 0

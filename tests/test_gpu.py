@@ -90,7 +90,7 @@ def test_a_shared_row_equals_each_sequence_alone_in_float32(family):
     reference = tiny_model(family).to("cuda").double()
     policy = Policy(tiny_model(family, ATTENTION_NAME).to("cuda"), torch.device("cuda"))
     shape = bench.Shape(prompt_len=20, shortest=2, longest=30, num_generations=5)
-    group = bench.make_group(shape, 61, policy.device)
+    group = bench.draw_rollouts(shape, 61)
     expected = bench.each_alone(group, Policy(reference, policy.device))
     got = bench.packed(group, policy, shares_prompts=True)()
     assert float((got.logprobs.double() - expected.logprobs).abs().max()) <= 1e-5

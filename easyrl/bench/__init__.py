@@ -1,1 +1,1 @@
-"""`easyrl bench SUITE`: each suite has `run`, which returns rows, and `COLUMNS`, which it shows."""
+"""`easyrl bench SUITE`: `run` of a suite yields a row of figures for everything it measures."""

@@ -10,8 +10,7 @@ Shapes: P prompt tokens, R completion tokens, G completions; T tokens of a row, 
 from __future__ import annotations
 
 import copy
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,25 +18,18 @@ import torch
 from torch import Tensor
 
 from easyrl import devices
-from easyrl.bench.measure import median_ratio, peak_bytes, take_turns, timed
-from easyrl.bench.models import QWEN3_06B, SMALL, random_model
-from easyrl.data.packing import Rollout, pack
+from easyrl.bench.measure import Row, median_ratio, peak_bytes, take_turns, timed
+from easyrl.bench.models import QWEN3_06B, SMALL, random_group, random_model
+from easyrl.data.packing import Rollout, pack, split_group
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.cpu_layers import speed_up_linear_layers
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
 
-COLUMNS = (
-    *("prompt_len", "completion_len", "num_generations", "speedup", "token_ratio", "efficiency"),
-    *("memory_ratio", "max_logprob_error", "max_grad_error"),
-)
-
 
 class Shape(NamedTuple):
-    """One group. Lengths of completions are drawn from a range."""
-
     prompt_len: int
-    shortest: int
+    shortest: int  # completion
     longest: int
     num_generations: int
 
@@ -58,55 +50,44 @@ ACCELERATOR_SHAPES = (
 )
 
 
-class Group(NamedTuple):
-    """A prompt and its completions, and a weight of the loss for every completion token."""
-
-    prompt: Tensor  # [P]
-    completions: list[Tensor]  # G of [R]
-    weights: Tensor  # [K]
-
-
 class Result(NamedTuple):
     logprobs: Tensor  # [K]
     gradients: dict[str, Tensor]
 
 
-def run(repetitions: int = 5) -> list[dict[str, Any]]:
+def run(repetitions: int = 5) -> Iterator[Row]:
     """One row per shape. Errors are in nats, and relative to max(|g|, 1e-4 |all g|) for gradients;
-    memory is that of the shared row beside the model and its gradients."""
+    memory is that beside the model and its gradients."""
     kind, _ = devices.accelerator()
     if kind == "cpu":
         torch.set_num_threads(1)
-        return [compare(shape, SMALL, torch.float32, "cpu", repetitions) for shape in CPU_SHAPES]
-    return [
-        compare(shape, QWEN3_06B, torch.bfloat16, kind, repetitions) for shape in ACCELERATOR_SHAPES
-    ]
+    size, dtype = (SMALL, torch.float32) if kind == "cpu" else (QWEN3_06B, torch.bfloat16)
+    for shape in CPU_SHAPES if kind == "cpu" else ACCELERATOR_SHAPES:
+        yield compare(shape, size, dtype, kind, repetitions)
 
 
 def compare(
     shape: Shape, size: Mapping[str, Any], dtype: torch.dtype, kind: str, repetitions: int
-) -> dict[str, Any]:
+) -> Row:
     device = torch.device(kind)
     register_attention()
     with device:
         model = random_model(size, attn_implementation=ATTENTION_NAME).to(dtype).eval()
     if kind == "cpu":
         speed_up_linear_layers(model)
-    policy, group = Policy(model, device), make_group(shape, size["vocab_size"], device)
-    rows = {
-        "shared": packed(group, policy, shares_prompts=True),
-        "repeated": packed(group, policy, shares_prompts=False),
-    }
+    policy, group = Policy(model, device), draw_rollouts(shape, size["vocab_size"])
+    ways = {"shared": True, "repeated": False}
+    rows = {name: packed(group, policy, shares_prompts=shared) for name, shared in ways.items()}
     expected = each_alone(group, policy)
     errors = {name: _errors(row(), expected) for name, row in rows.items()}
     peaks = {name: peak_bytes(row, device) for name, row in rows.items()}
     seconds = take_turns({name: timed(row, device) for name, row in rows.items()}, repetitions)
     speedup = median_ratio(seconds["repeated"], seconds["shared"])
-    num_prompt, num_completion = shape.prompt_len, len(group.weights)
-    num_repeated = num_prompt * shape.num_generations + num_completion
-    token_ratio = num_repeated / (num_prompt + num_completion)
+    num_completion = len(expected.logprobs)
+    num_repeated = shape.prompt_len * shape.num_generations + num_completion
+    token_ratio = num_repeated / (shape.prompt_len + num_completion)
     return {
-        "prompt_len": num_prompt,
+        "prompt_len": shape.prompt_len,
         "completion_len": round(num_completion / shape.num_generations, 1),
         "num_generations": shape.num_generations,
         "speedup": speedup,
@@ -116,75 +97,54 @@ def compare(
         "max_grad_error": errors["shared"][1],
         "max_logprob_error_repeated": errors["repeated"][0],
         "max_grad_error_repeated": errors["repeated"][1],
-        "peak_memory_bytes": peaks["shared"],
         "memory_ratio": peaks["repeated"] / peaks["shared"],
-        "seconds": statistics.median(seconds["shared"]),
-        "dtype": str(dtype).removeprefix("torch."),
     }
 
 
-def make_group(shape: Shape, vocab_size: int, device: torch.device) -> Group:
-    """Draw random tokens and weights."""
-    prompt_len, shortest, longest, num_generations = shape
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(shortest, longest, num_generations, endpoint=True).tolist()
-    generator = torch.Generator().manual_seed(0)
-    prompt, *completions = (
-        torch.randint(vocab_size, (length,), generator=generator).to(device)
-        for length in (prompt_len, *lengths)
-    )
-    weights = torch.randn(sum(lengths), generator=generator).to(device)
-    return Group(prompt, completions, weights)
+def draw_rollouts(shape: Shape, vocab_size: int) -> list[Rollout]:
+    """Draw a group. A completion's advantage is the weight of its tokens in the loss."""
+    bounds = shape.shortest, shape.longest, shape.num_generations
+    lengths = np.random.default_rng(0).integers(*bounds, endpoint=True).tolist()
+    return split_group(random_group(shape.prompt_len, lengths, vocab_size))
 
 
-def each_alone(group: Group, policy: Policy) -> Result:
+def each_alone(group: Sequence[Rollout], policy: Policy) -> Result:
     """By transformers' own attention, in float64, unpadded, one sequence after another."""
     model = copy.deepcopy(policy.model).double()
     model.set_attn_implementation("eager")
     model.zero_grad()
     results = []
-    weights = torch.split(group.weights, [len(c) for c in group.completions])
-    for completion, own_weights in zip(group.completions, weights, strict=True):
-        sequence = torch.cat([group.prompt, completion])
-        logits = model(input_ids=sequence[None], use_cache=False).logits[0]
-        predicting = logits[len(group.prompt) - 1 : -1]
-        alone = torch.log_softmax(predicting, dim=-1).gather(1, completion[:, None])[:, 0]
-        results.append(_backward(alone, own_weights, model))
+    for rollout in group:
+        prompt, completion = (
+            torch.from_numpy(ids).to(policy.device, torch.int64)
+            for ids in (rollout.prompt_ids, rollout.completion_ids)
+        )
+        logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0]
+        logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+        alone = logprobs.gather(1, completion[:, None])[:, 0]
+        results.append(_backward(alone, alone.new_tensor(rollout.advantage), model))
     return Result(torch.cat([result.logprobs for result in results]), results[-1].gradients)
 
 
-def packed(group: Group, policy: Policy, *, shares_prompts: bool) -> Callable[[], Result]:
+def packed(
+    group: Sequence[Rollout], policy: Policy, *, shares_prompts: bool
+) -> Callable[[], Result]:
     """Return a function: one forward and backward of the group as a packed row. The next call of
     any such function overwrites the gradients."""
-    rollouts = [
-        Rollout(
-            prompt_index=0,
-            prompt_ids=group.prompt.cpu().numpy().astype(np.int32),
-            completion_ids=completion.cpu().numpy().astype(np.int32),
-            rollout_logprobs=np.zeros(len(completion), dtype=np.float32),
-            loss_mask=np.ones(len(completion), dtype=np.bool_),
-            advantage=1.0,
-        )
-        for completion in group.completions
-    ]
-    batch = pack(rollouts, shares_prompts=shares_prompts)
-    input_ids, positions, logits_at, targets = (  # [T], [T], [K], [K]
-        torch.from_numpy(array).to(policy.device)
-        for array in (batch.input_ids, batch.position_ids, batch.logits_at, batch.targets)
+    batch = pack(group, shares_prompts=shares_prompts)
+    arrays = (batch.input_ids, batch.position_ids, batch.logits_at, batch.targets, batch.advantages)
+    input_ids, positions, logits_at, targets, weights = (  # [T], [T], [K], [K], [K]
+        torch.from_numpy(array).to(policy.device) for array in arrays
     )
 
     def forward_and_backward() -> Result:
         policy.model.zero_grad(set_to_none=False)  # so that gradients are no part of the peak
-        groups = PackedGroups(batch.groups, policy.device)
-        hidden = policy.hidden_states(input_ids, positions, groups, at=logits_at)
+        layout = PackedGroups(batch.groups, policy.device)
+        hidden = policy.hidden_states(input_ids, positions, layout, at=logits_at)
         logprobs, _ = chunked_token_logprobs(
-            policy.head,
-            hidden,
-            targets,
-            temperature=1.0,
-            vocabulary_size=policy.vocabulary_size,
+            policy.head, hidden, targets, temperature=1.0, vocabulary_size=policy.vocabulary_size
         )
-        return _backward(logprobs, group.weights, policy.model)
+        return _backward(logprobs, weights, policy.model)
 
     return forward_and_backward
 

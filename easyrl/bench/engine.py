@@ -8,7 +8,7 @@ NUM_ROWS rows. Only tokens up to a completion's length count.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from easyrl.bench.measure import median_ratio, take_turns, timed
+from easyrl.bench.measure import Row, median_ratio, take_turns, timed
 from easyrl.data.arithmetic import held_out_prompts
 from easyrl.data.chat import render_prompt
 from easyrl.data.hub import resolve_model
@@ -28,14 +28,10 @@ from easyrl.model.policy import Policy
 NUM_ROWS = 128
 EQUAL_LENGTH = 88
 NUM_RAGGED, MEAN_LENGTH, MAX_LENGTH = 512, 92, 256  # capped at MAX_LENGTH, the mean is about 88
-COLUMNS = (
-    *("load", "sequences", "completion_tokens", "engine_tokens_per_second"),
-    *("generate_tokens_per_second", "speedup"),
-)
 Prompts = Sequence[list[int]]
 
 
-def run(repetitions: int = 5) -> list[dict[str, Any]]:
+def run(repetitions: int = 5) -> Iterator[Row]:
     """One row per load."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -43,15 +39,11 @@ def run(repetitions: int = 5) -> list[dict[str, Any]]:
     prompts = [render_prompt(p.content, tokenizer) for p in held_out_prompts()[:NUM_RAGGED]]
     drawn = np.random.default_rng(0).geometric(1 / MEAN_LENGTH, NUM_RAGGED)
     ragged = np.minimum(drawn, MAX_LENGTH).tolist()
-    return [
-        compare("equal lengths", prompts[:NUM_ROWS], [EQUAL_LENGTH] * NUM_ROWS, repetitions),
-        compare("geometric lengths", prompts, ragged, repetitions),
-    ]
+    yield compare("equal lengths", prompts[:NUM_ROWS], [EQUAL_LENGTH] * NUM_ROWS, repetitions)
+    yield compare("geometric lengths", prompts, ragged, repetitions)
 
 
-def compare(
-    load: str, prompts: Prompts, lengths: Sequence[int], repetitions: int
-) -> dict[str, Any]:
+def compare(load: str, prompts: Prompts, lengths: Sequence[int], repetitions: int) -> Row:
     settings = SamplingSettings(max_prompt_length=64, max_completion_length=MAX_LENGTH)
     policy = Policy.load("tiny")
     engine = EmbeddedEngine(policy, settings, num_rows=NUM_ROWS, ignore_eos=True)

@@ -15,11 +15,16 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import GenerationConfig
+from transformers.utils import logging
+
 from easyrl import devices
+from easyrl.bench.measure import Row
 from easyrl.bench.models import QWEN3_06B, SMALL, random_model
 from easyrl.bench.runs import record
 from easyrl.config import Config, ConfigError, load_config
@@ -63,10 +68,6 @@ import zlib
 def spread(completion_ids, **_):
     return [zlib.crc32(repr(list(ids)).encode()) % 1000 / 1000 for ids in completion_ids]
 """
-COLUMNS = (
-    *("model", "tokens_per_second", "infer_busy", "train_busy", "both_busy", "mfu"),
-    "weight_gigabytes_per_second",
-)
 
 
 def run(
@@ -78,11 +79,11 @@ def run(
     words: Sequence[str] = (),
     iterations: int = 3,
     load: Mapping[str, int] | None = None,
-) -> list[dict[str, Any]]:
+) -> Iterator[Row]:
     """One row per model (`model`: only this one of SIZES). `words` win over what is set here.
 
-    `train_seconds`, `mfu` (None if the peak is unknown) and `sync_tokens_per_second` are of sync,
-    all other figures of periodic. Tokens are completion tokens trained.
+    `mfu` (None if the peak is unknown) is of sync, all else of periodic. Tokens are completion
+    tokens trained.
     """
     if model is not None and model not in SIZES:
         raise ConfigError(f"--model: expected one of {', '.join(SIZES)}, got '{model}'")
@@ -97,45 +98,41 @@ def run(
         "rollout.memory_fraction": 0.3,  # of a shared device: a trainer needs several times as much
         "train.activation_checkpointing": placement.shares_device,
     }
-    return [{"model": name} | _measure(name, flags, words, iterations) for name in names]
+    for name in names:
+        yield {"model": name} | _measure(SIZES[name], flags, words, iterations)
 
 
 def _measure(
-    name: str, flags: Mapping[str, Any], words: Sequence[str], iterations: int
-) -> dict[str, Any]:
-    recorders, size = [], SIZES[name]
+    size: Mapping[str, Any], flags: Mapping[str, Any], words: Sequence[str], iterations: int
+) -> Row:
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         flags = {**flags, **write_inputs(Path(folder), size, load_config(None, flags, words))}
+        sync, periodic = (
+            record(schedule, {**flags, "runtime.schedule": schedule}, words, iterations=iterations)
+            for schedule in ("sync", "periodic")
+        )
+        num_weights = read_model_files(f"{folder}/model").num_weights or 0
         config = load_config(None, flags, words)
-        for schedule in ("sync", "periodic"):
-            own = {**flags, "runtime.schedule": schedule}
-            recorders.append(record(f"{name}, {schedule}", own, words, iterations=iterations))
-        num_weights = read_model_files(f"{folder}/model").num_weights
-    sync, periodic = recorders
     placement = resolve_placement(config)
     device = mfu = None
     if placement.train.kind != "cpu":
         device = devices.device_label(placement.accelerator, placement.train.indices[0])
         peak = next((flops for kind, flops in PEAK_FLOPS.items() if kind in device), None)
         if peak is not None and config.model.dtype == "bfloat16":
-            flops = training_flops(size, config, sync.completion_tokens)
+            flops = training_flops(size, num_weights, config, sync.completion_tokens)
             mfu = flops / sync.median("train_seconds") / (peak * placement.train.count)
     infer_busy, train_busy, both_busy = periodic.busy_shares()
-    weight_bytes = DTYPE_BYTES[config.model.dtype] * (num_weights or 0)
+    weight_bytes = DTYPE_BYTES[config.model.dtype] * num_weights
     return {
-        "num_weights": num_weights,
         "dtype": config.model.dtype,
         "infer_devices": str(placement.infer),
         "train_devices": str(placement.train),
         "device": device,
         "tokens_per_second": periodic.median("tokens_per_second"),
-        "iteration_seconds": periodic.median("iteration_seconds"),
         "infer_busy": infer_busy,
         "train_busy": train_busy,
         "both_busy": both_busy,
         "weight_gigabytes_per_second": weight_bytes / 1e9 / periodic.median("weights_seconds"),
-        "sync_tokens_per_second": sync.median("tokens_per_second"),
-        "train_seconds": sync.median("train_seconds"),
         "mfu": mfu,
     }
 
@@ -143,10 +140,6 @@ def _measure(
 def write_inputs(folder: Path, size: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """Write a random model with the tokenizer of `tiny`, prompts and the reward; return the flags
     that name them. Prompts and completions (on average) have half the maximum of a completion."""
-    import torch
-    from transformers import GenerationConfig
-    from transformers.utils import logging
-
     length = config.rollout.max_completion_length // 2
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = random_model(size)
@@ -169,20 +162,20 @@ def write_inputs(folder: Path, size: Mapping[str, Any], config: Config) -> dict[
     }
 
 
-def training_flops(size: Mapping[str, Any], config: Config, num_tokens: float) -> float:
+def training_flops(
+    size: Mapping[str, Any], num_weights: int, config: Config, num_tokens: float
+) -> float:
     """Floating-point operations that forward and backward of an iteration need at least (no
     recomputation): 6 per weight and token, and those of attention. `num_tokens`: of all
-    completions, which are taken as equally long; a group shares its prompt."""
-    width, heads, layers = (
-        size[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
-    projections = size["head_dim"] * (2 * heads + 2 * size["num_key_value_heads"])
-    layer_weights = layers * width * (projections + 3 * size["intermediate_size"])
+    completions, which are taken as equally long; a group shares its prompt. The head, tied to the
+    embedding, reads completions only."""
+    head_weights = size["hidden_size"] * size["vocab_size"]
     num_prompts, prompt_length = config.train.prompts_per_iteration, config.data.max_prompt_length
     length = num_tokens / (num_prompts * config.rollout.num_generations)
     pairs = num_prompts * prompt_length**2 / 2 + num_tokens * (prompt_length + length / 2)
+    width = size["num_attention_heads"] * size["head_dim"]
     return float(
-        6 * layer_weights * (num_prompts * prompt_length + num_tokens)
-        + 6 * width * size["vocab_size"] * num_tokens
-        + 12 * layers * heads * size["head_dim"] * pairs
+        6 * (num_weights - head_weights) * num_prompts * prompt_length
+        + 6 * num_weights * num_tokens
+        + 12 * size["num_hidden_layers"] * width * pairs
     )

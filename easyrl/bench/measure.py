@@ -6,8 +6,9 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -15,6 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from easyrl import devices
 
 T = TypeVar("T")
+Row = dict[str, Any]
+"""Figures by name."""
 
 
 def take_turns(
@@ -56,12 +59,9 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
     if device.type == "cpu":
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             action()
-        num_bytes = peak = 0
-        for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
-            if event.name() == "[memory]":
-                num_bytes += event.nbytes()
-                peak = max(peak, num_bytes)
-        return peak
+        recorded = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+        changes = (event.nbytes() for event in recorded if event.name() == "[memory]")
+        return int(max(accumulate(changes, initial=0)))
     before = torch.accelerator.memory_allocated(device)
     torch.accelerator.reset_peak_memory_stats(device)
     action()
@@ -70,13 +70,12 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
 
 def peak_resident_bytes(action: Callable[[], object]) -> int:
     """Largest growth of this process's resident memory during `action`. Linux only."""
+
+    def high_water_bytes() -> int:
+        lines = Path("/proc/self/status").read_text()
+        return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", lines)[0])
+
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-    before = _high_water_bytes()
+    before = high_water_bytes()
     action()
-    return _high_water_bytes() - before
-
-
-def _high_water_bytes() -> int:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    return high_water_bytes() - before

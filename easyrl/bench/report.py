@@ -9,13 +9,14 @@ import platform
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from easyrl.bench.measure import Row
 from easyrl.processes import num_cores
-from easyrl.runtime.supervisor import SIGNALLED, Interrupted, WorkerFailure
+from easyrl.runtime.supervisor import SIGNALLED, WorkerFailure
 
 
 def run_suite(name: str, json_file: Path | None, **options: Any) -> int:
@@ -25,19 +26,16 @@ def run_suite(name: str, json_file: Path | None, **options: Any) -> int:
         existing = json_file if json_file.exists() else json_file.parent
         if json_file.is_dir() or not os.access(existing, os.W_OK):
             raise ValueError(f"--json: expected a file in an existing folder, got '{json_file}'")
-    suite = importlib.import_module(f"easyrl.bench.{name}")
     try:
-        rows = suite.run(**options)
-    except Interrupted as interrupted:
-        return SIGNALLED + interrupted.signum
-    except KeyboardInterrupt:
-        return SIGNALLED + signal.SIGINT
+        rows = list(importlib.import_module(f"easyrl.bench.{name}").run(**options))
+    except KeyboardInterrupt as error:
+        return SIGNALLED + int(getattr(error, "signum", signal.SIGINT))
     except WorkerFailure as failure:
         print(f"easyrl: {failure}", file=sys.stderr)
         return 1
     about = machine()
-    caption = f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}"
-    print_table(rows, suite.COLUMNS, title=f"easyrl bench {name}", caption=caption)
+    print(f"easyrl bench {name}: {about['cpu']}, {about['cores']} cores, torch {about['torch']}")
+    print_table(rows)
     if json_file is not None:
         report = {"suite": name, "machine": about, "results": rows}
         json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -58,29 +56,17 @@ def machine() -> dict[str, Any]:
     }
 
 
-def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], **titles: str) -> None:
-    """Print a row per result. `columns`: the keys to show."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, **titles)  # type: ignore[arg-type]
-    for key in columns:
-        is_number = any(isinstance(row.get(key), int | float) for row in rows)
-        # A narrow terminal breaks headings, not figures.
-        width = max(len(_cell(row.get(key))) for row in rows)
-        table.add_column(
-            key.replace("_", " "),
-            justify="right" if is_number else "left",
-            overflow="fold",
-            min_width=width,
-        )
-    for row in rows:
-        table.add_row(*(_cell(row.get(key)) for key in columns))
-    Console().print(table)
+def print_table(rows: Sequence[Row]) -> None:
+    """Print a line per figure, and in it a column per row."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = [[_cell(row.get(name)) for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in columns]
+    for name, *cells in zip(names, *columns, strict=True):
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        print(name.ljust(max(map(len, names))), *padded)
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return "" if value is None else str(value)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch.multiprocessing
 
-from easyrl.bench.measure import median_ratio, take_turns
+from easyrl.bench.measure import Row, median_ratio, take_turns
+from easyrl.bench.models import random_group
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout
 from easyrl.types import RolloutGroup
 
@@ -33,29 +34,28 @@ TOKEN_BYTES = 9  # id, log-probability, mask
 NUM_SLOTS = 8
 WAKEUP_INTERVAL_SECONDS = 0.003
 TIMEOUT_SECONDS = 60.0
-COLUMNS = (
-    *("group_bytes", "ring_groups_per_second", "queue_groups_per_second", "speedup"),
-    *("wakeup_p50_seconds", "wakeup_p99_seconds"),
-)
 
 
 def run(
     group_bytes: Sequence[int] = (64 * 1024, 1024**2, 8 * 1024**2),
     repetitions: int = 5,
     num_wakeups: int = 1000,
-) -> list[dict[str, Any]]:
+) -> Iterator[Row]:
     """One row per group size."""
     torch.set_num_threads(1)
-    return [_measure(size, repetitions, num_wakeups) for size in group_bytes]
+    for size in group_bytes:
+        yield _measure(size, repetitions, num_wakeups)
 
 
-def _measure(group_bytes: int, repetitions: int, num_wakeups: int) -> dict[str, Any]:
-    group, small = _make_group(group_bytes), _make_group(1024)
+def _measure(group_bytes: int, repetitions: int, num_wakeups: int) -> Row:
+    length = group_bytes // (TOKEN_BYTES * NUM_GENERATIONS)
+    group = random_group(PROMPT_LENGTH, [length] * NUM_GENERATIONS)
+    small = random_group(PROMPT_LENGTH, [14] * NUM_GENERATIONS)
     layout = RingLayout(
         num_slots=NUM_SLOTS,
         num_generations=NUM_GENERATIONS,
         max_prompt_length=PROMPT_LENGTH,
-        max_completion_length=int(group.completion_lengths[0]),
+        max_completion_length=length,
         num_owners=2,
     )
     context = torch.multiprocessing.get_context("spawn")
@@ -103,26 +103,6 @@ def _measure(group_bytes: int, repetitions: int, num_wakeups: int) -> dict[str, 
         "wakeup_p50_seconds": float(p50),
         "wakeup_p99_seconds": float(p99),
     }
-
-
-def _make_group(group_bytes: int) -> RolloutGroup:
-    """Return a group whose completions take about `group_bytes`."""
-    length = max(1, group_bytes // (TOKEN_BYTES * NUM_GENERATIONS))
-    num_tokens = length * NUM_GENERATIONS
-    return RolloutGroup(
-        iteration=0,
-        policy_version=0,
-        group_index=0,
-        prompt_index=0,
-        prompt_ids=np.ones(PROMPT_LENGTH, np.int32),
-        completion_lengths=np.full(NUM_GENERATIONS, length, np.int32),
-        completion_ids=np.ones(num_tokens, np.int32),
-        rollout_logprobs=np.ones(num_tokens, np.float32),
-        loss_mask=np.ones(num_tokens, np.bool_),
-        rewards=np.ones(NUM_GENERATIONS, np.float32),
-        advantages=np.ones(NUM_GENERATIONS, np.float32),
-        truncated=np.zeros(NUM_GENERATIONS, np.bool_),
-    )
 
 
 def _consume(ring: RingBuffer, queue: Any, control: Connection) -> None:
