@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +21,6 @@ from easyrl.data.hub import resolve_model
 from easyrl.devices import LOOPBACK_ENVIRONMENT
 from easyrl.engines.base import FinishedGroup, GroupRequest, SamplingSettings
 from easyrl.engines.vllm.platforms import environment
-from easyrl.engines.vllm.processes import processes_of
 from easyrl.model.attention import PackedGroups
 from easyrl.model.policy import Policy
 from tiny_models import untied_model
@@ -186,12 +184,6 @@ def test_prefix_cache_that_is_not_cleared_stops_the_run(
     monkeypatch.undo()
     trained.update()
     assert trained.largest_gap(trained.generate()) <= TOLERANCE
-
-
-def test_processes_are_found_by_their_environment(trained: Trained) -> None:
-    """Although they set a title, which may overwrite the environment."""
-    pids = processes_of(trained.engine._cleanup.folder)
-    assert any("VLLM" in psutil.Process(pid).name() for pid in pids)
 
 
 def test_missing_trainer_is_reported_by_the_weight_channel(trained: Trained) -> None:

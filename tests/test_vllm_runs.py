@@ -78,19 +78,6 @@ def test_two_devices_and_a_model_with_an_untied_head(tmp_path: Path, size: int) 
 
 
 @pytest.mark.long
-def test_log_probabilities_are_compared_with_top_p_and_stop_strings(tmp_path: Path) -> None:
-    """The logits stay divided by the temperature after every update."""
-    folder = tmp_path / "run"
-    sampling = ("rollout.temperature=0.7", "rollout.top_p=0.8", 'rollout.stop=["\\n"]')
-    words = ("--output", str(folder), "--iterations", "3", *SMALL, *VLLM, *sampling)
-    code, out, err = finish(*words)
-    assert code == 0, err
-    assert "warning" in out and "rollout.top_p" in out
-    for line in lines_of(folder / "metrics.jsonl"):
-        assert 0 < line["sampling/sampling_logp_difference/max"] <= TOLERANCE
-
-
-@pytest.mark.long
 def test_evaluation_uses_the_models_own_weights(tmp_path: Path) -> None:
     """No weights are sent: greedy answers are those of the embedded engine."""
     answers: dict[str, dict[str, str]] = {}
