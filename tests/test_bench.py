@@ -9,7 +9,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from easyrl import events
 from easyrl.bench import attention, engine, loop, pipeline, ring, weights
 from easyrl.bench.measure import peak_bytes
 from easyrl.bench.runs import Recorder
@@ -117,28 +116,6 @@ def test_stopped_benchmark_ends_without_a_traceback(
     result = CliRunner().invoke(app, ["bench", "ring"])
     assert result.exit_code == exit_code
     assert "Traceback" not in result.output and message in result.output
-
-
-def activity(worker: str, *spans: tuple[str, float, float]) -> events.FromWorker:
-    content = events.Activity(tuple(events.Span(*span) for span in spans), 0, 0)  # type: ignore[arg-type]
-    return events.FromWorker(worker, 0.0, content)
-
-
-def test_recorder_counts_the_time_in_which_engine_and_trainer_are_busy() -> None:
-    """Two engines are one group, the first iteration warms up, waiting is not work."""
-    recorder = Recorder()
-    for number, start in enumerate((0.0, 10.0)):
-        first = ("prefill", start, start + 1), ("generate", start + 1, start + 4)
-        recorder(events.IterationStarted(start, number))
-        recorder(activity("rollout-0", *first))
-        recorder(activity("rollout-1", ("generate", start + 3, start + 6)))
-        training = ("wait", start, start + 5), ("train", start + 5, start + 12)
-        recorder(activity("train-0", *training))
-        metrics = {"iteration": number, "perf/tokens_per_second": 3.0 + number}
-        recorder(events.IterationFinished(start + 8, metrics))
-    assert recorder.median("tokens_per_second") == 4.0
-    # Training that began in the first iteration takes two seconds of the second one.
-    assert recorder.busy_shares() == pytest.approx((6 / 8, 5 / 8, 3 / 8), abs=1e-3)
 
 
 def test_loop_makes_a_run_that_passes_every_check(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def run(
     """One row per model (`model`: only this one of SIZES). `words` win over what is set here.
 
     `mfu` (None if the peak is unknown) is of sync, all else of periodic. Tokens are completion
-    tokens trained.
+    tokens trained. `both_busy` is a lower bound: it is exact if something is busy all the time.
     """
     if model is not None and model not in SIZES:
         raise ConfigError(f"--model: expected one of {', '.join(SIZES)}, got '{model}'")
@@ -121,7 +121,9 @@ def _measure(
         if peak is not None and config.model.dtype == "bfloat16":
             flops = training_flops(size, num_weights, config, sync.completion_tokens)
             mfu = flops / sync.median("train_seconds") / (peak * placement.train.count)
-    infer_busy, train_busy, both_busy = periodic.busy_shares()
+    iteration, infer, train, weights = (
+        periodic.median(f"{name}_seconds") for name in ("iteration", "infer", "train", "weights")
+    )
     weight_bytes = DTYPE_BYTES[config.model.dtype] * num_weights
     return {
         "dtype": config.model.dtype,
@@ -129,10 +131,13 @@ def _measure(
         "train_devices": str(placement.train),
         "device": device,
         "tokens_per_second": periodic.median("tokens_per_second"),
-        "infer_busy": infer_busy,
-        "train_busy": train_busy,
-        "both_busy": both_busy,
-        "weight_gigabytes_per_second": weight_bytes / 1e9 / periodic.median("weights_seconds"),
+        "infer_busy": infer / iteration,
+        "train_busy": train / iteration,
+        "both_busy": max(0.0, (infer + train + weights) / iteration - 1),
+        "weight_gigabytes_per_second": num_weights
+        * DTYPE_BYTES[config.model.dtype]
+        / 1e9
+        / weights,
         "mfu": mfu,
     }
 

@@ -9,15 +9,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from easyrl import events
 from easyrl.config import load_config
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import SIGNALLED, Interrupted, WorkerFailure
 
 NUM_WARM_UP = 1
-SAMPLE_SECONDS = 1e-4
 
 
 class Recorder:
@@ -27,22 +24,11 @@ class Recorder:
         self.metrics: list[Mapping[str, Any]] = []
         """Metrics of the measured iterations."""
         self.error = ""
-        self._iterations: list[tuple[float, float]] = []  # start and end
-        self._working: dict[str, list[tuple[float, float]]] = {"rollout": [], "train": []}
-        self._started = 0.0
 
     def __call__(self, event: events.Event) -> None:
         match event:
-            case events.IterationStarted(time, _):
-                self._started = time
-            case events.FromWorker(worker, _, events.Activity(spans)):
-                self._working[worker.partition("-")[0]] += [
-                    (span.started, span.ended) for span in spans if span.kind in events.WORKING
-                ]
-            case events.IterationFinished(time, metrics):
-                if metrics["iteration"] >= NUM_WARM_UP:
-                    self.metrics.append(metrics)
-                    self._iterations.append((self._started, time))
+            case events.IterationFinished(metrics=metrics) if metrics["iteration"] >= NUM_WARM_UP:
+                self.metrics.append(metrics)
             case events.RunEnded(message=message):
                 self.error = message
 
@@ -56,16 +42,6 @@ class Recorder:
             float(metrics["perf/tokens_per_second"] * metrics["perf/iteration_seconds"])
             for metrics in self.metrics
         )
-
-    def busy_shares(self) -> tuple[float, float, float]:
-        """Return the shares of the time in which any engine, any trainer, and both were busy."""
-        times = np.concatenate([np.arange(*span, SAMPLE_SECONDS) for span in self._iterations])
-        busy = np.zeros((2, len(times)), dtype=np.bool_)
-        for row, spans in zip(busy, self._working.values(), strict=True):
-            for span in spans:
-                row[slice(*np.searchsorted(times, span))] = True
-        infer, train = busy
-        return float(infer.mean()), float(train.mean()), float((infer & train).mean())
 
 
 def record(
