@@ -134,10 +134,7 @@ def _measure(
         "infer_busy": infer / iteration,
         "train_busy": train / iteration,
         "both_busy": max(0.0, (infer + train + weights) / iteration - 1),
-        "weight_gigabytes_per_second": num_weights
-        * DTYPE_BYTES[config.model.dtype]
-        / 1e9
-        / weights,
+        "weight_gigabytes_per_second": weight_bytes / 1e9 / weights,
         "mfu": mfu,
     }
 
