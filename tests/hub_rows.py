@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from easyrl.data import datasets, sources
-from easyrl.data.sources import Source
+from easyrl.data import datasets
+from easyrl.data.streams import Source
 
 GSM8K = [
     {
@@ -43,4 +43,3 @@ def put_in_place_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         return Source(name, ROWS[name], lambda row: f"{name}, row {row}")
 
     monkeypatch.setattr(datasets, "open_hub", open_hub)
-    monkeypatch.setattr(sources, "open_hub", open_hub)

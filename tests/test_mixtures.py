@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts
-from easyrl.data.sources import Source
-from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
+from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm, Source
 
 LONG = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(30)]
 SHORT = [{"prompt": f"{i}*1=", "level": i} for i in range(7)]
@@ -74,7 +73,7 @@ def test_a_data_set_that_names_its_own_sources_keeps_them(
 @given(st.lists(st.floats(min_value=0.01, max_value=1), min_size=2, max_size=6))
 @settings(deadline=None, max_examples=50)
 def test_no_data_set_is_ever_far_from_its_part(weights: list[float]) -> None:
-    form = RowForm.of(load_config().data, None)
+    form = RowForm(load_config().data, None)
     rows = [{"prompt": str(row)} for row in range(BLOCK)]
     sets = {str(n): DataSet(Source(str(n), rows, str), form, None) for n in range(len(weights))}
     mixture = PromptStream(sets, weights)

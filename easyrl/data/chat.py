@@ -3,8 +3,7 @@
     prompts ──► through the chat template ──► surely short enough? else as tokens ──► too long?
                 no template, or it refuses: an error           no tokens: an error    stop | skip
 
-An ASCII text has no more tokens than characters, so most prompts need not be tokenised: a few
-thousand rows take a fraction of a second. Of more than MAX_CHECKED prompts those with the most
+An ASCII text has no more tokens than characters, so most prompts need not be tokenized. Of more than MAX_CHECKED prompts those with the most
 characters are checked; another one that is too long ends the run when its turn comes. The tokenizer
 comes from the caller.
 """
@@ -23,7 +22,7 @@ from easyrl.data.streams import PromptStream
 from easyrl.types import Messages
 
 NONE: Mapping[str, Any] = MappingProxyType({})
-MAX_CHECKED = 50_000
+MAX_CHECKED, TEXTS_AT_A_TIME = 50_000, 1000
 NUM_SPECIAL_TOKENS = 8
 """More tokens than a tokenizer puts around a text."""
 
@@ -80,18 +79,32 @@ def check_prompts(prompts: PromptStream | Problems, tokenizer: Any, config: Conf
     """
     contents, data = prompts.examples(), config.data
     _check_variables(contents, tokenizer, config)
-    limit, variables = data.max_prompt_length, data.chat_template_kwargs
+    limit, kwargs = data.max_prompt_length, data.chat_template_kwargs
+    is_chat = not isinstance(contents[0], str)
     numbers: Sequence[int] = range(len(contents))
     if len(contents) > MAX_CHECKED:
         numbers = sorted(heapq.nlargest(MAX_CHECKED, numbers, lambda n: _num_chars(contents[n])))
-    lengths = {}
+    texts: dict[int, str] = {}  # that may be too long, or have no tokens
     for number in numbers:
-        content = contents[number]
+        content: Any = contents[number]
         try:
-            if not _surely_fits(content, tokenizer, variables, limit):
-                lengths[number] = len(render_prompt(content, tokenizer, variables))
+            if is_chat:
+                content = str(_apply_template(content, tokenizer, kwargs, tokenize=False))
+            content.encode()  # raises for half of a surrogate pair
         except ValueError as error:
             raise ConfigError(f"{prompts.location(number)}: {error}") from error
+        surely_fits = content.isascii() and len(content) <= limit - NUM_SPECIAL_TOKENS
+        if not surely_fits or not content.strip():
+            texts[number] = content
+    lengths: dict[int, int] = {}
+    unsure = list(texts)
+    for start in range(0, len(unsure), TEXTS_AT_A_TIME):
+        chosen = unsure[start : start + TEXTS_AT_A_TIME]
+        ids = tokenizer([texts[n] for n in chosen], add_special_tokens=not is_chat)["input_ids"]
+        lengths |= dict(zip(chosen, map(len, ids), strict=True))
+    for number in unsure:
+        if lengths[number] == 0:
+            raise ConfigError(f"{prompts.location(number)}: the prompt has no tokens")
     too_long = [number for number, length in lengths.items() if length > limit]
     if too_long and data.long_prompts == "stop":
         raise ConfigError(
@@ -111,27 +124,15 @@ def check_prompts(prompts: PromptStream | Problems, tokenizer: Any, config: Conf
 def _check_variables(contents: Sequence[str | Messages], tokenizer: Any, config: Config) -> None:
     """Raise ConfigError for variables that no chat template uses."""
     variables = config.data.chat_template_kwargs
-    if variables and all(isinstance(content, str) for content in contents):
+    is_chat = not isinstance(contents[0], str)  # a string goes through no template
+    template = str(getattr(tokenizer, "chat_template", "")) if is_chat else ""
+    words = re.findall(r"\w+", template)
+    if unknown := [name for name in variables if name not in words]:
         raise ConfigError(
-            f"data.chat_template_kwargs: expected {{}}, because the prompts of "
-            f"'{config.data.shown}' are strings, which go through no chat template, got {variables}"
+            "data.chat_template_kwargs: expected variables of the chat template, got "
+            f"{', '.join(unknown)}, which it does not contain, or the prompts are strings, which "
+            "go through none"
         )
-    template = getattr(tokenizer, "chat_template", None)
-    words = set(re.findall(r"\w+", str(template)))
-    if template and (unknown := [name for name in variables if name not in words]):
-        raise ConfigError(
-            f"data.chat_template_kwargs: expected variables of the chat template of "
-            f"{config.model.path}, got {', '.join(unknown)}, which it does not contain"
-        )
-
-
-def _surely_fits(
-    content: str | Messages, tokenizer: Any, variables: Mapping[str, Any], limit: int
-) -> bool:
-    text = content
-    if not isinstance(text, str):
-        text = str(_apply_template(text, tokenizer, variables, tokenize=False))
-    return text.isascii() and not text.isspace() and 0 < len(text) <= limit - NUM_SPECIAL_TOKENS
 
 
 def _num_chars(content: str | Messages) -> int:

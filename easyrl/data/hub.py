@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from pathlib import Path
-from typing import Any
 
 from easyrl.config import ConfigError
 
@@ -54,16 +52,13 @@ def model_config_from_hub(repository: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError
 
-    if not hub_answers():
+    if not use_cache_unless_reachable():
         cached = huggingface_hub.try_to_load_from_cache(repository, "config.json")
         if not isinstance(cached, str):
             raise ConfigError(
                 f"{KEY}: '{repository}' is not a local folder, and the hub cannot be reached. "
                 f"Check the name and the network (HF_ENDPOINT names a mirror); {FORMS}"
             )
-        # Read everything else from the cache too, here and in the workers.
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
         return Path(cached)
     endpoint = os.environ.get("HF_ENDPOINT")
     try:
@@ -77,22 +72,18 @@ def model_config_from_hub(repository: str) -> Path:
         raise ConfigError(f"{KEY}: '{repository}' cannot be downloaded: {why}; {advice}") from error
 
 
-@contextmanager
-def offline_unless_reachable() -> Iterator[None]:
-    """Let `datasets` use the cache alone while the hub does not answer."""
-    import datasets
+def use_cache_unless_reachable() -> bool:
+    """Return whether the hub answers. If not, everything is read from the cache from now on, here
+    and in the workers."""
     import huggingface_hub
 
-    switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [module.HF_HUB_OFFLINE for module in switches]
-    is_offline = any(before) or not hub_answers()
-    try:
-        for module in switches:
-            module.HF_HUB_OFFLINE = is_offline
-        yield
-    finally:
-        for module, value in zip(switches, before, strict=True):
-            module.HF_HUB_OFFLINE = value
+    if hub_answers():
+        return True
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+    return False
 
 
 def hub_answers() -> bool:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import string
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,9 +28,9 @@ import numpy.typing as npt
 from easyrl.config import ConfigError
 from easyrl.config.data import DataConfig
 from easyrl.data.presets import Preset
-from easyrl.data.sources import KEY, Source
 from easyrl.types import Messages, Prompt
 
+KEY = "data.dataset (--dataset)"
 Row = Mapping[str, Any]
 NUM_DIGESTED, ROWS_AT_A_TIME = 100_000, 1000
 """Most rows that a fingerprint reads (half a second), and rows read together."""
@@ -48,55 +48,48 @@ SOURCE_COLUMN = "data_source"
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """An opened data set."""
+
+    name: str
+    rows: Any
+    """A list, a `datasets.Dataset`, or `TaskRows`."""
+    location: Callable[[int], str]
+    """Where a row is, for errors."""
+
+
 class RowForm:
-    """How rows become prompts."""
+    """How rows become prompts: by the user's keys of the section `data`, else the preset's."""
 
-    prompt_column: str
-    template: str | None
-    system_prompt: str | None
-    chat: bool | None
-    """None: a string stays a string, messages stay messages."""
-    renamed: Mapping[str, str]
-    """Argument of the rewards: column of the data."""
-
-    @classmethod
-    def of(cls, data: DataConfig, preset: Preset | None) -> RowForm:
-        """The user's keys of the section `data`, else the preset's. Raises ConfigError where they
-        contradict each other."""
+    def __init__(self, data: DataConfig, preset: Preset | None) -> None:
+        """Raises ConfigError where the keys contradict each other, and for a template with fields
+        that are not the name of a column and nothing else."""
         preset = preset or Preset(reward="")
-        template, chat = data.prompt_template, data.chat
+        self.prompt_column = data.prompt_column or preset.prompt_column
+        self.system_prompt, self.renamed = data.system_prompt, data.columns
+        self.chat = preset.chat if data.chat is None else data.chat
+        """None: a string stays a string, messages stay messages."""
+        if self.system_prompt:
+            if self.chat is False:
+                raise ConfigError("data.chat: expected true with data.system_prompt, got false")
+            self.chat = True
+        template = data.prompt_template
         if template is None and data.prompt_column is None:
             template = preset.prompt_template
-        if chat is None:
-            chat = preset.chat
-        if data.system_prompt and chat is False:
-            raise ConfigError(
-                "data.chat: expected true together with data.system_prompt, got false"
-            )
-        return cls(
-            prompt_column=data.prompt_column or preset.prompt_column,
-            template=template or None,
-            system_prompt=data.system_prompt or None,
-            chat=True if data.system_prompt else chat,
-            renamed=data.columns,
-        )
-
-    @property
-    def prompt_columns(self) -> list[str]:
-        """The columns that a prompt is made from. Raises ConfigError for a template with fields
-        that are not the name of a column and nothing else."""
-        if self.template is None:
-            return [self.prompt_column]
+        self.template = template or None
         try:
-            fields = [part[1:] for part in string.Formatter().parse(self.template)]
+            fields = list(string.Formatter().parse(template or ""))
         except ValueError as error:
-            raise ConfigError(f"data.prompt_template: {error}, in {self.template!r}") from None
-        if any(name == "" or spec or conversion for name, spec, conversion in fields):
+            raise ConfigError(f"data.prompt_template: {error}, in {template!r}") from None
+        if any(name == "" or spec or conversion for _, name, spec, conversion in fields):
             raise ConfigError(
                 "data.prompt_template: expected columns in braces, as in {question} ({{ and }} "
-                f"stand for braces), got {self.template!r}"
+                f"stand for braces), got {template!r}"
             )
-        return [name for name, _, _ in fields if name is not None]
+        self._parts = [(literal, name) for literal, name, _, _ in fields]
+        """Of the template: text, and the column that follows it."""
+        columns = [name for _, name in self._parts if name is not None]
+        self.prompt_columns = columns if template else [self.prompt_column]
 
     def check_columns(self, names: Collection[str], dataset: str) -> None:
         """Raise ConfigError for a column that the config names and the data does not have."""
@@ -130,13 +123,13 @@ class RowForm:
         elif self.chat is False:
             raise ValueError("expected a string, as data.chat is false, got messages")
         messages: Messages = content
-        if self.system_prompt is not None and messages[0]["role"] != "system":
+        if self.system_prompt and messages[0]["role"] != "system":
             return [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
 
     def _filled(self, row: Row) -> str:
         text = ""
-        for literal, name, _, _ in string.Formatter().parse(self.template or ""):
+        for literal, name in self._parts:
             value = "" if name is None else row[name]
             if name is not None and (value in (None, "") or _is_messages(value)):
                 raise ValueError(
@@ -359,33 +352,29 @@ class PromptStream:
 
     def location(self, example: int) -> str:
         """Where an example is, for errors."""
-        part, number = self._find(example)
+        part, number = self._rows()[example]
         return part.source.location(number)
 
     def without(self, examples: Collection[int]) -> PromptStream:
         """The stream without these examples. Raises ConfigError where prompts are generated or none
         are left."""
-        removed: dict[DataSet, set[int]] = defaultdict(set)
-        for example in examples:
-            part, number = self._find(example)
+        rows, removed = self._rows() if examples else [], defaultdict(set)
+        for part, number in (rows[example] for example in examples):
             removed[part].add(number)
         fewer = copy(self)
         fewer._data = [each.without(removed) for each in self._data]
         return fewer
 
-    def _parts(self) -> Iterator[DataSet]:
-        for each in self._data:
-            yield each
-            if each.held_out is not None:
-                yield each.held_out
+    def _parts(self) -> list[DataSet]:
+        return [part for each in self._data for part in (each, each.held_out) if part is not None]
 
-    def _find(self, example: int) -> tuple[DataSet, int]:
-        for part in self._parts():
-            length = NUM_TASK_EXAMPLES if part.num_rows is None else part.num_rows
-            if example < length:
-                return part, example
-            example -= length
-        raise IndexError(example)
+    def _rows(self) -> list[tuple[DataSet, int]]:
+        """Of each example: its part, and its row in it."""
+        return [
+            (part, number)
+            for part in self._parts()
+            for number in range(NUM_TASK_EXAMPLES if part.num_rows is None else part.num_rows)
+        ]
 
 
 def _kind(content: str | Messages) -> str:
