@@ -3,9 +3,9 @@
     prompts ──► through the chat template ──► surely short enough? else as tokens ──► too long?
                 no template, or it refuses: an error           no tokens: an error    stop | skip
 
-An ASCII text has no more tokens than characters, so most prompts need not be tokenized. Of more than MAX_CHECKED prompts those with the most
-characters are checked; another one that is too long ends the run when its turn comes. The tokenizer
-comes from the caller.
+An ASCII text has no more tokens than characters, so most prompts need not be tokenized. Of more
+than MAX_CHECKED prompts those with the most characters are checked; another one that is too long
+ends the run when its turn comes. The tokenizer comes from the caller.
 """
 
 from __future__ import annotations

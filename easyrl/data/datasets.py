@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.data import DataConfig
-from easyrl.data.hub import use_cache_unless_reachable
+from easyrl.data.hub import offline_unless_reachable
 from easyrl.data.presets import PRESETS, TRAINED, hint, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, Source, TaskRows
 
@@ -115,12 +115,14 @@ def _open_source(name: str) -> Source:
 def open_hub(name: str) -> Source:
     """Open a split of a data set on the hub."""
     repository, subset, split = (*name.split(":"), "", "")[:3]
-    use_cache_unless_reachable()
-    return _load(
-        name,
-        lambda datasets: datasets.load_dataset(repository, subset or None, split=split or "train"),
-        " Check the name and the network (HF_ENDPOINT names a mirror)",
-    )
+    with offline_unless_reachable():
+        return _load(
+            name,
+            lambda datasets: datasets.load_dataset(
+                repository, subset or None, split=split or "train"
+            ),
+            " Check the name and the network (HF_ENDPOINT names a mirror)",
+        )
 
 
 def _load(name: str, load: Callable[[Any], Any], advice: str = "") -> Source:

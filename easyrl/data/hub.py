@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from easyrl.config import ConfigError
 
@@ -52,13 +54,16 @@ def model_config_from_hub(repository: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError
 
-    if not use_cache_unless_reachable():
+    if not hub_answers():
         cached = huggingface_hub.try_to_load_from_cache(repository, "config.json")
         if not isinstance(cached, str):
             raise ConfigError(
                 f"{KEY}: '{repository}' is not a local folder, and the hub cannot be reached. "
                 f"Check the name and the network (HF_ENDPOINT names a mirror); {FORMS}"
             )
+        # Read everything else from the cache too, here and in the workers.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
         return Path(cached)
     endpoint = os.environ.get("HF_ENDPOINT")
     try:
@@ -72,18 +77,22 @@ def model_config_from_hub(repository: str) -> Path:
         raise ConfigError(f"{KEY}: '{repository}' cannot be downloaded: {why}; {advice}") from error
 
 
-def use_cache_unless_reachable() -> bool:
-    """Return whether the hub answers. If not, everything is read from the cache from now on, here
-    and in the workers."""
+@contextmanager
+def offline_unless_reachable() -> Iterator[None]:
+    """Let `datasets` use the cache alone while the hub does not answer."""
+    import datasets
     import huggingface_hub
 
-    if hub_answers():
-        return True
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    huggingface_hub.constants.HF_HUB_OFFLINE = True
-    if "datasets" in sys.modules:
-        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
-    return False
+    switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
+    before = [module.HF_HUB_OFFLINE for module in switches]
+    is_offline = any(before) or not hub_answers()
+    try:
+        for module in switches:
+            module.HF_HUB_OFFLINE = is_offline
+        yield
+    finally:
+        for module, value in zip(switches, before, strict=True):
+            module.HF_HUB_OFFLINE = value
 
 
 def hub_answers() -> bool:
