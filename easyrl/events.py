@@ -277,10 +277,10 @@ class RunResumed(Event):
 
 
 class NoEvents(Event):
-    """Another second passed without an event from any worker."""
+    """No worker has sent an event for long."""
 
     time: float
-    warning: str  # what each worker is doing, if that has lasted long; else empty
+    warning: str  # what each worker is doing
 
 
 class EvaluationStarted(Event):
@@ -301,7 +301,7 @@ class Evaluated(Event):
 
 
 class FirstRollout(Event):
-    seconds: float  # since the command began
+    time: float
 
 
 class IterationStarted(Event):

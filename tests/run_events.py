@@ -34,7 +34,8 @@ def group(time_: float, prompt_index: int, iteration: int = 0, **more: Any) -> F
 
 
 def active(worker: str, *spans: Span, **more: Any) -> FromWorker:
-    return FromWorker(worker, 0.0, replace(Activity(spans, 0, 0), **more))
+    now = max((span.ended for span in spans), default=0.0)
+    return FromWorker(worker, now, replace(Activity(spans, 0, 0), **more))
 
 
 def run_events(folder: Path, config: Config) -> list[Event]:
@@ -51,7 +52,7 @@ def run_events(folder: Path, config: Config) -> list[Event]:
         FromWorker("rollout-0", t + 3, events.Ready()),
         FromWorker("train-0", t + 4, events.Ready()),
         events.EvaluationStarted(t + 5, 0, 2),
-        events.FirstRollout(5.5),
+        events.FirstRollout(t + 5.5),
         FromWorker("rollout-0", t + 5.5, events.PromptEvaluated(0, 1, [1.0])),
         events.Evaluated(t + 6, 0, 0.5, 2),
         events.IterationStarted(t + 7, 0),
@@ -65,7 +66,6 @@ def run_events(folder: Path, config: Config) -> list[Event]:
         active("train-0", Span("train", t + 8, t + 9), num_tokens=200, num_groups=1),
         active("rollout-0", under_way=UnderWay("wait", t + 9.1)),
         active("train-0", under_way=UnderWay("train", t + 9.3)),
-        events.NoEvents(t + 10.4, ""),
         events.NoEvents(t + 70.4, "no events for 60 s"),
         active("train-0", Span("train", t + 9.3, t + 71), num_tokens=20),
         events.EvaluationStarted(t + 70.5, 2, 2),

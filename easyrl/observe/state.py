@@ -117,9 +117,8 @@ class ViewState:
     newest: float = 0.0  # the latest time in any event
 
     def apply(self, event: Event) -> None:  # noqa: PLR0912  one case per event
-        self.newest = max(self.newest, _time_of(event))
-        if not isinstance(event, events.NoEvents):
-            self.warning = ""
+        self.newest = max(self.newest, getattr(event, "time", 0.0))
+        self.warning = ""
         match event:
             case events.RunStarted(started=started, devices=devices):
                 self.run, self.newest, self.stopping, self.ended = event, started, "", None
@@ -164,7 +163,7 @@ class ViewState:
             case events.Note(text):
                 self.note = text
             case events.NoEvents(_, warning):
-                self.warning = warning or self.warning
+                self.warning = warning
             case events.RunFinished(_, summary):
                 self.summary = summary
             case events.RunEnded():
@@ -174,7 +173,7 @@ class ViewState:
         if group.errors:
             self.note = group.errors[-1].splitlines()[0]
         self.num_groups += not group.is_rejected
-        if group.samples and not group.is_rejected:
+        if group.samples:
             self.sample = sample_line(group, group.samples[-1])
 
     def _add_iterations(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -206,12 +205,3 @@ class ViewState:
         num_left = self.run.config.train.iterations - len(self.rewards)
         since = now - self.iteration_started if self.iteration is not None else 0.0
         return max(0.0, (num_left - 1) * mean + max(0.0, mean - since)) if num_left else 0.0
-
-
-def _time_of(event: Event) -> float:
-    """The latest time in an event; 0 if it has none."""
-    match event:
-        case FromWorker(_, _, Activity(spans=spans, under_way=under_way)):
-            started = under_way.started if under_way is not None else 0.0
-            return max([*(span.ended for span in spans), started])
-    return float(getattr(event, "time", 0.0))

@@ -35,7 +35,6 @@ from easyrl.runtime.run_folder import is_locked
 POLL_SECONDS = 0.25
 KILLED = 1
 INTERRUPTED = 128 + signal.SIGINT
-BAD_LINE = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 EVENTS: Mapping[tuple[str, bool], Any] = {
     (category, ph == "E"): event for event, (category, ph) in CATEGORIES.items()
 }
@@ -94,7 +93,7 @@ class GrowingFile:
         self.path = path
         self.offset = 0  # the end of the newest line, in bytes
         self._inode = 0
-        self._newest = b"\0"  # the newest line, without its end
+        self._newest = b""  # the newest line, without its end
 
     def read(self, is_due: Callable[[Any], bool] = lambda line: True) -> Iterator[Any]:
         """Yield new lines up to the first one that is not due; that comes first the next time."""
@@ -104,7 +103,7 @@ class GrowingFile:
             return
         with file:
             inode = os.fstat(file.fileno()).st_ino
-            if self.offset and inode != self._inode:
+            if self._newest and inode != self._inode:
                 before, newest, _ = file.read().rpartition(self._newest)
                 self.offset = len(before) + len(newest)
             self._inode = inode
@@ -113,7 +112,7 @@ class GrowingFile:
                 stripped = text.strip(b",\r\n ")
                 try:
                     line = json.loads(stripped)
-                except (ValueError, RecursionError):  # the brackets, a line that was cut off
+                except ValueError:  # the brackets, a line that was cut off
                     self.offset += len(text)
                     continue
                 if not is_due(line):
@@ -137,13 +136,12 @@ class RunFiles:
                     "at its start (runs/<time>-<task>)"
                 )
         self.config: Config = load_config(folder / "config.yaml")
-        self._trace = GrowingFile(folder / FILE_NAME)
-        self._metrics = GrowingFile(folder / "metrics.jsonl")
-        self._samples = GrowingFile(folder / "samples.jsonl")
-        self._errors = GrowingFile(folder / "reward_errors.jsonl")
+        self._trace, self._metrics, self._samples, self._errors = (
+            GrowingFile(folder / name)
+            for name in (FILE_NAME, "metrics.jsonl", "samples.jsonl", "reward_errors.jsonl")
+        )
         self._started_unix_seconds = 0.0
         self._workers: dict[int, str] = {}  # process in the trace -> worker
-        self._earlier = 0.0  # seconds from the run's start to that of the newest command
         self._iteration = math.inf  # unknown at the beginning of a shortened trace
 
     def now(self) -> float:
@@ -155,57 +153,46 @@ class RunFiles:
         for line in self._trace.read():
             try:
                 found = list(self._events(line))
-            except BAD_LINE:
+            except (LookupError, TypeError, ValueError):  # of another version, or damaged
                 continue
             yield from found
 
     def _events(self, line: Any) -> Iterator[Event]:
-        details = line.get("args", {})
-        if line["ph"] == "M":
-            yield from self._metadata(details)
-        elif self._workers:
-            time_ = (line["ts"] + line.get("dur", 0)) / 1e6
-            worker = self._workers.get(line["pid"], "")
-            for event in self._timed_events(line, time_, details):
-                yield event if isinstance(event, Event) else FromWorker(worker, time_, event)
+        is_end, details = line["ph"] in "EX", line.get("args", {})
+        time_ = (line.get("ts", 0) + line.get("dur", 0)) / 1e6
 
-    def _metadata(self, details: Mapping[str, Any]) -> Iterator[Event]:
-        match details:
-            case {"devices": dict(devices), "description": str(description)}:
-                self._earlier = float(details.get("earlier_seconds", 0.0))
+        def from_worker(event: events.WorkerEvent) -> FromWorker:
+            return FromWorker(self._workers.get(line["pid"], ""), time_, event)
+
+        match line["name"] if line["ph"] in "CM" else line.get("cat", line["name"]):
+            case "process_name" if "devices" in details:
+                self._started_unix_seconds = details["started_unix_seconds"]
+                devices, earlier = details["devices"], details["earlier_seconds"]
                 self._workers = dict(enumerate(devices, start=1))
-                self._started_unix_seconds = float(details["started_unix_seconds"])
-                yield events.RunStarted(
-                    self._earlier, self.folder, self.config, devices, description
-                )
-            case {"exit_code": int(exit_code), "message": str(message)} if self._workers:
-                yield events.RunEnded(exit_code, message)
-
-    def _timed_events(
-        self, line: Any, time_: float, details: Any
-    ) -> Iterator[Event | events.WorkerEvent]:
-        is_end = line["ph"] in "EX"
-        match line["name"] if line["ph"] == "C" else line.get("cat", line["name"]):
+                description = details["description"]
+                yield events.RunStarted(earlier, self.folder, self.config, devices, description)
+            case "process_name" if "exit_code" in details:
+                yield events.RunEnded(details["exit_code"], details["message"])
             case "activity":
                 span = Span(line["name"], line["ts"] / 1e6, time_)
-                yield Activity((span,), details.get("tokens", 0), details.get("groups", 0))
+                counts = details.get("tokens", 0), details.get("groups", 0)
+                yield from_worker(Activity([span], *counts))
             case "under way":
-                yield Activity((), 0, 0, UnderWay(details["kind"], time_))
-            case "start-up" if not is_end or details.get("ready"):
-                what = "" if is_end else details.get("what", line["name"])
-                yield events.Starting(what) if what else events.Ready()
+                yield from_worker(Activity([], 0, 0, UnderWay(details["kind"], time_)))
+            case "start-up" if not is_end:
+                yield from_worker(events.Starting(line["name"]))
+            case "start-up" if details.get("ready"):
+                yield from_worker(events.Ready())
             case "group":
-                yield self._group(details)
+                yield from_worker(self._group(**details))
             case "checkpoint":
-                yield events.CheckpointSaved(**details)
+                yield from_worker(events.CheckpointSaved(**details))
             case "held-out answers":
                 errors = self._errors.read(lambda line: line["iteration"] is None)
                 texts = [line["error"] for line in errors]
-                yield events.PromptEvaluated(0, 0, [], errors=texts)
+                yield from_worker(events.PromptEvaluated(0, 0, [], errors=texts))
             case "note":
                 yield events.Note(details["text"])
-            case "first rollout":
-                yield events.FirstRollout(time_ - self._earlier)
             case "iteration" if is_end:
                 for metrics in self._metrics.read(
                     lambda line: line["iteration"] <= self._iteration
@@ -219,9 +206,10 @@ class RunFiles:
                 self._iteration = getattr(event, "iteration", self._iteration)
                 yield event
 
-    def _group(self, details: Mapping[str, Any]) -> events.GroupScored:
+    def _group(
+        self, iteration: int, prompt_index: int, is_rejected: bool = False, **more: Any
+    ) -> events.GroupScored:
         """A scored group, with its samples and errors from their files."""
-        iteration, prompt_index = details["iteration"], details["prompt_index"]
 
         def is_due(line: Any) -> bool:
             group = line["iteration"], line["prompt_index"]
@@ -230,7 +218,7 @@ class RunFiles:
         lines = [line for line in self._samples.read(is_due) if line["iteration"] == iteration]
         about: dict[str, Any] = {
             "errors": [line["error"] for line in self._errors.read(is_due)],
-            "is_rejected": details.get("is_rejected", False),
+            "is_rejected": is_rejected,
             "prompt": lines[-1]["prompt"] if lines else None,
             "samples": [Sample(line["completion"], line["reward"], 0.0, {}) for line in lines],
         }

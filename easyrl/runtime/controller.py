@@ -276,8 +276,9 @@ class Controller:
 
     def _note_rollout(self) -> None:
         if self.totals.first_rollout_seconds is None:
-            self.totals.first_rollout_seconds = time.monotonic() - self.started
-            self.notify(events.FirstRollout(self.totals.first_rollout_seconds))
+            now = time.monotonic()
+            self.totals.first_rollout_seconds = now - self.started
+            self.notify(events.FirstRollout(now))
 
     def _save_model(self) -> str:
         self.notify(events.SavingModel(time.monotonic()))

@@ -162,8 +162,8 @@ class Workers:
             if self._checkpoints is not None and self._checkpoints.report_progress():
                 self._deadline = time.monotonic() + self._stop_seconds
         self._received.extend(self._supervisor.wait(TICK_SECONDS, needed=self._needed))
-        if not self._received:
-            self._notify(events.NoEvents(time.monotonic(), self._watchdog.tick(self.all)))
+        if not self._received and (warning := self._watchdog.tick(self.all)):
+            self._notify(events.NoEvents(time.monotonic(), warning))
 
 
 def _core_sharing(board: IdleBoard, placement: Placement, role: str, number: int) -> CoreSharing:
