@@ -296,8 +296,8 @@ class Evaluated(Event):
     round: int
     accuracy: float
     num_prompts: int
-    standard_error: float | None = None
-    num_iterations: int | None = None  # iterations trained before; None: all so far
+    standard_error: float
+    num_iterations: int  # trained before
 
 
 class FirstRollout(Event):

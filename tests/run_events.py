@@ -54,7 +54,7 @@ def run_events(folder: Path, config: Config) -> list[Event]:
         events.EvaluationStarted(t + 5, 0, 2),
         events.FirstRollout(t + 5.5),
         FromWorker("rollout-0", t + 5.5, events.PromptEvaluated(0, 1, [1.0])),
-        events.Evaluated(t + 6, 0, 0.5, 2),
+        events.Evaluated(t + 6, 0, 0.5, 2, 0.2, num_iterations=0),
         events.IterationStarted(t + 7, 0),
         active("rollout-0", Span("weights", t + 7, t + 7.1), Span("generate", t + 7.1, t + 8),
                Span("score", t + 7.5, t + 8.5), num_tokens=300),

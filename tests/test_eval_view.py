@@ -44,7 +44,6 @@ RUN: list[Callable[[EvalView], None]] = [
     from_worker(events.Starting("loading the model")),
     from_worker(events.Starting("loading the model")),
     lambda view: view.start_progress(10.0),
-    lambda view: view.show_progress(11.0, 41, (0.5, 0.1), 100),
     lambda view: view.show_progress(20.0, 70, (0.5, 0.1), 1000),
     from_worker(events.PromptEvaluated(0, 3, [], errors=["reward 'f' failed\x1b[2J"])),
     from_worker(events.PromptEvaluated(0, 4, [], errors=["reward 'f' failed again"])),
@@ -63,7 +62,7 @@ def test_lines_show_progress_and_remaining_time(printed: Callable[[], str]) -> N
         step(view)
     output = printed()
     assert "my [bold]model on gsm8k: 100 problems, 8 samples each" in output
-    assert output.count("loading the model") == 1 and "41/100" not in output
+    assert output.count("loading the model") == 1
     # 30 in 10 s, and 30 remain.
     assert "70/100 accuracy 0.500 ± 0.100 100 tokens/s ETA 0:10" in output
     assert "100/100" in output and output.count("reward 'f' failed") == 1 and "\x1b" not in output

@@ -43,7 +43,7 @@ def state_after(*more: Event, num_rollout: int = 1) -> ViewState:
             FromWorker("rollout-0", 102.0, events.Ready()),
             FromWorker("train-0", 103.0, events.Ready()),
             events.EvaluationStarted(104.0, 0, 10),
-            events.Evaluated(106.0, 0, 0.125, 10),
+            events.Evaluated(106.0, 0, 0.125, 10, 0.1, num_iterations=0),
             events.IterationStarted(108.0, 0),
             events.IterationFinished(118.0, METRICS),
             events.IterationStarted(118.0, 1),

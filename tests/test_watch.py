@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from easyrl import events
-from easyrl.config import load_config, to_commented_yaml
+from easyrl.config import load_config
 from easyrl.events import Event, FromWorker, Span
 from easyrl.observe import trace
 from easyrl.observe.report import PlainLines
 from easyrl.observe.state import ViewState
 from easyrl.observe.trace import TraceWriter
-from easyrl.observe.watch import GrowingFile, RunFiles, follow, watch
+from easyrl.observe.watch import RunFiles, follow, watch
 from easyrl.runtime.run_folder import RunFolder, lock_folder
 from run_events import METRICS, active, group, run_events, state_of
 from runs import SMALL, Finished, start
@@ -204,30 +204,6 @@ def test_numbers_that_are_not_finite_are_null_in_files_and_none_on_the_screen(
         assert "reward none" in output and "loss none" in output
 
 
-# Reading files that grow, or hold garbage.
-
-
-def test_only_whole_lines_that_are_due_are_read(tmp_path: Path) -> None:
-    file = GrowingFile(tmp_path / "lines.json")
-    assert list(file.read()) == []
-    with file.path.open("w") as out:
-        out.write('[\n{"a": 1},\n{"a": 2},\n{"a"')
-        out.flush()
-        assert list(file.read(lambda line: line["a"] < 2)) == [{"a": 1}]
-        assert list(file.read()) == [{"a": 2}]
-        out.write(': 3},\n{"a": \n{"a": 4}\n]\n')
-        out.flush()
-        assert list(file.read()) == [{"a": 3}, {"a": 4}]
-    assert list(file.read()) == []
-
-
-def test_another_file_instead_of_a_trace_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(to_commented_yaml(load_config()))
-    (tmp_path / "trace.json").write_bytes(bytes(range(256)) * 1000)
-    with pytest.raises(ValueError, match=r"trace\.json"):
-        watch(tmp_path, live=False)
-
-
 def test_lines_that_are_damaged_or_of_another_version_are_skipped(written: Written) -> None:
     folder, run = written
     write(folder, run)
@@ -241,16 +217,13 @@ def test_lines_that_are_damaged_or_of_another_version_are_skipped(written: Writt
 # Real runs.
 
 
-@pytest.mark.parametrize("missing", ["folder", "config.yaml", "trace.json"])
+@pytest.mark.parametrize("missing", ["config.yaml", "trace.json"])
 def test_folder_of_no_run_is_refused(tmp_path: Path, missing: str) -> None:
-    folder = tmp_path / "run"
-    if missing != "folder":
-        folder.mkdir()
-        (folder / "config.yaml").write_text("")
-        (folder / "trace.json").write_text("[\n")
-        (folder / missing).unlink()
-    with pytest.raises(ValueError, match=f"'{folder}'.*{missing}"):
-        watch(folder, live=False)
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "trace.json").write_text("[\n")
+    (tmp_path / missing).unlink()
+    with pytest.raises(ValueError, match=f"'{tmp_path}'.*{missing}"):
+        watch(tmp_path, live=False)
 
 
 def test_finished_run_is_shown_as_it_ended(finished_run: Finished) -> None:

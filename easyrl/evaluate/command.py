@@ -55,7 +55,6 @@ from easyrl.types import Prompt
 
 FINISHED, FAILED, USER_ERROR = 0, 1, 2
 COMPARISON = "comparison.jsonl"
-REPORT_SECONDS = 1.0  # minimum time between two progress reports
 
 
 # -- the plan -------------------------------------------------------------------------------------
@@ -189,12 +188,9 @@ def evaluate(
         compared = None if other is None else read_evaluation(other)
         plan = make_plan(with_absolute_paths(config), base)
         with closing(EvalFolder(plan.config, plan.settings())) as folder:
-            found = folder.read(plan.sampling.num_samples)
-            answers = {problem: found[problem] for problem in plan.problems if problem in found}
-            num_problems = len(plan.problems)
-            view.start(
-                plan.about(), folder.path, describe(plan.placement), num_problems, len(answers)
-            )
+            answers = folder.read(plan.sampling.num_samples)
+            description, num_problems = describe(plan.placement), len(plan.problems)
+            view.start(plan.about(), folder.path, description, num_problems, len(answers))
             exit_code, message = _run(plan, folder, answers, compared, view)
             view.end(exit_code, message)
     return exit_code
@@ -263,7 +259,7 @@ def _answer_the_rest(
             if now >= next_report or len(answers) == len(plan.problems):
                 accuracy = accuracy_of(answers.values(), plan.config.eval.correct_reward)
                 view.show_progress(now, len(answers), accuracy, num_tokens)
-                next_report = now + REPORT_SECONDS
+                next_report = now + view.report_seconds
 
 
 def answers_of_workers(

@@ -79,7 +79,7 @@ def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]
     if not len(rewards):
         return {"accuracy": None, "standard_error": None, **of_samples}
     correct = is_correct(rewards, correct_reward)
-    accuracy, error = accuracy_of(answers, correct_reward)
+    accuracy, error = mean_and_error(correct.mean(axis=1))
     reward, reward_error = mean_and_error(rewards.mean(axis=1))
     scored = [line["rewards"] for lines in answers if len(rewards_of([lines])) for line in lines]
     by_function = {  # None: the function does not apply

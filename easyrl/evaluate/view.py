@@ -20,7 +20,6 @@ from easyrl.formatting import counted
 from easyrl.observe.report import print_end, with_error
 from easyrl.observe.text import clock, is_live_terminal, printable, safe, say, say_rich, shown
 
-LINE_SECONDS = 5.0  # minimum time between two lines of progress
 NUM_DIFFERING = 10  # problems shown of a comparison
 PROMPT_CHARACTERS = 60
 
@@ -30,15 +29,17 @@ class EvalView:
 
     def __init__(self, *, live: bool) -> None:
         self._bar: Progress | None = None
+        self.report_seconds = 5.0  # minimum time between two calls of `show_progress`
         if live and is_live_terminal():
             console = Console()
             console.width -= 5  # free for a printed `^C`: a line that wraps would appear twice
             figures = TextColumn("{task.fields[figures]}", markup=False)
             columns = (BarColumn(), MofNCompleteColumn(), figures, "ETA", TimeRemainingColumn())
             self._bar = Progress(*columns, console=console)
+            self.report_seconds = 1.0
         self._shown: set[str] = set()
         self._num_problems = self._num_before = 0
-        self._began = self._printed = 0.0
+        self._began = 0.0
 
     def start(
         self,
@@ -75,7 +76,7 @@ class EvalView:
                 self.say(text)
 
     def start_progress(self, now: float) -> None:
-        self._began = self._printed = now
+        self._began = now
         if self._bar is not None:
             self._bar.start()
             self._bar.add_task("", total=self._num_problems, completed=self._num_before, figures="")
@@ -89,8 +90,7 @@ class EvalView:
         figures = f"accuracy {with_error(*accuracy)}  {num_tokens / seconds:,.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=num_done, figures=figures)
-        elif num_done == self._num_problems or now - self._printed >= LINE_SECONDS:
-            self._printed = now
+        else:
             speed = (num_done - self._num_before) / seconds
             remaining = (self._num_problems - num_done) / max(speed, 1e-9)
             self.say(f"{num_done}/{self._num_problems}  {figures}  ETA {clock(remaining)}")

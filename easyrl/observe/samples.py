@@ -28,7 +28,6 @@ from easyrl.observe.watch import GrowingFile
 
 SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion
-NEEDED = {"prompt_index", "prompt", "completion", "reward"}
 Line = Mapping[str, Any]
 
 
@@ -51,19 +50,14 @@ def show_samples(
         )
     file = folder / SAMPLES
     if not file.is_file():
-        what = f"has no {SAMPLES}" if folder.is_dir() else "is no folder"
         raise ValueError(
-            f"'{folder}' {what}; expected the folder of an `easyrl grpo` or `easyrl eval`"
+            f"'{folder}': expected the folder of an `easyrl grpo` or `easyrl eval`, with {SAMPLES}"
         )
 
-    def is_wanted(line: Any) -> bool:
-        # Other lines are skipped: two halves of a line can meet after the disk was full.
-        if not isinstance(line, dict) or not line.keys() >= NEEDED:
-            return False
+    def is_wanted(line: Line) -> bool:
         reward = math.nan if line["reward"] is None else line["reward"]
         return (
-            isinstance(reward, (int, float))
-            and (min_reward is None or reward >= min_reward)
+            (min_reward is None or reward >= min_reward)
             and (max_reward is None or reward <= max_reward)
             and (iteration is None or oldest <= line.get("iteration", -1) + 1 <= newest)
         )

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
+from statistics import fmean
 from typing import Any
 
 from easyrl import events
@@ -103,7 +104,7 @@ class ViewState:
     metrics: Mapping[str, Any] = field(default_factory=dict)  # of the newest iteration
     iteration_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_ITERATIONS))
     problems: Counter[str] = field(default_factory=Counter)  # sums over the iterations
-    accuracies: dict[int, float] = field(default_factory=dict)
+    accuracies: dict[int, float | None] = field(default_factory=dict)
     """Number of iterations trained -> held-out accuracy."""
     note: str = ""  # the newest note
     warning: str = ""  # what the workers do, if there have been no events for long
@@ -138,15 +139,16 @@ class ViewState:
             case FromWorker(name, _, Activity() as activity) if name in self.workers:
                 self.workers[name].add(activity)
             case FromWorker(event=events.GroupScored() as group):
-                self._add_group(group)
+                self.num_groups += not group.is_rejected
+                self.note = group.errors[-1].splitlines()[0] if group.errors else self.note
+                if group.samples:
+                    self.sample = sample_line(group, group.samples[-1])
             case FromWorker(event=events.PromptEvaluated()):
                 self.num_answered += 1
             case events.EvaluationStarted():
                 self.iteration, self.evaluation, self.num_answered = None, event, 0
             case events.Evaluated(accuracy=accuracy, num_iterations=number):
-                self.evaluation = None
-                number = len(self.rewards) if number is None else number
-                self.accuracies[number] = math.nan if accuracy is None else accuracy
+                self.evaluation, self.accuracies[number] = None, accuracy
             case events.IterationStarted(time, iteration):
                 self.iteration, self.iteration_started = iteration, time
                 self.num_groups = self.round = 0
@@ -169,13 +171,6 @@ class ViewState:
             case events.RunEnded():
                 self.ended = event
 
-    def _add_group(self, group: events.GroupScored) -> None:
-        if group.errors:
-            self.note = group.errors[-1].splitlines()[0]
-        self.num_groups += not group.is_rejected
-        if group.samples:
-            self.sample = sample_line(group, group.samples[-1])
-
     def _add_iterations(self, lines: Iterable[Mapping[str, Any]]) -> None:
         for line in lines:
             reward = line["reward"]  # None in the file where it was not finite
@@ -193,9 +188,7 @@ class ViewState:
 
     @property
     def mean_iteration_seconds(self) -> float | None:
-        if not self.iteration_seconds:
-            return None
-        return sum(self.iteration_seconds) / len(self.iteration_seconds)
+        return fmean(self.iteration_seconds) if self.iteration_seconds else None
 
     def seconds_left(self, now: float) -> float | None:
         """Time until the end of the last iteration; None before the first has finished."""

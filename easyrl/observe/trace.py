@@ -126,11 +126,11 @@ class TraceWriter:
     def _worker_lines(self, process: int, time_: float, event: Any) -> Iterator[Line]:
         match event:
             case events.Starting() | events.Ready():
-                is_ready = isinstance(event, events.Ready)
+                ready = {"ready": isinstance(event, events.Ready)}
                 if process in self._starting:
-                    yield self._line("E", "start-up", time_, {"ready": is_ready}, pid=process)
+                    yield self._line("E", "start-up", time_, ready, pid=process)
                 self._starting.discard(process)
-                if not is_ready:
+                if isinstance(event, events.Starting):
                     self._starting.add(process)
                     yield self._line("B", "start-up", time_, {}, pid=process, name=event.what)
             case events.Activity(spans, num_tokens, num_groups, under_way):

@@ -155,8 +155,7 @@ class Trackers:
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = {name: float(v) for name, v in values.items() if isinstance(v, (int, float))}
-        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        if finite:
+        if finite := {name: value for name, value in numbers.items() if math.isfinite(value)}:
             self._queue.put((finite, step))
 
     def _send(self) -> None:

@@ -116,10 +116,8 @@ class LiveView:
             redirect_stderr=False,
         )
         self._restore.callback(self._hide)
-        if threading.current_thread() is threading.main_thread():
-            for signum, handler in ((signal.SIGTSTP, self._suspend), (signal.SIGCONT, self._show)):
-                if signal.getsignal(signum) is signal.SIG_DFL:
-                    self._restore.callback(signal.signal, signum, signal.signal(signum, handler))
+        for signum, handler in ((signal.SIGTSTP, self._suspend), (signal.SIGCONT, self._show)):
+            self._restore.callback(signal.signal, signum, signal.signal(signum, handler))
         atexit.register(self.close)
         self._restore.callback(atexit.unregister, self.close)
         self._show()
@@ -154,14 +152,12 @@ class LiveView:
     def _print_end(self, end: events.RunEnded) -> None:
         """Print the last picture, then the end table or the reason why the run ended."""
         state = self._state
-        try:
-            picture = render(state, state.newest, Console().width, LAST_PICTURE_LINES)
-            say_rich(picture, LAST_PICTURE_LINES)
-        finally:
-            if state.run is not None and state.summary is not None and end.exit_code == 0:
-                say_rich(end_table(state.summary, state.run.folder, state.run.config))
-            else:
-                print_end(end.exit_code, end.message)
+        picture = render(state, state.newest, Console().width, LAST_PICTURE_LINES)
+        say_rich(picture, LAST_PICTURE_LINES)
+        if state.run is not None and state.summary is not None and end.exit_code == 0:
+            say_rich(end_table(state.summary, state.run.folder, state.run.config))
+        else:
+            print_end(end.exit_code, end.message)
 
 
 # -- the picture ----------------------------------------------------------------------------------
@@ -293,8 +289,8 @@ def _workers(state: ViewState, now: float, width: int, max_lanes: int) -> list[R
     lines.insert(0, Rule(title, align="left", style="dim"))
     if not state.is_starting:
         legend = _line()
-        for kind, (character, style) in LOOKS.items():
-            legend.append(character, style).append(f" {'idle' if kind == 'wait' else kind}  ")
+        for kind, look in LOOKS.items():
+            legend.append(*look).append(f" {'idle' if kind == 'wait' else kind}  ")
         lines.append(legend.append("%: busy", "dim"))
     return lines
 
@@ -324,8 +320,7 @@ def _lane(
 def _rewards(state: ViewState, width: int) -> Text:
     """The newest reward and accuracies, and a sparkline of the rewards."""
     text = f"reward {shown(state.rewards[-1], '.3f')}"
-    if state.accuracies:
-        newest = [shown(accuracy, ".3f") for accuracy in list(state.accuracies.values())[-3:]]
+    if newest := [shown(accuracy, ".3f") for accuracy in [*state.accuracies.values()][-3:]]:
         text += (" · held-out accuracy " if width >= NARROW else " · ") + " -> ".join(newest)
     # Means of neighbours, so that they fit into the line.
     num_bars = max(1, min(len(state.rewards), width - len(text) - 1))

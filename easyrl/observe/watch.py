@@ -68,22 +68,18 @@ def watch(folder: Path, *, live: bool) -> int:
 
 def follow(files: RunFiles) -> Iterator[Event]:
     """Yield the events of a run until it ends."""
-    is_alive, has_begun = True, False
+    is_alive = True
     while is_alive:
         is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
         found = list(files.read())
-        has_begun = has_begun or bool(found)
         for event in found:  # an earlier command of a resumed run has an end, too
             if event is found[-1] or not isinstance(event, events.RunEnded):
                 yield event
         if found and isinstance(found[-1], events.RunEnded):
             return
         time.sleep(POLL_SECONDS if is_alive else 0.0)
-    if not has_begun:
-        raise ValueError(f"'{files.folder}': expected a run's {FILE_NAME}, got another file")
-    yield events.RunEnded(
-        KILLED, f"the run was killed: its process is gone; see {files.folder / 'logs'}"
-    )
+    message = f"the run was killed: its process is gone; see {files.folder / 'logs'}"
+    yield events.RunEnded(KILLED, message)
 
 
 class GrowingFile:
@@ -93,7 +89,7 @@ class GrowingFile:
         self.path = path
         self.offset = 0  # the end of the newest line, in bytes
         self._inode = 0
-        self._newest = b""  # the newest line, without its end
+        self._newest = b"\0"  # the newest line, without its end
 
     def read(self, is_due: Callable[[Any], bool] = lambda line: True) -> Iterator[Any]:
         """Yield new lines up to the first one that is not due; that comes first the next time."""
@@ -103,7 +99,7 @@ class GrowingFile:
             return
         with file:
             inode = os.fstat(file.fileno()).st_ino
-            if self._newest and inode != self._inode:
+            if self.offset and inode != self._inode:
                 before, newest, _ = file.read().rpartition(self._newest)
                 self.offset = len(before) + len(newest)
             self._inode = inode
@@ -130,10 +126,8 @@ class RunFiles:
         self.folder = folder
         for name in ("config.yaml", FILE_NAME):
             if not (folder / name).is_file():
-                what = f"has no {name}" if folder.is_dir() else "is no folder"
                 raise ValueError(
-                    f"'{folder}' {what}; expected the folder of a run, as `easyrl grpo` prints it "
-                    "at its start (runs/<time>-<task>)"
+                    f"'{folder}': expected the folder of a run (runs/<time>-<task>), with {name}"
                 )
         self.config: Config = load_config(folder / "config.yaml")
         self._trace, self._metrics, self._samples, self._errors = (
@@ -157,7 +151,7 @@ class RunFiles:
                 continue
             yield from found
 
-    def _events(self, line: Any) -> Iterator[Event]:
+    def _events(self, line: Any) -> Iterator[Event]:  # noqa: PLR0912  one case per kind of line
         is_end, details = line["ph"] in "EX", line.get("args", {})
         time_ = (line.get("ts", 0) + line.get("dur", 0)) / 1e6
 
