@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from test_packing import LONGEST_COMPLETION, LONGEST_PROMPT, NUM_GENERATIONS
 
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout
-from easyrl.config import Config
+from easyrl.config import Config, load_config
+from easyrl.runtime.placement import Placement
+from easyrl.runtime.workers import Workers
 from easyrl.workers.settings import WorkerSettings
 
 
@@ -36,3 +40,13 @@ def settings_on_cpu(name: str, config: Config, **changes: Any) -> WorkerSettings
         "log_file": None,
     }
     return WorkerSettings(name=name, config=config, **(settings | changes))
+
+
+def spawned_settings(placement: Placement) -> dict[str, WorkerSettings]:
+    """Settings with which the workers of a run are spawned, by name, in order."""
+    spawned: dict[str, WorkerSettings] = {}
+    supervisor: Any = SimpleNamespace(
+        spawn=lambda name, target, settings, ring: spawned.update({name: settings})
+    )
+    Workers(load_config(), placement, supervisor, log_of=Path, notify=lambda event: None)
+    return spawned

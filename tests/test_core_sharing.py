@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,10 +19,10 @@ from easyrl import processes
 from easyrl.config import load_config
 from easyrl.runtime import placement as placement_module
 from easyrl.runtime.placement import Placement, resolve_placement
-from easyrl.runtime.workers import Workers
 from easyrl.workers import core_sharing
 from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores, WorkerCores
 from easyrl.workers.settings import WorkerSettings
+from own_workers import spawned_settings
 
 
 @pytest.fixture
@@ -155,16 +154,6 @@ def placed(*words: str) -> Placement:
     return resolve_placement(load_config(None, {}, words))
 
 
-def settings_of(placement: Placement) -> dict[str, WorkerSettings]:
-    """By name, in the board's order."""
-    spawned: dict[str, WorkerSettings] = {}
-    supervisor: Any = SimpleNamespace(
-        spawn=lambda name, target, settings, ring: spawned.update({name: settings})
-    )
-    Workers(load_config(), placement, supervisor, log_of=Path, notify=lambda event: None)
-    return spawned
-
-
 def sharing_of(settings: WorkerSettings) -> CoreSharing:
     return cast(CoreSharing, settings.core_sharing)
 
@@ -173,7 +162,7 @@ def sharing_of(settings: WorkerSettings) -> CoreSharing:
 @pytest.mark.usefixtures("eight_cores")
 def test_every_worker_shares_with_one_of_the_other_role(infer: int, train: int) -> None:
     words = (f"devices.infer=cpu:{infer}", f"devices.train=cpu:{train}")
-    spawned = settings_of(placed(*words, "train.prompts_per_iteration=8"))
+    spawned = spawned_settings(placed(*words, "train.prompts_per_iteration=8"))
     names = list(spawned)
     assert [sharing_of(each).worker for each in spawned.values()] == [*range(len(names))]
     used = [(user, each) for user, own in spawned.items() for each in sharing_of(own).shared]
@@ -191,7 +180,7 @@ def test_cores_are_shared_on_cpus_unless_threads_or_bits_are_fixed() -> None:
     for word in ("devices.threads=2", "runtime.deterministic=true"):
         apart = placed(*both, word)
         assert not apart.lends_cores
-        assert all(settings.core_sharing is None for settings in settings_of(apart).values())
+        assert all(settings.core_sharing is None for settings in spawned_settings(apart).values())
     # More workers than cores: none is free when one is idle.
     assert not placed("devices.infer=cpu:8", "devices.train=cpu").lends_cores
 
@@ -204,7 +193,7 @@ def test_vllm_shares_its_cores_and_uses_no_others(monkeypatch: pytest.MonkeyPatc
         *("devices.infer=cpu", "devices.train=cpu", "rollout.engine=vllm"),
         "train.prompts_per_iteration=128",
     )
-    spawned = settings_of(placement)
+    spawned = spawned_settings(placement)
     assert sharing_of(spawned["rollout-0"]).shared == ()
     (shared,) = sharing_of(spawned["train-0"]).shared
     assert shared.cores == spawned["rollout-0"].cores

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from easyrl.config import load_config
 from easyrl.engines.vllm import platforms as vllm_platforms
 from easyrl.runtime import launch
 from easyrl.runtime.placement import Placement, describe, device_names, resolve_placement
-from easyrl.runtime.workers import Workers
 from easyrl.workers.settings import WorkerSettings
+from own_workers import settings_on_cpu, spawned_settings
 from runs import SMALL, lines_of
 
 
@@ -195,19 +194,8 @@ def of_gpus(infer: str, train: str) -> Placement:
 
 
 def settings_on_gpu(index: int, name: str = "rollout-1", **others: Any) -> WorkerSettings:
-    return WorkerSettings(
-        name=name,
-        owner_id=1,
-        config=load_config(),
-        device="cuda:0",
-        weights_cross_on_cpu=False,
-        num_threads=1,
-        max_concurrent_groups=1,
-        store_path="",
-        log_file=None,
-        device_indices=(index,),
-        **others,
-    )
+    where = {"device": "cuda:0", "weights_cross_on_cpu": False, "device_indices": (index,)}
+    return settings_on_cpu(name, load_config(), **where, **others)
 
 
 def test_an_error_on_a_device_names_the_users_number() -> None:
@@ -217,16 +205,6 @@ def test_an_error_on_a_device_names_the_users_number() -> None:
         failed = launch._describe(error, settings_on_gpu(5))
     assert failed.message.endswith("(on cuda:5, which the worker sees as cuda:0)")
     assert failed.traceback.endswith(failed.message.splitlines()[-1])
-
-
-def settings_of(placement: Placement, role: str, number: int) -> WorkerSettings:
-    """Settings with which a worker is spawned."""
-    spawned: dict[str, WorkerSettings] = {}
-    supervisor: Any = SimpleNamespace(
-        spawn=lambda name, target, settings, ring: spawned.update({name: settings})
-    )
-    Workers(load_config(), placement, supervisor, log_of=Path, notify=lambda event: None)
-    return spawned[f"{role}-{number}"]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +224,8 @@ def test_every_worker_sees_its_device_as_number_0(
 ) -> None:
     placement = of_gpus(infer, train)
     last = len(infer.split(",")) - 1
-    workers = [settings_of(placement, *worker) for worker in (("rollout", last), ("train", 0))]
+    spawned = spawned_settings(placement)
+    workers = [spawned[f"rollout-{last}"], spawned["train-0"]]
     assert [(each.device, each.device_indices) for each in workers] == devices_seen
     for settings in workers:
         assert settings.weights_cross_on_cpu == cross_on_cpu

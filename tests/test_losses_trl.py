@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_losses
 import torch
 from torch import Tensor
 
@@ -33,14 +34,9 @@ TRUNCATED = 2  # the completion that a mask of truncated completions removes
 CAP = 1.3
 IS_TOKEN = torch.arange(T) < LENGTHS.unsqueeze(1)  # [B, T], False: padding
 
-PLAIN = LossSettings(
-    loss_type="grpo",
-    importance_sampling_level="token",
-    epsilon=0.2,
+PLAIN = dataclasses.replace(
+    test_losses.PLAIN,
     epsilon_high=0.28,
-    beta=0.0,
-    entropy_coef=0.0,
-    importance_sampling_correction="none",
     importance_sampling_cap=CAP,
     max_completion_length=MAX_COMPLETION_LENGTH,
 )
