@@ -188,21 +188,6 @@ def test_diff_of_what_is_no_run_is_the_users_mistake(name: str, key: str, tmp_pa
 # The shell.
 
 
-def test_completion_script_and_what_it_asks_for() -> None:
-    named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    script = python("-m", "easyrl", "--show-completion", "bash", **named)
-    assert "complete -o default -F _easyrl_completion easyrl" in script
-    for typed, expected in (("easyrl gr", "grpo"), ("easyrl grpo --infer", "--infer-devices")):
-        asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-        shown = python("-m", "easyrl", _EASYRL_COMPLETE="complete_bash", **asked)
-        assert shown.split() == [expected]
-
-
-def test_short_help_is_help() -> None:
-    for command in ([], ["grpo"], ["bench"]):
-        assert call(*command, "-h").stdout == call(*command, "--help").stdout
-
-
 def test_bench_prints_a_table_and_writes_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,10 @@ class Machine:
         self.set(devices, "device_label", lambda kind, index: "H200")
         self.set(devices, "supports_bfloat16", lambda kind: True)
 
+    def without_cann(self) -> None:
+        self.set(devices, "accelerator", no_cann)
+        self.set(devices, "num_device_nodes", lambda kind: 2)
+
     def without_bwrap(self) -> None:
         self.set(sandbox, "find_bwrap", find_bwrap.__wrapped__)
         self.set(sandbox.shutil, "which", lambda name: None)
@@ -116,6 +120,7 @@ CASES: list[tuple[str, str, Callable[[Machine], object]]] = [
     ("code sandbox", "warning", lambda m: m.without_bwrap()),
     ("accelerators", "warning", lambda m: m.set(devices, "num_device_nodes", lambda kind: 4)),
     ("accelerators", "warning", lambda m: m.set(devices, "accelerator", no_cann)),
+    ("accelerators", "failed", lambda m: m.without_cann()),
 ]
 
 
@@ -126,12 +131,6 @@ def test_limited_machine_fails_or_warns_with_a_remedy(
     change(machine)
     line = machine.line(name)
     assert line.status == status and line.remedy
-
-
-def test_devices_without_their_libraries_fail(machine: Machine) -> None:
-    machine.set(devices, "accelerator", no_cann)
-    machine.set(devices, "num_device_nodes", lambda kind: 2)
-    assert machine.line("accelerators").status == "failed"
 
 
 def test_unusable_vllm_warns_with_the_install_command(machine: Machine) -> None:

@@ -111,12 +111,3 @@ def test_examples_are_named_by_and_left_out_of_their_own_data_set(files: dict[st
     assert contents == {row["prompt"] for row in [*LONG[1:], *SHORT[2:]]}
     with pytest.raises(ConfigError, match=r"data\.long_prompts: .*short\.jsonl"):
         stream.without(range(30, 37))
-
-
-def test_strings_and_chats_do_not_mix(tmp_path: Path, files: dict[str, str]) -> None:
-    chat = [{"role": "user", "content": "a"}]
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": chat}))
-    mixed = {**files, "chat": str(tmp_path / "chat.jsonl")}
-    with pytest.raises(ConfigError, match=r"chat.jsonl:1: .*data.chat=true"):
-        opened(mixed)
-    assert isinstance(opened(mixed, "data.chat=true").prompt(0).content, list)
