@@ -128,19 +128,15 @@ def hint(name: str) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def _single_preset(data: DataConfig) -> Preset:
-    preset = preset_of(data.dataset, data) if isinstance(data.dataset, str) else None
-    return preset or Preset(reward="")
-
-
 def eval_sampling(data: DataConfig) -> Mapping[str, Any]:
     """The `sampling` of the data's preset; empty without one."""
-    return _single_preset(data).sampling
+    preset = preset_of(data.dataset, data) if isinstance(data.dataset, str) else None
+    return preset.sampling if preset else {}
 
 
 def with_long_problems(data: DataConfig) -> DataConfig:
     """Return `data` with `max_prompt_length` for a preset's longest problems, unless it is set."""
-    longest = _single_preset(data).max_prompt_length
-    if longest is None or "max_prompt_length" in data.model_fields_set:
+    preset = preset_of(data.dataset, data) if isinstance(data.dataset, str) else None
+    if not preset or not preset.max_prompt_length or "max_prompt_length" in data.model_fields_set:
         return data
-    return data.model_copy(update={"max_prompt_length": longest})
+    return data.model_copy(update={"max_prompt_length": preset.max_prompt_length})
