@@ -47,8 +47,7 @@ class PlainLines:
     def __init__(self) -> None:
         self._folder, self._config = Path(), Config()
         self._started = 0.0
-        self._phases: set[str] = set()
-        self._has_errors = False
+        self._shown: set[str] = set()
         self._stopping_shown = -math.inf
 
     def __call__(self, event: Event) -> None:
@@ -80,14 +79,14 @@ class PlainLines:
 
     def _report_worker(self, event: events.WorkerEvent, time: float) -> None:
         match event:
-            case events.Starting(what) if what not in self._phases:  # once for all workers
-                self._phases.add(what)
+            case events.Starting(what) if what not in self._shown:  # once for all workers
+                self._shown.add(what)
                 say(f"{what} (after {time - self._started:.1f} s)")
             case (
                 events.GroupScored(errors=[message, *_])
                 | events.PromptEvaluated(errors=[message, *_])
-            ) if not self._has_errors:
-                self._has_errors = True
+            ) if "errors" not in self._shown:
+                self._shown.add("errors")
                 file = self._folder / "reward_errors.jsonl"
                 say(f"{safe(message)}\nthe run continues (reward.on_error); all errors: {file}")
             case events.CheckpointSaved(version, seconds, num_bytes, ""):
