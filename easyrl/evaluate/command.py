@@ -294,6 +294,7 @@ def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvalua
     """A line of `samples.jsonl` for each sample of a problem."""
     names = reward_names(plan.config)
     expected = prompt.columns.get(plan.config.reward.answer_column)
+    columns = {"answer": expected} if isinstance(expected, (str, int, float)) else {}
     # No function has rewards if a reward call failed.
     by_function = answer.rewards_by_function or [[None] * len(answer.rewards)] * len(names)
     lines = []
@@ -309,9 +310,8 @@ def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvalua
             "rewards": finite(dict(zip(names, scores, strict=True))),
             "length": answer.completion_lengths[number],
             "truncated": answer.truncated[number],
+            **columns,
         }
-        if isinstance(expected, (str, int, float)):
-            line["answer"] = expected
         lines.append(finite(line))
     return lines
 

@@ -210,11 +210,10 @@ class RunFiles:
             return group[0] is None or group[0] < iteration or group == (iteration, prompt_index)
 
         lines = [line for line in self._samples.read(is_due) if line["iteration"] == iteration]
-        about: dict[str, Any] = {
-            "errors": [line["error"] for line in self._errors.read(is_due)],
-            "is_rejected": is_rejected,
-            "prompt": lines[-1]["prompt"] if lines else None,
-            "samples": [Sample(line["completion"], line["reward"], 0.0, {}) for line in lines],
-        }
-        # No view shows a group's rewards, lengths and times.
-        return events.GroupScored(iteration, 0, prompt_index, [], [], [], 0, 0.0, **about)
+        return events.GroupScored(
+            *(iteration, 0, prompt_index, [], [], [], 0, 0.0),  # no view shows rewards and lengths
+            errors=[line["error"] for line in self._errors.read(is_due)],
+            is_rejected=is_rejected,
+            prompt=lines[-1]["prompt"] if lines else None,
+            samples=[Sample(line["completion"], line["reward"], 0.0, {}) for line in lines],
+        )
