@@ -51,5 +51,5 @@ class ModelConfig(Section):
     attention: AttentionMode = "auto"
     """How a group is trained: its prompt once for all completions (`shared_prompt`) or once for
     each (`repeated`), with the same result. `auto`: shared where the model's layers support it
-    exactly, else repeated; the run prints which layer does not and why."""
+    exactly, else repeated; the run prints why it does not."""
     lora: LoraConfig = LoraConfig()
