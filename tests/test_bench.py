@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from easyrl.bench import attention, engine, loop, pipeline, ring, weights
 from easyrl.bench.measure import peak_bytes
-from easyrl.bench.runs import Recorder
 from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.model.files import load_eos_token_ids, load_model_config
@@ -74,22 +73,19 @@ def test_weights_counts_the_bytes_of_an_update() -> None:
 
 @pytest.mark.long
 def test_pipeline_does_the_same_work_in_every_mode() -> None:
-    recorders = [pipeline.measure(mode, size=4, iterations=1) for mode in pipeline.MODES]
-    assert len({round(recorder.completion_tokens) for recorder in recorders}) == 1
-    for recorder in recorders:
+    runs = [pipeline.measure(mode, size=4, iterations=1) for mode in pipeline.MODES]
+    assert len({round(run["completion_tokens"]) for run in runs}) == 1
+    for run in runs:
         for phase in ("infer", "train"):
-            assert 0 < recorder.median(f"{phase}_seconds") < recorder.median("iteration_seconds")
+            assert 0 < run[f"{phase}_seconds"] < run["iteration_seconds"]
 
 
 def test_pipeline_takes_ratios_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([4.0, 3.0, 2.0, 1.0, 8.0, 6.0, 4.0, 2.0])  # the machine slows down
 
-    def measure(mode: str, size: int, iterations: int) -> Recorder:
-        recorder = Recorder()
-        names = ("iteration", "infer", "train", "weights")
-        values = (next(seconds), 2, 1, 0.5)
-        recorder.metrics = [{f"perf/{n}_seconds": v for n, v in zip(names, values, strict=True)}]
-        return recorder
+    def measure(mode: str, size: int, iterations: int) -> dict[str, float]:
+        phases = {"infer_seconds": 2, "train_seconds": 1, "weights_seconds": 0.5}
+        return {"iteration_seconds": next(seconds), **phases}
 
     monkeypatch.setattr(pipeline, "measure", measure)
     rows = {row["mode"]: row for row in pipeline.run([4], rounds=2)}

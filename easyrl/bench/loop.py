@@ -119,10 +119,10 @@ def _measure(
         device = devices.device_label(placement.accelerator, placement.train.indices[0])
         peak = next((flops for kind, flops in PEAK_FLOPS.items() if kind in device), None)
         if peak is not None and config.model.dtype == "bfloat16":
-            flops = training_flops(size, num_weights, config, sync.completion_tokens)
-            mfu = flops / sync.median("train_seconds") / (peak * placement.train.count)
+            flops = training_flops(size, num_weights, config, sync["completion_tokens"])
+            mfu = flops / sync["train_seconds"] / (peak * placement.train.count)
     iteration, infer, train, weights = (
-        periodic.median(f"{name}_seconds") for name in ("iteration", "infer", "train", "weights")
+        periodic[f"{name}_seconds"] for name in ("iteration", "infer", "train", "weights")
     )
     weight_bytes = DTYPE_BYTES[config.model.dtype] * num_weights
     return {
@@ -130,7 +130,7 @@ def _measure(
         "infer_devices": str(placement.infer),
         "train_devices": str(placement.train),
         "device": device,
-        "tokens_per_second": periodic.median("tokens_per_second"),
+        "tokens_per_second": periodic["tokens_per_second"],
         "infer_busy": infer / iteration,
         "train_busy": train / iteration,
         "both_busy": max(0.0, (infer + train + weights) / iteration - 1),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from easyrl.bench.measure import Row, median_ratio, take_turns
-from easyrl.bench.runs import Recorder, record
+from easyrl.bench.runs import record
 from easyrl.processes import num_cores
 
 MODES = {"sync": 1, "colocated": 1, "apart": 4, "periodic": 2}
@@ -28,9 +28,9 @@ def run(sizes: Sequence[int] = (16, 64), rounds: int = 3) -> Iterator[Row]:
     for size in sizes:
         iterations = 8 if size <= 16 else 4
         actions = {mode: partial(measure, mode, size, iterations) for mode in MODES}
-        recorders = take_turns(actions, rounds, num_warm_up=0)
+        runs = take_turns(actions, rounds, num_warm_up=0)
         seconds = {
-            (mode, what): [recorder.median(f"{what}_seconds") for recorder in recorders[mode]]
+            (mode, what): [run[f"{what}_seconds"] for run in runs[mode]]
             for mode in MODES
             for what in ("iteration", "infer", "train", "weights")
         }
@@ -49,7 +49,7 @@ def run(sizes: Sequence[int] = (16, 64), rounds: int = 3) -> Iterator[Row]:
             yield row
 
 
-def measure(mode: str, size: int, iterations: int) -> Recorder:
+def measure(mode: str, size: int, iterations: int) -> dict[str, float]:
     num_threads = num_cores() if mode == "colocated" else max(1, num_cores() // 2)
     flags = {
         "runtime.schedule": "periodic" if mode in ("apart", "periodic") else "sync",

@@ -17,52 +17,42 @@ from easyrl.runtime.supervisor import SIGNALLED, Interrupted, WorkerFailure
 NUM_WARM_UP = 1
 
 
-class Recorder:
-    """Observe a run."""
-
-    def __init__(self) -> None:
-        self.metrics: list[Mapping[str, Any]] = []
-        """Metrics of the measured iterations."""
-        self.error = ""
-
-    def __call__(self, event: events.Event) -> None:
-        match event:
-            case events.IterationFinished(metrics=metrics) if metrics["iteration"] >= NUM_WARM_UP:
-                self.metrics.append(metrics)
-            case events.RunEnded(message=message):
-                self.error = message
-
-    def median(self, name: str) -> float:
-        return float(statistics.median(metrics[f"perf/{name}"] for metrics in self.metrics))
-
-    @property
-    def completion_tokens(self) -> float:
-        """Mean per iteration."""
-        return statistics.mean(
-            float(metrics["perf/tokens_per_second"] * metrics["perf/iteration_seconds"])
-            for metrics in self.metrics
-        )
-
-
 def record(
     name: str, flags: Mapping[str, Any], words: Sequence[str] = (), *, iterations: int
-) -> Recorder:
+) -> dict[str, float]:
     """Train for `iterations` after the warm-up. The learning rate is 0, so that all do the same
-    work. Raises WorkerFailure with `name` if the run fails."""
+    work. Returns the medians of the run's `perf` metrics, and `completion_tokens`, the mean of an
+    iteration. Raises WorkerFailure with `name` if the run fails."""
     own = {
         "data.num_held_out": 0,
         "train.iterations": NUM_WARM_UP + iterations,
         "train.learning_rate": 0.0,
         "train.keep_checkpoints": 0,
     }
-    recorder = Recorder()
+    lines: list[Mapping[str, Any]] = []
+    error = ""
+
+    def observe(event: events.Event) -> None:
+        nonlocal error
+        if isinstance(event, events.RunEnded):
+            error = event.message
+        elif isinstance(event, events.IterationFinished):
+            lines.append(event.metrics)
+
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         config = load_config(None, {**own, **flags, "output.dir": f"{folder}/run"}, words)
-        exit_code = run(config, [recorder])
+        exit_code = run(config, [observe])
     if exit_code > SIGNALLED:
         raise Interrupted(signal.Signals(exit_code - SIGNALLED))
     if exit_code != 0:
-        raise WorkerFailure(f"bench, {name}: {recorder.error}")
-    tokens, seconds = recorder.median("tokens_per_second"), recorder.median("iteration_seconds")
+        raise WorkerFailure(f"bench, {name}: {error}")
+    lines = lines[NUM_WARM_UP:]
+    medians = {
+        key.removeprefix("perf/"): float(statistics.median(line[key] for line in lines))
+        for key in lines[0]
+        if key.startswith("perf/")
+    }
+    tokens, seconds = medians["tokens_per_second"], medians["iteration_seconds"]
     print(f"{name}: {tokens:.0f} tokens/s, {seconds:.2f} s per iteration", file=sys.stderr)
-    return recorder
+    products = (line["perf/tokens_per_second"] * line["perf/iteration_seconds"] for line in lines)
+    return medians | {"completion_tokens": float(statistics.mean(products))}
