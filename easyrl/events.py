@@ -49,7 +49,6 @@ class Event(Message):
 class InitWeightChannel(Command):
     """Become `rank` of the weight channel's process group; rank 0 sends, the others receive."""
 
-    generation: int  # counts the process groups of a run
     rank: int
     world_size: int
 

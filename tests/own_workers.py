@@ -22,9 +22,9 @@ def make_ring(num_slots: int, num_owners: int = 2) -> RingBuffer:
 
 def num_free(ring: RingBuffer) -> int:
     """Free slots; none is free twice."""
-    free = ring.free.drain()
+    free = ring.free_pipe.drain()
     for slot in free:
-        ring.free.send(slot)
+        ring.free_pipe.send(slot)
     assert len({*free}) == len(free)
     return len(free)
 

@@ -373,7 +373,7 @@ def test_saved_model_loads_and_computes_the_same(family, tmp_path):
     reference, _ = reference_and_policy(family)
     reference.save_pretrained(tmp_path)
     policy = Policy.load(str(tmp_path), attention="shared_prompt")
-    assert policy.unsupported_reason is None and policy.shares_prompts
+    assert policy.no_packing_reason is None and policy.shares_prompts
     sequences = draw_sequences(LENGTHS)
     with torch.no_grad():
         gap = packed_logits(policy, sequences) - separate_logits(reference, sequences)

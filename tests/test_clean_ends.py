@@ -79,7 +79,7 @@ def test_a_stopped_worker_is_named_and_continues_and_a_second_signal_ends_the_ru
     wait_for_line(process, "iteration ")
     trainer.suspend()  # so that it never ends its micro-batch
     process.send_signal(signal.SIGINT)
-    wait_for_line(process, "(again: stop without it)")
+    wait_for_line(process, "(Ctrl-C again:")
     process.send_signal(signal.SIGINT)
     returned, out, _ = end(process, processes)
     assert returned == 130 and out.count("stopped by SIGINT") == 1

@@ -80,7 +80,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
 
 
 def join(store: str, rank: int = 0, size: int = 1, bucket_bytes: int = 2**21) -> WeightChannel:
-    where = (store, 0, rank, size, "meta", TIMEOUT_SECONDS)
+    where = (store, rank, size, f"worker-{rank}", "meta", TIMEOUT_SECONDS)
     return WeightChannel(WeightEndpoint(*where, bucket_bytes=bucket_bytes))
 
 
@@ -90,7 +90,7 @@ def weights(number: int, num_elements: int = 2**19) -> list[Weight]:
 
 
 def test_ranks_on_accelerators_wait_for_each_other_on_the_store(
-    store: str, backend: Backend
+    store: str, backend: Backend, tmp_path: Path
 ) -> None:
     """The backend itself connects at the first broadcast, without a bound."""
     joined: list[WeightChannel] = []
@@ -99,9 +99,11 @@ def test_ranks_on_accelerators_wait_for_each_other_on_the_store(
     joined.append(join(store, rank=0, size=2))
     other.join()
     assert len(joined) == 2 and not backend.log
-    words = r"the trainer of 3 ranks, making the process group: .*runtime\.timeout_seconds"
+    words = r"worker-0 \(rank 0 of 3\), making the process group: .*runtime\.timeout_seconds"
     with pytest.raises(TimeoutError, match=words):
-        WeightChannel(WeightEndpoint(store, 1, 0, 3, "meta", TIMEOUT_SECONDS))
+        WeightChannel(
+            WeightEndpoint(f"{tmp_path}/store", 0, 3, "worker-0", "meta", TIMEOUT_SECONDS)
+        )
 
 
 def test_a_bucket_is_done_on_the_device_before_it_is_filled_again(
@@ -151,7 +153,7 @@ def test_a_broadcast_that_never_ends_is_named_within_the_bound(
     channel.send(0, weights(1))
     backend.polls = None
     started = time.monotonic()
-    with pytest.raises(TimeoutError, match="the trainer of 1 ranks, announcing a version"):
+    with pytest.raises(TimeoutError, match=r"worker-0 \(rank 0 of 1\), announcing a version"):
         channel.send(1, weights(1))
     assert TIMEOUT_SECONDS <= time.monotonic() - started <= TIMEOUT_SECONDS + 2.0
 

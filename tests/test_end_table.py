@@ -13,7 +13,7 @@ from easyrl.config import load_config
 from easyrl.observe.report import end_table, print_end
 from easyrl.observe.text import say_rich
 from easyrl.runtime.metrics import IterationRecord, Totals
-from easyrl.runtime.resume import RunState
+from easyrl.runtime.resume import SavedState
 from easyrl.runtime.run_folder import finite
 
 SUMMARY = {
@@ -89,7 +89,7 @@ def test_gap_is_the_largest_one_that_was_compared(capsys: Capture) -> None:
         metrics |= {"reward": 0.5, "sampling/sampling_logp_difference/max": gap}
         record.trained = events.IterationTrained(0, 1, 4, 0, 10, 1.0, metrics)
         totals.add_iteration(record, metrics, 2.0)
-        state = RunState(1, 1)
+        state = SavedState(1, 1)
         summary = finite(totals.summary(load_config().train, state, None, "a" * 64))
         assert summary["sampling_logp_difference_max"] == largest
     assert "not compared" in show(capsys, sampling_logp_difference_max=None)

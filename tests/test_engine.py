@@ -46,7 +46,7 @@ def make_policy(name, seed=1):
     if name in EMBEDDED:
         return Policy(tiny_model(name, ATTENTION_NAME, seed=seed), torch.device("cpu"))
     model = tiny_model(name, None, SPREAD, seed, **GENERATE[name])
-    return Policy(model, torch.device("cpu"), unsupported_reason="layer 0 is of another type")
+    return Policy(model, torch.device("cpu"), no_packing_reason="layer 0 is of another type")
 
 
 policy_of = cache(make_policy)

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from easyrl import cli, events
 from easyrl.config import ConfigError, load_config
-from easyrl.config.eval import Sampling
+from easyrl.config.eval import SamplingChoice
 from easyrl.data import arithmetic
 from easyrl.data.problems import with_eval_data
 from easyrl.evaluate import command
@@ -308,15 +308,15 @@ def test_dataset_flag_wins_over_the_config_file(workers: Workers, tmp_path: Path
 def test_sampling_is_the_users_then_the_presets_then_that_of_training() -> None:
     of_preset = {"num_samples": 64, "temperature": 0.6, "top_p": 0.95, "max_completion_length": 999}
 
-    def sampling(*words: str, preset: dict[str, Any] = of_preset) -> Sampling:
+    def sampling(*words: str, preset: dict[str, Any] = of_preset) -> SamplingChoice:
         config = load_config(words=words)
-        return Sampling.of_evaluation(config.eval, config.rollout, preset)
+        return SamplingChoice.of_evaluation(config.eval, config.rollout, preset)
 
-    assert sampling() == Sampling(64, 999, 0.6, 0, 0.95)
-    assert sampling("eval.num_samples=2", "rollout.top_k=5") == Sampling(2, 999, 0.6, 5, 0.95)
-    assert sampling(preset={}) == Sampling(1, 256, 0.0)
+    assert sampling() == SamplingChoice(64, 999, 0.6, 0, 0.95)
+    assert sampling("eval.num_samples=2", "rollout.top_k=5") == SamplingChoice(2, 999, 0.6, 5, 0.95)
+    assert sampling(preset={}) == SamplingChoice(1, 256, 0.0)
     words = ("eval.num_samples=3", "rollout.temperature=0.7", "rollout.max_completion_length=9")
-    assert sampling(*words, preset={}) == Sampling(3, 9, 0.7)
+    assert sampling(*words, preset={}) == SamplingChoice(3, 9, 0.7)
     assert sampling("eval.num_samples=3", preset={"temperature": 0.0}).temperature == 1.0
 
 

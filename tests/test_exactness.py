@@ -40,7 +40,7 @@ def reference_of(model_type):
 @cache
 def policy_of(model_type):
     model = tiny_model(model_type, None, SPREAD, **UNSHARED[model_type][0])
-    return Policy(model, torch.device("cpu"), unsupported_reason=attend_packed(model))
+    return Policy(model, torch.device("cpu"), no_packing_reason=attend_packed(model))
 
 
 def load(tmp_path, model_type, changes, **options):
@@ -54,14 +54,14 @@ def load(tmp_path, model_type, changes, **options):
 @pytest.mark.parametrize("model_type", UNSHARED)
 def test_unsupported_layer_is_named_with_its_reason(model_type):
     policy = policy_of(model_type)
-    assert UNSHARED[model_type][1] in policy.unsupported_reason
+    assert UNSHARED[model_type][1] in policy.no_packing_reason
     assert not policy.shares_prompts
 
 
 @pytest.mark.parametrize(("attention", "shares"), [("auto", True), ("repeated", False)])
 def test_prompts_are_shared_unless_repeated_ones_are_asked_for(attention, shares, tmp_path):
     policy = load(tmp_path, "qwen3", {}, attention=attention)
-    assert policy.unsupported_reason is None and policy.shares_prompts is shares
+    assert policy.no_packing_reason is None and policy.shares_prompts is shares
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bloom", "gpt_oss", "roberta"])
@@ -166,7 +166,7 @@ def test_gradients_equal_those_of_separate_sequences(model_type):
     policy, sequences = policy_of(model_type), draw_sequences(LENGTHS)
     model = copy.deepcopy(policy.model).double()
     model.set_experts_implementation("eager")  # the fused one has no float64
-    policy = Policy(model, policy.device, unsupported_reason=policy.unsupported_reason)
+    policy = Policy(model, policy.device, no_packing_reason=policy.no_packing_reason)
     of_alone = gradients(model, separate_logits(model, sequences), sequences)
     of_row = gradients(model, row_logits(policy, sequences), sequences)
     floor = 1e-3 if model_type == "qwen3_next" else 1e-4

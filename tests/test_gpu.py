@@ -204,7 +204,7 @@ def test_the_channel_broadcasts_over_nccl():
 
 
 def test_missing_nccl_rank_is_waited_for_until_the_timeout():
-    with pytest.raises(TimeoutError, match="the trainer of 2 ranks, making the process group"):
+    with pytest.raises(TimeoutError, match=r"train-0 \(rank 0 of 2\), making the process group"):
         trainer_channel(2, 1.0)
 
 

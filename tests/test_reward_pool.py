@@ -21,7 +21,7 @@ from reward_pools import config_of, finished
 from easyrl import events
 from easyrl.rewards import worker
 from easyrl.rewards.functions import RewardError
-from easyrl.rewards.pool import RewardPool, ScoredGroup, combine
+from easyrl.rewards.pool import RewardPool, ScoredGroup, weighted_sum
 from easyrl.runtime.metrics import IterationRecord
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 
@@ -342,8 +342,8 @@ def test_reward_processes_end_with_a_killed_parent(own: Path, tmp_path: Path) ->
 # Groups and runs.
 
 
-def test_combine_is_the_weighted_sum_of_what_applies() -> None:
-    rewards = combine([[1.0, None, 0.0], [2.0, 4.0, None]], [1.0, 0.5])
+def test_weighted_sum_ignores_functions_without_a_score() -> None:
+    rewards = weighted_sum([[1.0, None, 0.0], [2.0, 4.0, None]], [1.0, 0.5])
     assert rewards.tolist() == [2.0, 2.0, 0.0]
     assert rewards.dtype == "float32"
 

@@ -448,8 +448,8 @@ def test_producer_killed_anywhere_in_put_loses_no_slot_and_no_finished_group(new
         reading.release()
         arrived = take_all(living)
         assert arrived in ([], [7])
-        outcomes.append((arrived == [7], bool(reclaimed.unfinished), bool(reclaimed.returned)))
-        assert reclaimed.unfinished in ([], [(0, 7)]) and reclaimed.returned in ([], [(0, 7)])
+        outcomes.append((arrived == [7], bool(reclaimed.unfinished), bool(reclaimed.redelivered)))
+        assert reclaimed.unfinished in ([], [(0, 7)]) and reclaimed.redelivered in ([], [(0, 7)])
         assert_whole(ring, living)
         living.put(make_group(1), 0)
     delivered = [outcome[0] for outcome in outcomes]
@@ -471,7 +471,7 @@ def test_consumer_killed_anywhere_in_get_loses_no_group(new_ring, event_kind):
     living.put(make_group(1), 0)
     living.put(make_group(2), 0)
     for _ in kill_everywhere(ring, event_kind, lambda port, _: port.get(0)):
-        returned.append(ring.reclaim(VICTIM).returned)
+        returned.append(ring.reclaim(VICTIM).redelivered)
         assert take_all(living) == [1, 2]  # in the old order, too
         assert_whole(ring, living)
         living.put(make_group(1), 0)
@@ -508,7 +508,7 @@ def test_reclaim_does_not_take_slots_from_the_living(new_ring):
     for index in range(3):
         living.put(make_group(index), 0)
     ours, _, _theirs_too = living.get(0), dead.get(0), living.get(0)
-    assert ring.reclaim(VICTIM).returned == [(0, 1)]
+    assert ring.reclaim(VICTIM).redelivered == [(0, 1)]
     assert not living.put(make_group(9), 0)
     assert take_all(living) == [1]
     assert_same(ours.group, make_group(0))
@@ -536,10 +536,10 @@ class SlowPipe(TokenPipe):
 @pytest.mark.parametrize(
     ("operation", "slow", "groups_left"),
     [
-        ("put", "free", [1, 2, 7]),
-        ("put", "ready", [1, 2, 7]),
-        ("get", "ready", [2]),
-        ("get", "free", [2]),
+        ("put", "free_pipe", [1, 2, 7]),
+        ("put", "ready_pipe", [1, 2, 7]),
+        ("get", "ready_pipe", [2]),
+        ("get", "free_pipe", [2]),
     ],
 )
 def test_reclaim_leaves_a_slow_move_of_the_living_alone(new_ring, operation, slow, groups_left):
@@ -559,7 +559,7 @@ def test_reclaim_leaves_a_slow_move_of_the_living_alone(new_ring, operation, slo
     pid = fork(slow_one)
     assert os.read(signalled, 1) == b"x"
     reclaimed = ring.reclaim(VICTIM, timeout_seconds=BOUND_SECONDS)
-    assert (reclaimed.unfinished, reclaimed.returned) == ([], [])
+    assert (reclaimed.unfinished, reclaimed.redelivered) == ([], [])
     assert exit_code(pid) == 0
     assert take_all(port) == groups_left
     assert_whole(ring, port)
@@ -572,8 +572,8 @@ def test_two_owners_dead_in_the_middle_of_moves_are_reclaimed_together(new_ring)
     port = ring.attach(0)
     port.put(make_group(1), 0)
     port.put(make_group(2), 0)
-    ring.ready.receive()  # each died while it held a number
-    ring.free.receive()
+    ring.ready_pipe.receive()  # each died while it held a number
+    ring.free_pipe.receive()
     ring.moves[[1, 2]] = 1
     with pytest.raises(ValueError, match="reclaim it first"):
         ring.attach(1)
@@ -581,7 +581,7 @@ def test_two_owners_dead_in_the_middle_of_moves_are_reclaimed_together(new_ring)
         ring.reclaim(1, timeout_seconds=0.05)
     with port.get(0) as group:  # the ring still works meanwhile
         assert group.prompt_index == 2
-    assert ring.reclaim(1, 2).returned == [(0, 1)]
+    assert ring.reclaim(1, 2).redelivered == [(0, 1)]
     assert take_all(port) == [1]
     assert_whole(ring, ring.attach(1))
 

@@ -191,7 +191,7 @@ def test_missing_trainer_is_reported_by_the_weight_channel(trained: Trained) -> 
     channel = trained.channel
     del trained.channel  # its end of the process group closes
     del channel
-    with pytest.raises((TimeoutError, ConnectionError), match="weight channel, rollout rank 1"):
+    with pytest.raises((TimeoutError, ConnectionError), match="weight channel, rollout-0"):
         trained.engine.receive_weights(trained.version + 1)
 
 

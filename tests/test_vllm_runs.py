@@ -228,12 +228,12 @@ END_SECONDS = 20.0
 @pytest.mark.parametrize(
     ("hanging", "expected"),
     [
-        ("trainer", r"rollout rank 1 of 2 ranks, bucket [34] of \d+"),
+        ("trainer", r"rollout-0 \(rank 1 of 2\), bucket [34] of \d+"),
         (  # whichever of the two reports first
             "loading",
-            r"rollout rank 1 .* bucket 4 |the trainer of 2 ranks, bucket \d+ of \d+: .*1;",
+            r"rank 1 hangs .* bucket 4 |train-0 \(rank 0 of 2\), bucket \d+ of \d+: waited",
         ),
-        ("loaded", "rollout rank 1 has loaded all buckets"),
+        ("loaded", "rank 1 has loaded all buckets"),
     ],
 )
 def test_stuck_update_is_reported_and_ends_the_run(

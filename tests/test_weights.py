@@ -78,26 +78,30 @@ def refuse(*arguments):
     raise RuntimeError("invalid device context")
 
 
-class Member:
+class Peer:
     """One end of the channel, in a process that obeys the test."""
 
-    def __init__(self, store_path):
+    def __init__(self):
         self.channel = None
         config = Config.model_validate({"runtime": {"timeout_seconds": TIMEOUT_SECONDS}})
-        self.settings = settings_on_cpu("rollout-0", config, store_path=store_path)
+        self.settings = settings_on_cpu("rollout-0", config)
         launch._set_up_environment(self.settings)
 
-    def join(self, generation, rank, world_size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
-        weights_module.ALONE_BYTES = alone_bytes
-        endpoint = self.settings.weight_endpoint(generation, rank, world_size)
-        self.channel = WeightChannel(replace(endpoint, bucket_bytes=bucket_bytes))
+    def endpoint(self, store_path, rank, world_size, **changes):
+        settings = replace(self.settings, name=f"worker-{rank}", store_path=store_path)
+        return replace(settings.weight_endpoint(rank, world_size), **changes)
 
-    def join_on_one_device(self, generation, rank, share=share_cpu_memory, open_=open_cpu_memory):
+    def join(self, store_path, rank, world_size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
+        weights_module.ALONE_BYTES = alone_bytes
+        endpoint = self.endpoint(store_path, rank, world_size, bucket_bytes=bucket_bytes)
+        self.channel = WeightChannel(endpoint)
+
+    def join_on_one_device(self, store_path, rank, share=share_cpu_memory, open_=open_cpu_memory):
         """The bucket is memory that both ranks see; `share` and `open_` stand for a device's."""
         devices.share_memory, devices.open_memory = share, open_
-        endpoint = self.settings.weight_endpoint(generation, rank, 2)
-        self.channel = WeightChannel(replace(endpoint, shared_device="cpu", bucket_bytes=512))
-        return self.channel.unsupported_reason
+        endpoint = self.endpoint(store_path, rank, 2, shared_device="cpu", bucket_bytes=512)
+        self.channel = WeightChannel(endpoint)
+        return self.channel.not_shared_reason
 
     def first_byte(self, value=None):
         """Of the bucket, which is set to `value`."""
@@ -167,37 +171,35 @@ class Member:
         return found
 
 
-def member_main(store_path, control):
-    member = Member(store_path)
+def peer_main(control):
+    peer = Peer()
     control.send("ready")
     while (command := control.recv()) is not None:
         method, arguments = command
         started = time.monotonic()
         try:
-            answer = getattr(member, method)(*arguments)
+            answer = getattr(peer, method)(*arguments)
         except Exception as error:
             answer = error
         control.send((answer, time.monotonic() - started))
     os._exit(0)
 
 
-class Members:
+class Peers:
     """Processes that stay from test to test: importing torch is the slow part."""
 
     def __init__(self):
-        self.store_fd = os.memfd_create("test-store")
-        self.generation = -1
+        self.store_fds = []
         self.processes = {}
         self.controls = {}
 
     def start(self, number):
-        """Start those of the first `number` members that do not live."""
+        """Start those of the first `number` peers that do not live."""
         fresh = []
         for n in range(number):
             if n not in self.processes or not self.processes[n].is_alive():
                 ours, theirs = SPAWN.Pipe()
-                store_path = f"/proc/{os.getpid()}/fd/{self.store_fd}"
-                self.processes[n] = SPAWN.Process(target=member_main, args=(store_path, theirs))
+                self.processes[n] = SPAWN.Process(target=peer_main, args=(theirs,))
                 self.processes[n].start()
                 theirs.close()
                 self.controls[n] = ours
@@ -209,12 +211,12 @@ class Members:
         self.controls[number].send((method, arguments))
 
     def answer(self, number):
-        """A member's answer (an exception is returned) and the seconds it took."""
-        assert self.controls[number].poll(PATIENCE_SECONDS), f"member {number} hangs"
+        """A peer's answer (an exception is returned) and the seconds it took."""
+        assert self.controls[number].poll(PATIENCE_SECONDS), f"peer {number} hangs"
         return self.controls[number].recv()
 
     def all(self, *commands):
-        """One command for each of the first members, at the same time; their answers."""
+        """One command for each of the first peers, at the same time; their answers."""
         for number, command in enumerate(commands):
             self.command(number, *command)
         answers = [self.answer(number)[0] for number in range(len(commands))]
@@ -224,7 +226,7 @@ class Members:
         return answers
 
     def exchange(self, version, size, names=SHAPES, pause_seconds=0.0):
-        """Let the first `size` members exchange weights, which must arrive; the bytes sent."""
+        """Let the first `size` peers exchange weights, which must arrive; the bytes sent."""
         receive = [("receive", version, pause_seconds)] * (size - 1)
         (sent, _), *received = self.all(("send", version, names), *receive)
         weights = make_weights(version)
@@ -233,29 +235,34 @@ class Members:
         return sent
 
     def join(self, size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
-        """A new process group of the first `size` members."""
+        """A new process group of the first `size` peers."""
         self.start(size)
-        self.generation += 1
-        how = (size, bucket_bytes, alone_bytes)
-        self.all(*[("join", self.generation, rank, *how) for rank in range(size)])
+        store_path, how = self.new_store(), (size, bucket_bytes, alone_bytes)
+        self.all(*[("join", store_path, rank, *how) for rank in range(size)])
+
+    def new_store(self):
+        """The path of a file for a new process group."""
+        self.store_fds.append(os.memfd_create("test-store"))
+        return f"/proc/{os.getpid()}/fd/{self.store_fds[-1]}"
 
     def close(self):
         for process in self.processes.values():
             process.kill()
             process.join()
-        os.close(self.store_fd)
+        for fd in self.store_fds:
+            os.close(fd)
 
 
 @pytest.fixture(scope="module")
 def processes():
-    members = Members()
-    yield members
-    members.close()
+    peers = Peers()
+    yield peers
+    peers.close()
 
 
 @pytest.fixture
-def members(processes):
-    """Three living members that are in no channel."""
+def peers(processes):
+    """Three living peers that are in no channel."""
     processes.start(3)
     yield processes
     for number, process in processes.processes.items():
@@ -280,52 +287,50 @@ def assert_bounded(outcome, kinds, *words):
     ("bucket_bytes", "alone_bytes"),
     [(16, 2**20), (48, 40), (1024, 600), (37 * 19 * 4, 2**20), (2**20, 1), (2**20, 2**20)],
 )
-def test_all_receivers_get_the_senders_bytes(members, bucket_bytes, alone_bytes):
+def test_all_receivers_get_the_senders_bytes(peers, bucket_bytes, alone_bytes):
     """Weights larger than a bucket, as large, several in one, and one without a bucket."""
-    members.join(3, bucket_bytes, alone_bytes)
+    peers.join(3, bucket_bytes, alone_bytes)
     for version in (0, 1, 7):
-        assert members.exchange(version, 3) == sum(t.nbytes for t in make_weights(version).values())
+        assert peers.exchange(version, 3) == sum(t.nbytes for t in make_weights(version).values())
 
 
-def test_weights_are_sent_in_the_engines_precision_and_gathered_once_in_order(members):
-    members.join(2, 48)
-    (sent, gathered), (received, _) = members.all(
-        ("send", 3, SHAPES, torch.bfloat16), ("receive", 3)
-    )
+def test_weights_are_sent_in_the_engines_precision_and_gathered_once_in_order(peers):
+    peers.join(2, 48)
+    (sent, gathered), (received, _) = peers.all(("send", 3, SHAPES, torch.bfloat16), ("receive", 3))
     sizes = [tensor.numel() for tensor in make_weights(3).values() if tensor.numel()]
     assert sent == 2 * sum(sizes) and gathered == sizes
     halves = {name: tensor.to(torch.bfloat16) for name, tensor in make_weights(3).items()}
     assert received == digests(halves)
 
 
-def test_pieces_stay_whole_when_a_receiver_is_slow(members):
+def test_pieces_stay_whole_when_a_receiver_is_slow(peers):
     """The sender fills its bucket again while a receiver still reads its own."""
-    members.join(3, 512)
-    members.exchange(3, 3, pause_seconds=0.03)
+    peers.join(3, 512)
+    peers.exchange(3, 3, pause_seconds=0.03)
 
 
-def test_a_large_weight_is_received_into_its_own_memory(members):
+def test_a_large_weight_is_received_into_its_own_memory(peers):
     """Neither end copies it through a bucket."""
-    members.join(2, 512, 600)
+    peers.join(2, 512, 600)
     own = ["embedding.weight", "half", "counts"]
-    _, (received, landed) = members.all(("send", 3), ("receive", 3, 0.0, own))
+    _, (received, landed) = peers.all(("send", 3), ("receive", 3, 0.0, own))
     assert received == digests(make_weights(3))
     assert landed == {"embedding.weight": True, "half": True, "counts": False}
 
 
-def test_a_gathered_weight_is_kept_until_it_is_sent(members):
-    members.join(2, 2**21)
-    _, received = members.all(("send_from_scratch", 0, 4), ("receive_numbers", 0, 0.05))
+def test_a_gathered_weight_is_kept_until_it_is_sent(peers):
+    peers.join(2, 2**21)
+    _, received = peers.all(("send_from_scratch", 0, 4), ("receive_numbers", 0, 0.05))
     assert received == [[number, number] for number in range(4) for _ in range(2)]
 
 
-def test_some_weights_may_be_sent_then_others_then_all(members):
+def test_some_weights_may_be_sent_then_others_then_all(peers):
     """Only changed weights are sent; the receivers keep the rest."""
-    members.join(3, 512)
-    every = members.exchange(0, 3)
+    peers.join(3, 512)
+    every = peers.exchange(0, 3)
     for version, names in enumerate([["half", "scalar"], ["half", "scalar"], ["counts"]], 1):
-        assert 0 < members.exchange(version, 3, names) < every
-    assert members.exchange(4, 3) == every
+        assert 0 < peers.exchange(version, 3, names) < every
+    assert peers.exchange(4, 3) == every
 
 
 @settings(max_examples=150, deadline=None)
@@ -347,13 +352,13 @@ def test_a_plan_places_every_element_once_and_nothing_overlaps(weights, bucket_b
     for bucket in plan:
         end = 0
         assert bucket
-        sizes = [math.prod(slot.shape) * slot.dtype.itemsize for slot in bucket]
+        sizes = [math.prod(piece.shape) * piece.dtype.itemsize for piece in bucket]
         assert len(bucket) == 1 or alone_bytes is None or max(sizes) < alone_bytes
-        for slot in bucket:
-            assert slot.offset >= end and slot.offset % ALIGNMENT_BYTES == 0 and slot.count > 0
-            assert slot.start == placed[slot.name]
-            placed[slot.name] += slot.count
-            end = slot.offset + slot.count * slot.dtype.itemsize
+        for piece in bucket:
+            assert piece.offset >= end and piece.offset % ALIGNMENT_BYTES == 0 and piece.count > 0
+            assert piece.start == placed[piece.name]
+            placed[piece.name] += piece.count
+            end = piece.offset + piece.count * piece.dtype.itemsize
         assert end <= bucket_bytes
     assert placed == {name: math.prod(shape) for name, shape, _ in manifest}
 
@@ -367,151 +372,149 @@ def test_a_bucket_too_small_for_one_element_is_an_error():
 # -- what goes wrong ------------------------------------------------------------------------------
 
 
-def test_an_unexpected_version_is_an_error(members):
-    members.join(3)
-    members.command(1, "receive", 2)
-    members.command(2, "receive", 2)
-    members.command(0, "send", 1)
+def test_an_unexpected_version_is_an_error(peers):
+    peers.join(3)
+    peers.command(1, "receive", 2)
+    peers.command(2, "receive", 2)
+    peers.command(0, "send", 1)
     for receiver in (1, 2):
-        assert_bounded(members.answer(receiver), RuntimeError, "version 2.* 1")
-    members.answer(0)  # the sender is left alone with its buckets: bounded, either way
+        assert_bounded(peers.answer(receiver), RuntimeError, "version 2.* 1")
+    peers.answer(0)  # the sender is left alone with its buckets: bounded, either way
 
 
-def test_the_wait_for_a_rank_that_never_joins_is_bounded(members):
-    members.generation += 1
+def test_the_wait_for_a_rank_that_never_joins_is_bounded(peers):
+    store_path = peers.new_store()
     for rank in (0, 1):
-        members.command(rank, "join", members.generation, rank, 3)
+        peers.command(rank, "join", store_path, rank, 3)
     assert_bounded(
-        members.answer(0),
+        peers.answer(0),
         TimeoutError,
-        "the trainer of 3 ranks, making the process group",
-        r"waited [23]\.\d s.*runtime\.timeout_seconds bounds this wait",
+        r"worker-0 \(rank 0 of 3\), making the process group",
+        r"waited [23]\.\d s for a rollout worker \(runtime\.timeout_seconds\)",
     )
-    assert_bounded(members.answer(1), TimeoutError, "rollout rank 1 of 3 ranks, making")
+    assert_bounded(peers.answer(1), TimeoutError, r"worker-1 \(rank 1 of 3\), making")
 
 
-def test_the_wait_for_a_silent_sender_is_bounded(members):
+def test_the_wait_for_a_silent_sender_is_bounded(peers):
     """In the first exchange, and in a later one, when the names are known."""
     for waiting in ("waiting for names", "waiting for a version"):
-        members.join(3)
+        peers.join(3)
         if waiting == "waiting for a version":
-            members.exchange(0, 3)
+            peers.exchange(0, 3)
         for receiver in (1, 2):
-            members.command(receiver, "receive", 1)
+            peers.command(receiver, "receive", 1)
         for receiver in (1, 2):
-            words = f"rollout rank {receiver} of 3 ranks, {waiting}"
-            assert_bounded(members.answer(receiver), TimeoutError, words, "runtime.timeout_seconds")
+            words = rf"worker-{receiver} \(rank {receiver} of 3\), {waiting}"
+            assert_bounded(peers.answer(receiver), TimeoutError, words, "runtime.timeout_seconds")
 
 
-def test_the_wait_for_an_absent_receiver_is_bounded(members):
-    members.join(3)
-    members.command(0, "send", 0)
-    members.command(1, "receive", 0)
+def test_the_wait_for_an_absent_receiver_is_bounded(peers):
+    peers.join(3)
+    peers.command(0, "send", 0)
+    peers.command(1, "receive", 0)
     assert_bounded(
-        members.answer(0), TimeoutError, "the trainer of 3 ranks, sending names", "waited 2"
+        peers.answer(0), TimeoutError, r"worker-0 \(rank 0 of 3\), sending names", "waited 2"
     )
-    members.answer(1)
+    peers.answer(1)
 
 
-def test_the_wait_for_a_receiver_that_stops_half_way_is_bounded(members):
-    members.join(3, 256)
-    members.command(0, "send", 0)
-    members.command(1, "receive", 0)
-    members.command(2, "receive", 0, 3 * TIMEOUT_SECONDS)
-    assert_bounded(members.answer(0), (TimeoutError, ConnectionError), r"bucket \d+ of \d+")
-    members.answer(1)
-    members.processes[2].kill()
-    members.processes[2].join()
+def test_the_wait_for_a_receiver_that_stops_half_way_is_bounded(peers):
+    peers.join(3, 256)
+    peers.command(0, "send", 0)
+    peers.command(1, "receive", 0)
+    peers.command(2, "receive", 0, 3 * TIMEOUT_SECONDS)
+    assert_bounded(peers.answer(0), (TimeoutError, ConnectionError), r"bucket \d+ of \d+")
+    peers.answer(1)
+    peers.processes[2].kill()
+    peers.processes[2].join()
 
 
-def test_a_sender_that_stops_while_a_receiver_loads_is_a_timeout(members):
+def test_a_sender_that_stops_while_a_receiver_loads_is_a_timeout(peers):
     """The broadcast began before the receiver waited for it."""
-    members.join(2, 2**21)
-    members.command(1, "receive_numbers", 0, 0.6 * TIMEOUT_SECONDS)
-    members.command(0, "send_and_stall", 0, 2 * TIMEOUT_SECONDS)
-    words = r"rollout rank 1 of 2 ranks, bucket 3 of 4: .*for the trainer.*bounds this wait"
-    assert_bounded(members.answer(1), TimeoutError, words)
-    members.answer(0)
+    peers.join(2, 2**21)
+    peers.command(1, "receive_numbers", 0, 0.6 * TIMEOUT_SECONDS)
+    peers.command(0, "send_and_stall", 0, 2 * TIMEOUT_SECONDS)
+    words = r"worker-1 \(rank 1 of 2\), bucket 3 of 4: waited .* for train-0"
+    assert_bounded(peers.answer(1), TimeoutError, words)
+    peers.answer(0)
 
 
 @pytest.mark.parametrize("killed", [0, 2])
-def test_a_killed_rank_is_noticed_and_the_others_make_a_channel_without_it(members, killed):
-    members.join(3)
-    os.kill(members.processes[killed].pid, signal.SIGKILL)
-    members.processes[killed].join()
+def test_a_killed_rank_is_noticed_and_the_others_make_a_channel_without_it(peers, killed):
+    peers.join(3)
+    os.kill(peers.processes[killed].pid, signal.SIGKILL)
+    peers.processes[killed].join()
     left = [number for number in range(3) if number != killed]
     for number in left:
-        members.command(number, *(("send", 0) if number == 0 else ("receive", 0)))
+        peers.command(number, *(("send", 0) if number == 0 else ("receive", 0)))
     for number in left:
         # The two left may still reach each other for a while; nobody waits past the bound.
-        assert_bounded(members.answer(number), (ConnectionError, TimeoutError), "of 3 ranks")
-    members.generation += 1
+        assert_bounded(peers.answer(number), (ConnectionError, TimeoutError), "of 3")
+    store_path = peers.new_store()
     for rank, number in enumerate(left):
-        members.command(number, "join", members.generation, rank, 2)
-    assert [members.answer(number)[0] for number in left] == [None, None]
-    members.command(left[0], "send", 4)
-    members.command(left[1], "receive", 4)
-    members.answer(left[0])
-    assert members.answer(left[1])[0][0] == digests(make_weights(4))
+        peers.command(number, "join", store_path, rank, 2)
+    assert [peers.answer(number)[0] for number in left] == [None, None]
+    peers.command(left[0], "send", 4)
+    peers.command(left[1], "receive", 4)
+    peers.answer(left[0])
+    assert peers.answer(left[1])[0][0] == digests(make_weights(4))
 
 
-# -- one device for both groups --------------------------------------------------------------------
+# -- one device for both ends ---------------------------------------------------------------------
 
 
-def join_on_one_device(members, *how):
-    members.generation += 1
-    return members.all(
-        *[("join_on_one_device", members.generation, rank, *how) for rank in range(2)]
-    )
+def join_on_one_device(peers, *how):
+    store_path = peers.new_store()
+    return peers.all(*[("join_on_one_device", store_path, rank, *how) for rank in range(2)])
 
 
-def test_weights_cross_in_memory_that_both_ranks_see(members):
-    assert join_on_one_device(members) == [None, None]
+def test_weights_cross_in_memory_that_both_ranks_see(peers):
+    assert join_on_one_device(peers) == [None, None]
     for number, value in ((0, 77), (1, None)):
-        members.command(number, "first_byte", value)
-        assert members.answer(number)[0] == 77, "one bucket, not two"
+        peers.command(number, "first_byte", value)
+        assert peers.answer(number)[0] == 77, "one bucket, not two"
     for version in (0, 1, 7):
-        members.exchange(version, 2)
+        peers.exchange(version, 2)
 
 
-def test_a_bucket_is_not_filled_before_it_is_read(members):
-    join_on_one_device(members)
-    members.command(1, "receive", 3, 0.05)
-    members.command(0, "send", 3)
-    _, seconds = members.answer(0)
-    assert members.answer(1)[0][0] == digests(make_weights(3))
+def test_a_bucket_is_not_filled_before_it_is_read(peers):
+    join_on_one_device(peers)
+    peers.command(1, "receive", 3, 0.05)
+    peers.command(0, "send", 3)
+    _, seconds = peers.answer(0)
+    assert peers.answer(1)[0][0] == digests(make_weights(3))
     assert seconds >= 0.05 * len(SHAPES), "the sender waited for the reader"
 
 
 @pytest.mark.parametrize("how", [(refuse, open_cpu_memory), (share_cpu_memory, refuse)])
-def test_memory_that_cannot_be_shared_is_reported_and_weights_are_broadcast(members, how):
-    assert join_on_one_device(members, *how)[0] == "invalid device context"
-    members.exchange(4, 2)
+def test_memory_that_cannot_be_shared_is_reported_and_weights_are_broadcast(peers, how):
+    assert join_on_one_device(peers, *how)[0] == "invalid device context"
+    peers.exchange(4, 2)
 
 
-def test_on_one_device_every_wait_is_bounded_too(members):
-    join_on_one_device(members)
-    members.all(("send", 0), ("receive", 0))
-    members.command(0, "send", 1)
-    assert_bounded(members.answer(0), TimeoutError, "the trainer of 2 ranks, announcing")
-    join_on_one_device(members)
-    members.all(("send", 0), ("receive", 0))
-    members.command(1, "receive", 1, TIMEOUT_SECONDS + 1.0)  # it reads for too long
-    members.command(0, "send", 1)
+def test_on_one_device_every_wait_is_bounded_too(peers):
+    join_on_one_device(peers)
+    peers.all(("send", 0), ("receive", 0))
+    peers.command(0, "send", 1)
+    assert_bounded(peers.answer(0), TimeoutError, r"worker-0 \(rank 0 of 2\), announcing")
+    join_on_one_device(peers)
+    peers.all(("send", 0), ("receive", 0))
+    peers.command(1, "receive", 1, TIMEOUT_SECONDS + 1.0)  # it reads for too long
+    peers.command(0, "send", 1)
     words = r"until bucket 1 of \d+ is read: .*waited 2\.\d s"
-    assert_bounded(members.answer(0), TimeoutError, words)
-    members.processes[1].kill()
-    members.processes[1].join()
+    assert_bounded(peers.answer(0), TimeoutError, words)
+    peers.processes[1].kill()
+    peers.processes[1].join()
 
 
 # -- what listens ---------------------------------------------------------------------------------
 
 
-def test_ranks_listen_on_loopback_only(members):
-    members.join(3)
-    members.exchange(0, 3)
+def test_ranks_listen_on_loopback_only(peers):
+    peers.join(3)
+    peers.exchange(0, 3)
     for number in range(3):
-        process = psutil.Process(members.processes[number].pid)
+        process = psutil.Process(peers.processes[number].pid)
         listening = [
             ipaddress.ip_address(connection.laddr.ip)
             for connection in process.net_connections("inet")

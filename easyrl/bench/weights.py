@@ -113,7 +113,7 @@ def _spawn(
     workers = []
     for rank, name in enumerate(names):
         settings = worker_settings(config, placement, *name, store_path=store_path, log_file=None)
-        endpoint = settings.weight_endpoint(0, rank, len(names))
+        endpoint = settings.weight_endpoint(rank, len(names))
         member = (__name__, "_Member", settings, endpoint, size)
         workers.append(supervisor.spawn(settings.name, run_worker, *member))
 
@@ -169,7 +169,7 @@ class _Member(PolicyEngine):
             bits = weight.detach().to(self._dtype).cpu().view(-1).view(torch.uint8)
             digest.update(name.encode() + bits.numpy().tobytes())
         assert self._channel is not None
-        return peak, self._num_bytes, digest.hexdigest(), self._channel.unsupported_reason
+        return peak, self._num_bytes, digest.hexdigest(), self._channel.not_shared_reason
 
     def update(self) -> tuple[float, float]:
         if self._channel is None:

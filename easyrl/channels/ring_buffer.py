@@ -11,9 +11,9 @@ owns the slot alone. There is no lock that a killed process could leave held. Re
 bytes are atomic, and the system call orders memory on Arm as well: a reader that has the number
 sees everything written before it was sent. Every wait has a bound.
 
-`RingBuffer.reclaim` finds the slots of a killed process. A slot's status word names its owner. A
-slot has no owner only while its number moves between a pipe and a status word, and the move counter
-of the process that moves it is odd for that time. `reclaim` takes all numbers off the pipes and
+`RingBuffer.reclaim` finds the slots of a killed process. While a process writes or reads a slot,
+the slot's status word names it. While the slot waits, its number is on a pipe. Only during a move
+is neither true, and then the mover's counter is odd. `reclaim` takes all numbers off the pipes and
 waits until no living process is in a move. A slot that is then neither on a pipe nor owned by a
 living process belonged to a dead one. Living processes meanwhile see empty pipes, and wait.
 
@@ -202,7 +202,7 @@ class TokenPipe:
         return list(iter(self.receive, None))
 
     def capacity(self) -> int:
-        """Return how many numbers always fit: the last few bytes may take a page of their own."""
+        """Return how many numbers always fit. One page is left: a write may begin a new one."""
         return (fcntl.fcntl(self.fds[1], fcntl.F_GETPIPE_SZ) - mmap.PAGESIZE) // TOKEN_BYTES
 
 
@@ -211,16 +211,17 @@ class Reclaimed:
     """Groups of dead owners, as (iteration, prompt_index)."""
 
     unfinished: list[tuple[int, int]]
-    """Lost, because they were being written; those without a prompt index yet are not listed."""
-    returned: list[tuple[int, int]]
-    """Finished but not released by a reader: they are delivered again."""
+    """Lost, because they were being written. Slots without a prompt index yet are omitted."""
+    redelivered: list[tuple[int, int]]
+    """Finished but not released by a reader."""
 
 
 class RingBuffer:
     """The shared memory and its two pipes: made once, passed to spawned workers as an argument.
 
-    A worker calls `attach`. The supervisor calls `reclaim` for workers that died. Nothing has a
-    name, so nothing is left behind, whichever process is killed. Pickled only to spawn a process.
+    A worker calls `attach`. `reclaim` recovers the slots of dead workers; runs do not use it, they
+    end when a worker dies. Nothing has a name, so nothing is left behind, whichever process is
+    killed. Pickled only to spawn a process.
     """
 
     def __init__(self, layout: RingLayout) -> None:
@@ -229,9 +230,9 @@ class RingBuffer:
         layout.check_memory()
         self._map(layout, anonymous_memory(layout.total_bytes))
         self.slots["prompt_index"][:] = NO_PROMPT
-        self.free = TokenPipe.create()
-        self.ready = TokenPipe.create()
-        capacity = self.free.capacity()
+        self.free_pipe = TokenPipe.create()
+        self.ready_pipe = TokenPipe.create()
+        capacity = self.free_pipe.capacity()
         if layout.num_slots > capacity:
             self.close()
             raise ValueError(
@@ -239,7 +240,7 @@ class RingBuffer:
                 f"system), got {layout.num_slots}"
             )
         for slot in range(layout.num_slots):
-            self.free.send(slot)
+            self.free_pipe.send(slot)
 
     def _map(self, layout: RingLayout, memory_fd: int) -> None:
         self.layout = layout
@@ -259,15 +260,15 @@ class RingBuffer:
 
     def __getstate__(self) -> tuple[Any, ...]:
         assert_spawning(self)
-        fds = (self._memory_fd, *self.free.fds, *self.ready.fds)
+        fds = (self._memory_fd, *self.free_pipe.fds, *self.ready_pipe.fds)
         return (self.layout, *(reduction.DupFd(fd) for fd in fds))
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         layout, *handles = state
         memory_fd, *pipe_fds = (handle.detach() for handle in handles)
         self._map(layout, memory_fd)
-        self.free = TokenPipe(*pipe_fds[:2])
-        self.ready = TokenPipe(*pipe_fds[2:])
+        self.free_pipe = TokenPipe(*pipe_fds[:2])
+        self.ready_pipe = TokenPipe(*pipe_fds[2:])
 
     def attach(self, owner_id: int) -> RingPort:
         """Return this process's port. Only one living worker, and one thread, may use an owner id.
@@ -295,8 +296,8 @@ class RingBuffer:
         try:
             while True:
                 moves = self.moves[living]
-                free += self.free.drain()
-                ready += self.ready.drain()
+                free += self.free_pipe.drain()
+                ready += self.ready_pipe.drain()
                 time.sleep(SETTLE_SECONDS)
                 statuses = self.slots["status"].tolist()
                 time.sleep(SETTLE_SECONDS)
@@ -310,7 +311,7 @@ class RingBuffer:
                         f"move slots after {timeout_seconds} s; reclaim dead ones in the same call"
                     )
             unfinished: list[tuple[int, int]] = []
-            returned: list[tuple[int, int]] = []
+            redelivered: list[tuple[int, int]] = []
             on_pipes = {*free, *ready}
             for slot, status in enumerate(statuses):
                 state, owner = status & (1 << STATE_BITS) - 1, status >> STATE_BITS
@@ -320,20 +321,20 @@ class RingBuffer:
                 group = (int(self.slots["iteration"][slot]), int(self.slots["prompt_index"][slot]))
                 if state in (READY, READING):
                     self.slots["status"][slot] = READY
-                    ready.insert(len(returned), slot)  # it arrived before those on the pipe
-                    returned.append(group)
+                    ready.insert(len(redelivered), slot)  # it arrived before those on the pipe
+                    redelivered.append(group)
                 else:
                     if state == WRITING and group[1] != NO_PROMPT:
                         unfinished.append(group)
                     self.clear(slot)
                     free.append(slot)
             self.moves[list(dead_owners)] = 0
-            return Reclaimed(unfinished, returned)
+            return Reclaimed(unfinished, redelivered)
         finally:
             for slot in free:
-                self.free.send(slot)
+                self.free_pipe.send(slot)
             for slot in ready:
-                self.ready.send(slot)
+                self.ready_pipe.send(slot)
 
     def group(self, slot: int) -> RolloutGroup:
         """Return the group in a leased slot, as read-only NumPy views of the shared memory.
@@ -357,7 +358,7 @@ class RingBuffer:
 
     def close(self) -> None:
         """Close this process's descriptors. The memory is freed with the last view of it."""
-        for fd in (self._memory_fd, *self.free.fds, *self.ready.fds):
+        for fd in (self._memory_fd, *self.free_pipe.fds, *self.ready_pipe.fds):
             os.close(fd)
 
 
@@ -372,8 +373,8 @@ class RingPort:
     def __init__(self, ring: RingBuffer, owner_id: int) -> None:
         self.ring = ring
         self.owner_id = owner_id
-        self.writable_fd = ring.free.fds[0]
-        self.readable_fd = ring.ready.fds[0]
+        self.writable_fd = ring.free_pipe.fds[0]
+        self.readable_fd = ring.ready_pipe.fds[0]
 
     def put(self, group: RolloutGroup, timeout_seconds: float) -> bool:
         """Copy a group into a free slot and publish it; return False if none became free in time.
@@ -382,7 +383,7 @@ class RingPort:
         """
         ring, slots = self.ring, self.ring.slots
         lengths = ring.layout.lengths(group)
-        slot = self._take(ring.free, WRITING, timeout_seconds)
+        slot = self._take(ring.free_pipe, WRITING, timeout_seconds)
         if slot is None:
             return False
         try:
@@ -395,23 +396,23 @@ class RingPort:
             for name, _, dimension in ARRAYS:
                 slots[name][slot, : lengths[dimension]] = getattr(group, name)
         except BaseException:  # raised by a signal handler: the worker may survive
-            self.free(slot)
+            self.free_slot(slot)
             raise
         with self._move():
             slots["status"][slot] = READY
-            ring.ready.send(slot)
+            ring.ready_pipe.send(slot)
         return True
 
     def get(self, timeout_seconds: float) -> Lease | None:
         """Lease the next ready group, in order of arrival; return None if none arrived in time."""
-        slot = self._take(self.ring.ready, READING, timeout_seconds)
+        slot = self._take(self.ring.ready_pipe, READING, timeout_seconds)
         return None if slot is None else Lease(self, slot)
 
-    def free(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """Free a slot that this worker owns (`Lease.release`)."""
         with self._move():
             self.ring.clear(slot)
-            self.ring.free.send(slot)
+            self.ring.free_pipe.send(slot)
 
     def _take(self, pipe: TokenPipe, state: int, timeout_seconds: float) -> int | None:
         deadline = time.monotonic() + timeout_seconds
@@ -427,7 +428,7 @@ class RingPort:
 
     @contextlib.contextmanager
     def _move(self) -> Iterator[None]:
-        """Keep the owner's move counter odd: a slot may have no owner meanwhile."""
+        """Keep the owner's move counter odd: a slot may be neither on a pipe nor owned."""
         moves, owner_id = self.ring.moves, self.owner_id
         odd = int(moves[owner_id]) | 1
         moves[owner_id] = odd
@@ -453,7 +454,7 @@ class Lease:
         """Free the slot; a second call does nothing."""
         if self._is_leased:
             self._is_leased = False
-            self._port.free(self.slot)
+            self._port.free_slot(self.slot)
 
     def __enter__(self) -> RolloutGroup:
         return self.group

@@ -5,21 +5,21 @@
 
 Every arrow is a broadcast in which sender and receivers wait for each other, each for at most
 `timeout_seconds`. The channel has a process group of its own, not torch's default one. It is made
-over a shared store, with a new generation number whenever a worker joins or leaves.
+once per run, over a shared store.
 
-A weight is cut into pieces where it crosses a bucket's end. There are two buckets: while one is
-broadcast the next one is filled, and receivers load the one before. Besides them at most one weight
-is gathered at a time. A large weight skips the bucket: it is broadcast from its own memory straight
-to where it belongs, unless it is cast on the way. Names are sent only when they differ from the
-last time (only some weights may have changed).
+A weight is cut into pieces where it crosses a bucket's end. Each rank has two buckets. The sender
+fills one while the other is broadcast; a receiver loads one while the other arrives. Besides them
+at most one weight is gathered at a time. A large weight skips the bucket: it is broadcast from its
+own memory straight to where it belongs, unless it is cast on the way. Names are sent only when they
+differ from the last time (only some weights may have changed).
 
 Every rank computes how weights are cut, from their names, shapes and dtypes alone:
 
-    a bucket    small weights, one after another, as many as fit
-    a part      elements of one weight of ALONE_BYTES or more, at most a bucket's bytes
+    mixed bucket    small weights, one after another, as many as fit
+    own bucket      elements of one weight of ALONE_BYTES or more
 
-Where both groups share one accelerator, its backend connects no two processes on one device. The
-bucket is then memory of that device which both processes open. Weights are copied into and out of
+NCCL and HCCL refuse two ranks on one device. Where rollout and train worker share an accelerator,
+the bucket is memory of that device which both processes open. Weights are copied into and out of
 it, and the process group, on the CPU, only signals whose turn it is:
 
     train rank 0:  fill ─► "bucket n is filled" ──────────────────────────► fill …
@@ -58,7 +58,7 @@ Entry = tuple[str, tuple[int, ...], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class PlannedPiece:
     """Where a piece of a weight is in its bucket."""
 
     name: str
@@ -78,13 +78,13 @@ class Slot:
 
 def make_plan(
     entries: Sequence[Sequence[Any]], bucket_bytes: int, alone_bytes: int | None = ALONE_BYTES
-) -> list[list[Slot]]:
+) -> list[list[PlannedPiece]]:
     """Cut weights (name, shape, dtype) into buckets, in order.
 
     A weight of `alone_bytes` or more has buckets of its own (None: no weight has). Raises
     ValueError if a bucket cannot hold one element.
     """
-    buckets: list[list[Slot]] = [[]]
+    buckets: list[list[PlannedPiece]] = [[]]
     offset = 0
     for name, shape, dtype_name in entries:
         dtype, count = getattr(torch, dtype_name), math.prod(shape)
@@ -100,7 +100,7 @@ def make_plan(
                 offset = 0
                 continue
             taken = min(num_free, count - start)
-            buckets[-1].append(Slot(name, tuple(shape), start, taken, dtype, offset))
+            buckets[-1].append(PlannedPiece(name, tuple(shape), start, taken, dtype, offset))
             offset += taken * dtype.itemsize
             start += taken
         if is_alone:
@@ -113,9 +113,9 @@ class WeightEndpoint:
     """What a process needs to open its end of the channel."""
 
     store_path: str  # file that all ranks can open; the process group is made over it
-    generation: int  # number of the process group; a new set of ranks has a new one
     rank: int  # 0 sends, the others receive
     world_size: int
+    worker: str  # its name, for error messages
     device: str  # of the process group
     timeout_seconds: float
     shared_device: str | None = None  # on which one sender and one receiver both compute
@@ -123,19 +123,20 @@ class WeightEndpoint:
 
 
 class WeightChannel:
-    """One rank's end of the channel. Made anew whenever a worker joins or leaves."""
+    """One rank's end of the channel, made once per run."""
 
     def __init__(self, endpoint: WeightEndpoint) -> None:
         """Join the process group. Raises TimeoutError if not all ranks join in time."""
         self.rank = endpoint.rank
+        self._name = f"{endpoint.worker} (rank {endpoint.rank} of {endpoint.world_size})"
         self._world_size = endpoint.world_size
         self._device = torch.device(endpoint.device)
         self._timeout = timedelta(seconds=endpoint.timeout_seconds)
         self._entries: list[Entry] = []
-        self._plan: list[list[Slot]] | None = None
-        self.unsupported_reason: str | None = None
-        """Why weights cannot be shared on the shared device; None: they are, or there is none."""
-        store = PrefixStore(f"weights-{endpoint.generation}", FileStore(endpoint.store_path, -1))
+        self._plan: list[list[PlannedPiece]] | None = None
+        self.not_shared_reason: str | None = None
+        """Why the bucket cannot be shared on the device; None: it is, or no device is shared."""
+        store = PrefixStore("weights", FileStore(endpoint.store_path, -1))
         store.set_timeout(self._timeout)
         self._group = self._bounded("making the process group", lambda: self._init_group(store))
         self._bucket_bytes = endpoint.bucket_bytes
@@ -167,8 +168,8 @@ class WeightChannel:
         """Broadcast the weights (rank 0). Receivers keep their values of all other weights.
 
         `gather(weight, dtype)` makes a weight whole. It is called in the order of `weights`, and
-        one result is held at a time. A result that has not the `dtype` that is sent (None: the
-        weight's own) is cast a bucket at a time; one that has it is sent without a copy.
+        one result is held at a time. `dtype`: sent dtype (None: the weight's own). Other results
+        are cast bucket by bucket; equal ones are sent without a copy.
 
         Returns the bytes sent. Raises TimeoutError if a receiver does not take part in time.
         """
@@ -180,31 +181,31 @@ class WeightChannel:
             entries.append((name, tuple(weight.reference.shape), sent_as))
         self._announce(policy_version, entries)
         assert self._plan is not None
-        values = part = nothing = torch.empty(0)
+        values = part = empty = torch.empty(0)
         is_direct = False
-        for number, slots in enumerate(self._plan):
+        for number, pieces in enumerate(self._plan):
             self._wait_for_all_but(1)  # then the bucket before the last one is free
-            for slot in slots:
-                if slot.start == 0:
+            for piece in pieces:
+                if piece.start == 0:
                     if is_direct:
                         self._wait_for_all_but(0)  # a broadcast still reads `values`
-                    weight = by_name[slot.name]
-                    values = part = nothing  # free this weight before the next is gathered
-                    values = gather(weight.materialize().detach(), slot.dtype).reshape(-1)
-                part = values[slot.start : slot.start + slot.count]
-                is_direct = len(slots) == 1 and self._is_sent_directly(slot, part)
+                    weight = by_name[piece.name]
+                    values = part = empty  # free this weight before the next is gathered
+                    values = gather(weight.materialize().detach(), piece.dtype).reshape(-1)
+                part = values[piece.start : piece.start + piece.count]
+                is_direct = len(pieces) == 1 and self._is_sent_directly(piece, part)
                 if not is_direct:
-                    slot.view(self._bucket(number)).copy_(part)
-            self._send_bucket(number, slots, part if is_direct else self._bucket(number))
+                    piece.view(self._bucket(number)).copy_(part)
+            self._send_bucket(number, pieces, part if is_direct else self._bucket(number))
         self._wait_for_all_but(0)
-        return sum(slot.num_bytes for slots in self._plan for slot in slots)
+        return sum(piece.num_bytes for pieces in self._plan for piece in pieces)
 
     def receive(
-        self, policy_version: int, into: Callable[[str], Tensor | None] = lambda name: None
+        self, policy_version: int, memory_of: Callable[[str], Tensor | None] = lambda name: None
     ) -> Iterator[WeightPiece]:
         """The pieces of the weights, in the sender's order (ranks above 0).
 
-        `into(name)` returns the flattened memory of a weight, or None. A weight with buckets of its
+        `memory_of(name)` returns a weight's flattened memory, or None. A weight with buckets of its
         own is received there directly, if dtype and device fit; its pieces are then this memory.
 
         Raises TimeoutError if the sender does not send in time, RuntimeError if it sends another
@@ -229,10 +230,10 @@ class WeightChannel:
             for due in range(
                 number + len(ahead), min(number + len(self._buckets), len(self._plan))
             ):
-                ahead.append(self._expect_bucket(due, into))
+                ahead.append(self._expect_bucket(due, memory_of))
             self._wait_for_all_but(len(ahead) - 1)
             yield from ahead.pop(0)
-            if self._is_shared:  # after a broadcast, on the other hand, every rank has a copy
+            if self._is_shared:  # broadcasts need no reply: each rank has a copy
                 self._signal(f"{self._name_of(number)} is read", root=1)
 
     def _init_group(self, store: Any) -> Any:
@@ -256,7 +257,7 @@ class WeightChannel:
             self._broadcast_bytes(text, len(text), "sending names")
             self._entries, self._plan = entries, self._make_plan(entries)
 
-    def _make_plan(self, entries: Sequence[Sequence[Any]]) -> list[list[Slot]]:
+    def _make_plan(self, entries: Sequence[Sequence[Any]]) -> list[list[PlannedPiece]]:
         alone_bytes: int | None = ALONE_BYTES
         if self._is_shared:
             alone_bytes = None  # a weight is copied through the bucket in any case
@@ -270,7 +271,7 @@ class WeightChannel:
     def _share_bucket(self, device: torch.device) -> Tensor | None:
         """Return the bucket that both processes open on their device.
 
-        If one of them cannot open it, both return None and set `unsupported_reason`.
+        If one of them cannot open it, both return None and set `not_shared_reason`.
         """
         bucket, handle, reason = None, "", ""
         try:
@@ -288,7 +289,7 @@ class WeightChannel:
         reason = self._broadcast_text(reason, "opening a bucket", root=1) or reason
         if handle and not reason:
             return bucket
-        self.unsupported_reason = " ".join(reason.split())
+        self.not_shared_reason = " ".join(reason.split())
         return None
 
     def _broadcast_text(self, text: str, what: str, root: int) -> str:
@@ -311,37 +312,37 @@ class WeightChannel:
     def _bucket(self, number: int) -> Tensor:
         return self._buckets[number % len(self._buckets)]
 
-    def _is_sent_directly(self, slot: Slot, part: Tensor) -> bool:
-        """Whether `part` itself can be broadcast for a slot."""
-        return not self._is_shared and (part.dtype, part.device) == (slot.dtype, self._device)
+    def _is_sent_directly(self, piece: PlannedPiece, part: Tensor) -> bool:
+        """Whether `part` itself can be broadcast for a piece."""
+        return not self._is_shared and (part.dtype, part.device) == (piece.dtype, self._device)
 
-    def _send_bucket(self, number: int, slots: Sequence[Slot], content: Tensor) -> None:
+    def _send_bucket(self, number: int, pieces: Sequence[PlannedPiece], content: Tensor) -> None:
         """Let the receivers read it."""
         if self._is_shared:
             self._signal(f"{self._name_of(number)} is filled", root=0)
             self._signal(f"{self._name_of(number)} is read", root=1)
             return
-        self._start(number, content.view(torch.uint8)[: slots[-1].offset + slots[-1].num_bytes])
+        self._start(number, content.view(torch.uint8)[: pieces[-1].offset + pieces[-1].num_bytes])
 
     def _expect_bucket(
-        self, number: int, into: Callable[[str], Tensor | None]
+        self, number: int, memory_of: Callable[[str], Tensor | None]
     ) -> list[WeightPiece]:
         """Start to receive a bucket; return its pieces, which are valid once it has arrived."""
         assert self._plan is not None
-        slots, bucket = self._plan[number], self._bucket(number)
-        values = [slot.view(bucket) for slot in slots]
+        pieces, bucket = self._plan[number], self._bucket(number)
+        values = [piece.view(bucket) for piece in pieces]
         if self._is_shared:
             self._signal(f"{self._name_of(number)} is filled", root=0)
         else:
-            content = bucket[: slots[-1].offset + slots[-1].num_bytes]
-            if len(slots) == 1 and (own := into(slots[0].name)) is not None:
-                part = own[slots[0].start : slots[0].start + slots[0].count]
-                if self._is_sent_directly(slots[0], part):
+            content = bucket[: pieces[-1].offset + pieces[-1].num_bytes]
+            if len(pieces) == 1 and (own := memory_of(pieces[0].name)) is not None:
+                part = own[pieces[0].start : pieces[0].start + pieces[0].count]
+                if self._is_sent_directly(pieces[0], part):
                     values, content = [part], part.view(torch.uint8)
             self._start(number, content)
         return [
-            WeightPiece(slot.name, slot.start, part, slot.shape, number)
-            for slot, part in zip(slots, values, strict=True)
+            WeightPiece(piece.name, piece.start, part, piece.shape, number)
+            for piece, part in zip(pieces, values, strict=True)
         ]
 
     def _signal(self, what: str, root: int) -> None:
@@ -379,8 +380,7 @@ class WeightChannel:
         if self._device.type == "cpu":
             work.wait(self._timeout)
             return
-        # An accelerator's own wait polls once a millisecond (many buckets cross in that time), or
-        # has no bound.
+        # torch's wait on accelerators is unbounded, or polls only once per millisecond.
         started = time.monotonic()
         while not work.is_completed():
             waited = time.monotonic() - started
@@ -395,16 +395,16 @@ class WeightChannel:
             return action()
         except (RuntimeError, ValueError) as error:
             waited = time.monotonic() - started
-            this = "the trainer" if self.rank == 0 else f"rollout rank {self.rank}"
-            text = f"weight channel, {this} of {self._world_size} ranks, {what}: {error}"
-            # The operation may have started before this wait, and time out before its bound.
+            text, reason = f"weight channel, {self._name}, {what}", str(error).partition("\n")[0]
+            # A broadcast may start before this wait, so it may time out before this wait reaches
+            # the bound.
             is_late = waited >= 0.9 * self._timeout.total_seconds()
             is_late |= any(words in str(error) for words in ("Timed out", "timing out"))
             if not is_late:
-                raise ConnectionError(text) from error
+                raise ConnectionError(f"{text}: {reason}") from error
             # Gloo passes a broadcast from one receiver to the next.
-            others = "a rollout rank" if self.rank == 0 else "the trainer or a rank before this one"
+            by_rank = {0: "a rollout worker", 1: "train-0"}
+            awaited = by_rank.get(self.rank, "train-0 or a lower rank")
             raise TimeoutError(
-                f"{text} (waited {waited:.1f} s for {others}; runtime.timeout_seconds bounds this "
-                "wait)"
+                f"{text}: waited {waited:.1f} s for {awaited} (runtime.timeout_seconds): {reason}"
             ) from error

@@ -41,7 +41,7 @@ class EvalConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingChoice:
     """How an engine samples completions."""
 
     num_samples: int

@@ -20,7 +20,7 @@ from typing import Any
 
 from easyrl import __version__, events
 from easyrl.config import Config
-from easyrl.config.eval import Sampling
+from easyrl.config.eval import SamplingChoice
 from easyrl.data.datasets import open_prompts
 from easyrl.data.presets import eval_sampling, with_long_problems
 from easyrl.data.problems import identity_of, problem_ids, problems_of, with_eval_data
@@ -67,7 +67,7 @@ class Plan:
     source: ModelSource
     model: Mapping[str, Any]  # what is evaluated: `path`, and `files`, its identity
     problems: Mapping[str, Prompt]  # by id
-    sampling: Sampling
+    sampling: SamplingChoice
     placement: Placement
     num_skipped: int  # problems whose prompts are too long (`data.long_prompts=skip`)
 
@@ -131,7 +131,7 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     config = config.model_copy(update={"data": with_long_problems(config.data)})
     files = read_model_files(source.base)
     problems = problems_of(open_prompts(config, is_trained=False), config)
-    sampling = Sampling.of_evaluation(config.eval, config.rollout, eval_sampling(config.data))
+    sampling = SamplingChoice.of_evaluation(config.eval, config.rollout, eval_sampling(config.data))
     # Rewards depend on the number and length of completions.
     update = {
         "num_generations": sampling.num_samples,

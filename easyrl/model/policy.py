@@ -42,15 +42,15 @@ class Policy:
         model: Any,
         device: torch.device,
         *,
-        unsupported_reason: str | None = None,
+        no_packing_reason: str | None = None,
         attention: AttentionMode = "auto",
     ) -> None:
         """`attention`: `model.attention` of the config."""
         self.model = model
         self.device = device
-        self.unsupported_reason = unsupported_reason
+        self.no_packing_reason = no_packing_reason
         """Why its layers cannot attend in packed rows exactly; None: they can."""
-        self.shares_prompts = unsupported_reason is None and attention != "repeated"
+        self.shares_prompts = no_packing_reason is None and attention != "repeated"
         """Whether the trainer packs a group's prompt once."""
         self.adapter: Adapter | None = None
         self.eos_token_ids = eos_token_ids(model.generation_config, model.config)
@@ -103,7 +103,7 @@ class Policy:
                         "model.attention: expected auto or repeated, because prompts cannot be "
                         f"shared exactly: {reason} ({path}); got shared_prompt"
                     )
-            policy = cls(model, model.device, unsupported_reason=reason, attention=attention)
+            policy = cls(model, model.device, no_packing_reason=reason, attention=attention)
             policy._check_head(path)
         model.to(device)
         policy.device = torch.device(device)
@@ -121,7 +121,7 @@ class Policy:
     ) -> Tensor:
         """Return logits [K, V] of the tokens `logits_at` [K] of the packed row `input_ids` [T]."""
         inputs, row = self._inputs(input_ids, position_ids, layout)
-        if self.unsupported_reason is not None:
+        if self.no_packing_reason is not None:
             padded: Tensor = self.model(**inputs).logits
             return padded[row][logits_at]
         logits: Tensor = self.model(**inputs, logits_to_keep=logits_at).logits[0]
@@ -141,7 +141,7 @@ class Policy:
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
     ) -> tuple[dict[str, Any], Any]:
         """Return the model's arguments, and the index of the packed row's tokens in its outputs."""
-        if self.unsupported_reason is not None:
+        if self.no_packing_reason is not None:
             is_real = real_tokens(position_ids)
             padded = torch.zeros_like(is_real, dtype=input_ids.dtype)
             padded.masked_scatter_(is_real, input_ids)

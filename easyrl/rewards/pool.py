@@ -217,7 +217,7 @@ class RewardPool:
         return CallResult(errors=[f"reward ({names}) {problem}, {describe_prompt(call.prompt)}"])
 
 
-def combine(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) -> Float32:
+def weighted_sum(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) -> Float32:
     """The weighted sum [G] of the functions' scores [functions][G]; None does not count."""
     table = np.array(scores, dtype=np.float64)  # None becomes nan; scores themselves are finite
     rewards: Float32 = np.nansum(table * np.array(weights)[:, None], axis=0).astype(np.float32)

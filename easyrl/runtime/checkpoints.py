@@ -18,7 +18,7 @@ from easyrl import events
 from easyrl.config import Config
 from easyrl.events import Observer
 from easyrl.model.checkpoint_files import unfinished_name
-from easyrl.runtime.resume import RunState
+from easyrl.runtime.resume import SavedState
 from easyrl.runtime.run_folder import RunFolder
 
 PROGRESS_SECONDS = 1.0
@@ -33,7 +33,7 @@ class Checkpoints:
         self._folder = folder.checkpoints
         self._notify = notify
         self._newest = saved_version
-        self._writing: RunState | None = None
+        self._writing: SavedState | None = None
         self._reported, self._num_bytes = 0.0, 0
 
     @property
@@ -55,7 +55,7 @@ class Checkpoints:
         """Whether the newest checkpoint, written or being written, is of this version."""
         return self._newest == policy_version
 
-    def save(self, send: Callable[[events.Command], None], state: RunState) -> None:
+    def save(self, send: Callable[[events.Command], None], state: SavedState) -> None:
         """Request a checkpoint of this state from the train worker."""
         assert self._writing is None
         self._writing, self._newest, self._num_bytes = state, state.policy_version, 0
@@ -96,8 +96,8 @@ class Checkpoints:
             self._num_bytes = sum(file.stat().st_size for file in folder.iterdir())
         self._reported = now
         what = (
-            f"saving the checkpoint of iteration {self._writing.num_iterations}, "
-            f"{self._num_bytes / 2**20:,.0f} MiB written (again: stop without it)"
+            f"saving the checkpoint of iteration {self._writing.num_iterations}: "
+            f"{self._num_bytes / 2**20:,.0f} MiB (Ctrl-C again: stop without it)"
         )
         self._notify(events.Stopping(now, what))
         return self._num_bytes > before

@@ -24,9 +24,9 @@ Who waits for whom:
     the train worker waits for    commands (controller), groups (rollout workers, through the ring)
     the controller waits for      events of any worker, only in `Supervisor.wait`
 
-A signal stops the run at the last iteration boundary. If that boundary is not saved yet, the
-controller sends `Halt`: the train worker drops the iteration that has begun, unless it is complete,
-and the boundary is saved. A second signal ends the run at once.
+A signal stops the run at the end of the last complete iteration. If that has no checkpoint yet,
+`Halt` makes the train worker drop the current iteration, and the checkpoint is written. A second
+signal ends the run at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from easyrl.runtime.evaluation import AFTER, BEFORE, HeldOut, answers_to
 from easyrl.runtime.metrics import IterationRecord, Totals
 from easyrl.runtime.placement import device_names
 from easyrl.runtime.preflight import Preflight
-from easyrl.runtime.resume import Resume, RunState
+from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder
 from easyrl.runtime.supervisor import Interrupted, Supervisor
 from easyrl.runtime.workers import Workers
@@ -81,7 +81,7 @@ class Controller:
         self._ring = ring
         self.started = started
         self.resumed = resumed
-        before = resumed.state if resumed is not None else RunState()
+        before = resumed.state if resumed is not None else SavedState()
         values, identity = config.model_dump(mode="json"), checked.identity
         # At the last boundary; `totals` is set when it is saved.
         self.state = replace(before, config=values, identity=identity)
@@ -89,7 +89,7 @@ class Controller:
         self.totals = Totals(num_devices, started, self.state.totals)
         self._accuracy_after: float | None = None
         self._is_best = False  # the newest iteration, by its evaluation
-        self._have_weights = False  # the rollout workers
+        self._first_exchange_done = False  # the rollout workers
         self._notes: set[str] = set()
         saved_version = before.policy_version or None
         self.checkpoints = Checkpoints(config, folder, notify, saved_version=saved_version)
@@ -141,16 +141,16 @@ class Controller:
         self.dispatcher = Dispatcher(self.workers.rollout, self.config, placement)
         ranks_per_engine = placement.engine.tensor_parallel_size
         world_size = 1 + ranks_per_engine * len(self.workers.rollout)
-        self.workers.rank0.send(events.InitWeightChannel(0, rank=0, world_size=world_size))
+        self.workers.rank0.send(events.InitWeightChannel(rank=0, world_size=world_size))
         for number, worker in enumerate(self.workers.rollout):
             rank = 1 + ranks_per_engine * number
-            worker.send(events.InitWeightChannel(0, rank=rank, world_size=world_size))
+            worker.send(events.InitWeightChannel(rank=rank, world_size=world_size))
 
     def _exchange_weights(self) -> float:
         """Broadcast the trainer's weights to all rollout workers; returns the seconds it took. A
         worker counts as started after its first exchange."""
         started = time.monotonic()
-        is_first, self._have_weights = not self._have_weights, True
+        is_first, self._first_exchange_done = not self._first_exchange_done, True
         starting = events.Starting("exchanging the first weights")
         for worker in self.workers.all if is_first else ():
             self.notify(events.FromWorker(worker.name, started, starting))
@@ -184,7 +184,7 @@ class Controller:
                 continue
             match event:
                 case events.GroupScored():
-                    self._note_rollout()
+                    self._record_first_rollout()
                     record.add_group(worker.name, event, time.monotonic() - started)
                     self.dispatcher.on_group(worker)
                     rounds.add(event)
@@ -239,7 +239,7 @@ class Controller:
         self.notify(events.EvaluationStarted(time.monotonic(), round_, len(held_out)))
         answers = []
         for answer in answers_to(held_out, self.dispatcher, self.workers.next_event, round_=round_):
-            self._note_rollout()
+            self._record_first_rollout()
             answers.append(answer)
         result = HeldOut.of(answers, self.config.eval.correct_reward)
         figures = result.accuracy, result.num_problems, result.standard_error
@@ -274,7 +274,7 @@ class Controller:
             self._is_best = train.keep_best
         return result.metrics()
 
-    def _note_rollout(self) -> None:
+    def _record_first_rollout(self) -> None:
         if self.totals.first_rollout_seconds is None:
             now = time.monotonic()
             self.totals.first_rollout_seconds = now - self.started
@@ -298,14 +298,14 @@ class Controller:
         self.checkpoints.save(self.workers.rank0.send, state)
 
     def _halt(self, interrupted: Interrupted) -> None:
-        """A signal during an iteration: drop what the trainer has begun. Raises `interrupted` if
+        """A signal during an iteration: drop the current iteration. Raises `interrupted` if
         nothing remains to be saved, or at the second signal."""
-        has = self.checkpoints.has(self.state.policy_version)
-        if has or not self._is_resumable or self.workers.interrupted is not None:
+        is_saved = self.checkpoints.has(self.state.policy_version)
+        if is_saved or not self._is_resumable or self.workers.interrupted is not None:
             raise interrupted
         self.workers.begin_to_stop(interrupted)
         self.workers.rank0.send(events.Halt())
-        what = f"{interrupted}: waiting for the trainer's micro-batch (again: stop without it)"
+        what = f"{interrupted}: finishing this micro-batch (Ctrl-C again: no checkpoint)"
         self.notify(events.Stopping(time.monotonic(), what))
 
     def _save_last_boundary(self, interrupted: Interrupted) -> None:

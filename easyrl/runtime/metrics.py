@@ -14,7 +14,7 @@ from easyrl import events
 from easyrl.config import Config
 from easyrl.config.train import TrainConfig
 from easyrl.formatting import counted
-from easyrl.runtime.resume import RunState
+from easyrl.runtime.resume import SavedState
 
 LAST_ITERATIONS = 5
 """`reward_first` and `reward_last` are means over this many iterations."""
@@ -210,7 +210,7 @@ class Totals:
         }
 
     def summary(
-        self, train: TrainConfig, state: RunState, accuracy_after: float | None, weights_sha256: str
+        self, train: TrainConfig, state: SavedState, accuracy_after: float | None, sha256: str
     ) -> dict[str, Any]:
         """The contents of `summary.json`."""
         first, last = self._rewards[:LAST_ITERATIONS], self._rewards[-LAST_ITERATIONS:]
@@ -237,7 +237,7 @@ class Totals:
             ),
             **sums,
             "sampling_logp_difference_max": self._largest_logp_difference,
-            "weights_sha256": weights_sha256,
+            "weights_sha256": sha256,
         }
 
 

@@ -41,7 +41,7 @@ MEASURE = "accuracy"
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
+class SavedState:
     """What the controller saves with each checkpoint, and continues from.
 
     Checkpoints of older versions may lack some fields.
@@ -78,7 +78,7 @@ class Resume:
     """Descriptor of the folder; no other run can write to it while this is open."""
     checkpoint: Path | None
     """None: the run ended before its first checkpoint and starts from the beginning."""
-    state: RunState
+    state: SavedState
     """State of that checkpoint, or of a new run."""
     broken: Mapping[Path, str]
     """Newer, incomplete checkpoints, each with its defect."""
@@ -126,9 +126,9 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
     lock = lock_folder(folder)
     try:
         checkpoint, broken = newest_checkpoint(folder / CHECKPOINTS)
-        path, state = None, RunState()
+        path, state = None, SavedState()
         if checkpoint is not None:
-            path, state = checkpoint.path, RunState.read(checkpoint)
+            path, state = checkpoint.path, SavedState.read(checkpoint)
             _check_settings(config, state, path)
         found = Resume(folder, lock, path, state, broken)
         if (
@@ -164,7 +164,7 @@ def _is_begun(folder: Path) -> bool:
     return "config.yaml" in names or names <= {"logs", UNFINISHED_CONFIG}
 
 
-def _check_settings(config: Config, state: RunState, path: Path) -> None:
+def _check_settings(config: Config, state: SavedState, path: Path) -> None:
     """Raise ConfigError if a setting that decides what is trained has changed."""
     before = {name: dict(keys) for name, keys in state.config.items()}
     update_old_keys(before)  # of a run of an earlier release

@@ -22,7 +22,7 @@ from typing import Any
 from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
-from easyrl.config.eval import Sampling
+from easyrl.config.eval import SamplingChoice
 from easyrl.events import Observer
 from easyrl.runtime.checkpoints import Checkpoints
 from easyrl.runtime.launch import worker_main
@@ -46,7 +46,7 @@ class Workers:
         store_path: str = "",
         checkpoints: Checkpoints | None = None,
         resumed: Resume | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingChoice | None = None,
     ) -> None:
         """Spawn them. Closes this process's copy of `ring`.
 

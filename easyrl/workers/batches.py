@@ -79,7 +79,7 @@ class UpdateEnd:
     num_loss_tokens: int  # unmasked tokens of these groups, rollouts without a gradient included
 
 
-class Halted(Exception):
+class Dropped(Exception):
     """The controller has dropped the current iteration."""
 
 
@@ -230,7 +230,7 @@ class MicroBatches:
     ) -> None:
         """Only rank 0 reads with `reader`.
 
-        `check_commands` raises Halted to drop the iteration. It is called while no rank has begun
+        `check_commands` raises Dropped to drop the iteration. It is called while no rank has begun
         the next micro-step or the optimizer's step, so that no rank waits for another one in vain.
         """
         self._reader = reader
@@ -242,7 +242,7 @@ class MicroBatches:
         self._shares_prompts = shares_prompts
 
     def __iter__(self) -> Iterator[MicroBatch | UpdateEnd]:
-        """Raises RuntimeError for a group that is off-policy or arrives twice, and Halted."""
+        """Raises RuntimeError for a group that is off-policy or arrives twice, and Dropped."""
         for step in self._planned() if self._pipes.rank == 0 else self._received():
             if isinstance(step, UpdateEnd):
                 yield step
@@ -276,15 +276,16 @@ class MicroBatches:
         and the leases of the groups that are complete with them."""
         num_ranks, num_slots = self._pipes.num_ranks, self._ring.layout.num_slots
         max_tokens = self._config.train.max_tokens_per_micro_batch
-        enough_tokens, fills = MIN_FILL * max_tokens * num_ranks, self._config.runtime.deterministic
+        enough_tokens = MIN_FILL * max_tokens * num_ranks
+        waits_until_full = self._config.runtime.deterministic
         mask_truncated = self._config.algorithm.mask_truncated_completions
         num_left = self._reader.groups_per_update
-        no_rows = partial(Rows, max_tokens, shares_prompts=self._shares_prompts)
-        rows, leases = no_rows(), list[Lease]()
+        new_rows = partial(Rows, max_tokens, shares_prompts=self._shares_prompts)
+        rows, leases = new_rows(), list[Lease]()
         while num_left:
             # Do not wait while this process holds every slot: no group could arrive.
-            is_small = rows.num_tokens < enough_tokens and len(leases) < num_slots
-            lease = self._reader.next(update, wait=fills or not rows.rows or is_small)
+            should_wait = rows.num_tokens < enough_tokens and len(leases) < num_slots
+            lease = self._reader.next(update, wait=waits_until_full or not rows.rows or should_wait)
             if lease is not None:
                 num_left -= 1
                 leases.append(lease)
@@ -293,11 +294,11 @@ class MicroBatches:
                 for rollout in self._split(lease.group, lease.slot):
                     if len(rows.rows) == num_ranks and not rows.fits(rollout):
                         yield rows, leases[:-1]
-                        rows, leases = no_rows(), [lease]
+                        rows, leases = new_rows(), [lease]
                     rows.add(rollout)
             if rows.rows and (lease is None or not num_left):
                 yield rows, leases
-                rows, leases = no_rows(), []
+                rows, leases = new_rows(), []
             elif not rows.rows:  # no rollout of these groups has a gradient
                 for lease in leases:
                     lease.release()
@@ -316,7 +317,7 @@ class MicroBatches:
                     num_updates += 1
                     yield end
                 case events.Halt():
-                    raise Halted
+                    raise Dropped
                 case events.Stop():
                     raise SystemExit(0)
                 case message:

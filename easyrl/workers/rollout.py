@@ -5,8 +5,8 @@
     train worker ──weights─────┘                          ▼
                                     ring ◄── group ◄── advantages
 
-The loop alternates between one engine step and everything else. While the engine has work, it
-waits only for a free slot in the ring (back-pressure).
+The loop alternates between one engine step and everything else. While the engine has work, the
+worker waits only for a free slot in the ring (back-pressure).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from easyrl import events
 from easyrl.algorithm.advantages import group_advantages
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.config import Config
-from easyrl.config.eval import Sampling
+from easyrl.config.eval import SamplingChoice
 from easyrl.data.chat import render_prompt
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
@@ -32,7 +32,7 @@ from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
 from easyrl.processes import maybe_sleep, pin
 from easyrl.rewards.loading import reward_weights
-from easyrl.rewards.pool import POLL_SECONDS, RewardPool, ScoredGroup, combine
+from easyrl.rewards.pool import POLL_SECONDS, RewardPool, ScoredGroup, weighted_sum
 from easyrl.rewards.worker import TrainerState
 from easyrl.types import Float32, IndexedPrompt, RolloutGroup
 from easyrl.workers.core_sharing import WorkerCores
@@ -45,8 +45,8 @@ _ONE_BY_ONE = (
     "{}, so prompts are completed one by one with transformers' generate: exact, but slower"
 )
 Key = tuple[int, int, int]
-"""(TRAIN, iteration, prompt index) or (EVALUATE, round, prompt index). Identifies a group and
-seeds the sampling of its sequences."""
+"""(TRAIN, iteration, prompt index) or (EVALUATE, evaluation_round, prompt index). Identifies a
+group and seeds the sampling of its sequences."""
 
 
 class RolloutWorker:
@@ -57,7 +57,7 @@ class RolloutWorker:
         self.settings = settings
         self.config: Config = settings.config
         self.port = port
-        self.sampling = settings.sampling or Sampling.of_training(self.config.rollout)
+        self.sampling = settings.sampling or SamplingChoice.of_training(self.config.rollout)
         self.control = control
         self.timeline = Timeline(control.send)
         self.reward_weights = reward_weights(self.config)
@@ -92,9 +92,9 @@ class RolloutWorker:
         )
         policy.stop_at(tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))
-        if policy.unsupported_reason is not None:
+        if policy.no_packing_reason is not None:
             if self.port is None:  # otherwise the train worker reports it
-                self.control.send(events.Note(_ONE_BY_ONE.format(policy.unsupported_reason)))
+                self.control.send(events.Note(_ONE_BY_ONE.format(policy.no_packing_reason)))
             return tokenizer, GenerateEngine(policy, sampling, tokenizer=tokenizer)
         num_rows = self.settings.max_concurrent_groups * self.sampling.num_samples
         return tokenizer, EmbeddedEngine(policy, sampling, num_rows=num_rows, tokenizer=tokenizer)
@@ -145,16 +145,15 @@ class RolloutWorker:
             wakers.append(self.port.writable_fd)
         shown_as: events.SpanKind = "score" if self._being_scored else "wait"
         with self.cores.idle(), self.timeline.measure("wait", shown_as=shown_as):
-            # One wait in the timeline, however often it wakes: reports would reset the watchdog.
+            # Record one span for all wake-ups: each report resets the watchdog.
             while not wait(wakers, POLL_SECONDS if self._being_scored else None):
                 if self.reward_pool.is_broken:
                     break
 
     def _obey(self, command: events.Command) -> bool:
         match command:
-            case events.InitWeightChannel(generation, rank, world_size):
-                endpoint = self.settings.weight_endpoint(generation, rank, world_size)
-                self.engine.join_weights(endpoint)
+            case events.InitWeightChannel(rank, world_size):
+                self.engine.join_weights(self.settings.weight_endpoint(rank, world_size))
             case events.ExchangeWeights(version):
                 self._receive_weights(version)
             case events.Generate(iteration, prompts, is_last_round):
@@ -226,8 +225,8 @@ class RolloutWorker:
 
         A group is rejected if it is skipped (`reward.on_error`), or, with dynamic sampling, if its
         rewards are all equal: the controller replaces it by another prompt. In the last round such
-        a group is delivered like all others. Its advantages are exactly 0, so it has no gradient,
-        but its completions count in the loss's denominator.
+        a group is delivered like all others. Its advantages are exactly 0, so without a KL term or
+        entropy bonus it has no gradient, but its completions count in the loss's denominator.
         """
         kind, number, _ = key = cast(Key, scored.key)
         finished, started = self._being_scored.pop(key)
@@ -236,7 +235,7 @@ class RolloutWorker:
         rewards = np.zeros(len(finished.completions), dtype=np.float32)
         shown = [math.nan] * len(rewards)
         if scored.scores is not None:
-            rewards = combine(scored.scores, self.reward_weights)
+            rewards = weighted_sum(scored.scores, self.reward_weights)
             shown = rewards.tolist()
         if kind == EVALUATE:
             with_texts, completions = self._evaluates_with_texts, finished.completions
@@ -330,9 +329,9 @@ class RolloutWorker:
             self.control.send(report)
 
 
-def sampling_settings(config: Config, sampling: Sampling | None = None) -> SamplingSettings:
+def sampling_settings(config: Config, sampling: SamplingChoice | None = None) -> SamplingSettings:
     """Return the engine's settings; `sampling` overrides the training's."""
-    sampling = sampling or Sampling.of_training(config.rollout)
+    sampling = sampling or SamplingChoice.of_training(config.rollout)
     return SamplingSettings(
         max_prompt_length=config.data.max_prompt_length,
         max_completion_length=sampling.max_completion_length,

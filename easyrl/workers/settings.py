@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Literal
 
 from easyrl.config import Config
-from easyrl.config.eval import Sampling
+from easyrl.config.eval import SamplingChoice
 from easyrl.workers.core_sharing import CoreSharing
 
 if TYPE_CHECKING:
@@ -27,27 +27,27 @@ class WorkerSettings:
     log_file: str | None  # for the worker's output; None: the terminal
     device_indices: tuple[int, ...] = ()  # the user's numbers of its accelerators
     memory_fraction: float | None = None
-    """This worker's part of the memory of a device that both groups use; None: it has its own."""
+    """This worker's part of the memory of a device that both roles use; None: it has its own."""
     cores: tuple[int, ...] = ()  # CPU cores that the worker is pinned to; empty: it is not
     core_sharing: CoreSharing | None = None  # None: every worker keeps its own cores
     rank: int = 0  # of a train worker
     num_train_ranks: int = 1
     engine: Literal["embedded", "vllm"] = "embedded"  # of the rollout workers
-    sampling: Sampling | None = None  # None: as in section `rollout`, for training
+    sampling: SamplingChoice | None = None  # None: as in section `rollout`, for training
     tensor_parallel_size: int = 1  # devices of one engine; each is a rank of the weight channel
     pipes: tuple[Connection, ...] = ()  # between train rank 0 and each other rank (`RankPipes`)
     checkpoint: str | None = None  # that a resumed run starts from
     policy_version: int = 0  # of that checkpoint
 
-    def weight_endpoint(self, generation: int, rank: int, world_size: int) -> WeightEndpoint:
+    def weight_endpoint(self, rank: int, world_size: int) -> WeightEndpoint:
         """This worker's end of the weight channel (`events.InitWeightChannel`)."""
         from easyrl.channels.weights import WeightEndpoint
 
         return WeightEndpoint(
             store_path=self.store_path,
-            generation=generation,
             rank=rank,
             world_size=world_size,
+            worker=self.name,
             device="cpu" if self.weights_cross_on_cpu else self.device,
             shared_device=None if self.memory_fraction is None else self.device,
             timeout_seconds=self.config.runtime.timeout_seconds,

@@ -7,8 +7,9 @@ controller ──┼─ TrainIteration:  ring ─► MicroBatches ─► Learner
 
 `Stop` and `Halt` are also obeyed during an iteration, between two micro-batches.
 
-There is one train worker per train device. Only rank 0 receives commands, reads the ring, sends
-weights and writes files. It dispatches to the other ranks what they do with it (`batches`).
+There is one train worker per train device. Rank 0 takes the commands (except `Stop`), leases slots,
+broadcasts weights and publishes files. It sends the other ranks each command and their share of the
+groups (`batches`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, gathered
 from easyrl.processes import keep_freed_memory, maybe_sleep, pin
-from easyrl.workers.batches import EMPTY, GroupReader, Halted, MicroBatches, RankPipes, UpdateEnd
+from easyrl.workers.batches import EMPTY, Dropped, GroupReader, MicroBatches, RankPipes, UpdateEnd
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
@@ -41,9 +42,9 @@ from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
 _REPEATED_PROMPTS = (
-    "model.attention: {}, so the prompt is repeated for each completion, and groups are generated "
-    "one by one with transformers' generate: exact, but slower"
+    "model.attention: {}, so the prompt is repeated for each completion{}: exact, but slower"
 )
+_ONE_BY_ONE = ", and groups are generated one by one with transformers' generate"
 _COPIED_WEIGHTS = "weights are copied through the CPU: two processes cannot share the device's: {}"
 
 
@@ -79,7 +80,7 @@ class TrainWorker:
         self.ranks = self._join_ranks()
         keep = self.config.train.keep_checkpoints
         self.saver = CheckpointSaver(self._report, keep=keep, ranks=self.ranks)
-        self._boundary: tuple[int, Mapping[str, Tensor]] | None = None
+        self._state_before_updates: tuple[int, Mapping[str, Tensor]] | None = None
         """Policy version and state, kept while updates move the policy away from them."""
         with self.ranks.naming_failures():
             self.learner = self._load()
@@ -90,8 +91,8 @@ class TrainWorker:
         if settings.num_train_ranks > 1:
             self.control.send(events.Starting("waiting for the other train workers"))
         else:
-            # A single rank needs sharding only if weights are stored in another dtype or memory
-            # than they are computed in: then it gathers them a layer at a time.
+            # A single rank needs sharding only with bfloat16 or an offloaded optimizer: weights are
+            # then gathered layer by layer.
             is_offloaded = "optimizer" in self.config.train.offload and self.device.type != "cpu"
             if self.config.model.dtype == "float32" and not is_offloaded:
                 return TrainRanks()
@@ -112,8 +113,10 @@ class TrainWorker:
             trust_remote_code=model.trust_remote_code,
             attention=model.attention,
         )
-        if policy.unsupported_reason is not None:
-            self._report(events.Note(_REPEATED_PROMPTS.format(policy.unsupported_reason)))
+        if policy.no_packing_reason is not None:
+            one_by_one = _ONE_BY_ONE if settings.engine == "embedded" else ""
+            note = _REPEATED_PROMPTS.format(policy.no_packing_reason, one_by_one)
+            self._report(events.Note(note))
         if model.lora.rank is not None:
             policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
         learner = Learner(policy, self.config, self.ranks)
@@ -140,12 +143,10 @@ class TrainWorker:
 
     def _obey(self, command: events.Command | GatherWeights) -> None:
         match command:
-            case events.InitWeightChannel(generation, rank, world_size):
-                self.channel = WeightChannel(
-                    self.settings.weight_endpoint(generation, rank, world_size)
-                )
-                if self.channel.unsupported_reason is not None:
-                    self._send(events.Note(_COPIED_WEIGHTS.format(self.channel.unsupported_reason)))
+            case events.InitWeightChannel(rank, world_size):
+                self.channel = WeightChannel(self.settings.weight_endpoint(rank, world_size))
+                if self.channel.not_shared_reason is not None:
+                    self._send(events.Note(_COPIED_WEIGHTS.format(self.channel.not_shared_reason)))
             case events.ExchangeWeights(version):
                 assert self.channel is not None
                 # Receivers keep the other weights from the first exchange. vLLM fuses weights, and
@@ -175,8 +176,9 @@ class TrainWorker:
 
     def _state_at(self, policy_version: int) -> Mapping[str, Tensor]:
         """Return the state at the newest boundary, even if the next iteration has begun."""
-        if self._boundary is not None and self._boundary[0] == policy_version:
-            return self._boundary[1]
+        kept = self._state_before_updates
+        if kept is not None and kept[0] == policy_version:
+            return kept[1]
         assert self.learner.policy_version == policy_version
         return self.learner.state()
 
@@ -190,20 +192,20 @@ class TrainWorker:
             else:
                 for weight in weights:  # rank 0 gathers them, in the same order
                     gathered(weight.materialize(), dtype)
-                    # Without this a device would queue all gathers at once. The last one would then
-                    # exceed its bound while rank 0 still waits for the engines.
+                    # Otherwise a device queues all gathers, and the last times out while rank 0
+                    # waits for engines.
                     devices.synchronize(self.device)
         self.timeline.report()
         self._send(events.WeightsExchanged(version))
 
     def _train_iteration(self, iteration: int) -> None:
         version, train = self.learner.policy_version, self.config.train
-        # If later updates are dropped, the state before the first one must still be there to save.
-        keeps_boundary = train.updates_per_iteration > 1 and train.keep_checkpoints > 0
-        self._boundary = (version, self._state_at(version)) if keeps_boundary else None
+        # `Halt` may drop later updates; the checkpoint then needs the state before the first one.
+        keeps_state = train.updates_per_iteration > 1 and train.keep_checkpoints > 0
+        self._state_before_updates = (version, self._state_at(version)) if keeps_state else None
         try:
             self._report(self._train(iteration))
-        except Halted:
+        except Dropped:
             if self.is_first_rank:
                 self.pipes.dispatch(events.Halt())
                 self._send(events.Halted())
@@ -237,8 +239,7 @@ class TrainWorker:
                 maybe_sleep()
                 self.cores.use_available()
                 self.learner.accumulate(batch)
-                # Otherwise the device's remaining work would be measured as the wait for the next
-                # group, and groups would be taken before the device has time for them.
+                # Otherwise queued device work counts as waiting, and groups are taken too early.
                 devices.synchronize(self.device)
             num_new, num_groups = reader.num_read - num_groups, reader.num_read
             busy_seconds += self.timeline.add("train", started, num_tokens, num_new)
@@ -269,7 +270,7 @@ class TrainWorker:
         if self.control.poll():
             match self.control.recv():
                 case events.Halt():
-                    raise Halted
+                    raise Dropped
                 case events.Stop():
                     raise SystemExit(0)
 

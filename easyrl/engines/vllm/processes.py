@@ -147,7 +147,7 @@ class UpdateProgress:
         if seconds < self._timeout_seconds + (0.0 if hanging else GRACE_SECONDS):
             return
         states = ", ".join(
-            f"rollout rank {rank} {_STATES[state].format(bucket + 1)}"
+            f"rank {rank} {_STATES[state].format(bucket + 1)}"
             for rank, (_, state, bucket) in hanging or records
         )
         raise TimeoutError(
