@@ -120,7 +120,7 @@ else:
     names = ["HCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "DYNAMIC_EPLB", "TORCH_DEVICE_BACKEND_AUTOLOAD"]
     names += ["HCCL_HOST_SOCKET_PORT_RANGE", "TORCH_COMPILE_DISABLE"]
     alone = replace(settings, memory_fraction=None, weights_cross_on_cpu=False)
-    endpoints = [each.weight_endpoint(1, 1, 2) for each in (settings, alone)]
+    endpoints = [each.weight_endpoint(1, 2) for each in (settings, alone)]
     found |= {name: os.environ.get(name) for name in names}
     found["endpoints"] = [[each.device, each.shared_device] for each in endpoints]
 print(json.dumps(found))
