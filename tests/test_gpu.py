@@ -184,7 +184,7 @@ def test_every_bit_of_the_weights_arrives_on_a_gpu(train, size, dtype):
 def trainer_channel(size: int, timeout_seconds: float) -> WeightChannel:
     store = f"/proc/{os.getpid()}/fd/{os.memfd_create('test-store')}"
     return WeightChannel(
-        WeightEndpoint(store, 0, 0, size, "cuda:0", timeout_seconds, bucket_bytes=2**22)
+        WeightEndpoint(store, 0, size, "train-0", "cuda:0", timeout_seconds, bucket_bytes=2**22)
     )
 
 

@@ -52,7 +52,10 @@ class Trained:
         self.version = -1
         self.engine = engine.VllmEngine(model, sampling, device="cpu", dtype="float32", **SIZE)
         store = str(folder / "store")
-        endpoints = [WeightEndpoint(store, 0, rank, 2, "cpu", TIMEOUT_SECONDS) for rank in range(2)]
+        endpoints = [
+            WeightEndpoint(store, rank, 2, name, "cpu", TIMEOUT_SECONDS)
+            for rank, name in enumerate(("train-0", "rollout-0"))
+        ]
         self.thread = ThreadPoolExecutor(1)
         channel = self.thread.submit(WeightChannel, endpoints[0])
         self.engine.join_weights(endpoints[1])
