@@ -268,7 +268,7 @@ class RunStarted(Event):
 
 
 class RunResumed(Event):
-    """What a resumed run did before; follows RunStarted."""
+    """Earlier iterations of a resumed run; follows RunStarted."""
 
     metrics: Sequence[Mapping[str, Any]]  # the lines of `metrics.jsonl`
     accuracies: Sequence[tuple[int, float]]

@@ -74,7 +74,7 @@ def run_engine(engine: EmbeddedEngine, prompts: Prompts, lengths: Sequence[int])
 
 @torch.inference_mode()
 def run_generate(model: Any, prompts: Prompts, lengths: Sequence[int]) -> None:
-    """With transformers' defaults (SDPA, dynamic cache), left-padded."""
+    """Generate left-padded batches with transformers' defaults (SDPA, dynamic cache)."""
     for start in range(0, len(prompts), NUM_ROWS):
         batch = slice(start, start + NUM_ROWS)
         ids = pad_sequence(

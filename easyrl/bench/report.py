@@ -43,7 +43,7 @@ def run_suite(name: str, json_file: Path | None, **options: Any) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+    """Return the machine and the library versions."""
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(errors="replace"))
     return {
         "cpu": cpu[1] if cpu is not None else platform.machine(),

@@ -1,4 +1,4 @@
-"""What crosses between rollout and train workers: finished groups (ring) and weights.
+"""Channels between rollout and train workers: ring of finished groups, and weights.
 
 Knows no model, loss or engine.
 """

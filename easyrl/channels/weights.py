@@ -59,7 +59,7 @@ Entry = tuple[str, tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class PlannedPiece:
-    """Where a piece of a weight is in its bucket."""
+    """Position of a piece of a weight in its bucket."""
 
     name: str
     shape: tuple[int, ...]  # of the whole weight
@@ -110,7 +110,7 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True)
 class WeightEndpoint:
-    """What a process needs to open its end of the channel."""
+    """Settings with which a process opens its end of the channel."""
 
     store_path: str  # file that all ranks can open; the process group is made over it
     rank: int  # 0 sends, the others receive

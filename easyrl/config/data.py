@@ -11,7 +11,7 @@ from easyrl.formatting import counted
 
 
 class DataConfig(Section):
-    """Where prompts come from."""
+    """Sources of the prompts."""
 
     dataset: Annotated[str | list[str], EACH_ONCE] = Field(default="arithmetic", min_length=1)
     """A preset (`arithmetic`, `countdown`, `gsm8k`, `math`), a .jsonl, .csv or .parquet file, a

@@ -11,7 +11,7 @@ from easyrl.config.section import Section
 
 
 class RewardConfig(Section):
-    """What scores a completion (docs/rewards.md)."""
+    """Reward functions (docs/rewards.md)."""
 
     answer_column: ClassVar[str] = "answer"
     """Column with the right answer; `data.columns={answer: solution}` renames one to it."""

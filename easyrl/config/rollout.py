@@ -34,7 +34,7 @@ class RolloutConfig(Section):
     ring_slots: int | None = Field(default=None, ge=1)
     """Finished groups that the ring buffer holds; null: `train.prompts_per_iteration`."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"
-    """What generates: `vllm`, or EasyRL's own engine over transformers' model code (`embedded`).
+    """Inference engine: `vllm`, or EasyRL's own engine over transformers' model code (`embedded`).
     `auto`: vLLM on accelerators where a suitable one is installed; the run prints which."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that one vLLM engine spans: a divisor of their number."""

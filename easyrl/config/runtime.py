@@ -30,7 +30,7 @@ class RuntimeConfig(Section):
 
 
 class OutputConfig(Section):
-    """What a run writes."""
+    """Files and trackers that a run writes to."""
 
     dir: str | None = Field(default=None, min_length=1)
     """The run folder; null: runs/<time>-<task>."""

@@ -1,4 +1,4 @@
-"""What the sections of the config have in common.
+"""Base class of the config's sections.
 
 A YAML scalar without quotes keeps its text until the type of its key is known: `data.dataset: 007`
 is a string, `train.iterations: 7` a number.

@@ -36,7 +36,7 @@ class TrainConfig(Section):
     """Compute each layer again in the backward pass: far less memory for a third more time. It does
     not change the result."""
     offload: Annotated[list[Offloaded], EACH_ONCE] = Field(default_factory=list)
-    """What is kept in host memory instead of on the train devices, a list: weights of the
+    """List of what to keep in host memory instead of on the train devices: weights of the
     `reference` (with algorithm.beta) and of the `old` policy (updates_per_iteration over 1), copied
     to the device for each micro-batch; the `optimizer`, which then steps on the CPU, with gradients
     and the policy's float32 weights (LoRA's frozen ones as well). It costs time; it has no effect

@@ -55,7 +55,7 @@ class Source:
     rows: Any
     """A list, a `datasets.Dataset`, or `TaskRows`."""
     location: Callable[[int], str]
-    """Where a row is, for errors."""
+    """Name a row in error messages."""
 
 
 class RowForm:
@@ -351,7 +351,7 @@ class PromptStream:
         return contents
 
     def location(self, example: int) -> str:
-        """Where an example is, for errors."""
+        """Name an example in error messages."""
         part, number = self._rows()[example]
         return part.source.location(number)
 

@@ -76,7 +76,7 @@ class Plan:
         return identity_of(list(self.problems))
 
     def settings(self) -> Mapping[str, Any]:
-        """What must not change when the evaluation continues, by the keys that users know."""
+        """Settings that must not change when the evaluation continues, by their keys."""
         config = self.config
         return {
             MODEL: self.model,
@@ -96,7 +96,7 @@ class Plan:
         }
 
     def about(self) -> dict[str, Any]:
-        """What is evaluated, and how: the first keys of `eval.json`."""
+        """Model, data and sampling of the evaluation: the first keys of `eval.json`."""
         config = self.config
         return {
             "model": self.model["path"],

@@ -1,4 +1,4 @@
-"""What `easyrl eval` prints: progress while problems are answered, then tables of the results.
+"""Output of `easyrl eval`: progress while problems are answered, then tables of the results.
 
 Progress is a bar on a terminal, else a line every few seconds.
 """

@@ -219,7 +219,7 @@ def _header(
 
 
 def _progress(state: ViewState, train: TrainConfig, now: float, width: int) -> RenderableType:
-    """What the run does, how much of it is done, and the time left."""
+    """Current work of the run, its progress, and the time left."""
     done, total, right, style = len(state.rewards), train.iterations, "", "bold"
     if state.ended is not None:
         is_finished = state.ended.exit_code == 0

@@ -140,8 +140,8 @@ def describe_prompt(prompt: str | Messages) -> str:
 
 
 def _call_all(call: Call, result: CallResult) -> list[Any]:
-    """What each function returned, or its exception. Each gets arguments of its own, which it may
-    change. What they log is added to `result`."""
+    """Return the result of each function, or its exception. Each gets its own copy of the
+    arguments. What they log is added to `result`."""
     num_completions = len(call.completions)
     is_chat = not isinstance(call.prompt, str)
     data = {column: [value] * num_completions for column, value in call.columns.items()}

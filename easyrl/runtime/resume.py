@@ -42,7 +42,7 @@ MEASURE = "accuracy"
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What the controller saves with each checkpoint, and continues from.
+    """State that the controller saves with each checkpoint and resumes from.
 
     Checkpoints of older versions may lack some fields.
     """

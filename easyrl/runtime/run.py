@@ -145,7 +145,7 @@ def _past_of(resumed: Resume) -> events.RunResumed:
 
 
 def _notes(config: Config, checked: Preflight, resumed: Resume | None) -> list[str]:
-    """What the user should know before the run."""
+    """Notes and warnings for the user, printed before the run."""
     notes = [] if resumed is None else [resumed.describe(config)]
     notes.append(describe_model(config.model.path))
     if checked.num_prompts_skipped:

@@ -1,4 +1,4 @@
-"""What a worker did when, reported to the controller a few times a second.
+"""Timeline of a worker's activities, reported to the controller a few times a second.
 
 Adjacent spans of one kind are merged, so that thousands of engine steps become a few messages. A
 span is reported at its end; if it may last long (waits, weight exchanges, work whose last span was
