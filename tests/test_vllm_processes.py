@@ -40,6 +40,9 @@ def test_killed_worker_leaves_no_names_and_no_processes() -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     folder = holder.stdout.readline().strip()
+    deadline = time.monotonic() + SECONDS
+    while not processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.02)  # a process that is just starting shows no environment yet
     assert processes_of(folder) and Path(folder, "socket").exists()
     holder.kill()
     holder.communicate()
