@@ -6,13 +6,7 @@ from math import comb, isnan
 import numpy as np
 import pytest
 
-from easyrl.evaluate.figures import (
-    NUM_RESAMPLES,
-    avg_at_every_k,
-    paired,
-    pass_at_every_k,
-    pass_at_k,
-)
+from easyrl.evaluate.figures import NUM_RESAMPLES, paired, pass_at_every_k, pass_at_k
 from easyrl.runtime.evaluation import is_correct, mean_and_error
 
 
@@ -31,11 +25,10 @@ def test_pass_at_k_does_not_overflow_with_many_samples() -> None:
     assert pass_at_k(2000, 10, 1000) == pytest.approx(expected, rel=1e-9)
 
 
-def test_pass_at_k_and_avg_at_k_are_means_over_problems() -> None:
+def test_pass_at_k_is_the_mean_over_problems() -> None:
     correct = np.array([[True, False, False], [False, False, False], [False, True, True]])
-    assert pass_at_every_k(correct) == pytest.approx([1 / 3, (2 / 3 + 0 + 1) / 3, 2 / 3])
-    assert avg_at_every_k(correct) == pytest.approx([1 / 3, 1 / 3, 1 / 3])
-    assert avg_at_every_k(correct[2:]) == pytest.approx([0, 1 / 2, 2 / 3])
+    expected = {"1": 1 / 3, "2": (2 / 3 + 0 + 1) / 3, "3": 2 / 3}
+    assert pass_at_every_k(correct) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_samples", [1, 4])

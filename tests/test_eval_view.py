@@ -11,11 +11,11 @@ import pytest
 
 from easyrl import events
 from easyrl.evaluate import view as eval_view
-from easyrl.evaluate.figures import Evaluation, compare, summarize
-from easyrl.evaluate.view import EvalView, show_comparison
+from easyrl.evaluate.figures import compare, summarize
+from easyrl.evaluate.view import EvalView, show_comparison, show_results
 
 ABOUT = {"model": "my [bold]model", "dataset": "gsm8k", "num_samples": 8}
-ABOUT |= {"temperature": 0.6, "top_p": 0.95, "top_k": 0}
+ABOUT |= {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "correct_reward": 1.0}
 
 
 def answers(num_correct: Callable[[int], int]) -> list[list[dict[str, Any]]]:
@@ -39,15 +39,19 @@ def from_worker(event: events.WorkerEvent) -> Callable[[EvalView], None]:
     return lambda view: view.observe(events.FromWorker("rollout-0", 1.0, event))
 
 
+def some(num_done: int) -> dict[str, Any]:
+    return {str(n): [{"reward": float(n % 2)}] for n in range(num_done)}
+
+
 RUN: list[Callable[[EvalView], None]] = [
-    lambda view: view.start(ABOUT, Path("ev"), "so", 100, 40),
+    lambda view: view.start(ABOUT, Path("ev"), "so", 100, some(40)),
     from_worker(events.Starting("loading the model")),
     from_worker(events.Starting("loading the model")),
-    lambda view: view.start_progress(10.0),
-    lambda view: view.show_progress(20.0, 70, (0.5, 0.1), 1000),
+    lambda view: view.show_progress(10.0, some(70), 1000),
+    lambda view: view.show_progress(11.0, some(75), 1100),  # too soon for another line
     from_worker(events.PromptEvaluated(0, 3, [], errors=["reward 'f' failed\x1b[2J"])),
     from_worker(events.PromptEvaluated(0, 4, [], errors=["reward 'f' failed again"])),
-    lambda view: view.show_progress(30.0, 100, (0.5, 0.1), 1900),
+    lambda view: view.show_progress(20.0, some(100), 1900),
 ]
 
 
@@ -64,58 +68,49 @@ def test_lines_show_progress_and_remaining_time(printed: Callable[[], str]) -> N
     assert "my [bold]model on gsm8k: 100 problems, 8 samples each" in output
     assert output.count("loading the model") == 1
     # 30 in 10 s, and 30 remain.
-    assert "70/100 accuracy 0.500 ± 0.100 100 tokens/s ETA 0:10" in output
-    assert "100/100" in output and output.count("reward 'f' failed") == 1 and "\x1b" not in output
+    assert "70/100 accuracy 0.500 ± 0.060 100 tokens/s ETA 0:10" in output
+    assert "75/100" not in output and "100/100" in output
+    assert output.count("reward 'f' failed") == 1 and "\x1b" not in output
 
 
 def test_result_table_has_every_figure(printed: Callable[[], str]) -> None:
     run = {**ABOUT, "num_too_long": 0, "wall_seconds": 10.0, "tokens_per_second": 1234.5}
     of_half = answers(lambda problem: 8 * (problem % 2))
-    EvalView(live=False).show_results(Path("ev"), {**run, **summarize(of_half, 1.0)})
+    show_results(Path("ev"), {**run, **summarize(of_half, 1.0)})
     output = printed()
     for line in (
         "accuracy 0.500 ± 0.115",
         "pass@k 1: 0.500 2: 0.500 4: 0.500 8: 0.500",
-        "avg@k 1: 0.500 2: 0.500 4: 0.500 8: 0.500",
-        "mean reward 0.500 ± 0.115",
-        "right: 0.500 format: 0.250",
+        "mean reward 0.500 ± 0.115 right: 0.500 format: 0.250",
         "problems 20, 8 samples each at temperature 0.6, top_p 0.95",
-        "mean length 13.5 tokens",
-        "12.5%",
-        "2,160 tokens in 10.0 s, 1,234 tokens/s",
+        "mean length 13.5 tokens, 12.5% truncated",
+        "1,234 tokens/s for 10.0 s",
     ):
         assert line in output, line
     nothing = [[{**line, "reward": None} for line in lines] for lines in of_half]
     results = {**run, **summarize(nothing, 1.0), "tokens_per_second": None}
-    EvalView(live=False).show_results(Path("ev"), results)
+    show_results(Path("ev"), results)
     assert "accuracy none" in printed()
 
 
-def test_comparison_shows_the_problems_that_differ_most(printed: Callable[[], str]) -> None:
+def test_comparison_is_printed(printed: Callable[[], str]) -> None:
     first, second = (
-        Evaluation(Path(name), None, {f"p{n}": lines for n, lines in enumerate(answers(num))})
-        for name, num in (
-            ("one", lambda problem: 8),
-            ("other", lambda problem: min(problem // 2, 8)),
-        )
+        {f"p{n}": lines for n, lines in enumerate(answers(num))}
+        for num in (lambda problem: 8, lambda problem: min(problem // 2, 8))
     )
-    show_comparison("my model", *compare(first, second, 1.0), Path("c.jsonl"))
+    show_comparison(compare(first, second, 1.0)[0], "other", Path("c.jsonl"))
     output = printed()
-    assert "compared with other" in output and "1.000 ± 0.000 0.550 ± 0.078" in output
-    assert "+0.450 ± 0.078, p = 3.05e-05" in output and "unknown" in output
-    assert "1.000 0.000 [red]problem 0" in output and "1.000 0.500 [red]problem 9" in output
-    assert "[red]problem 10" not in output and "6 more problems" in output
-    assert "\x1b" not in output and "c.jsonl" in output
+    assert "20 common problems 1.000 ± 0.000 0.550 ± 0.078" in output
+    assert "better on 16 0" in output and "c.jsonl" in output
+    assert "+0.450 ± 0.078, p = 3.05e-05" in output
 
 
-@pytest.mark.parametrize("num_steps", range(len(RUN) + 1))
-def test_bar_is_removed_however_the_evaluation_ends(
-    num_steps: int, printed: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bar_is_removed_when_the_evaluation_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval_view, "is_live_terminal", lambda: True)
     view = EvalView(live=True)
-    for step in RUN[:num_steps]:
-        step(view)
-    view.end(130, "stopped by SIGINT")
-    assert view._bar is not None and not view._bar.live.is_started
-    assert "stopped by SIGINT" in printed()
+    with pytest.raises(KeyboardInterrupt), view.bar:
+        for step in RUN:
+            step(view)
+        assert view.bar.live.is_started and view.bar.finished
+        raise KeyboardInterrupt
+    assert not view.bar.live.is_started

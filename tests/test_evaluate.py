@@ -28,7 +28,6 @@ from easyrl.data.problems import with_eval_data
 from easyrl.evaluate import command
 from easyrl.evaluate.command import make_plan
 from easyrl.evaluate.figures import compare
-from easyrl.evaluate.folder import read_evaluation
 from easyrl.rewards.loading import load_reward
 from easyrl.runtime.evaluation import HeldOut
 from easyrl.runtime.run_folder import lock_folder
@@ -72,7 +71,7 @@ class Workers:
 
     def __call__(
         self, plan: Any, model: str, problems: Any, *more: Any
-    ) -> Iterator[events.PromptEvaluated]:
+    ) -> Iterator[tuple[float, events.PromptEvaluated]]:
         num_samples = plan.sampling.num_samples
         self.asked.append([problem.index for problem in problems])
         for number, problem in enumerate(reversed(problems)):  # any order is allowed
@@ -80,7 +79,7 @@ class Workers:
                 raise self.errors[number]
             rewards = [self.rewards(problem.index, sample) for sample in range(num_samples)]
             is_scored = not any(map(math.isnan, rewards))
-            yield events.PromptEvaluated(
+            answer = events.PromptEvaluated(
                 0,
                 problem.index,
                 rewards,
@@ -90,6 +89,7 @@ class Workers:
                 str(problem.content),
                 [f"answer {sample}" for sample in range(num_samples)],
             )
+            yield number + 1.0, answer
 
 
 @pytest.fixture
@@ -153,10 +153,9 @@ def test_figures_cover_problems_and_completions(workers: Workers, tmp_path: Path
     spread = math.sqrt(sum((mean - accuracy) ** 2 for mean in means) / 5)
     assert results["accuracy"] == pytest.approx(accuracy)
     assert results["standard_error"] == pytest.approx(spread / math.sqrt(6))
-    assert results["pass_at_k"].keys() == results["avg_at_k"].keys() == {"1", "2", "3", "4"}
+    assert results["pass_at_k"].keys() == {"1", "2", "3", "4"}
     assert (results["pass_at_k"]["1"], results["pass_at_k"]["4"]) == (pytest.approx(accuracy), 1.0)
-    assert results["avg_at_k"]["1"] == pytest.approx(2 / 6)
-    assert results["avg_at_k"]["4"] == pytest.approx(accuracy)
+    assert (results["wall_seconds"], results["tokens_per_second"]) == (6.0, 4 * 45 / 6.0)
     assert results["mean_completion_length"] == pytest.approx(7.5)
     assert results["truncated_share"] == pytest.approx(1 / 6)
     assert (results["temperature"], results["num_samples"]) == (1.0, 4)
@@ -220,58 +219,26 @@ def test_incomplete_problem_is_answered_again(
     assert sorted(map(json.dumps, lines_of(file))) == sorted(map(json.dumps, lines))
 
 
-@pytest.mark.parametrize(
-    ("more", "key"),
-    [
-        (("--num-samples", "3"), "eval.num_samples"),
-        (("--seed", "4"), "runtime.seed"),
-        (("data.num_held_out=5",), "data.dataset"),
-        (("--reward", "exact_match"), "reward.functions"),
-    ],
-)
 def test_other_settings_are_refused_once_a_problem_is_answered(
-    workers: Workers, tmp_path: Path, more: tuple[str, ...], key: str
-) -> None:
-    words = ("--num-samples", "2", *SMALL)
-    call(tmp_path / "ev", *words)
-    assert key in call(tmp_path / "ev", *words, *more, code=2)
-    # Settings that change no answer may differ, and so may spellings.
-    call(tmp_path / "ev", *words, "reward.num_workers=2", "eval.temperature=1.0")
-    assert len(workers.asked) == 1
-
-
-def test_evaluation_of_a_training_run_keeps_its_checkpoint(
     workers: Workers, run: Path, tmp_path: Path
 ) -> None:
-    """The run may continue and remove it."""
-    folder = tmp_path / "ev"
-    words = ("--model", str(run), *SMALL)
-    for num_answered in (2, 1):
-        workers.errors[num_answered] = Interrupted(signal.SIGINT)
-        call(folder, *words, code=130)
-        workers.errors.clear()
-        if num_answered == 2:
-            shutil.rmtree(run)
-            make_run(run, {20: {"num_iterations": 21}})
-    assert evaluated(folder, *words)["model"] == f"{run}/checkpoints/10"
-    assert [len(asked) for asked in workers.asked] == [6, 4, 3]
-    assert not (folder / "model").exists()
-    assert "checkpoints/20" in call(folder, *words, code=2), "it was finished"
-
-
-def test_settings_may_change_while_nothing_is_answered(
-    workers: Workers, run: Path, tmp_path: Path
-) -> None:
+    folder, words = tmp_path / "ev", ("--num-samples", "2", *SMALL)
     workers.errors[0] = WorkerFailure("rollout-0 was killed by SIGKILL")
-    folder, model = tmp_path / "ev", ("--model", str(run))
-    call(folder, *model, *SMALL, code=1)
-    call(folder, *model, "--num-samples", "4", *SMALL, code=1)
+    call(folder, "--model", str(run), *SMALL, code=1)
     assert (folder / "model").exists()
-    call(folder, "--num-samples", "4", *SMALL, code=1)
-    assert not (folder / "model").exists(), "it is another model's"
     workers.errors.clear()
-    results = evaluated(folder, "--num-samples", "3", *SMALL)
-    assert (results["model"], results["num_samples"]) == ("tiny", 3)
+    assert evaluated(folder, *words)["model"] == "tiny"
+    assert not (folder / "model").exists()
+    for more, key in {
+        ("--num-samples", "3"): "num_samples",
+        ("--model", str(run)): "model",
+        ("data.num_held_out=5",): "dataset_identity",
+        ("--reward", "exact_match"): "reward_functions",
+    }.items():
+        assert f"{key}: expected" in call(folder, *words, *more, code=2)
+    # Settings that change no answer may differ, and so may spellings.
+    call(folder, *words, "reward.num_workers=2", "eval.temperature=1.0")
+    assert len(workers.asked) == 2
 
 
 def test_two_commands_do_not_write_to_one_folder(workers: Workers, tmp_path: Path) -> None:
@@ -445,21 +412,17 @@ def test_mistake_is_reported_before_anything_starts(
 # Comparing.
 
 
-def make(folder: Path, rewards: dict[str, list[float | None]]) -> Path:
-    folder.mkdir()
-    lines = [
-        {"problem": name, "prompt": f"{name}?", "reward": reward, "length": 3}
+def answers(rewards: dict[str, list[float | None]]) -> dict[str, list[dict[str, Any]]]:
+    return {
+        name: [{"prompt": f"{name}?", "reward": reward} for reward in of_problem]
         for name, of_problem in rewards.items()
-        for reward in of_problem
-    ]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
+    }
 
 
-def test_problems_are_matched_by_id(tmp_path: Path) -> None:
-    here = make(tmp_path / "a", {"x": [1, 1], "y": [0, 1], "z": [0, 0], "only here": [1, 1]})
-    there = make(tmp_path / "b", {"z": [1], "only there": [1], "y": [0], "x": [1], "bad": [None]})
-    whole, problems = compare(read_evaluation(here), read_evaluation(there), 1.0)
+def test_problems_are_matched_by_id() -> None:
+    here = answers({"x": [1, 1], "y": [0, 1], "z": [0, 0], "only here": [1, 1], "not whole": [1]})
+    there = answers({"z": [1], "only there": [1], "y": [0], "x": [1], "bad": [None]})
+    whole, problems = compare(here, there, 1.0)
     counts = [whole[key] for key in ("num_problems", "num_only_here", "num_only_there")]
     assert counts == [3, 1, 1]
     assert [problem["problem"] for problem in problems] == ["z", "y", "x"]
@@ -467,7 +430,7 @@ def test_problems_are_matched_by_id(tmp_path: Path) -> None:
     assert (whole["num_better"], whole["num_worse"], whole["num_equal"]) == (1, 1, 1)
     assert whole["p_value"] == 1.0  # all four sums of ±1/2 and ±1 are as far from 0
     with pytest.raises(ConfigError, match="--compare"):
-        compare(read_evaluation(here), read_evaluation(make(tmp_path / "c", {"w": [1]})), 1.0)
+        compare(here, answers({"w": [1]}), 1.0)
 
 
 def test_comparison_is_printed_and_written(workers: Workers, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def evaluate(
     no_live: NoLive = False,
     words: Words = None,
 ) -> int:
-    """Evaluate a model: accuracy with its standard error, pass@k, avg@k."""
+    """Evaluate a model: accuracy with its standard error, pass@k."""
     flags = {
         "model.path": model,
         "data.dataset": dataset,

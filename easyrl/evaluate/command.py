@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import time
-import traceback
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -24,11 +23,13 @@ from easyrl.config.eval import SamplingChoice
 from easyrl.data.datasets import open_prompts
 from easyrl.data.presets import eval_sampling, with_long_problems
 from easyrl.data.problems import identity_of, problem_ids, problems_of, with_eval_data
-from easyrl.evaluate.figures import Evaluation, Lines, accuracy_of, compare, summarize
-from easyrl.evaluate.folder import MODEL, EvalFolder, converted_model, read_evaluation
-from easyrl.evaluate.view import EvalView, show_comparison
+from easyrl.evaluate.figures import Lines, compare, summarize
+from easyrl.evaluate.folder import EvalFolder, read_evaluation
+from easyrl.evaluate.view import EvalView, show_comparison, show_results
 from easyrl.model.export import ModelSource, find_model
 from easyrl.model.files import ModelFiles, read_model_files
+from easyrl.observe.report import print_end
+from easyrl.observe.text import say
 from easyrl.rewards.loading import check_rewards, reward_names, reward_specs, reward_weights
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.evaluation import answers_to
@@ -65,53 +66,12 @@ class Plan:
     config: Config  # its section `data` says where the problems are
     worker_config: Config  # the same as if training sampled this way
     source: ModelSource
-    model: Mapping[str, Any]  # what is evaluated: `path`, and `files`, its identity
     problems: Mapping[str, Prompt]  # by id
+    num_skipped: int  # problems whose prompts are too long (`data.long_prompts=skip`)
     sampling: SamplingChoice
     placement: Placement
-    num_skipped: int  # problems whose prompts are too long (`data.long_prompts=skip`)
-
-    @property
-    def dataset_identity(self) -> str:
-        return identity_of(list(self.problems))
-
-    def settings(self) -> Mapping[str, Any]:
-        """Settings that must not change when the evaluation continues, by their keys."""
-        config = self.config
-        return {
-            MODEL: self.model,
-            "model.dtype": config.model.dtype,
-            "data.dataset (--dataset), its rows": self.dataset_identity,
-            "data.max_prompt_length": config.data.max_prompt_length,
-            "reward.functions (--reward)": reward_specs(config),
-            "reward.weights": reward_weights(config),
-            "reward.answer_column": config.reward.answer_column,
-            **{
-                f"eval.{key}" + " (--num-samples)" * (key == "num_samples"): value
-                for key, value in asdict(self.sampling).items()
-            },
-            "eval.correct_reward": config.eval.correct_reward,
-            "rollout.engine (--engine)": self.placement.engine.name,
-            "runtime.seed (--seed)": config.runtime.seed,
-        }
-
-    def about(self) -> dict[str, Any]:
-        """Model, data and sampling of the evaluation: the first keys of `eval.json`."""
-        config = self.config
-        return {
-            "model": self.model["path"],
-            "model_identity": self.model["files"],
-            "dataset": config.data.shown,
-            "dataset_identity": self.dataset_identity,
-            "reward_functions": reward_specs(config),
-            "correct_reward": config.eval.correct_reward,
-            **asdict(self.sampling),
-            "seed": config.runtime.seed,
-            "dtype": config.model.dtype,
-            "engine": self.placement.engine.name,
-            "num_engines": self.placement.num_rollout_workers,
-            "easyrl": __version__,
-        }
+    settings: Mapping[str, Any]
+    """The first keys of `eval.json`, which must not change when the evaluation continues."""
 
 
 def make_plan(config: Config, base: str | None = None) -> Plan:
@@ -120,13 +80,7 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     `base`: the model that an adapter belongs to. Raises ValueError, with the key to change, for
     what would not work.
     """
-    converted = None if base else converted_model(config)
-    if converted is None:
-        source = find_model(config.model.path, base)
-        model: Mapping[str, Any] = {"path": source.path, "files": source.identity()}
-    else:
-        path, model = str(converted[0]), converted[1]
-        source = ModelSource("model", path, path)
+    source = find_model(config.model.path, base)
     config = with_eval_data(config)
     config = config.model_copy(update={"data": with_long_problems(config.data)})
     files = read_model_files(source.base)
@@ -147,7 +101,20 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
     placement = _fit_memory(sampled, placement, files)
     by_id = dict(zip(problem_ids(prompts), prompts, strict=True))
-    return Plan(config, sampled, source, model, by_id, sampling, placement, len(skipped))
+    settings = {
+        "model": source.path,
+        "model_identity": source.identity(),
+        "dataset": config.data.shown,
+        "dataset_identity": identity_of(list(by_id)),
+        "reward_functions": reward_specs(config),
+        "reward_weights": reward_weights(config),
+        "correct_reward": config.eval.correct_reward,
+        **asdict(sampling),
+        "seed": config.runtime.seed,
+        "dtype": config.model.dtype,
+        "engine": placement.engine.name,
+    }
+    return Plan(config, sampled, source, by_id, len(skipped), sampling, placement, settings)
 
 
 def _with_model(config: Config, path: str) -> Config:
@@ -165,8 +132,7 @@ def _fit_memory(config: Config, placement: Placement, files: ModelFiles) -> Plac
     sizes = memory_of_devices(placement)
     while True:
         processes = estimate_memory(config, placement, model, ring_bytes=0)
-        needed = bytes_by_device(processes)
-        fits = all(num_bytes <= sizes[device] for device, num_bytes in needed.items())
+        fits = all(needed <= sizes[device] for device, needed in bytes_by_device(processes).items())
         num_problems = placement.max_concurrent_groups
         if fits or num_problems == 1 or config.rollout.max_concurrent_groups is not None:
             check_memory(processes, sizes)
@@ -180,92 +146,67 @@ def _fit_memory(config: Config, placement: Placement, files: ModelFiles) -> Plac
 def evaluate(
     config: Config, view: EvalView, *, base: str | None = None, other: Path | None = None
 ) -> int:
-    """Return the exit code. Raises ValueError for what the user can fix before anything starts.
+    """Return the exit code. Raises ValueError for what the user can fix.
 
     `base`: the model that an adapter belongs to; `other`: an evaluation to compare with.
     """
     with signals_as_interrupts():
         compared = None if other is None else read_evaluation(other)
         plan = make_plan(with_absolute_paths(config), base)
-        with closing(EvalFolder(plan.config, plan.settings())) as folder:
-            answers = folder.read(plan.sampling.num_samples)
-            description, num_problems = describe(plan.placement), len(plan.problems)
-            view.start(plan.about(), folder.path, description, num_problems, len(answers))
-            exit_code, message = _run(plan, folder, answers, compared, view)
-            view.end(exit_code, message)
-    return exit_code
+        with closing(EvalFolder(plan.config, plan.settings)) as folder:
+            answers, num = folder.answers, len(plan.problems)
+            try:
+                with view.bar:
+                    view.start(plan.settings, folder.path, describe(plan.placement), num, answers)
+                    num_tokens, seconds = _answer_the_rest(plan, folder, view)
+                results = _results(plan, answers, num_tokens, seconds)
+                folder.write_results(results)
+                show_results(folder.path, results)
+                if compared is not None:
+                    _compare(folder, results, compared, str(other))
+                return FINISHED
+            except Interrupted as stop:
+                exit_code = SIGNALLED + stop.signum
+                message = f"stopped by {stop}: {len(answers)} of {num} problems are answered"
+            except WorkerFailure as failure:
+                exit_code, message = USER_ERROR if failure.is_user_error else FAILED, str(failure)
+            except OSError as error:  # a full disk
+                exit_code, message = FAILED, str(error)
+            resume = f"To continue: the same command with --output {folder.path}"
+            print_end(exit_code, f"{message}\n{resume}")
+            return exit_code
 
 
-def _run(
-    plan: Plan,
-    folder: EvalFolder,
-    answers: dict[str, Lines],
-    compared: Evaluation | None,
-    view: EvalView,
-) -> tuple[int, str]:
-    """Complete `answers` and the folder; return the exit code and a message."""
-    resume = f"To continue: the same command with --output {folder.path}"
-    try:
-        if len(answers) < len(plan.problems):
-            _answer_the_rest(plan, folder, answers, view)
-        results = _results(plan, folder, answers)
-        folder.write_results(results)
-        view.show_results(folder.path, results)
-        if compared is not None:
-            own = read_evaluation(folder.path)
-            whole, problems = compare(own, compared, plan.config.eval.correct_reward)
-            folder.write_results({**results, "comparison": finite(whole)})
-            file = folder.path / COMPARISON
-            file.write_text("".join(json.dumps(line) + "\n" for line in problems), encoding="utf-8")
-            show_comparison(plan.model["path"], whole, problems, file)
-        return FINISHED, ""
-    except Interrupted as stop:
-        done = f"{len(answers)} of {len(plan.problems)} problems are answered"
-        return SIGNALLED + stop.signum, f"stopped by {stop}: {done}. {resume}"
-    except WorkerFailure as failure:
-        return USER_ERROR if failure.is_user_error else FAILED, f"{failure}\n{resume}"
-    except ValueError as error:  # a checkpoint that cannot be exported, no problem in common
-        return USER_ERROR, str(error)
-    except OSError as error:  # a full disk
-        return FAILED, f"{error}\n{resume}"
-    except Exception:
-        return FAILED, traceback.format_exc()
-
-
-def _answer_the_rest(
-    plan: Plan, folder: EvalFolder, answers: dict[str, Lines], view: EvalView
-) -> None:
-    """Have the remaining problems answered, and add each answer to the folder and `answers`."""
+def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> tuple[int, float]:
+    """Have the remaining problems answered; return the tokens of the answers, and the seconds that
+    they took."""
     remaining = {
         prompt.index: (problem, prompt)
         for problem, prompt in plan.problems.items()
-        if problem not in answers
+        if problem not in folder.answers
     }
-    if plan.source.kind != "model" and not folder.model.exists():
-        is_adapter = plan.source.kind == "adapter"
-        view.say("merging the adapter" if is_adapter else "exporting the checkpoint")
+    num_tokens, seconds = 0, 0.0
+    if not remaining:
+        return num_tokens, seconds
+    if plan.source.kind != "model":
+        say("merging the adapter" if plan.source.kind == "adapter" else "exporting the checkpoint")
     model = plan.source.make(folder.model)
-    num_tokens, next_report = 0, 0.0
     prompts = [prompt for _, prompt in remaining.values()]
     # Closed here, so that no worker outlives an exception.
     with closing(answers_of_workers(plan, model, prompts, folder, view)) as answered:
-        for answer in answered:
+        for seconds, answer in answered:
             problem, prompt = remaining[answer.prompt_index]
-            lines = _lines(plan, problem, prompt, answer)
-            folder.append(lines)
-            answers[problem] = [{**line, "prompt": "", "completion": ""} for line in lines]
-            now = time.monotonic()
+            folder.append(problem, _lines(plan, problem, prompt, answer))
             num_tokens += sum(answer.completion_lengths)
-            if now >= next_report or len(answers) == len(plan.problems):
-                accuracy = accuracy_of(answers.values(), plan.config.eval.correct_reward)
-                view.show_progress(now, len(answers), accuracy, num_tokens)
-                next_report = now + view.report_seconds
+            view.show_progress(seconds, folder.answers, num_tokens)
+    return num_tokens, seconds
 
 
 def answers_of_workers(
     plan: Plan, model: str, prompts: Sequence[Prompt], folder: EvalFolder, view: EvalView
-) -> Generator[events.PromptEvaluated]:
-    """Start rollout workers on the model folder `model`; yield their answers as they arrive."""
+) -> Generator[tuple[float, events.PromptEvaluated]]:
+    """Start rollout workers on the model folder `model`; yield their answers as they arrive, each
+    with the seconds since all workers were ready."""
     config, placement = _with_model(plan.worker_config, model), plan.placement
     num_samples = plan.sampling.num_samples
     with Supervisor() as supervisor:
@@ -278,16 +219,16 @@ def answers_of_workers(
             sampling=plan.sampling,
         )
         workers.wait_until_ready()
-        folder.start_clock()
-        view.start_progress(time.monotonic())
-        yield from answers_to(
+        began = time.monotonic()
+        for answer in answers_to(
             prompts,
             Dispatcher(workers.rollout, config, placement, num_generations=num_samples),
             workers.next_event,
             round_=0,
             num_samples=num_samples,
             with_texts=True,
-        )
+        ):
+            yield time.monotonic() - began, answer
 
 
 def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvaluated) -> Lines:
@@ -316,16 +257,28 @@ def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvalua
     return lines
 
 
-def _results(plan: Plan, folder: EvalFolder, answers: Mapping[str, Lines]) -> dict[str, Any]:
-    """The content of `eval.json`."""
+def _results(
+    plan: Plan, answers: Mapping[str, Lines], num_tokens: int, seconds: float
+) -> dict[str, Any]:
+    """The content of `eval.json`. `num_tokens`, `seconds`: of this command's answers."""
     # In the problems' order, so that sums do not depend on the order of arrival.
     ordered = [answers[problem] for problem in plan.problems]
-    figures = finite(summarize(ordered, plan.config.eval.correct_reward))
-    seconds = folder.seconds
     return {
-        **plan.about(),
-        **figures,
+        **plan.settings,
+        "num_engines": plan.placement.num_rollout_workers,
+        "easyrl": __version__,
+        **summarize(ordered, plan.config.eval.correct_reward),
         "num_too_long": plan.num_skipped,
         "wall_seconds": seconds,
-        "tokens_per_second": figures["completion_tokens"] / seconds if seconds else None,
+        "tokens_per_second": num_tokens / seconds if seconds else None,
     }
+
+
+def _compare(
+    folder: EvalFolder, results: Mapping[str, Any], other: Mapping[str, Lines], name: str
+) -> None:
+    figures, problems = compare(folder.answers, other, results["correct_reward"])
+    folder.write_results({**results, "comparison": finite({"with": name, **figures})})
+    file = folder.path / COMPARISON
+    file.write_text("".join(json.dumps(line) + "\n" for line in problems), encoding="utf-8")
+    show_comparison(figures, name, file)

@@ -8,8 +8,6 @@ sections 2.1 and 2.2).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,22 +33,13 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return float(1.0 - np.prod(1.0 - k / terms))
 
 
-def pass_at_every_k(correct: Bools) -> list[float]:
-    """Mean over the problems of `correct` [N, S] for k = 1 … S."""
-    num_samples = correct.shape[1]
-    num_problems = np.bincount(correct.sum(axis=1), minlength=num_samples + 1)  # by correct samples
-    return [
-        sum(int(n) * pass_at_k(num_samples, c, k) for c, n in enumerate(num_problems) if n)
-        / len(correct)
+def pass_at_every_k(correct: Bools) -> dict[str, float]:
+    """Mean over the problems of `correct` [N, S], by k = 1 … S."""
+    num_samples, counts = correct.shape[1], correct.sum(axis=1)
+    return {
+        str(k): float(np.mean([pass_at_k(num_samples, int(count), k) for count in counts]))
         for k in range(1, num_samples + 1)
-    ]
-
-
-def avg_at_every_k(correct: Bools) -> list[float]:
-    """Mean over the problems and the first k samples of `correct` [N, S] for k = 1 … S."""
-    sums = np.cumsum(correct, axis=1).sum(axis=0)
-    averages: list[float] = (sums / (len(correct) * np.arange(1, correct.shape[1] + 1))).tolist()
-    return averages
+    }
 
 
 def rewards_of(answers: Iterable[Lines]) -> npt.NDArray[np.float64]:
@@ -88,8 +77,7 @@ def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]
     return {
         "accuracy": accuracy,
         "standard_error": error,
-        "pass_at_k": {str(k): v for k, v in enumerate(pass_at_every_k(correct), start=1)},
-        "avg_at_k": {str(k): v for k, v in enumerate(avg_at_every_k(correct), start=1)},
+        "pass_at_k": pass_at_every_k(correct),
         "reward": reward,
         "reward_standard_error": reward_error,
         "rewards": {name: float(np.mean(all_)) for name, all_ in by_function.items() if all_},
@@ -97,42 +85,34 @@ def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """An evaluation to compare."""
-
-    path: Path  # its folder, or its samples.jsonl
-    model: str | None
-    answers: Mapping[str, Lines]  # problem -> its samples, all with rewards
-
-
 def compare(
-    first: Evaluation, second: Evaluation, correct_reward: float
+    here: Mapping[str, Lines], there: Mapping[str, Lines], correct_reward: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the comparison as a whole, and of each common problem, the largest difference first.
 
-    Problems are matched by their ids (`data.problems.problem_ids`). Raises ConfigError if the two
-    have no problem in common.
+    The answers of two evaluations are matched by their problems' ids (`data.problems.problem_ids`).
+    Problems with missing samples or rewards are left out. Raises ConfigError if none is left.
     """
-    common = [problem for problem in first.answers if problem in second.answers]
+    scored = []
+    for answers in (here, there):
+        whole = max(map(len, answers.values()), default=0)
+        of_one = {k: rewards_of([lines]) for k, lines in answers.items() if len(lines) == whole}
+        scored.append({k: rewards[0] for k, rewards in of_one.items() if len(rewards)})
+    common = [problem for problem in scored[0] if problem in scored[1]]
     if not common:
         raise ConfigError(
-            f"--compare: expected an evaluation on the same problems, got '{second.path}', which "
-            f"has none of those of '{first.path}'. Problems are the same if their prompts and "
-            "columns are"
+            "--compare: expected an evaluation on the same problems (with the same prompts and "
+            "columns), got one without a common problem that both have scored"
         )
     correct = [
-        is_correct(rewards_of(each.answers[problem] for problem in common), correct_reward)
-        for each in (first, second)
+        is_correct([of_one[problem] for problem in common], correct_reward) for of_one in scored
     ]
     means = [of_one.mean(axis=1) for of_one in correct]  # [N]
     (accuracy, error), (other_accuracy, other_error) = map(mean_and_error, means)
-    whole = {
-        "with": str(second.path),
-        "model": second.model,
+    figures = {
         "num_problems": len(common),
-        "num_only_here": len(first.answers) - len(common),
-        "num_only_there": len(second.answers) - len(common),
+        "num_only_here": len(scored[0]) - len(common),
+        "num_only_there": len(scored[1]) - len(common),
         "accuracy": accuracy,
         "accuracy_standard_error": error,
         "other_accuracy": other_accuracy,
@@ -142,13 +122,13 @@ def compare(
     problems = [
         {
             "problem": common[number],
-            "prompt": first.answers[common[number]][0]["prompt"],
+            "prompt": here[common[number]][0]["prompt"],
             "accuracy": float(means[0][number]),
             "other_accuracy": float(means[1][number]),
         }
         for number in np.argsort(-np.abs(means[0] - means[1]), kind="stable")
     ]
-    return whole, problems
+    return figures, problems
 
 
 def paired(first: Bools, second: Bools) -> dict[str, Any]:
