@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import json
 from pathlib import Path
 
 import pytest
@@ -10,12 +10,44 @@ import torch
 from typer.testing import CliRunner
 
 from easyrl.bench import attention, engine, loop, pipeline, ring, weights
-from easyrl.bench.measure import peak_bytes
+from easyrl.bench.harness import SMALL, peak_bytes
 from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.runtime.preflight import check_run
-from easyrl.runtime.supervisor import Interrupted, WorkerFailure
+from easyrl.runtime.supervisor import WorkerFailure
+
+
+def test_a_suite_prints_a_table_and_writes_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"what": "ring", "gb_per_second": 3.14159}, {"what": "queue", "times": 15}]
+    monkeypatch.setattr(ring, "run", lambda: rows)
+    file = tmp_path / "ring.json"
+    result = CliRunner().invoke(app, ["bench", "ring", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[1:] == [["what", "ring", "queue"], ["gb_per_second", "3.14"], ["times", "15"]]
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert report["suite"] == "ring" and report["results"] == rows
+    assert report["machine"]["cores"] >= 1 and report["machine"]["torch"] == torch.__version__
+    for wrong in (["--dtype", "bfloat16"], ["--json", str(tmp_path)]):
+        assert CliRunner().invoke(app, ["bench", "ring", *wrong]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"), [(KeyboardInterrupt(), 130), (WorkerFailure("train-0 was killed"), 1)]
+)
+def test_stopped_benchmark_ends_without_a_traceback(
+    error: BaseException, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ring, "_measure", measure)
+    result = CliRunner().invoke(app, ["bench", "ring"])
+    assert result.exit_code == exit_code
+    assert "Traceback" not in result.output and str(error) in result.output
 
 
 def test_ring_compares_both_ways_to_send_a_group() -> None:
@@ -33,7 +65,7 @@ def test_engine_generates_the_given_lengths() -> None:
 
 
 def test_attention_compares_the_same_work() -> None:
-    size = attention.SMALL | {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 50}
+    size = SMALL | {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 50}
     shape = attention.Shape(prompt_len=40, shortest=7, longest=7, num_generations=4)
     row = attention.compare(shape, size, torch.float32, "cpu", repetitions=1)
     assert row["token_ratio"] == 4 * (40 + 7) / (40 + 4 * 7)
@@ -58,7 +90,7 @@ def test_peak_memory_counts_tensors_that_live_at_the_same_time() -> None:
 
 def test_weights_counts_the_bytes_of_an_update() -> None:
     """With a cast on the way. The suite itself compares every bit."""
-    size = attention.SMALL | {"num_hidden_layers": 2, "vocab_size": 40_000}
+    size = SMALL | {"num_hidden_layers": 2, "vocab_size": 40_000}
     (row,) = weights.run("cpu", "cpu", "bfloat16", repetitions=1, size=size)
     layer = 256 * (256 + 2 * 128 + 256 + 3 * 768) + 2 * 256 + 2 * 64
     assert row["weight_bytes"] == 2 * (2 * 40_000 * 256 + 2 * layer + 256)
@@ -71,47 +103,27 @@ def test_weights_counts_the_bytes_of_an_update() -> None:
         list(weights.run("cpu", "cpu:2"))
 
 
-@pytest.mark.long
-def test_pipeline_does_the_same_work_in_every_mode() -> None:
-    runs = [pipeline.measure(mode, size=4, iterations=1) for mode in pipeline.MODES]
-    assert len({round(run["completion_tokens"]) for run in runs}) == 1
-    for run in runs:
-        for phase in ("infer", "train"):
-            assert 0 < run[f"{phase}_seconds"] < run["iteration_seconds"]
-
-
 def test_pipeline_takes_ratios_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([4.0, 3.0, 2.0, 1.0, 8.0, 6.0, 4.0, 2.0])  # the machine slows down
 
-    def measure(mode: str, size: int, iterations: int) -> dict[str, float]:
+    def measure(mode: str, prompts: int, iterations: int) -> dict[str, float]:
         phases = {"infer_seconds": 2, "train_seconds": 1, "weights_seconds": 0.5}
         return {"iteration_seconds": next(seconds), **phases}
 
     monkeypatch.setattr(pipeline, "measure", measure)
-    rows = {row["mode"]: row for row in pipeline.run([4], rounds=2)}
+    rows = {row["mode"]: row for row in pipeline.run(rounds=2)}
     assert [row["over_sync"] for row in rows.values()] == [1, 4 / 3, 2, 4]
     assert rows["apart"]["ceiling"] == 3.5 / 2.5 and rows["periodic"]["ceiling"] == 3.5 / 2
     assert rows["periodic"]["share_of_ceiling"] == pytest.approx(4 / (3.5 / 2))
 
 
-@pytest.mark.parametrize(
-    ("error", "exit_code", "message"),
-    [
-        (KeyboardInterrupt(), 130, ""),
-        (Interrupted(signal.SIGTERM), 143, ""),
-        (WorkerFailure("train-0 was killed by SIGKILL"), 1, "train-0 was killed by SIGKILL"),
-    ],
-)
-def test_stopped_benchmark_ends_without_a_traceback(
-    error: BaseException, exit_code: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run() -> None:
-        raise error
-
-    monkeypatch.setattr(ring, "run", run)
-    result = CliRunner().invoke(app, ["bench", "ring"])
-    assert result.exit_code == exit_code
-    assert "Traceback" not in result.output and message in result.output
+@pytest.mark.long
+def test_pipeline_does_the_same_work_in_every_mode() -> None:
+    runs = [pipeline.measure(mode, prompts=4, iterations=1) for mode in pipeline.MODES]
+    assert len({run["completion_tokens"] for run in runs}) == 1
+    for run in runs:
+        for phase in ("infer", "train"):
+            assert 0 < run[f"{phase}_seconds"] < run["iteration_seconds"]
 
 
 def test_loop_makes_a_run_that_passes_every_check(tmp_path: Path) -> None:

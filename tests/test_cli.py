@@ -188,23 +188,6 @@ def test_diff_of_what_is_no_run_is_the_users_mistake(name: str, key: str, tmp_pa
 # The shell.
 
 
-def test_bench_prints_a_table_and_writes_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [{"what": "ring", "gb_per_second": 3.14159}, {"what": "queue", "times": 15}]
-    suite = SimpleNamespace(run=lambda: rows)
-    monkeypatch.setitem(sys.modules, "easyrl.bench.ring", suite)
-    file = tmp_path / "ring.json"
-    result = call("bench", "ring", "--json", str(file))
-    assert result.exit_code == 0, result.output
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert lines[1:] == [["what", "ring", "queue"], ["gb_per_second", "3.14"], ["times", "15"]]
-    report = json.loads(file.read_text(encoding="utf-8"))
-    assert report["suite"] == "ring" and report["results"] == rows
-    assert report["machine"]["cores"] >= 1 and report["machine"]["memory_bytes"] > 2**20
-    assert {"cpu", "platform", "python", "torch", "transformers"} <= report["machine"].keys()
-
-
 BROKEN_OFF = """
 import easyrl.cli
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from easyrl.bench.measure import peak_bytes
+from easyrl.bench.harness import peak_bytes
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.data.hub import resolve_model

@@ -18,8 +18,17 @@ import torch
 from torch import Tensor
 
 from easyrl import devices
-from easyrl.bench.measure import Row, median_ratio, peak_bytes, take_turns, timed
-from easyrl.bench.models import QWEN3_06B, SMALL, random_group, random_model
+from easyrl.bench.harness import (
+    QWEN3_06B,
+    SMALL,
+    Row,
+    median_ratio,
+    peak_bytes,
+    random_group,
+    random_model,
+    take_turns,
+    timed,
+)
 from easyrl.data.packing import Rollout, pack, split_group
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.cpu_layers import speed_up_linear_layers
@@ -34,20 +43,8 @@ class Shape(NamedTuple):
     num_generations: int
 
 
-CPU_SHAPES = (
-    Shape(256, 32, 32, 16),
-    Shape(128, 128, 128, 16),
-    Shape(256, 16, 128, 16),
-    Shape(8, 128, 128, 8),
-    Shape(512, 64, 64, 8),
-    Shape(64, 16, 128, 8),
-)
-ACCELERATOR_SHAPES = (
-    Shape(1024, 512, 512, 16),
-    Shape(1024, 64, 512, 16),
-    Shape(256, 256, 256, 8),
-    Shape(64, 512, 512, 8),
-)
+CPU_SHAPES = Shape(256, 32, 32, 16), Shape(256, 16, 128, 16), Shape(8, 128, 128, 8)
+ACCELERATOR_SHAPES = Shape(1024, 512, 512, 16), Shape(1024, 64, 512, 16), Shape(64, 512, 512, 8)
 
 
 class Result(NamedTuple):
@@ -56,8 +53,7 @@ class Result(NamedTuple):
 
 
 def run(repetitions: int = 5) -> Iterator[Row]:
-    """One row per shape. Errors are in nats, and relative to max(|g|, 1e-4 |all g|) for gradients;
-    memory is that beside the model and its gradients."""
+    """One row per shape."""
     kind, _ = devices.accelerator()
     if kind == "cpu":
         torch.set_num_threads(1)
@@ -69,6 +65,8 @@ def run(repetitions: int = 5) -> Iterator[Row]:
 def compare(
     shape: Shape, size: Mapping[str, Any], dtype: torch.dtype, kind: str, repetitions: int
 ) -> Row:
+    """Errors are in nats, and relative to max(|g|, 1e-4 |all g|) for gradients; memory is that
+    beside the model and its gradients."""
     device = torch.device(kind)
     register_attention()
     with device:
@@ -93,11 +91,9 @@ def compare(
         "speedup": speedup,
         "token_ratio": token_ratio,
         "efficiency": speedup / token_ratio,
-        "max_logprob_error": errors["shared"][0],
-        "max_grad_error": errors["shared"][1],
-        "max_logprob_error_repeated": errors["repeated"][0],
-        "max_grad_error_repeated": errors["repeated"][1],
         "memory_ratio": peaks["repeated"] / peaks["shared"],
+        **errors["shared"],
+        **{f"{name}_repeated": error for name, error in errors["repeated"].items()},
     }
 
 
@@ -155,11 +151,12 @@ def _backward(logprobs: Tensor, weights: Tensor, model: Any) -> Result:
     return Result(logprobs.detach(), {n: p.grad for n, p in model.named_parameters()})
 
 
-def _errors(result: Result, expected: Result) -> tuple[float, float]:
-    """The largest error of a log-probability in nats, and of a tensor's gradient, relative."""
+def _errors(result: Result, expected: Result) -> Row:
+    """The largest errors of a log-probability, and of a tensor's gradient."""
     total = torch.stack([g.norm() for g in expected.gradients.values()]).norm()
     of_gradients = [
         float((result.gradients[name].double() - g).norm() / max(g.norm(), 1e-4 * total))
         for name, g in expected.gradients.items()
     ]
-    return float((result.logprobs.double() - expected.logprobs).abs().max()), max(of_gradients)
+    of_logprobs = (result.logprobs.double() - expected.logprobs).abs()
+    return {"max_logprob_error": float(of_logprobs.max()), "max_grad_error": max(of_gradients)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from easyrl.bench.measure import Row, median_ratio, take_turns, timed
+from easyrl.bench.harness import Row, median_ratio, take_turns, timed
 from easyrl.data.arithmetic import held_out_prompts
 from easyrl.data.chat import render_prompt
 from easyrl.data.hub import resolve_model
@@ -28,7 +29,7 @@ from easyrl.model.policy import Policy
 NUM_ROWS = 128
 EQUAL_LENGTH = 88
 NUM_RAGGED, MEAN_LENGTH, MAX_LENGTH = 512, 92, 256  # capped at MAX_LENGTH, the mean is about 88
-Prompts = Sequence[list[int]]
+CPU = torch.device("cpu")
 
 
 def run(repetitions: int = 5) -> Iterator[Row]:
@@ -43,21 +44,20 @@ def run(repetitions: int = 5) -> Iterator[Row]:
     yield compare("geometric lengths", prompts, ragged, repetitions)
 
 
-def compare(load: str, prompts: Prompts, lengths: Sequence[int], repetitions: int) -> Row:
+def compare(
+    load: str, prompts: Sequence[list[int]], lengths: Sequence[int], repetitions: int
+) -> Row:
     settings = SamplingSettings(max_prompt_length=64, max_completion_length=MAX_LENGTH)
-    policy = Policy.load("tiny")
-    engine = EmbeddedEngine(policy, settings, num_rows=NUM_ROWS, ignore_eos=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
-    cpu = torch.device("cpu")
+    engine = EmbeddedEngine(Policy.load("tiny"), settings, num_rows=NUM_ROWS, ignore_eos=True)
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
     actions = {
-        "engine": timed(lambda: run_engine(engine, prompts, lengths), cpu),
-        "generate": timed(lambda: run_generate(model, prompts, lengths), cpu),
+        "engine": timed(partial(_run_engine, engine, prompts, lengths), CPU),
+        "generate": timed(partial(_run_generate, model, prompts, lengths), CPU),
     }
     seconds = take_turns(actions, repetitions)
     rates = {name: sum(lengths) / statistics.median(taken) for name, taken in seconds.items()}
     return {
         "load": load,
-        "sequences": len(lengths),
         "completion_tokens": sum(lengths),
         "engine_tokens_per_second": rates["engine"],
         "generate_tokens_per_second": rates["generate"],
@@ -65,7 +65,9 @@ def compare(load: str, prompts: Prompts, lengths: Sequence[int], repetitions: in
     }
 
 
-def run_engine(engine: EmbeddedEngine, prompts: Prompts, lengths: Sequence[int]) -> None:
+def _run_engine(
+    engine: EmbeddedEngine, prompts: Sequence[list[int]], lengths: Sequence[int]
+) -> None:
     for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         engine.submit(GroupRequest((number,), prompt, 1, [length]))
     while engine.has_work:
@@ -73,16 +75,12 @@ def run_engine(engine: EmbeddedEngine, prompts: Prompts, lengths: Sequence[int])
 
 
 @torch.inference_mode()
-def run_generate(model: Any, prompts: Prompts, lengths: Sequence[int]) -> None:
+def _run_generate(model: Any, prompts: Sequence[list[int]], lengths: Sequence[int]) -> None:
     """Generate left-padded batches with transformers' defaults (SDPA, dynamic cache)."""
     for start in range(0, len(prompts), NUM_ROWS):
         batch = slice(start, start + NUM_ROWS)
-        ids = pad_sequence(
-            [torch.tensor(prompt) for prompt in prompts[batch]],
-            batch_first=True,
-            padding_value=-1,
-            padding_side="left",
-        )
+        rows = [torch.tensor(prompt) for prompt in prompts[batch]]
+        ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
         model.generate(
             ids.clamp(min=0),
             attention_mask=(ids >= 0).long(),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,8 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from easyrl import devices
-from easyrl.bench.measure import Row
-from easyrl.bench.models import QWEN3_06B, SMALL, random_model
-from easyrl.bench.runs import record
-from easyrl.config import Config, ConfigError, load_config
-from easyrl.config.model import DType
+from easyrl.bench.harness import QWEN3_06B, SMALL, Row, random_model, record
+from easyrl.config import Config, load_config
 from easyrl.data.chat import render_prompt
 from easyrl.model.files import DTYPE_BYTES, load_tokenizer, read_model_files
 from easyrl.runtime.placement import resolve_placement
@@ -41,11 +39,8 @@ SIZES: dict[str, dict[str, Any]] = {
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
-    "L40S": 362e12,
 }
 """Dense bfloat16 by the vendors' data sheets. The first name that is part of a device's counts."""
 ON_ACCELERATORS = {
@@ -62,43 +57,33 @@ ON_CPU = {
     "train.prompts_per_iteration": 8,
     "train.max_tokens_per_micro_batch": 1024,
 }
-REWARD = """
-import zlib
-
-def spread(completion_ids, **_):
-    return [zlib.crc32(repr(list(ids)).encode()) % 1000 / 1000 for ids in completion_ids]
-"""
 
 
 def run(
     infer_devices: str | None = None,
     train_devices: str | None = None,
     model: str | None = None,
-    dtype: DType | None = None,
+    dtype: str | None = None,
     *,
     words: Sequence[str] = (),
     iterations: int = 3,
-    load: Mapping[str, int] | None = None,
 ) -> Iterator[Row]:
     """One row per model (`model`: only this one of SIZES). `words` win over what is set here.
 
     `mfu` (None if the peak is unknown) is of sync, all else of periodic. Tokens are completion
     tokens trained. `both_busy` is a lower bound: it is exact if something is busy all the time.
     """
-    if model is not None and model not in SIZES:
-        raise ConfigError(f"--model: expected one of {', '.join(SIZES)}, got '{model}'")
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
     placement = resolve_placement(load_config(None, flags, words))
     on_cpu = placement.train.kind == "cpu"
-    names = [model] if model is not None else ["small"] if on_cpu else ["0.6B", "1.7B"]
     flags |= {
-        **(load or (ON_CPU if on_cpu else ON_ACCELERATORS)),
+        **(ON_CPU if on_cpu else ON_ACCELERATORS),
         "model.dtype": dtype or ("float32" if on_cpu else "bfloat16"),
         "rollout.engine": "embedded",
         "rollout.memory_fraction": 0.3,  # of a shared device: a trainer needs several times as much
         "train.activation_checkpointing": placement.shares_device,
     }
-    for name in names:
+    for name in [model] if model is not None else ["small"] if on_cpu else ["0.6B", "1.7B"]:
         yield {"model": name} | _measure(SIZES[name], flags, words, iterations)
 
 
@@ -140,8 +125,8 @@ def _measure(
 
 
 def write_inputs(folder: Path, size: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Write a random model with the tokenizer of `tiny`, prompts and the reward; return the flags
-    that name them. Prompts and completions (on average) have half the maximum of a completion."""
+    """Write a random model with the tokenizer of `tiny`, and prompts; return the flags that name
+    them. Prompts and completions (on average) have half the maximum of a completion."""
     length = config.rollout.max_completion_length // 2
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = random_model(size)
@@ -155,13 +140,17 @@ def write_inputs(folder: Path, size: Mapping[str, Any], config: Config) -> dict[
     num_prompts = config.train.prompts_per_iteration
     texts = ["".join(drawn.choices("0123456789", k=length)) for _ in range(num_prompts)]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
-    (folder / "reward.py").write_text(REWARD)
     return {
         "model.path": str(folder / "model"),
         "data.dataset": str(folder / "prompts.jsonl"),
         "data.max_prompt_length": max(len(render_prompt(text, tokenizer)) for text in texts),
-        "reward.functions": [f"{folder}/reward.py:spread"],
+        "reward.functions": [f"{__name__}:spread"],
     }
+
+
+def spread(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """A reward between 0 and 1 that differs between completions."""
+    return [zlib.crc32(repr(list(ids)).encode()) % 1000 / 1000 for ids in completion_ids]
 
 
 def training_flops(

@@ -11,54 +11,47 @@ its busier group, `periodic` not faster than all cores working all the time:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
-from easyrl.bench.measure import Row, median_ratio, take_turns
-from easyrl.bench.runs import record
+from easyrl.bench.harness import Row, median_ratio, record, take_turns
 from easyrl.processes import num_cores
 
 MODES = {"sync": 1, "colocated": 1, "apart": 4, "periodic": 2}
 """The part of the groups that is in flight: all, a half or a quarter."""
 
 
-def run(sizes: Sequence[int] = (16, 64), rounds: int = 3) -> Iterator[Row]:
-    """One row per size (prompts per iteration) and mode. `over_sync` and `over_colocated`: how many
-    times as fast as these it is (median over rounds)."""
-    for size in sizes:
-        iterations = 8 if size <= 16 else 4
-        actions = {mode: partial(measure, mode, size, iterations) for mode in MODES}
-        runs = take_turns(actions, rounds, num_warm_up=0)
-        seconds = {
-            (mode, what): [run[f"{what}_seconds"] for run in runs[mode]]
-            for mode in MODES
-            for what in ("iteration", "infer", "train", "weights")
-        }
-        medians = {key: statistics.median(values) for key, values in seconds.items()}
-        infer, train, weights = (medians["sync", what] for what in ("infer", "train", "weights"))
-        busy = {"apart": max(infer, train), "periodic": (infer + train) / 2}
-        for mode in MODES:
-            row: Row = {"prompts": size, "mode": mode}
-            row["iteration_seconds"] = medians[mode, "iteration"]
-            for other in ("sync", "colocated"):
-                pair = seconds[other, "iteration"], seconds[mode, "iteration"]
-                row[f"over_{other}"] = median_ratio(*pair)
-            if mode in busy:
-                row["ceiling"] = (infer + train + weights) / (busy[mode] + weights)
-                row["share_of_ceiling"] = row["over_sync"] / row["ceiling"]
-            yield row
+def run(prompts: int = 64, rounds: int = 3) -> Iterator[Row]:
+    """One row per mode. `over_sync` and `over_colocated`: how many times as fast as these it is
+    (median over rounds). `prompts`: per iteration."""
+    actions = {mode: partial(measure, mode, prompts, iterations=4) for mode in MODES}
+    runs = take_turns(actions, rounds, num_warm_up=0)
+    seconds = {mode: [run["iteration_seconds"] for run in runs[mode]] for mode in MODES}
+    infer, train, weights = (
+        statistics.median(run[f"{phase}_seconds"] for run in runs["sync"])
+        for phase in ("infer", "train", "weights")
+    )
+    busy = {"apart": max(infer, train), "periodic": (infer + train) / 2}
+    for mode in MODES:
+        row: Row = {"mode": mode, "iteration_seconds": statistics.median(seconds[mode])}
+        for other in ("sync", "colocated"):
+            row[f"over_{other}"] = median_ratio(seconds[other], seconds[mode])
+        if mode in busy:
+            row["ceiling"] = (infer + train + weights) / (busy[mode] + weights)
+            row["share_of_ceiling"] = row["over_sync"] / row["ceiling"]
+        yield row
 
 
-def measure(mode: str, size: int, iterations: int) -> dict[str, float]:
+def measure(mode: str, prompts: int, iterations: int) -> dict[str, float]:
     num_threads = num_cores() if mode == "colocated" else max(1, num_cores() // 2)
     flags = {
         "runtime.schedule": "periodic" if mode in ("apart", "periodic") else "sync",
-        "train.prompts_per_iteration": size,
+        "train.prompts_per_iteration": prompts,
         "rollout.num_generations": 8,
-        "rollout.max_concurrent_groups": max(2, size // MODES[mode]),
+        "rollout.max_concurrent_groups": max(2, prompts // MODES[mode]),
         "devices.infer": "cpu",
         "devices.train": "cpu",
         # Cores are shared between the groups unless a number of threads is set.
         "devices.threads": None if mode == "periodic" else num_threads,
     }
-    return record(f"{size} prompts, {mode}", flags, iterations=iterations)
+    return record(mode, flags, iterations=iterations)

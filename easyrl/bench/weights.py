@@ -1,11 +1,11 @@
-"""A weight update against bare broadcasts of the same bytes.
+"""A weight update against bare broadcasts of as many bytes.
 
 A train process sends the weights of a random model of Qwen3-0.6B's shape (596 million, 311 names)
 in float32, and rollout processes load them in their dtype, through the weight channel as in a run.
 
     update   from the moment the trainer begins to send until the last engine has loaded all
-    bare     as many bytes, in the same process group, straight from weights to weights: nothing is
-             packed, cast or copied. One broadcast, or pieces of a bucket's size, if that is faster
+    bare     as many bytes, bucket after bucket, in the same process group: nothing is packed, cast,
+             copied or loaded
 
 The peak is the largest of all processes', from before they join the channel to the end of an
 update, beside the model. That update is into zeros, and every bit of it is compared.
@@ -23,17 +23,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils import vector_to_parameters
 
 from easyrl import devices
-from easyrl.bench.measure import Row, peak_bytes, peak_resident_bytes, take_turns
-from easyrl.bench.models import QWEN3_06B, random_model
+from easyrl.bench.harness import QWEN3_06B, Row, peak_bytes, random_model, take_turns
 from easyrl.channels import BUCKET_BYTES
-from easyrl.channels.weights import WeightEndpoint
+from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import Config, ConfigError, load_config
-from easyrl.config.model import DType
-from easyrl.engines.base import PolicyEngine
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import gathered
 from easyrl.processes import pin
@@ -50,7 +45,7 @@ MIN_SHARE = 0.7
 def run(
     infer_devices: str | None = None,
     train_devices: str | None = None,
-    dtype: DType = "float32",
+    dtype: str = "float32",
     *,
     repetitions: int = 5,
     size: Mapping[str, Any] = QWEN3_06B,
@@ -72,18 +67,14 @@ def run(
         if len(set(digests)) > 1:
             raise RuntimeError("bench weights: an engine's weights differ from those sent")
 
-        def seconds(method: str, *arguments: int) -> float:
+        def seconds(method: str) -> float:
             """From the trainer's start to the last one's end."""
-            spans = call(method, *arguments)
+            spans = call(method)
             return float(max(end for _, end in spans) - spans[0][0])
 
-        num_bytes = sizes[0]
-        ways = {"update": partial(seconds, "update")}
-        if not placement.shares_device:
-            for chunk_bytes in (num_bytes, BUCKET_BYTES):
-                ways[f"bare, {chunk_bytes}"] = partial(seconds, "broadcast", num_bytes, chunk_bytes)
-        medians = {w: statistics.median(s) for w, s in take_turns(ways, repetitions).items()}
-    update = medians.pop("update")
+        ways = ["update"] if placement.shares_device else ["update", "broadcast"]
+        taken = take_turns({way: partial(seconds, way) for way in ways}, repetitions)
+    num_bytes, update = sizes[0], statistics.median(taken["update"])
     row = {
         "dtype": dtype,
         "infer_devices": str(placement.infer),
@@ -97,7 +88,7 @@ def run(
     if placement.shares_device:
         row["unsupported_reason"] = reasons[0]
     else:
-        bare = min(medians.values())
+        bare = statistics.median(taken["broadcast"])
         row["bare_broadcast_gigabytes_per_second"] = num_bytes / 1e9 / bare
         row["share_of_bare"] = bare / update
     yield row
@@ -105,7 +96,7 @@ def run(
 
 def _spawn(
     supervisor: Supervisor, config: Config, placement: Placement, size: Mapping[str, Any]
-) -> Callable[..., list[Any]]:
+) -> Callable[[str], list[Any]]:
     """Start a process for the trainer and one for each engine. The function returned calls a method
     of every `_Member` at the same time and returns their results, the trainer's first."""
     store_path = f"/proc/{os.getpid()}/fd/{os.memfd_create('easyrl-store')}"
@@ -113,13 +104,12 @@ def _spawn(
     workers = []
     for rank, name in enumerate(names):
         settings = worker_settings(config, placement, *name, store_path=store_path, log_file=None)
-        endpoint = settings.weight_endpoint(rank, len(names))
-        member = (__name__, "_Member", settings, endpoint, size)
+        member = (__name__, "_Member", settings, settings.weight_endpoint(rank, len(names)), size)
         workers.append(supervisor.spawn(settings.name, run_worker, *member))
 
-    def call(method: str, *arguments: int) -> list[Any]:
+    def call(method: str) -> list[Any]:
         for worker in workers:
-            worker.control.send((method, arguments))
+            worker.control.send((method,))
         results: dict[str, Any] = {}
         while len(results) < len(workers):
             for worker, event in supervisor.wait():
@@ -130,11 +120,11 @@ def _spawn(
     return call
 
 
-class _Member(PolicyEngine):
+class _Member:
     """The trainer (rank 0) or an engine. Calls the methods it is sent. Those that are measured
     return start and end in seconds, on the clock that all processes share."""
 
-    has_work = False
+    _channel: WeightChannel
 
     def __init__(
         self,
@@ -147,64 +137,54 @@ class _Member(PolicyEngine):
         self._endpoint, self._control = endpoint, control
         self._is_trainer = endpoint.rank == 0
         self._dtype = getattr(torch, settings.config.model.dtype)  # of the engines
-        self._version = self._num_bytes = 0
-        dtype = torch.float32 if self._is_trainer else self._dtype
-        self.policy, self._memory = _random_policy(size, dtype, torch.device(settings.device))
-        if not self._is_trainer:
-            self._memory.zero_()
+        self._version = 0
+        device = torch.device(settings.device)
+        with device, torch.no_grad():
+            model = random_model(size)
+            self._num_bytes = model.num_parameters() * self._dtype.itemsize
+            self._bucket = torch.zeros(BUCKET_BYTES, dtype=torch.uint8)
+            if not self._is_trainer:
+                model.to(self._dtype)
+                for weight in model.parameters():
+                    weight.zero_()
+        self._policy = Policy(model, device)
 
     def run(self) -> None:
         while isinstance(call := self._control.recv(), tuple):
-            method, arguments = call
-            self._control.send((getattr(self, method)(*arguments),))
+            self._control.send((getattr(self, *call)(),))
 
     def prepare(self) -> tuple[int, int, str, str | None]:
         """Join the channel and update once. Returns the peak of bytes that both take, the bytes
         sent, a hash of all weights in the engines' dtype, and `unsupported_reason`."""
-        on_cpu = self.policy.device.type == "cpu"
-        measure = peak_resident_bytes if on_cpu else partial(peak_bytes, device=self.policy.device)
-        peak = measure(self.update)
+
+        def join_and_update() -> None:
+            self._channel = WeightChannel(self._endpoint)
+            self.update()
+
+        peak = peak_bytes(join_and_update, self._policy.device)
         digest = hashlib.sha256()
-        for name, weight in self.policy.named_weights():
+        for name, weight in self._policy.named_weights():
             bits = weight.detach().to(self._dtype).cpu().view(-1).view(torch.uint8)
             digest.update(name.encode() + bits.numpy().tobytes())
-        assert self._channel is not None
         return peak, self._num_bytes, digest.hexdigest(), self._channel.not_shared_reason
 
     def update(self) -> tuple[float, float]:
-        if self._channel is None:
-            self.join_weights(self._endpoint)
-        assert self._channel is not None
         self._version += 1
         start = time.monotonic()
         if self._is_trainer:
-            self._num_bytes = self._channel.send(
-                self._version, self.policy.weights(), dtype=self._dtype, gather=gathered
+            num_sent = self._channel.send(
+                self._version, self._policy.weights(), dtype=self._dtype, gather=gathered
             )
+            assert num_sent == self._num_bytes
         else:
-            self.receive_weights(self._version)
-        devices.synchronize(self.policy.device)
+            into = dict(self._policy.flat_weights()).get
+            self._policy.load_weights(self._channel.receive(self._version, into))
+        devices.synchronize(self._policy.device)
         return start, time.monotonic()
 
-    def broadcast(self, num_bytes: int, chunk_bytes: int) -> tuple[float, float]:
-        assert self._channel is not None
+    def broadcast(self) -> tuple[float, float]:
         start = time.monotonic()
-        for chunk in torch.split(self._memory[:num_bytes], chunk_bytes):
-            self._channel.broadcast(chunk, "a bare broadcast")
-        devices.synchronize(self.policy.device)
+        for first in range(0, self._num_bytes, BUCKET_BYTES):
+            self._channel.broadcast(self._bucket[: self._num_bytes - first], "a bare broadcast")
+        devices.synchronize(self._bucket.device)
         return start, time.monotonic()
-
-
-def _random_policy(
-    size: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-) -> tuple[Policy, Tensor]:
-    """Return a model with all weights in one piece of memory, and this memory as bytes."""
-    with torch.device("meta"):
-        model = random_model(size)
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
-    memory = torch.empty(num_weights, dtype=dtype, device=device)
-    memory.uniform_(-1.0, 1.0, generator=torch.Generator(device).manual_seed(0))
-    model.to_empty(device=device).to(dtype)
-    model.tie_weights()
-    vector_to_parameters(memory, model.parameters())
-    return Policy(model, device), memory.view(torch.uint8)

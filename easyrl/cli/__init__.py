@@ -51,7 +51,7 @@ app.command()(tools.watch)
 app.command()(tools.doctor)
 app.command()(tools.export)
 app.command("config")(tools.print_config)
-app.add_typer(bench, name="bench")
+app.command()(bench)
 
 
 def main() -> None:

@@ -1,0 +1,209 @@
+"""Run a suite, print its table and write JSON. Time and memory of actions; random inputs."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import numpy as np
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from easyrl import devices, events
+from easyrl.config import load_config
+from easyrl.processes import num_cores
+from easyrl.runtime.run import run
+from easyrl.runtime.supervisor import SIGNALLED, Interrupted, WorkerFailure
+from easyrl.types import RolloutGroup
+
+T = TypeVar("T")
+Row = dict[str, Any]
+"""Figures by name."""
+
+SMALL = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+QWEN3_06B = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def run_suite(name: str, suite: Iterable[Row], json_file: TextIO | None) -> int:
+    """Run the suite; return the exit code."""
+    try:
+        rows = list(suite)
+    except KeyboardInterrupt as error:
+        return SIGNALLED + int(getattr(error, "signum", signal.SIGINT))
+    except WorkerFailure as failure:
+        print(f"easyrl: {failure}", file=sys.stderr)
+        return 1
+    cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(errors="replace"))
+    machine = {
+        "cpu": cpu[1] if cpu is not None else platform.machine(),
+        "cores": num_cores(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    print(f"easyrl bench {name}: {machine['cpu']}, {machine['cores']} cores")
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = [[name, *(_cell(row.get(name)) for row in rows)] for name in names]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        print(*(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+    if json_file is not None:
+        json.dump({"suite": name, "machine": machine, "results": rows}, json_file, indent=2)
+    return 0
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return "" if value is None else str(value)
+
+
+# -- time and memory ------------------------------------------------------------------------------
+
+
+def take_turns(
+    actions: Mapping[str, Callable[[], T]], repetitions: int, num_warm_up: int = 1
+) -> dict[str, list[T]]:
+    """Return the results of each action, called `repetitions` times after the warm-up.
+
+    Actions take turns, so that noise affects all of them alike; compare them by `median_ratio`."""
+    turns = [
+        {name: action() for name, action in actions.items()}
+        for _ in range(num_warm_up + repetitions)
+    ]
+    return {name: [turn[name] for turn in turns[num_warm_up:]] for name in actions}
+
+
+def timed(action: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """Return a function that calls `action` and returns the seconds that it took."""
+
+    def seconds() -> float:
+        devices.synchronize(device)
+        start = time.perf_counter()
+        action()
+        devices.synchronize(device)
+        return time.perf_counter() - start
+
+    return seconds
+
+
+def median_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
+    """Median over the repetitions of how many times as long the first takes."""
+    return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
+
+
+def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
+    """Most bytes of tensors that `action` holds at once, beyond those held before.
+
+    Accelerators count them; on the CPU torch's profiler does.
+    """
+    if device.type == "cpu":
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            action()
+        recorded = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+        changes = (event.nbytes() for event in recorded if event.name() == "[memory]")
+        return int(max(accumulate(changes, initial=0)))
+    before = torch.accelerator.memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    action()
+    return int(torch.accelerator.max_memory_allocated(device) - before)
+
+
+# -- inputs: nothing is downloaded ----------------------------------------------------------------
+
+
+def random_model(size: Mapping[str, Any], **more: Any) -> Any:
+    """Return a float32 Qwen3. `size`, `more`: arguments of its config."""
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**size, **more, max_position_embeddings=4096))
+
+
+def random_group(prompt_length: int, lengths: Sequence[int], vocab_size: int = 256) -> RolloutGroup:
+    """Return a group of random tokens and advantages. `lengths`: of the completions."""
+    rng = np.random.default_rng(0)
+    num_tokens, num_generations = sum(lengths), len(lengths)
+    return RolloutGroup(
+        iteration=0,
+        policy_version=0,
+        group_index=0,
+        prompt_index=0,
+        prompt_ids=rng.integers(vocab_size, size=prompt_length, dtype=np.int32),
+        completion_lengths=np.array(lengths, np.int32),
+        completion_ids=rng.integers(vocab_size, size=num_tokens, dtype=np.int32),
+        rollout_logprobs=np.zeros(num_tokens, np.float32),
+        loss_mask=np.ones(num_tokens, np.bool_),
+        rewards=np.zeros(num_generations, np.float32),
+        advantages=rng.normal(size=num_generations).astype(np.float32),
+        truncated=np.zeros(num_generations, np.bool_),
+    )
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+
+def record(
+    name: str, flags: Mapping[str, Any], words: Sequence[str] = (), *, iterations: int
+) -> dict[str, float]:
+    """Train for `iterations` after one that warms up. The learning rate is 0, so that all do the
+    same work. Returns the medians of the run's `perf` metrics, and `completion_tokens`, the mean of
+    an iteration. Raises WorkerFailure with `name` if the run fails."""
+    own = {
+        "data.num_held_out": 0,
+        "train.iterations": 1 + iterations,
+        "train.learning_rate": 0.0,
+        "train.keep_checkpoints": 0,
+    }
+    lines: list[Mapping[str, Any]] = []
+    error = ""
+
+    def observe(event: events.Event) -> None:
+        nonlocal error
+        if isinstance(event, events.RunEnded):
+            error = event.message
+        elif isinstance(event, events.IterationFinished):
+            lines.append(event.metrics)
+
+    with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
+        config = load_config(None, {**own, **flags, "output.dir": f"{folder}/run"}, words)
+        exit_code = run(config, [observe])
+    if exit_code > SIGNALLED:
+        raise Interrupted(exit_code - SIGNALLED)
+    if exit_code != 0:
+        raise WorkerFailure(f"bench, {name}: {error}")
+    medians = {
+        key.removeprefix("perf/"): float(statistics.median(line[key] for line in lines[1:]))
+        for key in lines[0]
+        if key.startswith("perf/")
+    }
+    print(f"{name}: {medians['iteration_seconds']:.2f} s per iteration", file=sys.stderr)
+    num_tokens = lines[-1]["num_tokens"] - lines[0]["num_tokens"]  # counted from the run's start
+    return medians | {"completion_tokens": num_tokens / iterations}
