@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 from easyrl import cli, events
 from easyrl.config import ConfigError, load_config
 from easyrl.config.eval import SamplingChoice
-from easyrl.data import arithmetic
-from easyrl.data.problems import with_eval_data
+from easyrl.data.datasets import with_eval_data
+from easyrl.data.tasks import ARITHMETIC
 from easyrl.evaluate import command
 from easyrl.evaluate.command import make_plan
 from easyrl.evaluate.figures import compare
@@ -136,7 +136,7 @@ def test_model_is_evaluated_by_several_engines(tmp_path: Path) -> None:
         right = sample["completion"].rpartition("#")[1:] == ("#", sample["answer"])
         assert sample["reward"] == float(right) == sample["rewards"]["score"]
         assert sample["length"] == len(sample["completion"]) + (not sample["truncated"])
-    contents = [str(prompt.content) for prompt in arithmetic.held_out_prompts()[:8]]
+    contents = [row["prompt"] for row in ARITHMETIC.held_out_rows()[:8]]
     assert sorted({sample["prompt"] for sample in samples}) == sorted(contents)
     by_problem = [[s["reward"] for s in samples if s["prompt"] == content] for content in contents]
     assert results["accuracy"] == pytest.approx(sum(map(sum, by_problem)) / 16)

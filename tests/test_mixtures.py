@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_prompts
-from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm, Source
+from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
 
 LONG = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(30)]
 SHORT = [{"prompt": f"{i}*1=", "level": i} for i in range(7)]
@@ -61,13 +61,11 @@ def test_a_mixture_is_the_same_in_any_order_of_access(files: dict[str, str]) -> 
 def test_a_data_set_that_names_its_own_sources_keeps_them(
     tmp_path: Path, files: dict[str, str]
 ) -> None:
-    rows = [{"prompt": "a", "data_source": "theirs"}, {"prompt": "b"}]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = {"own": str(tmp_path / "own.jsonl"), **files}
-    prompts = [opened(own).prompt(index) for index in range(20)]
-    sources = {str(prompt.content): prompt.columns["data_source"] for prompt in prompts}
-    assert sources["a"] == "theirs" and sources["b"] == own["own"]
-    assert {sources[text] for text in sources if "+" in text} == {files["long"]}
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"prompt": "a", "data_source": "theirs"}\n{"prompt": "b"}\n')
+    stream = opened({"own": str(own), **files})
+    sources = {p.content: p.columns["data_source"] for p in map(stream.prompt, range(20))}
+    assert sources["a"] == "theirs" and sources["b"] == str(own)
 
 
 @given(st.lists(st.floats(min_value=0.01, max_value=1), min_size=2, max_size=6))
@@ -75,7 +73,7 @@ def test_a_data_set_that_names_its_own_sources_keeps_them(
 def test_no_data_set_is_ever_far_from_its_part(weights: list[float]) -> None:
     form = RowForm(load_config().data, None)
     rows = [{"prompt": str(row)} for row in range(BLOCK)]
-    sets = {str(n): DataSet(Source(str(n), rows, str), form, None) for n in range(len(weights))}
+    sets = {str(n): DataSet(str(n), rows, form) for n in range(len(weights))}
     mixture = PromptStream(sets, weights)
     counts: Counter[str] = Counter()
     for index in range(BLOCK):
@@ -100,14 +98,14 @@ def test_generated_problems_can_be_part_of_a_mixture(files: dict[str, str]) -> N
     assert held_out[3].columns["data_source"] == "arithmetic"
 
 
-def test_examples_are_named_by_and_left_out_of_their_own_data_set(files: dict[str, str]) -> None:
+def test_rows_are_named_by_and_left_out_of_their_own_data_set(files: dict[str, str]) -> None:
     stream = opened(files)
-    assert len(stream.examples()) == 37
-    assert stream.location(29) == f"{files['long']}:30"
-    assert stream.location(30) == f"{files['short']}:1"
-    fewer = stream.without([0, 30, 31])
+    locations = list(stream.examples())
+    assert len(locations) == 37
+    assert locations[29:31] == [f"{files['long']}:30", f"{files['short']}:1"]
+    fewer = stream.without({locations[0], *locations[30:32]})
     assert fewer.epoch_length == 34
     contents = {fewer.prompt(index).content for index in range(2 * BLOCK)}
     assert contents == {row["prompt"] for row in [*LONG[1:], *SHORT[2:]]}
     with pytest.raises(ConfigError, match=r"data\.long_prompts: .*short\.jsonl"):
-        stream.without(range(30, 37))
+        stream.without(locations[30:])

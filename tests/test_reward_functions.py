@@ -200,7 +200,7 @@ def test_missing_column_is_an_error_before_the_run(name: str) -> None:
 
 
 def test_preset_has_a_default_reward() -> None:
-    assert reward_specs(config_of()) == ["easyrl.data.arithmetic:score"]
+    assert reward_specs(config_of()) == ["easyrl.data.tasks:score"]
     assert reward_specs(config_of("exact_match")) == ["exact_match"]
     assert reward_weights(config_of("exact_match", "my.py:chat")) == [1.0, 1.0]
     with pytest.raises(ConfigError, match=r"reward.functions.*data.jsonl"):

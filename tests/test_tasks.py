@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from easyrl.data import arithmetic, countdown
-from easyrl.data.countdown import FULL, SMALL, Countdown
 from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.data.tasks import (
+    ARITHMETIC,
+    COUNTDOWN,
+    COUNTDOWN_SMALL,
+    Countdown,
+    Task,
+    applied,
+    score,
+)
 from easyrl.model.built_in import make_tiny
-from easyrl.types import Prompt
 from runs import finish, summary_of
 
 TINY = BUILT_IN_MODELS["tiny"]
@@ -34,34 +41,31 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("task", "index", "content", "columns"),
+    ("task", "index", "row"),
     [
-        (arithmetic, 3, "73+40+16+92=", {"answer": "221"}),
-        (FULL, 3, "36 2 50 27 = 38\n", {"nums": [36, 2, 50, 27], "target": 38}),
-        (SMALL, 2, "7 9 1 = 17\n", {"nums": [7, 9, 1], "target": 17}),
+        (ARITHMETIC, 3, {"prompt": "73+40+16+92=", "answer": "221"}),
+        (COUNTDOWN, 3, {"prompt": "36 2 50 27 = 38\n", "nums": [36, 2, 50, 27], "target": 38}),
+        (COUNTDOWN_SMALL, 2, {"prompt": "7 9 1 = 17\n", "nums": [7, 9, 1], "target": 17}),
     ],
 )
 def test_problems_are_the_same_on_every_machine(
-    task: Any, index: int, content: str, columns: dict[str, object]
+    task: Task, index: int, row: dict[str, object]
 ) -> None:
-    assert task.train_prompt(0, index) == Prompt(index, content, columns)
-    same = [task.train_prompt(7, i).content == task.train_prompt(8, i).content for i in range(200)]
+    assert task.train_row(0, index) == row
+    same = [task.problem(7, i) == task.problem(8, i) for i in range(200)]
     assert sum(same) < 20
 
 
-@pytest.mark.parametrize(("task", "number"), [(arithmetic, 512), (FULL, 256), (SMALL, 128)])
-def test_held_out_problems_are_never_trained_on(task: Any, number: int) -> None:
-    def key(prompt: Prompt) -> object:  # without the order of the numbers
-        columns = prompt.columns
-        return (
-            (*sorted(columns["nums"]), columns["target"]) if "nums" in columns else prompt.content
-        )
+@pytest.mark.parametrize("task", [ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL])
+def test_held_out_problems_are_never_trained_on(task: Task) -> None:
+    def key(row: dict[str, Any]) -> object:  # without the order of the numbers
+        return (*sorted(row["nums"]), row["target"]) if "nums" in row else row["prompt"]
 
-    held_out = task.held_out_prompts()
-    assert len({prompt.content for prompt in held_out}) == len(held_out) == number
-    keys = {key(prompt) for prompt in held_out}
+    held_out = task.held_out_rows()
+    assert len({row["prompt"] for row in held_out}) == len(held_out) == task.num_held_out
+    keys = {key(row) for row in held_out}
     for seed in (0, 1):
-        assert keys.isdisjoint(key(task.train_prompt(seed, index)) for index in range(3000))
+        assert keys.isdisjoint(key(task.train_row(seed, index)) for index in range(3000))
 
 
 def is_solvable(nums: tuple[int, ...], target: int, operations: str) -> bool:
@@ -70,13 +74,13 @@ def is_solvable(nums: tuple[int, ...], target: int, operations: str) -> bool:
         return nums[0] == target
     for left, right, *others in permutations(nums):
         for operation in operations:
-            value = countdown.applied(operation, left, right)
+            value = applied(operation, left, right)
             if value is not None and is_solvable((value, *others), target, operations):
                 return True
     return False
 
 
-@pytest.mark.parametrize("level", [FULL, SMALL], ids=lambda level: level.name)
+@pytest.mark.parametrize("level", [COUNTDOWN, COUNTDOWN_SMALL])
 def test_every_countdown_has_a_solution(level: Countdown) -> None:
     for index in range(150):
         nums, target = level.problem(3, index)
@@ -84,13 +88,6 @@ def test_every_countdown_has_a_solution(level: Countdown) -> None:
         assert all(1 <= number <= level.largest_number for number in nums)
         assert target in level.targets
         assert is_solvable(nums, target, level.operations)
-
-
-def test_arithmetic_lengths_stay_within_their_limits() -> None:
-    prompts = [arithmetic.prompt_text(arithmetic.problem(0, index)) for index in range(2000)]
-    assert {min(map(len, prompts)), max(map(len, prompts))} == {6, 24}
-    longest = arithmetic.worked_solution((99,) * arithmetic.MAX_TERMS)
-    assert len(longest) + 1 <= arithmetic.MAX_COMPLETION_LENGTH
 
 
 WORKING = "17+50=67+8=75\n75+30=105+4=109\n#109"
@@ -112,16 +109,15 @@ WORKING = "17+50=67+8=75\n75+30=105+4=109\n#109"
     ],
 )
 def test_arithmetic_rewards_exactly_the_answer(completion: str, expected: float) -> None:
-    assert arithmetic.worked_solution((17, 58, 34)) == WORKING
-    assert arithmetic.score(["17+58+34="], [completion], [[]], answer=["109"]) == [expected]
+    assert make_tiny.solution((17, 58, 34), random.Random()) == WORKING
+    assert score(["17+58+34="], [completion], [[]], answer=["109"]) == [expected]
 
 
 # The built-in models.
 
 
 def test_tokenizer_gives_one_token_a_character_and_the_text_back(tokenizer: Any) -> None:
-    texts = [arithmetic.worked_solution(arithmetic.problem(0, index)) for index in range(200)]
-    for text in [*texts, "17+58=", " a  b ,.\n\n!", "Don 't ."]:
+    for text in [WORKING, "17+58=", " a  b ,.\n\n!", "Don 't ."]:
         ids = tokenizer.encode(text)
         assert len(ids) == len(text)
         assert tokenizer.decode(ids) == text
@@ -137,8 +133,8 @@ def test_end_of_sequence_is_the_same_everywhere(model: Any, tokenizer: Any) -> N
 
 
 def test_before_rl_tiny_is_right_in_a_part_of_its_samples(model: Any, tokenizer: Any) -> None:
-    prompts = arithmetic.held_out_prompts()[:256]
-    contents = [prompt.content for prompt in prompts]
+    rows = ARITHMETIC.held_out_rows()[:256]
+    contents = [row["prompt"] for row in rows]
     batch = tokenizer(contents, return_tensors="pt", padding=True, padding_side="left")
     torch.manual_seed(0)
     output = model.generate(
@@ -147,12 +143,12 @@ def test_before_rl_tiny_is_right_in_a_part_of_its_samples(model: Any, tokenizer:
         do_sample=True,
         temperature=1.0,
         top_k=0,
-        max_new_tokens=arithmetic.MAX_COMPLETION_LENGTH,
+        max_new_tokens=128,
     )
     ids = output[:, batch["input_ids"].shape[1] :]
     completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    answers = [prompt.columns["answer"] for prompt in prompts]
-    rewards = arithmetic.score(contents, completions, ids.tolist(), answer=answers)
+    answers = [row["answer"] for row in rows]
+    rewards = score(contents, completions, ids.tolist(), answer=answers)
     assert 0.2 <= sum(rewards) / len(rewards) <= 0.6
 
 

@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from easyrl.bench.harness import Row, median_ratio, take_turns, timed
-from easyrl.data.arithmetic import held_out_prompts
 from easyrl.data.chat import render_prompt
 from easyrl.data.hub import resolve_model
+from easyrl.data.tasks import ARITHMETIC
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.files import load_tokenizer
@@ -37,7 +37,8 @@ def run(repetitions: int = 5) -> Iterator[Row]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tokenizer = load_tokenizer("tiny")
-    prompts = [render_prompt(p.content, tokenizer) for p in held_out_prompts()[:NUM_RAGGED]]
+    rows = ARITHMETIC.held_out_rows()[:NUM_RAGGED]
+    prompts = [render_prompt(row["prompt"], tokenizer) for row in rows]
     drawn = np.random.default_rng(0).geometric(1 / MEAN_LENGTH, NUM_RAGGED)
     ragged = np.minimum(drawn, MAX_LENGTH).tolist()
     yield compare("equal lengths", prompts[:NUM_ROWS], [EQUAL_LENGTH] * NUM_ROWS, repetitions)

@@ -1,31 +1,39 @@
-"""Open `data.dataset` as a stream of prompts.
+"""Open `data.dataset` as a stream of prompts, and choose the problems of an evaluation.
 
-    task of a preset           ─► TaskRows ────────────────────────────┐
+    task of a preset           ─► its function from an index to a row ─┐
     .jsonl, .csv (.gz)         ─► read here: an error names its line ──┼► DataSet ─► PromptStream
     .parquet                   ─┐                                      │
     save_to_disk folder        ─┼─► Hugging Face `datasets`, on disk ──┘
     hub id, a preset's rows    ─┘
 
 Errors in the data are found when it is opened, before a process is started: ConfigError, within
-seconds also where the hub does not answer.
+seconds also where the hub does not answer. An evaluation's problems are
+
+    eval.dataset          all of its rows, or a preset's held-out problems
+    else data.dataset     the preset's held-out problems; in `easyrl eval` else all of its rows
 """
 
 from __future__ import annotations
 
 import csv
+import difflib
 import gzip
+import hashlib
 import json
-import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.data import DataConfig
-from easyrl.data.hub import offline_unless_reachable
-from easyrl.data.presets import PRESETS, TRAINED, hint, preset_of
-from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, Source, TaskRows
+from easyrl.data.hub import reach_hub
+from easyrl.data.presets import PRESETS, TRAINED, preset_of
+from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm
+from easyrl.types import Prompt
 
 NumberedRows = Iterator[tuple[int, dict[str, Any]]]
 FORMS = (
@@ -33,14 +41,16 @@ FORMS = (
     "(owner/name:subset:split)"
 )
 HUB_ID = r"[\w.-]+/[\w.-]+(:[^:]*)?(:[^:]+)?"
+ID_DIGITS = 16
+FORM_KEYS = {"preset", "prompt_column", "prompt_template", "system_prompt", "chat", "columns"}
+"""Keys of `data` that say how rows become prompts."""
 
 
 def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
     """Open `data.dataset`. Raises ConfigError where it cannot be used.
 
-    A preset for evaluations is opened as its problems, in their own order; so is a preset with
-    held-out problems on the hub where nothing `is_trained`, so that the training rows need not be
-    fetched.
+    Unless `is_trained`, of a preset on the hub only the held-out problems are opened, in their own
+    order. Some presets cannot be trained on.
     """
     data, names = config.data, config.data.datasets
     if data.preset is not None and set(names) <= set(PRESETS):
@@ -57,86 +67,70 @@ def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
     return stream
 
 
-def check_trainable(data: DataConfig) -> None:
-    """Raise ConfigError for a preset that is for evaluations only."""
-    for name in data.datasets:
-        if name in PRESETS and name not in TRAINED:
-            raise ConfigError(
-                f"{KEY}: '{name}' is for evaluations, not for training; expected {FORMS}"
-            )
-
-
 def _open(name: str, config: Config, *, is_trained: bool) -> DataSet:
-    data = config.data
-    form = RowForm(data, preset_of(name, data))
-    seed = config.runtime.seed if data.shuffle else None
+    form = RowForm(config.data, preset_of(name, config.data))
+    seed = config.runtime.seed if config.data.shuffle else None
     preset = PRESETS.get(name)
     if preset is None:
-        return DataSet(_open_source(name), form, seed)
+        return _open_rows(name, form, seed)
     if preset.task:
-        task = pkgutil.resolve_name(preset.task)
-        rows = TaskRows(task, config.runtime.seed, form.prompt_column)
-        held_out = Source(name, rows.held_out(), lambda row: f"held-out problem {row} of '{name}'")
-        source = Source(name, rows, lambda row: f"problem {row} of '{name}'")
-        return DataSet(source, form, None, DataSet(held_out, form, None))
+        held_out = DataSet(f"{name}, held out", preset.task.held_out_rows(), form)
+        rows = partial(preset.task.train_row, config.runtime.seed)
+        return DataSet(name, rows, form, held_out=held_out)
     assert preset.held_out is not None
-    try:
-        if preset.rows is None or not is_trained:
-            return DataSet(open_hub(preset.held_out), form, None)
-        measured = None
-        if data.num_held_out != 0:
-            measured = DataSet(open_hub(preset.held_out), form, None)
-        return DataSet(open_hub(preset.rows), form, seed, measured)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}. With such rows in a file: --dataset FILE data.preset={name}"
-        ) from error
+    if is_trained and preset.rows is None:
+        raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}', which is for evaluations only")
+    held_out = DataSet(preset.held_out, open_hub(preset.held_out), form)
+    if not is_trained or preset.rows is None:
+        return held_out
+    return DataSet(preset.rows, open_hub(preset.rows), form, seed, held_out=held_out)
 
 
-def _open_source(name: str) -> Source:
+def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:
     """Open a file, a folder or a hub id."""
     path = Path(name).expanduser()
     if match := re.search(r"\.(jsonl|csv)(\.gz)?$|\.parquet$", name):
         if not path.is_file():
             raise ConfigError(f"{KEY}: there is no file '{name}'")
-        if match[1] is None:
-            files = {"data_files": str(path), "split": "train"}
-            return _load(name, lambda datasets: datasets.load_dataset("parquet", **files))
-        rows, lines = _read_lines(path, _csv_rows if match[1] == "csv" else _json_rows)
-        return Source(name, rows, lambda row: f"{path}:{lines[row]}")
-    if path.is_dir():
+        if match[1]:
+            rows, lines = _read_lines(path, _csv_rows if match[1] == "csv" else _json_rows)
+            return DataSet(str(path), rows, form, seed, lines)
+        files = {"data_files": str(path), "split": "train"}
+        loaded = _load(name, lambda datasets: datasets.load_dataset("parquet", **files))
+    elif path.is_dir():
         split = path / "train" if (path / "dataset_dict.json").is_file() else path
-        return _load(name, lambda datasets: datasets.load_from_disk(str(split)))
-    if re.fullmatch(HUB_ID, name) and not path.exists():
-        return open_hub(name)
-    raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'{hint(name)}")
+        loaded = _load(name, lambda datasets: datasets.load_from_disk(str(split)))
+    elif re.fullmatch(HUB_ID, name) and not path.exists():
+        loaded = open_hub(name)
+    else:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'{hint}")
+    return DataSet(name, loaded, form, seed)
 
 
-def open_hub(name: str) -> Source:
+def open_hub(name: str) -> Any:
     """Open a split of a data set on the hub."""
     repository, subset, split = (*name.split(":"), "", "")[:3]
-    with offline_unless_reachable():
-        return _load(
-            name,
-            lambda datasets: datasets.load_dataset(
-                repository, subset or None, split=split or "train"
-            ),
-            " Check the name and the network (HF_ENDPOINT names a mirror)",
-        )
+    advice = "" if reach_hub() else " Check the name and the network (HF_ENDPOINT names a mirror)"
+    return _load(
+        name,
+        lambda datasets: datasets.load_dataset(repository, subset or None, split=split or "train"),
+        advice,
+    )
 
 
-def _load(name: str, load: Callable[[Any], Any], advice: str = "") -> Source:
+def _load(name: str, load: Callable[[Any], Any], advice: str = "") -> Any:
     """Load rows with `datasets`, without progress bars."""
     import datasets
 
     datasets.disable_progress_bars()
     try:
-        rows = load(datasets)
+        return load(datasets)
     except Exception as error:  # datasets and pyarrow raise many kinds
         cause = error if isinstance(error, ConnectionError) else error.__cause__ or error
         why = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
         raise ConfigError(f"{KEY}: '{name}' cannot be loaded: {why}.{advice}") from error
-    return Source(name, rows, lambda row: f"{name}, row {row} (counted from 0)")
 
 
 def _read_lines(
@@ -166,24 +160,73 @@ def _json_rows(file: TextIO) -> NumberedRows:
         if text.strip():
             try:
                 row = json.loads(text)
+                if not isinstance(row, dict):
+                    raise ValueError(f"got {text.strip():.40}")
             except ValueError as error:
-                raise ValueError(f"{line}: expected JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{line}: expected a JSON object, got {text.strip():.40}")
+                raise ValueError(f"{line}: expected a JSON object: {error}") from None
             yield line, row
 
 
 def _csv_rows(file: TextIO) -> NumberedRows:
     """As `_json_rows`. Every value stays the text that it is: an answer of 007 is not 7."""
-    reader = csv.reader(file, strict=True)
+    reader = csv.DictReader(file, restkey="", strict=True)
     try:
-        names = next(reader, [])
-        for values in filter(None, reader):
-            if len(values) != len(names):
-                raise ValueError(
-                    f"{reader.line_num}: expected {len(names)} values as in the header, got "
-                    f"{len(values)}"
-                )
-            yield reader.line_num, dict(zip(names, values, strict=True))
+        for row in reader:
+            if "" in row or None in row.values():
+                raise ValueError(f"{reader.line_num}: expected as many values as in the header")
+            yield reader.line_num, row
     except csv.Error as error:
-        raise ValueError(f"{reader.line_num}: {error}") from None
+        raise ValueError(f"{reader.reader.line_num}: {error}") from None
+
+
+# -- the problems of an evaluation -----------------------------------------------------------------
+
+
+def with_eval_data(config: Config) -> Config:
+    """Return the config with `data` set to the evaluated problems, in the data's own order.
+
+    A preset that `eval.dataset` names has its own prompts; any other data set is asked as `data`
+    says.
+    """
+    data = config.data
+    if config.eval.dataset is not None:
+        data = data.model_copy(update={"dataset": config.eval.dataset, "weights": None})
+        if config.eval.dataset in PRESETS:
+            data = data.model_copy(update=DataConfig().model_dump(include=FORM_KEYS))
+    data = data.model_copy(update={"shuffle": False})
+    return config.model_copy(update={"data": data})
+
+
+def problems_of(stream: PromptStream, config: Config) -> dict[str, Prompt]:
+    """The held-out problems where there are some, else every row once, by their locations: at most
+    `data.num_held_out`. Raises ConfigError where there are none."""
+    data = config.data
+    if data.num_held_out == 0:
+        raise ConfigError("data.num_held_out: expected 1 or more problems to evaluate, got 0")
+    if held_out := stream.held_out()[: data.num_held_out]:
+        return {f"held-out problem {k} of '{data.shown}'": p for k, p in enumerate(held_out)}
+    if stream.epoch_length is None or len(data.datasets) > 1:
+        raise ConfigError(
+            "eval.dataset, data.dataset (--dataset): expected a data set with held-out problems, "
+            f"or a single one with rows, got '{data.shown}'"
+        )
+    chosen = islice(stream.examples(), data.num_held_out)
+    return {location: stream.prompt(row) for row, location in enumerate(chosen)}
+
+
+def identity_of(problems: Sequence[str]) -> str:
+    """Digest the ids of a set of problems, in any order."""
+    return hashlib.sha256("\n".join(sorted(problems)).encode()).hexdigest()[:ID_DIGITS]
+
+
+def problem_ids(problems: Sequence[Prompt]) -> list[str]:
+    """Give each problem an id that depends on its row alone, prompt and columns. The second of two
+    equal rows is called `…-2`."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for problem in problems:
+        row = json.dumps([problem.content, dict(problem.columns)], sort_keys=True, default=str)
+        name = hashlib.sha256(row.encode(errors="backslashreplace")).hexdigest()[:ID_DIGITS]
+        seen[name] += 1
+        ids.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return ids

@@ -11,13 +11,14 @@ model cards named beside them.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from easyrl.config import ConfigError
 from easyrl.config.data import DataConfig
+from easyrl.data import tasks
+from easyrl.data.tasks import Task
 
 BOXED = "{%s}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 """DeepSeek-R1's model card ("Usage Recommendations") recommends this sentence in the user's message
@@ -40,9 +41,8 @@ Its data, Jiayi-Pan/Countdown-Tasks-3to4 on the hub, has the same columns."""
 class Preset:
     reward: str
     """An entry of `reward.functions`."""
-    task: str | None = None
-    """`package.module:object` that generates problems, with `train_prompt(seed, index)` and
-    `held_out_prompts()`."""
+    task: Task | None = None
+    """Generates the problems."""
     rows: str | None = None
     """Training rows on the hub, `owner/name:subset:split`. With neither task nor rows, the preset
     is for evaluations only."""
@@ -53,15 +53,18 @@ class Preset:
     chat: bool | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """How completions are sampled in an evaluation that is comparable with published ones, by keys
-    of the section `eval`; and top_p."""
-    max_prompt_length: int | None = None
-    """Longest prompt in evaluations; None: the default of `data.max_prompt_length`."""
+    of the section `eval`; top_p; and `data.max_prompt_length`, where the default is too short."""
 
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "num_samples": 1, "max_completion_length": 2048}
 """Qwen2.5-Math-Instruct (arXiv 2409.12122; github.com/QwenLM/Qwen2.5-Math, evaluation/): zero-shot,
 greedy, at most 2,048 tokens."""
-REASONING = {"temperature": 0.6, "top_p": 0.95, "max_completion_length": 32768}
+REASONING = {
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "max_completion_length": 32768,
+    "max_prompt_length": 2048,  # some problems of MATH contain drawings as programs
+}
 """DeepSeek-R1 (arXiv 2501.12948, evaluation setup; its model card): temperature 0.6, top-p 0.95, at
 most 32,768 tokens, pass@1 as the mean of 4 to 64 responses, more where problems are fewer. The
 paper gives the number of responses for AIME only (cons@64); the model card, 64 for all."""
@@ -87,15 +90,11 @@ MATH = Preset(
     prompt_template=BOXED % "problem",
     chat=True,
 )
-MATH_500 = replace(
-    MATH, rows=None, sampling={**REASONING, "num_samples": 4}, max_prompt_length=2048
-)
+MATH_500 = replace(MATH, rows=None, sampling={**REASONING, "num_samples": 4})
 PRESETS: Mapping[str, Preset] = {
-    "arithmetic": Preset("easyrl.data.arithmetic:score", task="easyrl.data.arithmetic"),
-    "countdown": Preset(
-        "countdown", task="easyrl.data.countdown:FULL", prompt_template=COUNTDOWN, chat=True
-    ),
-    "countdown-small": Preset("countdown", task="easyrl.data.countdown:SMALL"),
+    "arithmetic": Preset("easyrl.data.tasks:score", task=tasks.ARITHMETIC),
+    "countdown": Preset("countdown", task=tasks.COUNTDOWN, prompt_template=COUNTDOWN, chat=True),
+    "countdown-small": Preset("countdown", task=tasks.COUNTDOWN_SMALL),
     "gsm8k": GSM8K,
     "math": MATH,
     "math500": MATH_500,
@@ -112,20 +111,10 @@ TRAINED = [name for name, preset in PRESETS.items() if preset.task or preset.row
 
 def preset_of(name: str, data: DataConfig) -> Preset | None:
     """The preset that gives a data set its prompts and reward: itself, or for the user's own rows
-    `data.preset`; None without one. Raises ConfigError for an unknown preset."""
-    if name in PRESETS or data.preset is None:
-        return PRESETS.get(name)
-    if data.preset not in PRESETS:
-        raise ConfigError(
-            f"data.preset: expected {', '.join(PRESETS)}, got '{data.preset}'{hint(data.preset)}"
-        )
-    return PRESETS[data.preset]
-
-
-def hint(name: str) -> str:
-    """Name the preset that was probably meant, if any."""
-    near = difflib.get_close_matches(name, PRESETS, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    `data.preset`; None without one."""
+    if name not in PRESETS and data.preset not in (None, *PRESETS):
+        raise ConfigError(f"data.preset: expected {', '.join(PRESETS)}, got '{data.preset}'")
+    return PRESETS.get(name) or PRESETS.get(data.preset or "")
 
 
 def eval_sampling(data: DataConfig) -> Mapping[str, Any]:
@@ -136,7 +125,7 @@ def eval_sampling(data: DataConfig) -> Mapping[str, Any]:
 
 def with_long_problems(data: DataConfig) -> DataConfig:
     """Return `data` with `max_prompt_length` for a preset's longest problems, unless it is set."""
-    preset = preset_of(data.dataset, data) if isinstance(data.dataset, str) else None
-    if not preset or not preset.max_prompt_length or "max_prompt_length" in data.model_fields_set:
+    longest = eval_sampling(data).get("max_prompt_length")
+    if longest is None or "max_prompt_length" in data.model_fields_set:
         return data
-    return data.model_copy(update={"max_prompt_length": preset.max_prompt_length})
+    return data.model_copy(update={"max_prompt_length": longest})

@@ -20,9 +20,14 @@ from typing import Any
 from easyrl import __version__, events
 from easyrl.config import Config
 from easyrl.config.eval import SamplingChoice
-from easyrl.data.datasets import open_prompts
+from easyrl.data.datasets import (
+    identity_of,
+    open_prompts,
+    problem_ids,
+    problems_of,
+    with_eval_data,
+)
 from easyrl.data.presets import eval_sampling, with_long_problems
-from easyrl.data.problems import identity_of, problem_ids, problems_of, with_eval_data
 from easyrl.evaluate.figures import Lines, compare, summarize
 from easyrl.evaluate.folder import EvalFolder, read_evaluation
 from easyrl.evaluate.view import EvalView, show_comparison, show_results
@@ -41,7 +46,7 @@ from easyrl.runtime.memory import (
     model_size,
 )
 from easyrl.runtime.placement import Placement, describe, place_evaluation
-from easyrl.runtime.preflight import check_positions, too_long_prompts
+from easyrl.runtime.preflight import check_positions, short_problems
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite
 from easyrl.runtime.supervisor import (
@@ -93,13 +98,13 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     }
     sampled = config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
     check_positions(sampled, files, section="eval")
-    check_rewards(sampled, problems.prompts[0])
-    skipped = too_long_prompts(
+    check_rewards(sampled, next(iter(problems.values())))
+    prompts = short_problems(
         _with_model(config, source.base), problems, sampling.max_completion_length
     )
-    prompts = problems.without(skipped).prompts
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
     placement = _fit_memory(sampled, placement, files)
+    num_skipped = len(problems) - len(prompts)
     by_id = dict(zip(problem_ids(prompts), prompts, strict=True))
     settings = {
         "model": source.path,
@@ -114,7 +119,7 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
         "dtype": config.model.dtype,
         "engine": placement.engine.name,
     }
-    return Plan(config, sampled, source, by_id, len(skipped), sampling, placement, settings)
+    return Plan(config, sampled, source, by_id, num_skipped, sampling, placement, settings)
 
 
 def _with_model(config: Config, path: str) -> Config:

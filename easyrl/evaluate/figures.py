@@ -90,7 +90,7 @@ def compare(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the comparison as a whole, and of each common problem, the largest difference first.
 
-    The answers of two evaluations are matched by their problems' ids (`data.problems.problem_ids`).
+    The answers of two evaluations are matched by their problems' ids (`data.datasets.problem_ids`).
     Problems with missing samples or rewards are left out. Raises ConfigError if none is left.
     """
     scored = []

@@ -14,10 +14,15 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.data.chat import check_prompts
-from easyrl.data.datasets import check_trainable, open_prompts
+from easyrl.data.datasets import (
+    identity_of,
+    open_prompts,
+    problem_ids,
+    problems_of,
+    with_eval_data,
+)
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
-from easyrl.data.problems import Problems, identity_of, problem_ids, problems_of, with_eval_data
 from easyrl.data.streams import PromptStream
 from easyrl.model.files import (
     ModelFiles,
@@ -42,7 +47,7 @@ from easyrl.runtime.memory import (
 from easyrl.runtime.placement import Placement, resolve_placement, ring_layout
 from easyrl.runtime.resume import MEASURE, Resume
 from easyrl.runtime.run_folder import folder_of, refuse_existing
-from easyrl.types import Prompt
+from easyrl.types import Messages, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +72,10 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     if resume is None:
         refuse_existing(folder_of(config))
     files = read_model_files(config.model.path)
-    check_trainable(config.data)
     prompts = open_prompts(config)
     check_rewards(config, prompts.prompt(0))
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
-    skipped = too_long_prompts(config, prompts)
+    skipped = too_long_prompts(config, prompts.examples())
     prompts = prompts.without(skipped)
     held_out = _held_out(config, prompts)
     num_trained = _num_trained(config)
@@ -178,18 +182,29 @@ def _held_out(config: Config, prompts: PromptStream) -> list[Prompt]:
             )
         return []
     if config.eval.dataset is None:
-        return problems_of(prompts, config).prompts
+        return list(problems_of(prompts, config).values())
     other = with_eval_data(config)
     problems = problems_of(open_prompts(other, is_trained=False), other)
-    check_rewards(config, problems.prompts[0])
-    return problems.without(too_long_prompts(other, problems)).prompts
+    check_rewards(config, next(iter(problems.values())))
+    return short_problems(other, problems)
+
+
+def short_problems(
+    config: Config, problems: Mapping[str, Prompt], max_completion_length: int | None = None
+) -> list[Prompt]:
+    """The problems that are not too long."""
+    examples = {location: problem.content for location, problem in problems.items()}
+    skipped = too_long_prompts(config, examples, max_completion_length)
+    return [problem for location, problem in problems.items() if location not in skipped]
 
 
 def too_long_prompts(
-    config: Config, prompts: PromptStream | Problems, max_completion_length: int | None = None
-) -> list[int]:
-    """Check the prompts as tokens of the model, and the model's class on the way. Return the
-    examples to skip.
+    config: Config,
+    examples: Mapping[str, str | Messages],
+    max_completion_length: int | None = None,
+) -> set[str]:
+    """Check prompts by their locations as tokens of the model, and the model's class on the way.
+    Return the locations of those to skip.
 
     `max_completion_length` where it is not that of training."""
     model = config.model
@@ -197,8 +212,8 @@ def too_long_prompts(
     if is_demo and not config.data.chat_template_kwargs:
         # One token per character, so that the demo needs no transformers here.
         longest = config.data.max_prompt_length
-        if all(isinstance(text, str) and len(text) <= longest for text in prompts.examples()):
-            return []
+        if all(isinstance(text, str) and len(text) <= longest for text in examples.values()):
+            return set()
     model_config = _model_config(config, model.path)
     check_rope(
         model.path,
@@ -207,7 +222,7 @@ def too_long_prompts(
         max_completion_length=max_completion_length or config.rollout.max_completion_length,
     )
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    return check_prompts(prompts, tokenizer, config)
+    return check_prompts(examples, tokenizer, config)
 
 
 def _num_trained(config: Config) -> int | None:

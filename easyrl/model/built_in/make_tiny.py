@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from easyrl.data import arithmetic, countdown
 from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.data.tasks import ARITHMETIC, COUNTDOWN_SMALL, CountdownProblem, applied
 
 HASTE_PROBABILITY = 0.12
 SLIP_PROBABILITY = 0.5
@@ -71,13 +71,14 @@ def make(name: str, output: Path, *, num_steps: Sequence[int], seed: int) -> Non
     for stage, learning_rate in enumerate(LEARNING_RATES):
 
         def of_arithmetic(index: int, stage: int = stage) -> tuple[str, str]:
-            operands = arithmetic.problem(seed + stage, index)
-            flawed = flawed_solution(operands, rng) if stage else None
-            return arithmetic.prompt_text(operands), flawed or arithmetic.worked_solution(operands)
+            operands = ARITHMETIC.problem(seed + stage, index)
+            solved = solution(operands, rng, haste=HASTE_PROBABILITY * stage)
+            return ARITHMETIC.key(operands), solved
 
         def of_countdown(index: int, stage: int = stage) -> tuple[str, str]:
-            problem = countdown.SMALL.problem(seed + stage, index)
-            return countdown.prompt_text(problem), search(problem, rng, GIVE_UP_PROBABILITY * stage)
+            problem = COUNTDOWN_SMALL.problem(seed + stage, index)
+            prompt = COUNTDOWN_SMALL.row(problem)["prompt"]
+            return prompt, search(problem, rng, GIVE_UP_PROBABILITY * stage)
 
         example = of_arithmetic if name == "tiny" else of_countdown
         data = batches(tokenizer, seed + stage, example)
@@ -141,12 +142,13 @@ def train(
             print(f"step {step}/{num_steps}  loss {loss.item():.4f}", flush=True)
 
 
-def flawed_solution(operands: Sequence[int], rng: random.Random) -> str:
-    """Return a solution of `arithmetic` that may contain wrong sums (see above)."""
+def solution(operands: Sequence[int], rng: random.Random, haste: float = 0.0) -> str:
+    """Return the working of an `arithmetic` problem and its answer; with haste it may be wrong (see
+    above)."""
     total = operands[0]
     lines = []
     for number in operands[1:]:
-        if rng.random() >= HASTE_PROBABILITY:
+        if rng.random() >= haste:
             tens = total + number // 10 * 10
             lines.append(f"{total}+{tens - total}={tens}+{number % 10}={total + number}\n")
             total += number
@@ -163,19 +165,19 @@ class Try(NamedTuple):
     value: int
 
 
-def tries(problem: countdown.Problem) -> list[Try]:
+def tries(problem: CountdownProblem) -> list[Try]:
     """Return all expressions of the three numbers; the larger operand is always on the left."""
-    level, target, found = countdown.SMALL, problem.target, []
+    level, target, found = COUNTDOWN_SMALL, problem.target, []
     for pair, inner, outer in product(
         combinations(range(3), 2), level.operations, level.operations
     ):
         other = problem.nums[3 - sum(pair)]
         low, high = sorted(problem.nums[index] for index in pair)
-        between = countdown.applied(inner, high, low)
+        between = applied(inner, high, low)
         if between is None or between > level.largest_value:
             continue
         left, right = max(between, other), min(between, other)
-        value = countdown.applied(outer, left, right)
+        value = applied(outer, left, right)
         if value is None or value > level.largest_value:
             continue
         sign = "=" if value == target else "<" if value < target else ">"
@@ -186,7 +188,7 @@ def tries(problem: countdown.Problem) -> list[Try]:
     return found
 
 
-def search(problem: countdown.Problem, rng: random.Random, give_up_probability: float) -> str:
+def search(problem: CountdownProblem, rng: random.Random, give_up_probability: float) -> str:
     """Return tries in random order, ending with a correct one or where the search is given up, and
     the answer."""
     candidates = tries(problem)
