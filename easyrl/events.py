@@ -350,8 +350,7 @@ class RunEnded(Event):
 
 
 Observer = Callable[[Event], Note | None]
-"""May return a note for all observers. May raise only at RunStarted: a ValueError, if it cannot do
-what the config requests."""
+"""May return a note for all observers. An exception ends the run."""
 
 
 def combine_observers(observers: Sequence[Observer]) -> Observer:

@@ -210,6 +210,7 @@ MISTAKES = {
     "runtime.resume=auto --output FOLDER/refuses": "output.dir",
     "--no-live --resume FOLDER/run_whole algorithm.beta=0.1": "algorithm.beta",
     "runtime.resume=auto --output FOLDER/run_whole --seed 7": "runtime.seed",
+    "--no-live --resume FOLDER/run_whole eval.dataset=other.jsonl": "eval.dataset",
     "--no-live --resume FOLDER/run_whole --model FOLDER/refuses": "model.path",
     "--no-live --resume FOLDER/run_other_model": "model.path",
     "--no-live --resume FOLDER/run_other_rows": "data.dataset",

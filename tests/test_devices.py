@@ -198,15 +198,6 @@ def settings_on_gpu(index: int, name: str = "rollout-1", **others: Any) -> Worke
     return settings_on_cpu(name, load_config(), **where, **others)
 
 
-def test_an_error_on_a_device_names_the_users_number() -> None:
-    try:
-        raise RuntimeError("CUDA out of memory. GPU 0 has a total capacity of 140 GiB")
-    except RuntimeError as error:
-        failed = launch._describe(error, settings_on_gpu(5))
-    assert failed.message.endswith("(on cuda:5, which the worker sees as cuda:0)")
-    assert failed.traceback.endswith(failed.message.splitlines()[-1])
-
-
 @pytest.mark.parametrize(
     ("infer", "train", "devices_seen", "cross_on_cpu", "memory_fraction"),
     [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from easyrl.evaluate.figures import NUM_RESAMPLES, paired, pass_at_every_k, pass_at_k
-from easyrl.runtime.evaluation import is_correct, mean_and_error
+from easyrl.runtime.metrics import is_correct, mean_and_error
 
 
 @pytest.mark.parametrize("num_samples", range(1, 8))

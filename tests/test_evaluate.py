@@ -29,7 +29,7 @@ from easyrl.evaluate import command
 from easyrl.evaluate.command import make_plan
 from easyrl.evaluate.figures import compare
 from easyrl.rewards.loading import load_reward
-from easyrl.runtime.evaluation import HeldOut
+from easyrl.runtime.metrics import evaluation_metrics
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Interrupted, WorkerFailure
 from hub_rows import put_in_place_of_the_hub
@@ -454,12 +454,11 @@ def test_comparison_is_printed_and_written(workers: Workers, tmp_path: Path) -> 
 def test_held_out_accuracy_does_not_depend_on_the_order_of_arrival() -> None:
     answers = [events.PromptEvaluated(0, n, [value]) for n, value in enumerate([1.0, 0.1, 0.7])]
     answers.append(events.PromptEvaluated(0, 3, [math.nan]))
-    found = HeldOut.of(answers, 0.7)
-    assert found == HeldOut.of(answers[::-1], 0.7)
-    assert (found.accuracy, found.num_problems) == (pytest.approx(2 / 3), 3)
-    assert found.standard_error == pytest.approx(1 / 3)
-    assert found.metrics()["eval/reward"] == pytest.approx(0.6)
-    assert math.isnan(HeldOut.of(answers[3:], 0.7).accuracy)
+    found = evaluation_metrics(answers, 0.7)
+    assert found == evaluation_metrics(answers[::-1], 0.7)
+    expected = {"eval/accuracy": 2 / 3, "eval/standard_error": 1 / 3, "eval/reward": 0.6}
+    assert found == (pytest.approx(expected), 3)
+    assert math.isnan(evaluation_metrics(answers[3:], 0.7)[0]["eval/accuracy"])
 
 
 # Whole commands that end badly.

@@ -23,7 +23,7 @@ from tiny_models import untied_model
 def test_a_run_writes_metrics_samples_and_summary(finished_run: Finished) -> None:
     folder, out = finished_run
     assert "iteration 3/3" in out
-    phases = ("importing", "loading", "preparing the engine", "exchanging the first weights")
+    phases = ("importing", "loading", "preparing the engine")
     positions = [out.index(f"\n{phase}") for phase in phases]
     assert positions == sorted(positions) and positions[-1] < out.index("\nfirst rollout")
     summary = summary_of(folder)

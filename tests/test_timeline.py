@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from easyrl import events
 from easyrl.events import Activity, UnderWay
-from easyrl.runtime.supervisor import Watchdog
+from easyrl.runtime.workers import Watchdog
 from easyrl.workers import timeline
 from easyrl.workers.timeline import Timeline
 
@@ -118,32 +116,17 @@ def test_long_work_is_reported_when_it_begins_and_quick_work_is_not(clock: Clock
 # -- warnings -------------------------------------------------------------------------------------
 
 
-def notes(watchdog: Watchdog, seconds: int, *stopped: str) -> dict[int, str]:
-    """The warning after how many seconds."""
-    names = ("train-0", "rollout-0")
-    workers: Any = [SimpleNamespace(name=name, is_stopped=name in stopped) for name in names]
-    ticks = {second: watchdog.tick(workers) for second in range(1, seconds + 1)}
-    return {second: warning for second, warning in ticks.items() if warning}
-
-
 def test_warnings_become_rarer_until_the_next_event() -> None:
-    watchdog = Watchdog()
-    now = time.monotonic()
+    watchdog, now = Watchdog(), time.monotonic()
+
+    def warnings(seconds: int) -> dict[int, str]:
+        ticks = {second: watchdog.tick() for second in range(1, seconds + 1)}
+        return {second: warning for second, warning in ticks.items() if warning}
+
     watchdog.on_event("rollout-0", events.Activity((), 0, 0, events.UnderWay("wait", now - 9)))
-    watchdog.on_event("train-0", events.Activity((), 0, 0, events.UnderWay("train", now - 5)))
-    reported = notes(watchdog, 500)
-    assert list(reported) == [60, 120, 240, 480]
-    assert reported[60].endswith("for 60 s: train-0 train 5 s, rollout-0 idle 9 s")
-    watchdog.on_event("train-0", events.Activity((), 20, 0))
-    assert list(notes(watchdog, 60)) == [60]
-
-
-def test_stopped_worker_is_reported_soon_and_once() -> None:
-    watchdog = Watchdog()
     watchdog.on_event("train-0", events.Starting("loading the model"))
-    reported = notes(watchdog, 100, "rollout-0")
-    assert list(reported) == [3, 60]
-    assert (
-        "rollout-0 is stopped (SIGCONT" in reported[3]
-        and "train-0 loading the model" in reported[3]
-    )
+    reported = warnings(500)
+    assert list(reported) == [60, 120, 240, 480]
+    assert reported[60].endswith("for 60 s: rollout-0 wait 9 s, train-0 loading the model 0 s")
+    watchdog.on_event("train-0", events.Ready())
+    assert list(warnings(60)) == [60]

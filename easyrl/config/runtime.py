@@ -25,8 +25,8 @@ class RuntimeConfig(Section):
     none, so that one command serves for the start and for every restart."""
     timeout_seconds: float = Field(default=120.0, gt=0.0)
     """Longest time, in seconds, of a weight transfer's steps, of a step that train workers take
-    together, of a reward call (then see `reward.on_error`), and of a stopped run's last checkpoint
-    without progress. After it the run stops and says why. Waits for groups have no bound."""
+    together, and of a reward call (then see `reward.on_error`). After it the run stops and says
+    why. Waits for groups have no bound."""
 
 
 class OutputConfig(Section):

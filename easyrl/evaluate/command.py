@@ -37,7 +37,6 @@ from easyrl.observe.report import print_end
 from easyrl.observe.text import say
 from easyrl.rewards.loading import check_rewards, reward_names, reward_specs, reward_weights
 from easyrl.runtime.dispatch import Dispatcher
-from easyrl.runtime.evaluation import answers_to
 from easyrl.runtime.memory import (
     bytes_by_device,
     check_memory,
@@ -225,13 +224,9 @@ def answers_of_workers(
         )
         workers.wait_until_ready()
         began = time.monotonic()
-        for answer in answers_to(
-            prompts,
-            Dispatcher(workers.rollout, config, placement, num_generations=num_samples),
-            workers.next_event,
-            round_=0,
-            num_samples=num_samples,
-            with_texts=True,
+        dispatcher = Dispatcher(workers.rollout, config, placement, num_generations=num_samples)
+        for answer in dispatcher.evaluate(
+            0, prompts, workers.next_event, num_samples=num_samples, with_texts=True
         ):
             yield time.monotonic() - began, answer
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from easyrl.config import ConfigError
-from easyrl.runtime.evaluation import is_correct, mean_and_error
+from easyrl.runtime.metrics import is_correct, mean_and_error
 
 Bools = npt.NDArray[np.bool_]
 Lines = Sequence[Mapping[str, Any]]  # the lines of `samples.jsonl` for one problem: [S]

@@ -5,7 +5,6 @@ Used without a terminal and with --no-live; the table also follows the live view
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,6 @@ from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import CHECKPOINTS
 from easyrl.observe.text import safe, say, say_rich, shown
 
-STOPPING_SECONDS = 5.0  # least time between two lines about what a stopped run still does
 PROBLEMS = {
     "reward_errors": ("reward call", "failed"),
     "groups_skipped": ("group", "skipped"),
@@ -48,7 +46,6 @@ class PlainLines:
         self._folder, self._config = Path(), Config()
         self._started = 0.0
         self._shown: set[str] = set()
-        self._stopping_shown = -math.inf
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -67,8 +64,7 @@ class PlainLines:
                 )
             case events.IterationFinished(_, metrics):
                 self._report_iteration(metrics)
-            case events.Stopping(time, what) if time - self._stopping_shown >= STOPPING_SECONDS:
-                self._stopping_shown = time
+            case events.Stopping(_, what):
                 say(what)
             case events.Note(text) | events.NoEvents(warning=text) if text:
                 say(safe(text))
@@ -108,7 +104,7 @@ class PlainLines:
             f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
             + (f"  replaced {replaced}" if replaced else "")
         )
-        if problems := problems_in({**metrics, "groups_not_replaced": 0}):  # there is a note on it
+        if problems := problems_in(metrics):
             say(f"iteration {number}: {', '.join(problems)}")
 
 

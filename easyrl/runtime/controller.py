@@ -24,6 +24,10 @@ Who waits for whom:
     the train worker waits for    commands (controller), groups (rollout workers, through the ring)
     the controller waits for      events of any worker, only in `Supervisor.wait`
 
+At most one checkpoint is being written. If the next one is due meanwhile, the controller waits
+before it sends anything else: a train worker that waited for its writer would keep the rollout
+workers waiting for weights.
+
 A signal stops the run at the end of the last complete iteration. If that has no checkpoint yet,
 `Halt` makes the train worker drop the current iteration, and the checkpoint is written. A second
 signal ends the run at once.
@@ -34,8 +38,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from easyrl import events
@@ -45,16 +48,17 @@ from easyrl.config.algorithm import REPLACEMENT_ROUNDS
 from easyrl.config.devices import count_devices
 from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
-from easyrl.runtime.checkpoints import Checkpoints
 from easyrl.runtime.dispatch import Dispatcher, Rounds
-from easyrl.runtime.evaluation import AFTER, BEFORE, HeldOut, answers_to
-from easyrl.runtime.metrics import IterationRecord, Totals
+from easyrl.runtime.metrics import IterationRecord, Totals, evaluation_metrics
 from easyrl.runtime.placement import device_names
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder
-from easyrl.runtime.supervisor import Interrupted, Supervisor
+from easyrl.runtime.supervisor import Interrupted, Supervisor, Worker
 from easyrl.runtime.workers import Workers
+
+BEFORE, AFTER = 0, 1
+"""Evaluation rounds; that after the n-th iteration, which is not the last, is AFTER + n."""
 
 
 class Controller:
@@ -89,10 +93,9 @@ class Controller:
         self.totals = Totals(num_devices, started, self.state.totals)
         self._accuracy_after: float | None = None
         self._is_best = False  # the newest iteration, by its evaluation
-        self._first_exchange_done = False  # the rollout workers
-        self._notes: set[str] = set()
-        saved_version = before.policy_version or None
-        self.checkpoints = Checkpoints(config, folder, notify, saved_version=saved_version)
+        self._newest_checkpoint = before.policy_version  # written, or being written
+        self._is_writing = False  # a checkpoint
+        self._stopping: Interrupted | None = None  # the signal that is stopping the run
 
     def run(self) -> dict[str, Any]:
         """Train; returns the contents of `summary.json`."""
@@ -107,16 +110,16 @@ class Controller:
         held_out = self.checked.held_out
         try:
             if self.state.num_iterations == 0 and held_out:
-                accuracy = self._evaluate(BEFORE).accuracy
+                accuracy = self._evaluate(BEFORE)["eval/accuracy"]
                 self.state = replace(self.state, accuracy_before=accuracy)
             for iteration in range(self.state.num_iterations, self.config.train.iterations):
                 self._run_iteration(iteration)
-                if self.checkpoints.is_due(self.state.num_iterations) or self._is_best:
+                if self._is_checkpoint_due():
                     self._save_boundary()
             if held_out and self._accuracy_after is None:
-                self._accuracy_after = self._evaluate(AFTER).accuracy
+                self._accuracy_after = self._evaluate(AFTER)["eval/accuracy"]
             sha256 = self._save_model()
-            self.workers.wait_for_checkpoint()
+            self._wait_for_checkpoint()
         except Interrupted as interrupted:
             self._save_last_boundary(interrupted)
             raise
@@ -134,7 +137,6 @@ class Controller:
             notify=self.notify,
             ring=self._ring,
             store_path=store_path,
-            checkpoints=self.checkpoints,
             resumed=self.resumed,
         )
         self.workers.wait_until_ready()
@@ -147,20 +149,13 @@ class Controller:
             worker.send(events.InitWeightChannel(rank=rank, world_size=world_size))
 
     def _exchange_weights(self) -> float:
-        """Broadcast the trainer's weights to all rollout workers; returns the seconds it took. A
-        worker counts as started after its first exchange."""
+        """Broadcast the trainer's weights to all rollout workers; returns the seconds it took."""
         started = time.monotonic()
-        is_first, self._first_exchange_done = not self._first_exchange_done, True
-        starting = events.Starting("exchanging the first weights")
-        for worker in self.workers.all if is_first else ():
-            self.notify(events.FromWorker(worker.name, started, starting))
         for worker in (self.workers.rank0, *self.workers.rollout):
             worker.send(events.ExchangeWeights(self.state.policy_version))
         for _ in self.workers.all:
-            worker, event = self.workers.next_event()
+            _, event = self._next_event()
             assert isinstance(event, events.WeightsExchanged)
-            if is_first:
-                self.notify(events.FromWorker(worker.name, time.monotonic(), events.Ready()))
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
@@ -178,9 +173,12 @@ class Controller:
             if rounds.is_over and not rounds.is_complete:
                 self._start_round(record, rounds)
             try:
-                worker, event = self.workers.next_event()
+                worker, event = self._next_event()
             except Interrupted as interrupted:
-                self._halt(interrupted)
+                if self._newest_checkpoint == self.state.policy_version:
+                    raise
+                self._begin_to_stop(interrupted)
+                self.workers.rank0.send(events.Halt())
                 continue
             match event:
                 case events.GroupScored():
@@ -191,15 +189,15 @@ class Controller:
                 case events.IterationTrained():
                     record.trained = event
                 case events.Halted():
-                    if record.trained is None and self.workers.interrupted is not None:
-                        raise self.workers.interrupted
+                    if record.trained is None and self._stopping is not None:
+                        raise self._stopping
                 case _:
                     raise AssertionError(f"{worker.name} sent {event}")
         self.state = replace(self.state, next_prompt_index=rounds.next_index)
         self._finish_iteration(record, record.trained, time.monotonic() - started)
         self.state = replace(self.state, file_sizes=self.folder.file_sizes())
-        if self.workers.interrupted is not None:
-            raise self.workers.interrupted
+        if self._stopping is not None:
+            raise self._stopping
 
     def _start_round(self, record: IterationRecord, rounds: Rounds) -> None:
         prompts = rounds.start()
@@ -227,97 +225,124 @@ class Controller:
         line = {"iteration": record.iteration, "policy_version": version, **metrics}
         line |= record.logged(taken=line.keys())
         self.notify(events.IterationFinished(time.monotonic(), line))
-        for note in record.notes(self.config):
-            if note not in self._notes:
-                self._notes.add(note)
-                self.notify(events.Note(note))
 
-    def _evaluate(self, round_: int) -> HeldOut:
+    def _evaluate(self, round_: int) -> dict[str, float]:
         """Sample one completion of each held-out problem with the current weights."""
         self._exchange_weights()
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), round_, len(held_out)))
         answers = []
-        for answer in answers_to(held_out, self.dispatcher, self.workers.next_event, round_=round_):
+        for answer in self.dispatcher.evaluate(round_, held_out, self._next_event):
             self._record_first_rollout()
             answers.append(answer)
-        result = HeldOut.of(answers, self.config.eval.correct_reward)
-        figures = result.accuracy, result.num_problems, result.standard_error
-        num_iterations = self.state.num_iterations
-        self.notify(events.Evaluated(time.monotonic(), round_, *figures, num_iterations))
-        return result
+        metrics, num_problems = evaluation_metrics(answers, self.config.eval.correct_reward)
+        self.notify(
+            events.Evaluated(
+                time.monotonic(),
+                round_,
+                metrics["eval/accuracy"],
+                num_problems,
+                metrics["eval/standard_error"],
+                self.state.num_iterations,
+            )
+        )
+        return metrics
 
-    def _evaluate_iteration(self) -> Mapping[str, float]:
+    def _evaluate_iteration(self) -> dict[str, float]:
         """The metrics of an evaluation after this iteration, if one is due. A signal skips it, and
         the run ends with this iteration."""
         number, train = self.state.num_iterations, self.config.train
         is_last = number == train.iterations
         self._is_best = False
         is_due = train.eval_every > 0 and (is_last or number % train.eval_every == 0)
-        if not is_due or self.workers.interrupted is not None:
+        if not is_due or self._stopping is not None:
             return {}
         try:
-            result = self._evaluate(AFTER if is_last else AFTER + number)
+            metrics = self._evaluate(AFTER if is_last else AFTER + number)
         except Interrupted as interrupted:
-            self.workers.begin_to_stop(interrupted)
+            self._begin_to_stop(interrupted)
             return {}
+        accuracy, best = metrics["eval/accuracy"], self.state.best
         if is_last:
-            self._accuracy_after = result.accuracy
-        best = self.state.best
-        if result.accuracy > (best["accuracy"] if best else -math.inf):
-            best = {
-                "accuracy": result.accuracy,
-                "num_iterations": number,
-                "policy_version": self.state.policy_version,
-            }
+            self._accuracy_after = accuracy
+        if accuracy > (best["accuracy"] if best else -math.inf):
+            version = self.state.policy_version
+            best = {"accuracy": accuracy, "num_iterations": number, "policy_version": version}
             self.state = replace(self.state, best=best)
-            self._is_best = train.keep_best
-        return result.metrics()
+            self._is_best = True
+        return metrics
 
     def _record_first_rollout(self) -> None:
-        if self.totals.first_rollout_seconds is None:
-            now = time.monotonic()
-            self.totals.first_rollout_seconds = now - self.started
+        if self.totals.record_first_rollout(now := time.monotonic()):
             self.notify(events.FirstRollout(now))
 
     def _save_model(self) -> str:
         self.notify(events.SavingModel(time.monotonic()))
         self.workers.rank0.send(events.SaveModel(str(self.folder.model)))
-        _, saved = self.workers.next_event()
+        _, saved = self._next_event()
         assert isinstance(saved, events.ModelSaved)
         return saved.weights_sha256
 
     # -- checkpoints, and stopping ----------------------------------------------------------------
 
+    def _next_event(self) -> tuple[Worker, events.WorkerEvent]:
+        """Return the next event that is not about a checkpoint."""
+        while True:
+            worker, event = self.workers.next_event()
+            if not isinstance(event, events.CheckpointSaved):
+                return worker, event
+            self._on_saved(event)
+
+    def _on_saved(self, saved: events.CheckpointSaved) -> None:
+        self._is_writing = False
+        if saved.error:
+            self._newest_checkpoint = 0
+            note = (
+                f"the checkpoint {self.folder.checkpoints / str(saved.policy_version)} could not "
+                f"be written: {saved.error}; training continues, and earlier checkpoints are kept"
+            )
+            self.notify(events.Note(note))
+
+    def _is_checkpoint_due(self) -> bool:
+        number, train = self.state.num_iterations, self.config.train
+        is_due = number == train.iterations or number % (train.save_every or math.inf) == 0
+        return train.keep_checkpoints > 0 and (is_due or self._is_best)
+
     def _save_boundary(self) -> None:
         """Request a checkpoint of the last iteration boundary."""
-        if self.checkpoints.is_saving:
-            self.checkpoints.report_wait()
-            self.workers.wait_for_checkpoint()
+        if self._is_writing:
+            note = "training waits until the previous checkpoint is written (train.save_every)"
+            self.notify(events.Note(note))
+            self._wait_for_checkpoint()
         state = replace(self.state, totals=self.totals.state())
-        self.checkpoints.save(self.workers.rank0.send, state)
+        version, best = state.policy_version, state.best
+        self._newest_checkpoint, self._is_writing = version, True
+        path = str(self.folder.checkpoints / str(version))
+        best_version = best["policy_version"] if best else None
+        self.workers.rank0.send(events.SaveCheckpoint(path, version, asdict(state), best_version))
 
-    def _halt(self, interrupted: Interrupted) -> None:
-        """A signal during an iteration: drop the current iteration. Raises `interrupted` if
-        nothing remains to be saved, or at the second signal."""
-        is_saved = self.checkpoints.has(self.state.policy_version)
-        if is_saved or not self._is_resumable or self.workers.interrupted is not None:
+    def _wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk, if there is one. What
+        workers report of an iteration that is dropped does not matter."""
+        while self._is_writing:
+            _, event = self.workers.next_event()
+            if isinstance(event, events.CheckpointSaved):
+                self._on_saved(event)
+
+    def _begin_to_stop(self, interrupted: Interrupted) -> None:
+        """End once the last complete iteration is saved. Raises `interrupted` at a second signal,
+        or if there is nothing to save."""
+        is_resumable = self.config.train.keep_checkpoints > 0 and self.state.num_iterations > 0
+        if self._stopping is not None or not is_resumable:
             raise interrupted
-        self.workers.begin_to_stop(interrupted)
-        self.workers.rank0.send(events.Halt())
-        what = f"{interrupted}: finishing this micro-batch (Ctrl-C again: no checkpoint)"
+        self._stopping = interrupted
+        self.workers.begin_to_stop()
+        what = f"{interrupted}: saving the last checkpoint (Ctrl-C again: stop without it)"
         self.notify(events.Stopping(time.monotonic(), what))
 
     def _save_last_boundary(self, interrupted: Interrupted) -> None:
-        """The run stops: save its last boundary, unless a second signal says not to wait."""
-        is_second = self.workers.interrupted not in (None, interrupted)
-        if is_second or self.workers.is_late or not self._is_resumable:
-            return
-        self.workers.begin_to_stop(interrupted)
-        if not self.checkpoints.has(self.state.policy_version):
+        if self._stopping is not interrupted:
+            self._begin_to_stop(interrupted)
+        if self._newest_checkpoint != self.state.policy_version:
             self._save_boundary()
-        self.workers.wait_for_checkpoint()
-
-    @property
-    def _is_resumable(self) -> bool:
-        return self.checkpoints.are_kept and self.state.num_iterations > 0
+        self._wait_for_checkpoint()

@@ -1,4 +1,5 @@
-"""Choose the prompts of an iteration, round by round, and hand them to the rollout workers.
+"""Choose the prompts of an iteration, round by round, and hand them to the rollout workers. Hand
+out the problems of an evaluation, and collect the answers.
 
     round 0    the next N prompts of the stream, one per group 0 … N-1
     round 1    the next prompts, one per rejected group, in ascending group_index
@@ -11,12 +12,16 @@ are not rejected are trained meanwhile.
 With one worker, or in deterministic mode, every worker gets its whole list at the start of a round:
 what an engine does is then a function of that list and the weights. Otherwise workers get prompts
 on demand, a few ahead of what the engine has in flight, so that a faster worker gets more.
+
+An evaluation runs between two iterations, and in `easyrl eval`. Workers answer with the weights
+that they have. Neither the position in the data nor a random state of the training changes: each
+completion's random stream depends on round, problem and sample alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from easyrl import events
@@ -101,16 +106,27 @@ class Dispatcher:
             prompts, self._ahead, lambda share: events.Generate(iteration, share, is_last_round)
         )
 
-    def start_evaluation(
-        self, round_: int, prompts: Sequence[Prompt], *, num_samples: int = 1, with_texts: bool
-    ) -> None:
-        """Begin an evaluation, between two iterations."""
+    def evaluate(
+        self,
+        round_: int,
+        prompts: Sequence[Prompt],
+        next_event: Callable[[], tuple[Worker, events.WorkerEvent]],
+        *,
+        num_samples: int = 1,
+        with_texts: bool = False,
+    ) -> Iterator[events.PromptEvaluated]:
+        """Have problems answered by whichever worker is free; yield the answers as they arrive."""
         num_sequences = self._ahead * self._num_generations
         self._hand_out(
             prompts,
             -(-num_sequences // num_samples),
             lambda share: events.Evaluate(round_, share, num_samples, with_texts),
         )
+        for _ in prompts:
+            worker, event = next_event()
+            assert isinstance(event, events.PromptEvaluated) and event.evaluation_round == round_
+            self.on_group(worker)
+            yield event
 
     def _hand_out(
         self, prompts: Sequence[Any], ahead: int, command: Callable[[Sequence[Any]], events.Command]

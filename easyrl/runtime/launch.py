@@ -56,7 +56,7 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
     except BaseException as error:
         exit_code = 1
         with contextlib.suppress(OSError):
-            control.send(_describe(error, settings))
+            control.send(_describe(error))
         multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # named semaphores
     sys.stdout.flush()
     sys.stderr.flush()
@@ -72,9 +72,9 @@ def _log_to(file: str | None) -> None:
         os.close(log)
 
 
-def _describe(error: BaseException, settings: WorkerSettings) -> Failed:
+def _describe(error: BaseException) -> Failed:
     """Describe the error: for user errors and failed rewards the message, otherwise also the
-    traceback. Adds the user's numbers of the devices."""
+    traceback."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     # Raised on purpose by this package, not by a library that was called wrongly.
     is_ours = Path(last.filename).is_relative_to(PACKAGE) and str(last.line).startswith("raise ")
@@ -82,13 +82,8 @@ def _describe(error: BaseException, settings: WorkerSettings) -> Failed:
         return Failed(str(error), traceback="", is_user_error=True)
     if isinstance(error, RewardError):
         return Failed(str(error), traceback="", is_user_error=False)
-    message, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-    if settings.device_indices:
-        kind, seen = settings.device.partition(":")[0], range(len(settings.device_indices))
-        numbers, own = (",".join(map(str, each)) for each in (settings.device_indices, seen))
-        where = f"\n(on {kind}:{numbers}, which the worker sees as {kind}:{own})"
-        message, trace = message + where, trace.rstrip() + where
-    return Failed(message, trace, is_user_error=False)
+    message = f"{type(error).__name__}: {error}"
+    return Failed(message, traceback.format_exc(), is_user_error=False)
 
 
 def _set_up_environment(settings: WorkerSettings) -> None:

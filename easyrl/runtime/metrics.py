@@ -1,4 +1,7 @@
-"""Metrics of an iteration from the workers' events, and the sums and summary of a run."""
+"""Metrics of an iteration and of an evaluation from the workers' events; the summary of a run.
+
+Shapes: N groups or problems, G completions of a group, S samples of a problem.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from easyrl import events
-from easyrl.config import Config
 from easyrl.config.train import TrainConfig
-from easyrl.formatting import counted
 from easyrl.runtime.resume import SavedState
 
 LAST_ITERATIONS = 5
 """`reward_first` and `reward_last` are means over this many iterations."""
+TOLERANCE = 1e-6
+"""Rewards are sums in float32: a reward below the bound by less than this reaches it."""
 
 
 @dataclass(slots=True)
@@ -48,34 +52,9 @@ class IterationRecord:
         return sum(sum(group.completion_lengths) for group in self.groups)
 
     @property
-    def num_not_replaced(self) -> int:
-        """Unwanted groups that were kept, because no round was left."""
-        return sum(group.is_unwanted and not group.is_rejected for group in self.groups)
-
-    @property
     def infer_seconds(self) -> float:
         """Busy time per engine, mean over the engines."""
         return sum(self._engine_seconds.values()) / max(1, len(self._engine_seconds))
-
-    def notes(self, config: Config) -> list[str]:
-        """Warnings for the user; the caller shows each text once."""
-        notes = []
-        if self.num_not_replaced:
-            notes.append(
-                f"iteration {self.iteration + 1}: no advantage in {self.num_not_replaced} of "
-                f"{counted(config.train.prompts_per_iteration, 'group')}, and no round of fresh "
-                f"prompts is left (of {self.num_replacement_rounds}): it counts as 0"
-            )
-        kept = [group for group in self.groups if not group.is_rejected]
-        are_all_truncated = all(g.num_truncated == len(g.completion_lengths) for g in kept)
-        if are_all_truncated and config.algorithm.mask_truncated_completions:
-            notes.append(
-                "warning: an iteration trained nothing: all its completions reached "
-                f"rollout.max_completion_length={config.rollout.max_completion_length}, and "
-                "algorithm.mask_truncated_completions excludes these; raise the first or set the "
-                "second to false (shown once)"
-            )
-        return notes
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
         """Metrics, with TRL's names where it has one.
@@ -91,7 +70,7 @@ class IterationRecord:
             **_reward_metrics([group for group in groups if not group.is_skipped], reward_names),
             "groups_skipped": sum(group.is_skipped for group in groups),
             "groups_replaced": sum(group.is_rejected for group in groups),
-            "groups_not_replaced": self.num_not_replaced,
+            "groups_not_replaced": sum(g.is_unwanted and not g.is_rejected for g in groups),
             "replacement_rounds": self.num_replacement_rounds,
             "reward_errors": sum(len(group.errors) for group in groups),
             "completions/mean_length": float(lengths.mean()),
@@ -133,6 +112,15 @@ def _reward_metrics(
     return metrics
 
 
+BUSY = ("infer_seconds", "train_seconds", "weights_seconds")
+SUMS = (
+    *("_iteration_seconds", *BUSY, "completion_tokens", "generated_tokens"),
+    *("groups_trained", "groups_off_policy", "groups_skipped", "groups_replaced"),
+    *("groups_not_replaced", "reward_errors", "updates_not_finite"),
+)
+"""Sums over iterations, as summary.json names them."""
+
+
 class Totals:
     """Sums over the iterations of a run; a checkpoint keeps them."""
 
@@ -140,49 +128,46 @@ class Totals:
         self, num_devices: int, started: float, before: Mapping[str, Any] | None = None
     ) -> None:
         """`started`: `time.monotonic` at the command's start. `before`: the `state` of the
-        checkpoint that a run resumes from."""
+        checkpoint that a run resumes from; older versions lack some values."""
         self._num_devices = num_devices
         self._started = started
-        before = before or {}
-        self.first_rollout_seconds: float | None = before.get("first_rollout_seconds")
-        self._rewards: list[float] = list(before.get("_rewards", ()))
-        self._earlier_seconds: float = before.get("_earlier_seconds", 0.0)  # of earlier commands
-        self._largest_logp_difference: float | None = before.get("largest_logp_difference")
-        self._sums: dict[str, Any] = {
-            name: before.get(name, 0)
-            for name in (
-                *("_iteration_seconds", "infer_seconds", "train_seconds", "weights_seconds"),
-                *("completion_tokens", "generated_tokens", "groups_trained", "groups_off_policy"),
-                *("groups_skipped", "groups_replaced", "groups_not_replaced", "reward_errors"),
-                "updates_not_finite",
-            )
+        self._values: dict[str, Any] = {
+            "first_rollout_seconds": None,
+            "largest_logp_difference": None,
+            "_rewards": [],
+            "_earlier_seconds": 0.0,  # of earlier commands
+            **dict.fromkeys(SUMS, 0),
+            **(before or {}),
         }
 
     def state(self) -> dict[str, Any]:
         """The sums so far, for JSON."""
-        return {
-            "first_rollout_seconds": self.first_rollout_seconds,
-            "_rewards": list(self._rewards),
-            "_earlier_seconds": self._wall_seconds,
-            "largest_logp_difference": self._largest_logp_difference,
-            **self._sums,
-        }
+        return {**self._values, "_earlier_seconds": self._wall_seconds}
 
     @property
     def _wall_seconds(self) -> float:
-        return self._earlier_seconds + time.monotonic() - self._started
+        earlier: float = self._values["_earlier_seconds"]
+        return earlier + time.monotonic() - self._started
+
+    def record_first_rollout(self, now: float) -> bool:
+        """Record the first completion of the run; returns whether this is the first."""
+        is_first = self._values["first_rollout_seconds"] is None
+        if is_first:
+            self._values["first_rollout_seconds"] = now - self._started
+        return is_first
 
     def add_iteration(
         self, record: IterationRecord, metrics: Mapping[str, float], seconds: float
     ) -> dict[str, float]:
         """Add a finished iteration with its `metrics`; return its `perf/*` metrics."""
-        trained = record.trained
+        trained, values = record.trained, self._values
         assert trained is not None
         if not math.isnan(metrics["reward"]):  # NaN: every group was skipped
-            self._rewards.append(metrics["reward"])
+            values["_rewards"].append(metrics["reward"])
         difference = metrics["sampling/sampling_logp_difference/max"]
         if not math.isnan(difference):  # NaN: no group had a gradient
-            self._largest_logp_difference = max(difference, self._largest_logp_difference or 0.0)
+            largest = values["largest_logp_difference"] or 0.0
+            values["largest_logp_difference"] = max(difference, largest)
         added = {
             "_iteration_seconds": seconds,
             "infer_seconds": record.infer_seconds,
@@ -194,16 +179,14 @@ class Totals:
             "groups_off_policy": trained.groups_off_policy,
             "updates_not_finite": int(metrics["num_updates_not_finite"]),
         }
-        for name in self._sums:
-            self._sums[name] += added[name] if name in added else metrics[name]
+        for name in SUMS:
+            values[name] += added[name] if name in added else metrics[name]
         tokens_per_second = trained.completion_tokens / seconds
         return {
-            "num_tokens": self._sums["completion_tokens"],
-            "num_generated_tokens": self._sums["generated_tokens"],
+            "num_tokens": values["completion_tokens"],
+            "num_generated_tokens": values["generated_tokens"],
             "perf/iteration_seconds": seconds,
-            "perf/infer_seconds": record.infer_seconds,
-            "perf/train_seconds": trained.busy_seconds,
-            "perf/weights_seconds": record.weights_seconds,
+            **{f"perf/{name}": added[name] for name in BUSY},
             "perf/first_group_seconds": record.first_group_seconds,
             "perf/tokens_per_second": tokens_per_second,
             "perf/tokens_per_second_per_device": tokens_per_second / self._num_devices,
@@ -213,30 +196,27 @@ class Totals:
         self, train: TrainConfig, state: SavedState, accuracy_after: float | None, sha256: str
     ) -> dict[str, Any]:
         """The contents of `summary.json`."""
-        first, last = self._rewards[:LAST_ITERATIONS], self._rewards[-LAST_ITERATIONS:]
-        sums = dict(self._sums)
-        seconds = sums.pop("_iteration_seconds")
+        values = self._values
+        first, last = values["_rewards"][:LAST_ITERATIONS], values["_rewards"][-LAST_ITERATIONS:]
+        seconds = values["_iteration_seconds"]
         return {
             "iterations": train.iterations,
             "updates_per_iteration": train.updates_per_iteration,  # the first is strictly on-policy
             "policy_version": state.policy_version,
             "wall_seconds": self._wall_seconds,
-            "first_rollout_seconds": self.first_rollout_seconds,
+            "first_rollout_seconds": values["first_rollout_seconds"],
             "reward_first": sum(first) / len(first) if first else math.nan,
             "reward_last": sum(last) / len(last) if last else math.nan,
-            "tokens_per_second_per_device": sums["completion_tokens"] / seconds / self._num_devices,
+            "tokens_per_second_per_device": values["completion_tokens"]
+            / seconds
+            / self._num_devices,
             "accuracy_before": state.accuracy_before,
             "accuracy_after": accuracy_after,
             "accuracy_best": state.best["accuracy"] if state.best else None,
             "iterations_best": state.best["num_iterations"] if state.best else None,
-            "overlap": overlap(
-                infer_seconds=sums["infer_seconds"],
-                train_seconds=sums["train_seconds"],
-                weights_seconds=sums["weights_seconds"],
-                wall_seconds=seconds,
-            ),
-            **sums,
-            "sampling_logp_difference_max": self._largest_logp_difference,
+            "overlap": overlap(**{name: values[name] for name in BUSY}, wall_seconds=seconds),
+            **{name: values[name] for name in SUMS if name != "_iteration_seconds"},
+            "sampling_logp_difference_max": values["largest_logp_difference"],
             "weights_sha256": sha256,
         }
 
@@ -248,3 +228,38 @@ def overlap(
     hidden = infer_seconds + train_seconds + weights_seconds - wall_seconds
     shorter = min(infer_seconds, train_seconds)
     return min(1.0, max(0.0, hidden / shorter)) if shorter > 0 else 0.0
+
+
+# -- evaluations ----------------------------------------------------------------------------------
+
+
+def is_correct(rewards: npt.ArrayLike, bound: float) -> npt.NDArray[np.bool_]:
+    """Whether each reward reaches `bound`; NaN does not."""
+    correct: npt.NDArray[np.bool_] = np.asarray(rewards, dtype=np.float64) >= bound - TOLERANCE
+    return correct
+
+
+def mean_and_error(of_problems: npt.ArrayLike) -> tuple[float, float]:
+    """The mean of the problems' means [N] and its standard error, from the sample variance (n - 1).
+
+    NaN where undefined: the mean of no problem, the error of fewer than two.
+    """
+    means = np.asarray(of_problems, dtype=np.float64)
+    if not len(means):
+        return math.nan, math.nan
+    error = float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+    return float(means.mean()), error
+
+
+def evaluation_metrics(
+    answers: Sequence[events.PromptEvaluated], correct_reward: float
+) -> tuple[dict[str, float], int]:
+    """Metrics over the held-out problems, and the number of problems that have rewards."""
+    # Events come in order of arrival: sort, so that sums do not depend on it.
+    ordered = sorted(answers, key=lambda answer: answer.prompt_index)
+    rewards = np.array([answer.rewards for answer in ordered], dtype=np.float64)  # [N, S]
+    rewards = rewards[~np.isnan(rewards).any(axis=1)]
+    accuracy, error = mean_and_error(is_correct(rewards, correct_reward).mean(axis=1))
+    reward, _ = mean_and_error(rewards.mean(axis=1))
+    metrics = {"eval/accuracy": accuracy, "eval/standard_error": error, "eval/reward": reward}
+    return metrics, len(rewards)

@@ -14,13 +14,7 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.data.chat import check_prompts
-from easyrl.data.datasets import (
-    identity_of,
-    open_prompts,
-    problem_ids,
-    problems_of,
-    with_eval_data,
-)
+from easyrl.data.datasets import open_prompts, problems_of, with_eval_data
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.data.streams import PromptStream
@@ -45,7 +39,7 @@ from easyrl.runtime.memory import (
     model_size,
 )
 from easyrl.runtime.placement import Placement, resolve_placement, ring_layout
-from easyrl.runtime.resume import MEASURE, Resume
+from easyrl.runtime.resume import Resume
 from easyrl.runtime.run_folder import folder_of, refuse_existing
 from easyrl.types import Messages, Prompt
 
@@ -61,7 +55,7 @@ class Preflight:
     num_trained: int | None
     """Elements of LoRA's adapters; None: all weights are trained."""
     identity: Mapping[str, Any]
-    """Digests of model, data and held-out problems, which a resumed run must have again."""
+    """Digests of model and data, which a resumed run must have again."""
     held_out: Sequence[Prompt]
     """Problems that accuracy is measured on; may be empty."""
     warnings: Sequence[str]
@@ -87,11 +81,9 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     is_small = resume is not None or num_trained is not None
     num_kept = config.train.keep_checkpoints + config.train.keep_best
     check_disk(folder_of(config), files, 0 if is_small else num_kept)
-    measure = f"{identity_of(problem_ids(held_out))} {config.eval.correct_reward}"
     identity = {
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
-        MEASURE: measure if held_out else None,
     }
     for key, what in (
         ("model.path", f"the files of {config.model.path}"),

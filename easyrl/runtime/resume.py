@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Self
@@ -32,12 +32,11 @@ MAY_CHANGE = (
     *("rollout.max_concurrent_groups", "rollout.memory_fraction", "rollout.ring_slots"),
     *("train.iterations", "train.save_every", "train.keep_checkpoints", "train.eval_every"),
     *("train.activation_checkpointing", "train.offload", "train.max_tokens_per_micro_batch"),
-    *("eval.*", "devices.*", "output.*"),
+    *("eval.num_samples", "eval.temperature", "eval.max_completion_length"),
+    *("devices.*", "output.*"),
     *("runtime.schedule", "runtime.resume", "runtime.timeout_seconds"),
 )
 """Settings that decide how long, where and how fast the run is, but not what is trained."""
-MEASURE = "accuracy"
-"""Key in a run's identity: the problems that its accuracies were measured on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +51,11 @@ class SavedState:
     """Completed iterations."""
     config: Mapping[str, Any] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """Fingerprints of the model, the data and the held-out problems (`preflight`)."""
+    """Fingerprints of the model and the data (`preflight`)."""
     next_prompt_index: int = 0
     accuracy_before: float | None = None
     best: Mapping[str, Any] | None = None
     """Accuracy, iteration and policy version of the best evaluation."""
-    measured_since: int = 0
-    """Accuracies of earlier iterations were measured on other problems."""
     totals: Mapping[str, Any] = field(default_factory=dict)
     file_sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the growing files of the run folder: what follows is discarded on resume."""
@@ -82,8 +79,6 @@ class Resume:
     """State of that checkpoint, or of a new run."""
     broken: Mapping[Path, str]
     """Newer, incomplete checkpoints, each with its defect."""
-    is_measured_anew: bool = False
-    """Accuracies are measured on other problems from now on (`measured_as`)."""
 
     def is_finished(self, config: Config) -> bool:
         """Whether the run has all its iterations and its final model."""
@@ -96,16 +91,8 @@ class Resume:
     def describe(self, config: Config) -> str:
         """Several lines of text: what the run resumes from, and what it skips."""
         total = counted(config.train.iterations, "iteration")
-        lines = [
-            f"resumed from {self.checkpoint}: {self.state.num_iterations} of {total} done"
-            if self.checkpoint
-            else f"{self.folder} has no checkpoint yet: the run starts from the beginning"
-        ]
-        if self.is_measured_anew:
-            lines.append(
-                "the problems of eval.dataset or eval.correct_reward have changed: earlier "
-                "accuracies are not compared, and the best checkpoint is chosen anew"
-            )
+        done = f"{self.state.num_iterations} of {total} done"
+        lines = [f"resumed from {self.checkpoint or self.folder}: {done}"]
         lines += [
             f"skipped {path}: {why} (now {path.name}{BROKEN})" for path, why in self.broken.items()
         ]
@@ -146,15 +133,6 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
         os.close(lock)
         raise
     return found
-
-
-def measured_as(found: Resume, identity: Mapping[str, Any]) -> Resume:
-    """Drop the accuracies so far if they were measured on other problems (`eval.*` may change)."""
-    state, now = found.state, identity[MEASURE]
-    if now is None or state.identity.get(MEASURE) in (None, now):
-        return found
-    state = replace(state, accuracy_before=None, best=None, measured_since=state.num_iterations)
-    return replace(found, state=state, is_measured_anew=True)
 
 
 def _is_begun(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from easyrl.model.checkpoint_files import checkpoints_in, discard_unfinished, se
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.placement import describe, device_names, ring_layout
 from easyrl.runtime.preflight import Preflight, check_run
-from easyrl.runtime.resume import Resume, find_resume, measured_as, with_absolute_paths
+from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
 from easyrl.runtime.run_folder import RunFolder, RunFolderLost, read_lines
 from easyrl.runtime.supervisor import (
     SIGNALLED,
@@ -53,7 +53,6 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
     if resumed is None:
         folder = RunFolder(config)
     else:
-        resumed = measured_as(resumed, checked.identity)
         folder = RunFolder(config, resumed.lock, resumed.state.file_sizes)
         for path in resumed.broken:
             set_aside(path)
@@ -78,10 +77,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
 
 
 def _train(controller: Controller) -> events.RunEnded:
-    """Run to the end, whatever that is; at the end no worker is left.
-
-    Raises ValueError if an observer cannot start: then the run does not start either.
-    """
+    """Run to the end, whatever that is; at the end no worker is left."""
     folder = controller.folder
     try:
         _announce(controller)
@@ -98,8 +94,6 @@ def _train(controller: Controller) -> events.RunEnded:
         return events.RunEnded(USER_ERROR if failure.is_user_error else FAILED, str(failure))
     except RunFolderLost as lost:
         return events.RunEnded(FAILED, str(lost))
-    except _CannotStart as error:
-        raise ValueError(str(error)) from error
     except Exception as error:
         cause = traceback.format_exception_only(error)[-1].strip()
         folder.write_log(traceback.format_exc())
@@ -107,41 +101,26 @@ def _train(controller: Controller) -> events.RunEnded:
     return events.RunEnded(FINISHED, "")
 
 
-class _CannotStart(Exception):
-    """An observer raised at RunStarted."""
-
-
 def _announce(controller: Controller) -> None:
     """Send the first events of a run."""
     config, checked, resumed = controller.config, controller.checked, controller.resumed
-    started = events.RunStarted(
-        controller.started,
-        controller.folder.path,
-        config,
-        devices=device_names(checked.placement),
-        description="\n".join([*_notes(config, checked, resumed), describe(checked.placement)]),
-        num_iterations=controller.state.num_iterations,
+    controller.notify(
+        events.RunStarted(
+            controller.started,
+            controller.folder.path,
+            config,
+            devices=device_names(checked.placement),
+            description="\n".join([*_notes(config, checked, resumed), describe(checked.placement)]),
+            num_iterations=controller.state.num_iterations,
+        )
     )
-    try:
-        controller.notify(started)
-        if resumed is not None:
-            controller.notify(_past_of(resumed))
-    except (ValueError, OSError) as error:
-        controller.folder.discard()
-        raise _CannotStart(str(error)) from error
-
-
-def _past_of(resumed: Resume) -> events.RunResumed:
-    """The metrics and accuracies of the completed iterations, from the run folder."""
-    metrics, state = resumed.folder / "metrics.jsonl", resumed.state
-    lines = read_lines(metrics) if metrics.is_file() else []
-    before, since = state.accuracy_before, state.measured_since
-    measured = [(0, before)] + [
-        (line["iteration"] + 1, line.get("eval/accuracy"))
-        for line in lines
-        if line["iteration"] >= since
-    ]
-    return events.RunResumed(lines, [(n, value) for n, value in measured if value is not None])
+    if resumed is not None:
+        metrics = resumed.folder / "metrics.jsonl"
+        lines = read_lines(metrics) if metrics.is_file() else []
+        accuracies = {line["iteration"] + 1: line.get("eval/accuracy") for line in lines}
+        accuracies[0] = resumed.state.accuracy_before
+        measured = [(number, value) for number, value in accuracies.items() if value is not None]
+        controller.notify(events.RunResumed(lines, measured))
 
 
 def _notes(config: Config, checked: Preflight, resumed: Resume | None) -> list[str]:

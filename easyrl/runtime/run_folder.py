@@ -11,12 +11,10 @@ summary.json         the result                                (at the end)
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from itertools import chain, count
@@ -28,10 +26,7 @@ from easyrl.config import Config, ConfigError, to_commented_yaml
 from easyrl.events import Event
 from easyrl.model.checkpoint_files import CHECKPOINTS
 
-FULL_DISK_SECONDS = 2.0
-"""How long a write is retried on a full disk: a checkpoint that does not fit is soon removed."""
 UNFINISHED_CONFIG = "config.yaml.unfinished"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl")
 """Files that grow by whole lines; a resumed run cuts them back to its checkpoint."""
 
@@ -49,30 +44,21 @@ class RunFolder:
         """Create the folder; or open that of a resumed run, locked by `lock`, and cut its growing
         files back to `sizes` (in bytes). Raises ConfigError if it cannot be created or written."""
         self.path = folder_of(config)
-        self.is_resumed = lock is not None
         try:
             if lock is None:
                 self.path.mkdir(parents=True)
-                lock = lock_folder(self.path)
-            self._lock = lock
+            self._lock = lock_folder(self.path) if lock is None else lock
             (self.path / "logs").mkdir(exist_ok=True)
             new = self.path / UNFINISHED_CONFIG
             new.write_text(to_commented_yaml(config))
             new.rename(self.path / "config.yaml")
-            for name in GROWING:
-                if (file := self.path / name).exists():
-                    os.truncate(file, _end_of_lines(file, (sizes or {}).get(name, 0)))
+            for name in self.file_sizes():
+                file, size = self.path / name, (sizes or {}).get(name, 0)
+                # To a line's end: after a power failure the file may be shorter than that.
+                os.truncate(file, file.read_bytes()[:size].rfind(b"\n") + 1)
             (self.path / "summary.json").unlink(missing_ok=True)
         except OSError as error:
-            if lock is not None:
-                self.discard()
-                self.close()
             raise _unusable(self.path, error) from None
-
-    def discard(self) -> None:
-        """Remove the folder of a run that does not start after all, unless it is resumed."""
-        if not self.is_resumed:
-            shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -121,7 +107,7 @@ class RunFolder:
                 self.write_log(text)
             case events.RunFinished(summary=summary):
                 text = json.dumps(finite(summary), indent=2, allow_nan=False)
-                self._write("summary.json", text + "\n", mode="w")
+                self._write("summary.json", text, mode="w")
             case events.RunEnded(exit_code, message):
                 self.write_log(f"ended with exit code {exit_code}\n{message}")
 
@@ -137,23 +123,12 @@ class RunFolder:
             file.write(line)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        self._write(name, json.dumps(finite(line), allow_nan=False) + "\n", mode="a")
+        self._write(name, json.dumps(finite(line), allow_nan=False), mode="a")
 
     def _write(self, name: str, text: str, *, mode: str) -> None:
-        """Write all of the text or, if possible, nothing."""
-        deadline = time.monotonic() + FULL_DISK_SECONDS
-        rest = text.encode()
         try:
-            with (self.path / name).open(f"{mode}b", buffering=0) as file:
-                size = file.tell()
-                while rest:
-                    try:
-                        rest = rest[file.write(rest) :]
-                    except OSError as error:
-                        if error.errno not in DISK_FULL or time.monotonic() > deadline:
-                            file.truncate(size)
-                            raise
-                        time.sleep(0.05)
+            with (self.path / name).open(mode) as file:
+                file.write(text + "\n")
         except OSError as error:
             raise RunFolderLost(
                 f"the run folder '{self.path}' cannot be written any more: {error.strerror} "
@@ -172,13 +147,6 @@ def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, A
         "advantage": sample.advantage,
         **sample.columns,
     }
-
-
-def _end_of_lines(file: Path, size: int) -> int:
-    """`size`, or the end of the whole lines if the file is shorter, as after a power failure."""
-    if file.stat().st_size >= size:
-        return size
-    return file.read_bytes().rfind(b"\n") + 1
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Self
@@ -96,15 +95,6 @@ class Worker:
         with contextlib.suppress(OSError):
             while (command := self._commands.get()) is not None:
                 self.control.send(command)
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped the process; False if unknown."""
-        try:
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in "Tt"
 
     def close(self) -> None:
         """Call after the process has ended: the sending thread ends as well."""
@@ -226,55 +216,3 @@ class Supervisor:
             worker.process.join()
             worker.close()
         self._workers.clear()
-
-
-# -- watchdog -------------------------------------------------------------------------------------
-
-TICK_SECONDS = 1.0
-WARN_SECONDS = 60.0  # without any event, warn; then each time the period has doubled
-WARN_STOPPED_SECONDS = 3.0  # the same if a worker's process is stopped
-
-
-class Watchdog:
-    """Warn when no worker has sent an event for long, and name what each is doing.
-
-    A worker that waits for others and one that is frozen look the same from here. So the warning
-    names the long work that a worker has announced, and whether the system has stopped its process.
-    It counts ticks, not time: Ctrl-Z also stops the controller.
-    """
-
-    def __init__(self) -> None:
-        self._doing: dict[str, tuple[str, float]] = {}  # worker -> work, start
-        self._seconds = 0.0
-        self._warned_seconds = 0.0  # at the last warning
-
-    def on_event(self, worker: str, event: events.WorkerEvent) -> None:
-        self._seconds = self._warned_seconds = 0.0
-        match event:
-            case events.Starting(what):
-                self._doing[worker] = what, time.monotonic()
-            case events.Activity(under_way=events.UnderWay(kind, started)):
-                self._doing[worker] = "idle" if kind == "wait" else kind, started
-            case _:
-                self._doing.pop(worker, None)
-
-    def tick(self, workers: Sequence[Worker]) -> str:
-        """Call after each TICK_SECONDS without an event. Returns the warning, if one is due."""
-        self._seconds += TICK_SECONDS
-        stopped = [worker.name for worker in workers if worker.is_stopped]
-        due = WARN_STOPPED_SECONDS if stopped else WARN_SECONDS
-        if self._warned_seconds:
-            due = max(WARN_SECONDS, 2 * self._warned_seconds)
-        if self._seconds < due:
-            return ""
-        self._warned_seconds = self._seconds
-        states = ", ".join(self._state(worker.name, worker.name in stopped) for worker in workers)
-        return f"no event from any worker for {self._seconds:.0f} s: {states}"
-
-    def _state(self, worker: str, is_stopped: bool) -> str:
-        if is_stopped:
-            return f"{worker} is stopped (SIGCONT continues it)"
-        if worker not in self._doing:
-            return f"{worker} unknown"
-        what, since = self._doing[worker]
-        return f"{worker} {what} {time.monotonic() - since:.0f} s"

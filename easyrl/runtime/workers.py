@@ -1,8 +1,7 @@
 """All workers of a run: spawn them with their settings, and receive their events.
 
     supervisor.wait ─► all events ────────────────────────► observer (as FromWorker)
-                       CheckpointSaved ───────────────────► checkpoints
-                       others except Activity and Note ───► next_event, for the controller
+                       all except Activity and Note ──────► next_event, for the controller
 
 `easyrl eval` has rollout workers only: no ring, no weight channel; engines keep the weights that
 they load.
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,13 +23,16 @@ from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
 from easyrl.config.eval import SamplingChoice
 from easyrl.events import Observer
-from easyrl.runtime.checkpoints import Checkpoints
 from easyrl.runtime.launch import worker_main
 from easyrl.runtime.placement import Placement
 from easyrl.runtime.resume import Resume
-from easyrl.runtime.supervisor import TICK_SECONDS, Interrupted, Supervisor, Watchdog, Worker
+from easyrl.runtime.supervisor import Supervisor, Worker, WorkerFailure
 from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores
 from easyrl.workers.settings import WorkerSettings
+
+TICK_SECONDS = 1.0
+WARN_SECONDS = 60.0  # without any event, warn; then each time the period has doubled
+STOP_SECONDS = 1800.0  # longest time that a stopped run waits for its last checkpoint
 
 
 class Workers:
@@ -44,7 +46,6 @@ class Workers:
         notify: Observer,
         ring: RingBuffer | None = None,
         store_path: str = "",
-        checkpoints: Checkpoints | None = None,
         resumed: Resume | None = None,
         sampling: SamplingChoice | None = None,
     ) -> None:
@@ -57,7 +58,6 @@ class Workers:
         """
         self._supervisor = supervisor
         self._notify = notify
-        self._checkpoints = checkpoints
         num_rollout, num_train = placement.num_rollout_workers, placement.train.count
         board = IdleBoard(num_rollout + num_train) if placement.lends_cores else None
         checkpoint = resumed.checkpoint if resumed is not None else None
@@ -89,10 +89,7 @@ class Workers:
                 shared.close()
         self._received: deque[tuple[Worker, events.WorkerEvent]] = deque()
         self._watchdog = Watchdog()
-        self.interrupted: Interrupted | None = None
-        """The signal that is stopping the run."""
-        self._needed: Sequence[Worker] | None = None
-        self._stop_seconds, self._deadline = config.runtime.timeout_seconds, math.inf
+        self._needed, self._deadline = self.all, math.inf
 
     @property
     def all(self) -> list[Worker]:
@@ -114,56 +111,63 @@ class Workers:
 
     def next_event(self) -> tuple[Worker, events.WorkerEvent]:
         """Wait for the next event that the controller has to handle."""
-        event = self._next(lambda: False)
-        assert event is not None
-        return event
-
-    def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint that is being written is on the disk, if there is one."""
-        checkpoints = self._checkpoints
-        while checkpoints is not None and checkpoints.is_saving:
-            self._next(lambda: not checkpoints.is_saving)
-
-    def begin_to_stop(self, interrupted: Interrupted) -> None:
-        """From now on only the death of a train worker is a failure, and `interrupted` is raised
-        when no byte of a checkpoint is written for `runtime.timeout_seconds`."""
-        self.interrupted = interrupted
-        self._needed = self.train
-        self._deadline = time.monotonic() + self._stop_seconds
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the run should have stopped by now."""
-        return time.monotonic() > self._deadline
-
-    def _next(self, until: Callable[[], bool]) -> tuple[Worker, events.WorkerEvent] | None:
-        """Wait for the next event for the controller; None as soon as `until()` is true."""
-        while not until():
-            if not self._received:
+        while True:
+            while not self._received:
                 self._receive()
-                continue
             worker, event = self._received.popleft()
             self._watchdog.on_event(worker.name, event)
             if isinstance(event, events.Note):
                 self._notify(event)
                 continue
             self._notify(events.FromWorker(worker.name, time.monotonic(), event))
-            if isinstance(event, events.CheckpointSaved):
-                assert self._checkpoints is not None
-                self._checkpoints.on_saved(event)
-            elif not isinstance(event, events.Activity):
+            if not isinstance(event, events.Activity):
                 return worker, event
-        return None
 
     def _receive(self) -> None:
-        if self.interrupted is not None:
-            if self.is_late:
-                raise self.interrupted
-            if self._checkpoints is not None and self._checkpoints.report_progress():
-                self._deadline = time.monotonic() + self._stop_seconds
+        if time.monotonic() > self._deadline:
+            raise WorkerFailure(f"the last checkpoint was not written in {STOP_SECONDS:g} s")
         self._received.extend(self._supervisor.wait(TICK_SECONDS, needed=self._needed))
-        if not self._received and (warning := self._watchdog.tick(self.all)):
+        if not self._received and (warning := self._watchdog.tick()):
             self._notify(events.NoEvents(time.monotonic(), warning))
+
+    def begin_to_stop(self) -> None:
+        """The run stops once its last checkpoint is written: from now on only the death of a train
+        worker is a failure, and STOP_SECONDS are left."""
+        self._needed, self._deadline = self.train, time.monotonic() + STOP_SECONDS
+
+
+class Watchdog:
+    """Warn when no worker has sent an event for long, and name what each is doing.
+
+    A worker that waits for others and one that is frozen look the same from here. It counts ticks,
+    not time: Ctrl-Z also stops the controller.
+    """
+
+    def __init__(self) -> None:
+        self._doing: dict[str, tuple[str, float]] = {}  # worker -> work, start
+        self._seconds, self._due = 0.0, WARN_SECONDS
+
+    def on_event(self, worker: str, event: events.WorkerEvent) -> None:
+        self._seconds, self._due = 0.0, WARN_SECONDS
+        doing = f"after {type(event).__name__}", time.monotonic()
+        match event:
+            case events.Starting(what):
+                doing = what, doing[1]
+            case events.Activity(under_way=events.UnderWay(kind, started)):
+                doing = kind, started
+        self._doing[worker] = doing
+
+    def tick(self) -> str:
+        """Call after each TICK_SECONDS without an event. Returns the warning, if one is due."""
+        self._seconds += TICK_SECONDS
+        if self._seconds < self._due:
+            return ""
+        self._due *= 2
+        now = time.monotonic()
+        states = [
+            f"{name} {what} {now - since:.0f} s" for name, (what, since) in self._doing.items()
+        ]
+        return f"no event from any worker for {self._seconds:.0f} s: {', '.join(states)}"
 
 
 def _core_sharing(board: IdleBoard, placement: Placement, role: str, number: int) -> CoreSharing:
