@@ -224,7 +224,7 @@ def answers_of_workers(
         )
         workers.wait_until_ready()
         began = time.monotonic()
-        dispatcher = Dispatcher(workers.rollout, config, placement, num_generations=num_samples)
+        dispatcher = Dispatcher(workers.rollout, config, placement)
         for answer in dispatcher.evaluate(
             0, prompts, workers.next_event, num_samples=num_samples, with_texts=True
         ):

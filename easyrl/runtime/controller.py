@@ -70,7 +70,6 @@ class Controller:
         checked: Preflight,
         *,
         folder: RunFolder,
-        supervisor: Supervisor,
         ring: RingBuffer,
         started: float,
         notify: Observer,
@@ -80,7 +79,6 @@ class Controller:
         self.config = config
         self.checked = checked
         self.folder = folder
-        self.supervisor = supervisor
         self.notify = notify
         self._ring = ring
         self.started = started
@@ -92,7 +90,6 @@ class Controller:
         num_devices = count_devices(device_names(checked.placement).values())
         self.totals = Totals(num_devices, started, self.state.totals)
         self._accuracy_after: float | None = None
-        self._is_best = False  # the newest iteration, by its evaluation
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
@@ -101,8 +98,9 @@ class Controller:
         """Train; returns the contents of `summary.json`."""
         store_fd = os.memfd_create("easyrl-store")  # no name, so that no file is left behind
         try:
-            self._start_workers(f"/proc/{os.getpid()}/fd/{store_fd}")
-            return self._run()
+            with Supervisor() as supervisor:
+                self._start_workers(supervisor, f"/proc/{os.getpid()}/fd/{store_fd}")
+                return self._run()
         finally:
             os.close(store_fd)
 
@@ -127,12 +125,12 @@ class Controller:
 
     # -- phases of a run --------------------------------------------------------------------------
 
-    def _start_workers(self, store_path: str) -> None:
+    def _start_workers(self, supervisor: Supervisor, store_path: str) -> None:
         placement = self.checked.placement
         self.workers = Workers(
             self.config,
             placement,
-            self.supervisor,
+            supervisor,
             log_of=self.folder.log_of,
             notify=self.notify,
             ring=self._ring,
@@ -212,13 +210,9 @@ class Controller:
     ) -> None:
         expected, version = self.config.train.prompts_per_iteration, trained.policy_version
         if trained.groups_trained != expected:
-            raise RuntimeError(
-                f"iteration {record.iteration}: expected {expected} trained groups, got "
-                f"{trained.groups_trained}"
-            )
-        self.state = replace(
-            self.state, policy_version=version, num_iterations=record.iteration + 1
-        )
+            raise RuntimeError(f"expected {expected} trained groups, got {trained.groups_trained}")
+        number = record.iteration + 1
+        self.state = replace(self.state, policy_version=version, num_iterations=number)
         metrics = record.metrics(reward_names(self.config))
         metrics |= self.totals.add_iteration(record, metrics, seconds)
         metrics |= self._evaluate_iteration()
@@ -236,16 +230,9 @@ class Controller:
             self._record_first_rollout()
             answers.append(answer)
         metrics, num_problems = evaluation_metrics(answers, self.config.eval.correct_reward)
-        self.notify(
-            events.Evaluated(
-                time.monotonic(),
-                round_,
-                metrics["eval/accuracy"],
-                num_problems,
-                metrics["eval/standard_error"],
-                self.state.num_iterations,
-            )
-        )
+        accuracy, error = metrics["eval/accuracy"], metrics["eval/standard_error"]
+        figures = accuracy, num_problems, error, self.state.num_iterations
+        self.notify(events.Evaluated(time.monotonic(), round_, *figures))
         return metrics
 
     def _evaluate_iteration(self) -> dict[str, float]:
@@ -253,7 +240,6 @@ class Controller:
         the run ends with this iteration."""
         number, train = self.state.num_iterations, self.config.train
         is_last = number == train.iterations
-        self._is_best = False
         is_due = train.eval_every > 0 and (is_last or number % train.eval_every == 0)
         if not is_due or self._stopping is not None:
             return {}
@@ -269,7 +255,6 @@ class Controller:
             version = self.state.policy_version
             best = {"accuracy": accuracy, "num_iterations": number, "policy_version": version}
             self.state = replace(self.state, best=best)
-            self._is_best = True
         return metrics
 
     def _record_first_rollout(self) -> None:
@@ -304,9 +289,10 @@ class Controller:
             self.notify(events.Note(note))
 
     def _is_checkpoint_due(self) -> bool:
-        number, train = self.state.num_iterations, self.config.train
+        number, train, best = self.state.num_iterations, self.config.train, self.state.best
         is_due = number == train.iterations or number % (train.save_every or math.inf) == 0
-        return train.keep_checkpoints > 0 and (is_due or self._is_best)
+        is_best = best is not None and best["num_iterations"] == number
+        return train.keep_checkpoints > 0 and (is_due or is_best)
 
     def _save_boundary(self) -> None:
         """Request a checkpoint of the last iteration boundary."""

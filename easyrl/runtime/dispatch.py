@@ -81,20 +81,12 @@ class Rounds:
 
 
 class Dispatcher:
-    def __init__(
-        self,
-        workers: Sequence[Worker],
-        config: Config,
-        placement: Placement,
-        *,
-        num_generations: int | None = None,
-    ) -> None:
-        """`num_generations`: sequences per group, if not those of training."""
+    def __init__(self, workers: Sequence[Worker], config: Config, placement: Placement) -> None:
         self._workers = workers
         self._is_fixed = config.runtime.deterministic or len(workers) == 1
         in_flight = placement.max_concurrent_groups
         self._ahead = in_flight + max(1, in_flight // 2)
-        self._num_generations = num_generations or config.rollout.num_generations
+        self._num_generations = config.rollout.num_generations
         self._command: Callable[[Sequence[Any]], events.Command]
         self._left: deque[Any] = deque()
 

@@ -24,7 +24,6 @@ from easyrl.runtime.run_folder import RunFolder, RunFolderLost, read_lines
 from easyrl.runtime.supervisor import (
     SIGNALLED,
     Interrupted,
-    Supervisor,
     WorkerFailure,
     signals_as_interrupts,
 )
@@ -61,7 +60,6 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         config,
         checked,
         folder=folder,
-        supervisor=Supervisor(),
         ring=ring,
         started=started,
         notify=combine_observers([folder.observe, *observers]),
@@ -81,8 +79,7 @@ def _train(controller: Controller) -> events.RunEnded:
     folder = controller.folder
     try:
         _announce(controller)
-        with controller.supervisor:
-            summary = controller.run()
+        summary = controller.run()
         summary["prompts_skipped"] = controller.checked.num_prompts_skipped
         controller.notify(events.RunFinished(time.monotonic(), summary))
     except Interrupted as interrupted:

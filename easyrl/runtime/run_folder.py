@@ -58,7 +58,10 @@ class RunFolder:
                 os.truncate(file, file.read_bytes()[:size].rfind(b"\n") + 1)
             (self.path / "summary.json").unlink(missing_ok=True)
         except OSError as error:
-            raise _unusable(self.path, error) from None
+            raise ConfigError(
+                "output.dir (--output, --resume): expected a folder that can be written, got "
+                f"'{self.path}': {error.strerror}"
+            ) from None
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -93,8 +96,6 @@ class RunFolder:
                 self.write_log(f"easyrl {__version__}\n{description}")
             case events.FromWorker(worker, _, events.Starting(what)):
                 self.write_log(f"{worker}: {what}")
-            case events.FromWorker(worker, _, events.Ready()):
-                self.write_log(f"{worker}: ready")
             case events.FromWorker(_, _, events.GroupScored(iteration, _, prompt) as group):
                 self._append_errors(iteration, prompt, group.errors)
                 for sample in [] if group.is_rejected else group.samples:
@@ -177,10 +178,7 @@ def folder_of(config: Config, kind: str = "") -> Path:
 def lock_folder(folder: Path) -> int:
     """Lock the folder until the descriptor is closed or the process ends. Raises ConfigError if
     another process has locked it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise _unusable(folder, error) from None
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -213,13 +211,6 @@ def refuse_existing(folder: Path) -> None:
             f"output.dir (--output): '{folder}' exists; expected a new folder, so that no run is "
             "overwritten (to continue a run: --resume)"
         )
-
-
-def _unusable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"output.dir (--output, --resume): expected a folder that can be written, got '{folder}': "
-        f"{error.strerror}"
-    )
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:

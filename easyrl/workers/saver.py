@@ -86,6 +86,4 @@ def _reason(error: BaseException) -> str:
     failures: Any = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0]
