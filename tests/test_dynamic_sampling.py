@@ -96,13 +96,6 @@ def test_rejected_indices_get_the_next_prompts_in_ascending_order() -> None:
     assert [(i, prompt.index) for i, prompt in rounds.start()] == [(2, 104), (3, 105)]
 
 
-def test_rounds_end_where_every_group_is_rejected() -> None:
-    rounds = open_rounds(3, 2)
-    kept = play(rounds, lambda index: True, random.Random(0))
-    assert kept == {0: FIRST + 6, 1: FIRST + 7, 2: FIRST + 8}
-    assert (rounds.number, rounds.next_index) == (2, FIRST + 9)
-
-
 # -- dispatch -------------------------------------------------------------------------------------
 
 

@@ -46,27 +46,6 @@ def test_metrics_cut_off_at_any_byte_lose_no_whole_line(tmp_path: Path) -> None:
         read_lines(file)
 
 
-@pytest.mark.parametrize("name", ["exists", "file/run", "x" * 300])
-def test_folder_that_cannot_be_made_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "exists").mkdir()
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=rf"^output.dir \(--output.*{name}"):
-        RunFolder(config_for(tmp_path / name))
-
-
-def test_log_has_the_start_notes_and_end_of_a_run(tmp_path: Path) -> None:
-    folder = RunFolder(config_for(tmp_path / "run"))
-    for record in (
-        events.FromWorker("train-0", 0.0, events.Starting("loading the model")),
-        events.Note("a note"),
-        events.RunEnded(1, "KeyError: 'x'"),
-    ):
-        folder.observe(record)
-    log = folder.log.read_text()
-    for text in ("train-0: loading the model", "a note", "exit code 1", "KeyError"):
-        assert text in log
-
-
 def test_internal_error_is_short_on_the_screen_and_complete_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
