@@ -32,7 +32,7 @@ from easyrl.workers.settings import WorkerSettings
 
 TICK_SECONDS = 1.0
 WARN_SECONDS = 60.0  # without any event, warn; then each time the period has doubled
-STOP_SECONDS = 1800.0  # longest time that a stopped run waits for its last checkpoint
+LAST_CHECKPOINT_SECONDS = 1800.0  # longest time that a stopped run waits for its last checkpoint
 
 
 class Workers:
@@ -125,15 +125,17 @@ class Workers:
 
     def _receive(self) -> None:
         if time.monotonic() > self._deadline:
-            raise WorkerFailure(f"the last checkpoint was not written in {STOP_SECONDS:g} s")
+            raise WorkerFailure(
+                f"the last checkpoint was not written in {LAST_CHECKPOINT_SECONDS:g} s"
+            )
         self._received.extend(self._supervisor.wait(TICK_SECONDS, needed=self._needed))
         if not self._received and (warning := self._watchdog.tick()):
             self._notify(events.NoEvents(time.monotonic(), warning))
 
     def begin_to_stop(self) -> None:
         """The run stops once its last checkpoint is written: from now on only the death of a train
-        worker is a failure, and STOP_SECONDS are left."""
-        self._needed, self._deadline = self.train, time.monotonic() + STOP_SECONDS
+        worker is a failure, and LAST_CHECKPOINT_SECONDS are left."""
+        self._needed, self._deadline = self.train, time.monotonic() + LAST_CHECKPOINT_SECONDS
 
 
 class Watchdog:
