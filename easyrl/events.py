@@ -308,15 +308,6 @@ class IterationStarted(Event):
     iteration: int  # from 0
 
 
-class RoundStarted(Event):
-    """Fresh prompts replace rejected groups of the iteration."""
-
-    time: float
-    iteration: int
-    round: int  # from 1; the iteration's first prompts are round 0 and have no event
-    num_prompts: int
-
-
 class IterationFinished(Event):
     """All updates of an iteration are done."""
 

@@ -60,7 +60,6 @@ def run_events(folder: Path, config: Config) -> list[Event]:
                Span("score", t + 7.5, t + 8.5), num_tokens=300),
         group(t + 8, 0, prompt="2+3=", samples=[sample]),
         group(t + 8.1, 1, errors=[error]),
-        events.RoundStarted(t + 8.2, 0, 1, 1),
         group(t + 8.3, 2, is_rejected=True),
         events.Note("a note"),
         active("train-0", Span("train", t + 8, t + 9), num_tokens=200, num_groups=1),

@@ -99,7 +99,6 @@ class ViewState:
     """The current one, from 0; None before the first and after the last."""
     iteration_started: float = 0.0
     num_groups: int = 0  # finished groups of this iteration that will be trained
-    round: int = 0  # round of replacement prompts (`algorithm.dynamic_sampling`); 0: none yet
     rewards: list[float] = field(default_factory=list)  # of each iteration
     metrics: Mapping[str, Any] = field(default_factory=dict)  # of the newest iteration
     iteration_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ETA_ITERATIONS))
@@ -151,11 +150,9 @@ class ViewState:
                 self.evaluation, self.accuracies[number] = None, accuracy
             case events.IterationStarted(time, iteration):
                 self.iteration, self.iteration_started = iteration, time
-                self.num_groups = self.round = 0
+                self.num_groups = 0
                 for worker in self.workers.values():
                     worker.phase = ""  # its Ready may be missing in a shortened trace
-            case events.RoundStarted(round=round_):
-                self.round = round_
             case events.IterationFinished(_, metrics):
                 self._add_iterations([metrics])
             case events.SavingModel(time):
@@ -178,7 +175,7 @@ class ViewState:
             self.iteration_seconds.append(line["perf/iteration_seconds"])
             self.problems.update({name: int(line.get(name, 0)) for name in PROBLEMS})
             self.metrics = line
-        self.num_groups = self.round = 0
+        self.num_groups = 0
         if self.run is not None and len(self.rewards) == self.run.config.train.iterations:
             self.iteration = None
 

@@ -35,7 +35,6 @@ CATEGORIES: Mapping[type[Event], tuple[str, str]] = {
     events.FirstRollout: ("first rollout", "i"),
     events.IterationStarted: ("iteration", "B"),
     events.IterationFinished: ("iteration", "E"),
-    events.RoundStarted: ("round", "i"),
     events.EvaluationStarted: ("evaluation", "B"),
     events.Evaluated: ("evaluation", "E"),
     events.NoEvents: ("quiet", "i"),

@@ -242,7 +242,6 @@ def _progress(state: ViewState, train: TrainConfig, now: float, width: int) -> R
         right = f"ETA {clock(left)}" if left is not None else "ETA -:--"
         if width >= NARROW:
             text += f"  groups {state.num_groups}/{train.prompts_per_iteration}"
-            text += f", round {state.round}" if state.round else ""
     row = Table.grid(expand=True, padding=(0, 1, 0, 0))
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)

@@ -169,7 +169,9 @@ class Controller:
         self.workers.rank0.send(events.TrainIteration(iteration))
         while record.trained is None or not rounds.is_complete:
             if rounds.is_over and not rounds.is_complete:
-                self._start_round(record, rounds)
+                prompts = rounds.start()
+                record.num_replacement_rounds = rounds.number
+                self.dispatcher.start(iteration, prompts, is_last_round=rounds.is_last)
             try:
                 worker, event = self._next_event()
             except Interrupted as interrupted:
@@ -196,14 +198,6 @@ class Controller:
         self.state = replace(self.state, file_sizes=self.folder.file_sizes())
         if self._stopping is not None:
             raise self._stopping
-
-    def _start_round(self, record: IterationRecord, rounds: Rounds) -> None:
-        prompts = rounds.start()
-        record.num_replacement_rounds = rounds.number
-        if rounds.number > 0:
-            now = time.monotonic()
-            self.notify(events.RoundStarted(now, record.iteration, rounds.number, len(prompts)))
-        self.dispatcher.start(record.iteration, prompts, is_last_round=rounds.is_last)
 
     def _finish_iteration(
         self, record: IterationRecord, trained: events.IterationTrained, seconds: float
