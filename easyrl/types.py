@@ -146,5 +146,3 @@ class WeightPiece:
     values: Tensor  # [n], valid until the next piece is read
     shape: tuple[int, ...] = ()
     """Shape of the whole weight."""
-    bucket: int = 0
-    """Number of the bucket that carried it."""

@@ -19,8 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
-from easyrl.engines.vllm.processes import DONE, LOADING, RankProgress
-from easyrl.types import Weight
+from easyrl.types import Weight, WeightPiece
 from easyrl.workers.settings import WorkerSettings
 
 if __name__ == "__main__":
@@ -28,8 +27,7 @@ if __name__ == "__main__":
 WHO, UPDATE, BUCKET = os.environ["HANG"].split(",")
 BUCKET_BYTES = 2**18
 """The built-in model is a dozen of them."""
-num_updates = 0
-send, report = WeightChannel.send, RankProgress.report
+send, receive = WeightChannel.send, WeightChannel.receive
 weight_endpoint = WorkerSettings.weight_endpoint
 
 
@@ -39,9 +37,7 @@ def hang() -> None:
 
 
 def send_and_hang(self: WeightChannel, version: int, weights: Iterable[Weight], **more: Any) -> int:
-    global num_updates  # noqa: PLW0603
-    num_updates += 1
-    is_due = num_updates == int(UPDATE) + 1
+    is_due = version == int(UPDATE)
     return send(self, version, _late(weights) if is_due else weights, **more)
 
 
@@ -64,20 +60,19 @@ def small_buckets(self: WorkerSettings, *rank: int) -> WeightEndpoint:
     return replace(weight_endpoint(self, *rank), bucket_bytes=BUCKET_BYTES)
 
 
-def report_and_hang(self: RankProgress, state: int, bucket: int = 0) -> None:
-    global num_updates  # noqa: PLW0603
-    report(self, state, bucket)
-    is_due = num_updates == int(UPDATE)
-    if is_due and WHO == "loading" and state == LOADING and bucket == int(BUCKET):
-        hang()
-    if state == DONE:
-        if is_due and WHO == "loaded":
+def receive_and_hang(self: WeightChannel, version: int, *more: Any) -> Iterator[WeightPiece]:
+    num_bytes = 0
+    for piece in receive(self, version, *more):
+        yield piece
+        num_bytes += piece.values.nbytes
+        if WHO == "loading" and version == int(UPDATE) and num_bytes > int(BUCKET) * BUCKET_BYTES:
             hang()
-        num_updates += 1
+    if WHO == "loaded" and version == int(UPDATE):
+        hang()
 
 
 WorkerSettings.weight_endpoint = small_buckets  # type: ignore[method-assign]
-RankProgress.report = report_and_hang  # type: ignore[method-assign]
+WeightChannel.receive = receive_and_hang  # type: ignore[method-assign]
 if WHO == "trainer":
     WeightChannel.send = send_and_hang  # type: ignore[method-assign]
 

@@ -8,8 +8,8 @@ import pytest
 
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
 
-MATRIX = ParameterChecksum("model.qkv.weight", 2, ["q", "k", "v"], is_matrix=True)
-VECTOR = ParameterChecksum("model.decay", 0, ["decay"])
+MATRIX = ParameterChecksum("model.qkv.weight", is_matrix=True)
+VECTOR = ParameterChecksum("model.decay")
 
 
 def check(verifier: ChecksumVerifier, version: int, *ranks: ParameterChecksum) -> None:
@@ -20,11 +20,10 @@ def reported(of: ParameterChecksum, sent: int, held: int) -> ParameterChecksum:
     return replace(of, sent=sent, held=held)
 
 
-def test_a_skipped_load_is_reported_with_its_bucket_and_weights() -> None:
+def test_a_skipped_load_is_reported() -> None:
     verifier = ChecksumVerifier()
     check(verifier, 0, reported(MATRIX, 10, 10))
-    message = r"weights 1 .* 1 of 1 .* bucket 3 \(the first: model.qkv.weight, from q, k, v\)"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=r"weights 1 .* 1 of 1 .*model.qkv.weight"):
         check(verifier, 1, reported(MATRIX, 11, 10))
 
 
@@ -38,7 +37,7 @@ def test_a_vector_that_is_kept_in_another_form_must_change_with_what_is_sent() -
     check(verifier, 0, reported(VECTOR, 10, -77))
     check(verifier, 1, reported(VECTOR, 11, -78))
     check(verifier, 2, reported(VECTOR, 11, -78))
-    with pytest.raises(RuntimeError, match=r"weights 3 .* model.decay"):
+    with pytest.raises(RuntimeError, match=r"weights 3 .*model.decay"):
         check(verifier, 3, reported(VECTOR, 12, -78))
 
 

@@ -149,7 +149,7 @@ def test_acknowledged_but_skipped_weight_stops_the_run(trained: Trained, skipped
     trained.change()
     trained.engine._call_workers("easyrl_skip", [skipped])
     try:
-        with pytest.raises(RuntimeError, match=rf"weights {trained.version + 1} .*bucket 1 .*"):
+        with pytest.raises(RuntimeError, match=rf"weights {trained.version + 1} .*parameters"):
             trained.update()
     finally:
         trained.engine._call_workers("easyrl_skip", [])

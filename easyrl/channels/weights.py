@@ -341,7 +341,7 @@ class WeightChannel:
                     values, content = [part], part.view(torch.uint8)
             self._start(number, content)
         return [
-            WeightPiece(piece.name, piece.start, part, piece.shape, number)
+            WeightPiece(piece.name, piece.start, part, piece.shape)
             for piece, part in zip(pieces, values, strict=True)
         ]
 

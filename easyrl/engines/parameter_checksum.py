@@ -15,7 +15,7 @@ update, it has to change from then on whenever what is sent changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -23,18 +23,14 @@ class ParameterChecksum:
     """The checksums of one parameter on one rank."""
 
     parameter: str
-    bucket: int
-    """The number of the bucket that its first weight arrived in."""
-    names: list[str] = field(default_factory=list)
-    """The weights that were sent for it."""
     is_matrix: bool = False
-    """Whether one of them has more than one dimension."""
+    """Whether a weight that was sent for it has more than one dimension."""
     sent: int = 0
     held: int = 0
 
 
 class ChecksumVerifier:
-    """Compares sent with held checksums, update after update."""
+    """Compare sent with held checksums, update after update."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[int, int]] = {}
@@ -44,17 +40,15 @@ class ChecksumVerifier:
     def check(self, policy_version: int, ranks: Sequence[Sequence[ParameterChecksum]]) -> None:
         """Raise RuntimeError if a parameter is not what was sent. `ranks`: the checksums of each
         tensor-parallel rank, in the same order."""
-        stale = [parts[0] for parts in zip(*ranks, strict=True) if not self._is_current(parts)]
-        if not stale:
-            return
-        first = min(stale, key=lambda checksum: checksum.bucket)
-        buckets = sorted({checksum.bucket + 1 for checksum in stale})
-        raise RuntimeError(
-            f"weights {policy_version} were acknowledged, but the engine does not hold them: "
-            f"{len(stale)} of {len(ranks[0])} parameters are not what was sent in bucket "
-            f"{', '.join(map(str, buckets))} (the first: {first.parameter}, from "
-            f"{', '.join(first.names)})"
-        )
+        stale = [
+            parts[0].parameter for parts in zip(*ranks, strict=True) if not self._is_current(parts)
+        ]
+        if stale:
+            raise RuntimeError(
+                f"weights {policy_version} were acknowledged, but the engine does not hold them: "
+                f"{len(stale)} of {len(ranks[0])} parameters are not what was sent "
+                f"({', '.join(stale[:3])})"
+            )
 
     def _is_current(self, parts: Sequence[ParameterChecksum]) -> bool:
         name, sent = parts[0].parameter, parts[0].sent
@@ -63,11 +57,8 @@ class ChecksumVerifier:
         is_equal = held == sent or all(part.held == sent for part in parts)
         if is_equal and name not in self._transformed:
             return True
-        if before is None:
-            may_differ = len(parts) > 1 or not parts[0].is_matrix
-            if may_differ:
-                self._transformed.add(name)
-            return may_differ
-        if name not in self._transformed:
-            return False
-        return (sent != before[0]) == (held != before[1])
+        if before is None and (len(parts) > 1 or not parts[0].is_matrix):
+            self._transformed.add(name)
+            return True
+        is_changed = before is not None and (sent != before[0]) == (held != before[1])
+        return name in self._transformed and is_changed

@@ -140,15 +140,15 @@ def _ropes(parameters: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
-def kv_bytes_per_token(model_config: dict[str, Any]) -> int:
-    """Return the bytes of one token's keys and values in all layers, in float32; 0 if the sizes
-    are missing from `config.json`."""
+def kv_elements_per_token(model_config: dict[str, Any]) -> int:
+    """Count the elements of one token's keys and values in all layers; 0 if the sizes are missing
+    from `config.json`."""
     config = model_config.get("text_config") or model_config
     layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
     if not layers or not heads:
         return 0
     size = config.get("head_dim") or config.get("hidden_size", 0) // heads
-    return int(2 * layers * (config.get("num_key_value_heads") or heads) * size * FLOAT_BYTES)
+    return int(2 * layers * (config.get("num_key_value_heads") or heads) * size)
 
 
 # -- by transformers -------------------------------------------------------------------------------

@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Coroutine
 from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
@@ -52,8 +54,8 @@ from easyrl.config import ConfigError
 from easyrl.data.hub import resolve_model
 from easyrl.engines.base import FinishedGroup, GroupRequest, SamplingSettings, check_request
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
-from easyrl.engines.vllm.platforms import WORKER, cache_bytes, engine_arguments
-from easyrl.engines.vllm.processes import Cleanup, UpdateProgress
+from easyrl.engines.vllm.platforms import BACKEND, WORKER, cache_bytes, device_arguments
+from easyrl.engines.vllm.processes import Cleanup
 from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.processes import maybe_sleep
 from easyrl.types import Completion
@@ -62,6 +64,8 @@ STEP_SECONDS = 0.02
 """Longest time that `step` waits for a group: the rollout worker has other work too."""
 POLL_SECONDS = 0.1
 """Interval of the check whether vLLM's processes are alive, during a call into them."""
+GRACE_SECONDS = 3.0
+"""Added to the bound of a weight update: the weight channel's own timeout has a better message."""
 SHUTDOWN_SECONDS = 1.0
 """Grace period for vLLM's processes; then they are killed."""
 EXTENSION = f"{WORKER}.WorkerExtension"
@@ -103,46 +107,51 @@ class VllmEngine:
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.policy_version = -1
-        self._tensor_parallel_size = tensor_parallel_size
         self._is_deterministic = is_deterministic
         self._num_unfinished = 0
         self._waiting: list[GroupRequest] = []
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them
         self._finished: SimpleQueue[FinishedGroup | BaseException] = SimpleQueue()
         self._verifier = ChecksumVerifier()
-        self._progress: UpdateProgress | None = None
+        self._timeout_seconds = math.inf  # of a weight update
         self._engine: Any = None
         self._log = EngineLog(log_file)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm").start()
         config = load_model_config(model, trust_remote_code=trust_remote_code)
-        eos = {*load_eos_token_ids(model, config), *([] if stop_at is None else [stop_at])}
-        self._parameters = sampling_parameters(sampling, eos)
+        end_tokens = {*load_eos_token_ids(model, config), *([] if stop_at is None else [stop_at])}
+        self._parameters = sampling_parameters(sampling, end_tokens)
         kind = device.partition(":")[0]
         num_rows, max_tokens = max_concurrent_groups * num_generations, sampling.max_sequence_length
+        executor = "OneProcessExecutor" if tensor_parallel_size == 1 else "ManyProcessesExecutor"
         logprobs_mode = "raw_logprobs" if sampling.truncates else "processed_logprobs"
-        arguments = engine_arguments(
-            kind,
-            model=resolve_model(model),
-            dtype=dtype,
-            num_rows=num_rows,
-            max_tokens=max_tokens,
-            gpu_memory_utilization=memory_fraction,
-            tensor_parallel_size=tensor_parallel_size,
-            is_deterministic=is_deterministic,
-            worker_extension_cls=EXTENSION,
-            trust_remote_code=trust_remote_code,
-            skip_tokenizer_init=not sampling.stop,
-            logprobs_mode=logprobs_mode,
-            kv_cache_memory_bytes=cache_bytes(
-                *(model, config.to_dict(), dtype, num_rows, max_tokens),
-                device=device,
-                shared_part=memory_fraction if is_device_shared else None,
-            ),
-        )
+        shared_part = memory_fraction if is_device_shared else None
         self._cleanup = Cleanup()
         try:
-            self._engine = self._call(_make_engine(AsyncEngineArgs(**arguments)))
+            arguments = AsyncEngineArgs(
+                model=resolve_model(model),
+                trust_remote_code=trust_remote_code,
+                dtype=dtype,
+                seed=0,
+                max_model_len=max_tokens,
+                max_num_seqs=num_rows,
+                generation_config="vllm",  # ignore the model's own sampling defaults
+                logprobs_mode=logprobs_mode,
+                skip_tokenizer_init=not sampling.stop,
+                async_scheduling=False if is_deterministic else None,
+                enable_prefix_caching=True,
+                kv_cache_memory_bytes=cache_bytes(
+                    *(model, dtype, num_rows, max_tokens), device=device, shared_part=shared_part
+                ),
+                gpu_memory_utilization=memory_fraction,
+                tensor_parallel_size=tensor_parallel_size,
+                distributed_executor_backend=f"{WORKER}.{executor}",
+                worker_extension_cls=EXTENSION,
+                weight_transfer_config={"backend": BACKEND},
+                disable_log_stats=True,
+                **device_arguments(kind, max_tokens),
+            )
+            self._engine = self._call(_make_engine(arguments))
         except Exception as error:
             self._cleanup.close()
             raise self._log.start_error(model, error) from error
@@ -239,19 +248,14 @@ class VllmEngine:
 
     def join_weights(self, endpoint: WeightEndpoint) -> None:
         """Join the weight channel with every tensor-parallel rank, the first one at `endpoint`."""
-        self._progress = UpdateProgress(
-            self._tensor_parallel_size, endpoint.rank, endpoint.timeout_seconds
-        )
-        info = {"endpoint": asdict(endpoint), "progress": self._progress.path}
-        request = WeightTransferInitRequest(init_info=info)
+        self._timeout_seconds = endpoint.timeout_seconds + GRACE_SECONDS
+        request = WeightTransferInitRequest(init_info={"endpoint": asdict(endpoint)})
         self._call(self._engine.init_weight_transfer_engine(request))
 
     def receive_weights(self, policy_version: int) -> None:
         if self.has_work:
             raise RuntimeError("weights arrived while sequences of the old policy are in flight")
-        assert self._progress is not None
-        self._progress.begin()
-        self._call(self._update(policy_version), self._progress.check)
+        self._call(self._update(policy_version), self._timeout_seconds)
         self.policy_version = policy_version
 
     async def _update(self, policy_version: int) -> None:
@@ -276,17 +280,22 @@ class VllmEngine:
 
     # -- calls into vLLM ------------------------------------------------------------------------
 
-    def _call(
-        self, coroutine: Coroutine[Any, Any, T], check: Callable[[], None] = lambda: None
-    ) -> T:
-        """Run a coroutine on vLLM's loop; call `check` regularly, which may raise. Errors of the
-        weight channel keep their type."""
+    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_seconds: float = math.inf) -> T:
+        """Run a coroutine on vLLM's loop. Errors of the weight channel keep their type. Raises
+        TimeoutError if no rank has reported progress (`worker.report_progress`) for this long."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        last, changed_at = 0, time.monotonic()
         try:
             while not wait([future], POLL_SECONDS).done:
                 if self._engine is not None and self._engine.errored:  # it will not answer
                     raise self._log.end_error()
-                check()
+                if (now := Path(self._cleanup.folder).stat().st_mtime_ns) != last:
+                    last, changed_at = now, time.monotonic()
+                if time.monotonic() - changed_at > timeout_seconds:
+                    raise TimeoutError(
+                        "weight update: the rollout worker waits for vLLM, which has made no "
+                        f"progress for {timeout_seconds:.0f} s (runtime.timeout_seconds)"
+                    )
             return future.result()
         except EngineDeadError:  # it had died before the call
             raise self._log.end_error() from None
@@ -337,7 +346,7 @@ def _seed_of(seed: int, key: tuple[int, ...]) -> int:
 
 
 class EngineLog:
-    """Error messages with the reason that vLLM's processes only write to their log."""
+    """Errors with the reason that vLLM's processes only write to their log."""
 
     def __init__(self, file: str | None) -> None:
         self._file = Path(file or os.devnull)
@@ -350,16 +359,14 @@ class EngineLog:
     def start_error(self, model: str, error: Exception) -> Exception:
         if isinstance(error, ValueError | NotImplementedError):  # vLLM refuses its configuration
             # The first sentence of the message; the rest may list everything that is supported.
-            text = re.split(r"\. | \[type=|\n", str(error).rpartition("Value error, ")[2].strip())[
-                0
-            ]
+            text = str(error).rpartition("Value error, ")[2].strip()
+            text = re.split(r"\. | \[type=|\n", text)[0]
             return ConfigError(f"model.path: vLLM cannot serve '{model}': {text}; {USE_EMBEDDED}")
         reason = self._last_error() or str(error)
         if "memory" in reason.lower() or "KV cache" in reason:
             return ConfigError(
                 f"rollout.memory_fraction: too little memory for '{model}' and a KV cache: "
-                f"{reason}; use a larger fraction, shorter sequences (data.max_prompt_length, "
-                "rollout.max_completion_length) or a smaller model"
+                f"{reason}; use a larger fraction, shorter sequences or a smaller model"
             )
         return RuntimeError(f"vLLM did not start: {reason} (more in {self._file})")
 

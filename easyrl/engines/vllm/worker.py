@@ -49,7 +49,7 @@ from easyrl import devices
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.engines.parameter_checksum import ParameterChecksum
 from easyrl.engines.vllm.platforms import BACKEND
-from easyrl.engines.vllm.processes import DONE, FOLDER, LOADING, WAITING, RankProgress
+from easyrl.engines.vllm.processes import FOLDER
 from easyrl.processes import die_with_parent
 from easyrl.types import WeightPiece
 
@@ -102,8 +102,6 @@ def _tied_to_rollout_worker() -> Iterator[None]:
 class TransferInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     endpoint: dict[str, Any]
     """`WeightEndpoint` of the first tensor-parallel rank."""
-    progress: str
-    """Path of the file for `RankProgress`."""
 
 
 @dataclass
@@ -121,7 +119,6 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._channel: WeightChannel | None = None
-        self._progress: RankProgress | None = None
         self.held: list[ParameterChecksum] = []
         """Checksums after an update."""
         self.unmatched: list[str] = []
@@ -132,7 +129,6 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
 
     def init_transfer_engine(self, init_info: TransferInitInfo) -> None:
         endpoint, rank = dict(init_info.endpoint), get_tensor_model_parallel_rank()
-        self._progress = RankProgress(init_info.progress, rank)
         endpoint["rank"] += rank
         for key in ("device", "shared_device"):  # this process has its own device numbers
             if endpoint[key] not in (None, "cpu"):
@@ -149,16 +145,15 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: TransferUpdateInfo) -> None:
-        assert self._channel is not None and self._progress is not None
+        assert self._channel is not None
         pieces = self._channel.receive(update_info.policy_version)
         with set_current_vllm_config(self.vllm_config), _error_type_in_message():
-            for name, weight, bucket in whole_weights(pieces, self.device, self._progress):
+            for name, weight in whole_weights(pieces, self.device):
                 parameters = self.load(name, weight)
                 if not parameters:
                     self.unmatched.append(name)
                 for parameter in parameters:
-                    sent = self._sent.setdefault(parameter, ParameterChecksum(parameter, bucket))
-                    sent.names.append(name)
+                    sent = self._sent.setdefault(parameter, ParameterChecksum(parameter))
                     sent.is_matrix |= weight.ndim > 1
                     sent.sent += checksum(weight)
                     if self.device.type == "cpu" and weight.ndim == 2:
@@ -171,13 +166,6 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
     def finish_weight_update(self) -> None:
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
-        packed = {n: module for n, module in self.model.named_modules() if _is_packed(module)}
-        for module in packed.values():
-            if module.weight.numel():
-                # vLLM packs a head that is tied to the embedding only once.
-                from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
         parameters = dict(self.model.named_parameters())
         self.unmatched += [name for name in parameters if name not in self._sent]
         self.held = [
@@ -185,12 +173,16 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
             for name, sent in self._sent.items()
             if parameters[name].numel()
         ]
-        for name, module in packed.items():
-            # A tied weight has another module's name.
-            parameter = next(other for other, w in parameters.items() if w is module.weight)
-            columns = self._sent_columns[parameter], checksum(_packed_columns(module))
-            sent = replace(self._sent[parameter], sent=columns[0], held=columns[1])
-            self.held.append(replace(sent, parameter=f"{name} (packed)"))
+        names = {weight: name for name, weight in parameters.items()}  # a tied weight has one
+        for module in filter(_is_packed, self.model.modules()):
+            if module.weight.numel():
+                # vLLM packs a head that is tied to the embedding only once.
+                from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+            name = names[module.weight]
+            columns = self._sent_columns[name], checksum(_packed_columns(module))
+            self.held.append(ParameterChecksum(f"{name} (packed)", True, *columns))
 
     def shutdown(self) -> None:
         self._channel = None
@@ -227,23 +219,25 @@ class WorkerExtension:
 
 
 def whole_weights(
-    pieces: Iterator[WeightPiece], device: torch.device, progress: RankProgress
-) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield name, values and first bucket of each weight, and report the progress. The values are a
+    pieces: Iterator[WeightPiece], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and values of each weight, and report progress after each piece. The values are a
     copy: vLLM keeps them until a layer has all of its weights."""
-    values, first = torch.empty(0), 0
-    progress.report(WAITING)
+    values = torch.empty(0)
     for piece in pieces:
-        progress.report(LOADING, piece.bucket)
         if piece.start == 0:
             size = torch.Size(piece.shape).numel()
-            values, first = torch.empty(size, dtype=piece.values.dtype, device=device), piece.bucket
+            values = torch.empty(size, dtype=piece.values.dtype, device=device)
         end = piece.start + len(piece.values)
         values[piece.start : end].copy_(piece.values)
         if end == len(values):
-            yield piece.name, values.view(piece.shape), first
-        progress.report(WAITING, piece.bucket)
-    progress.report(DONE)
+            yield piece.name, values.view(piece.shape)
+        report_progress()
+
+
+def report_progress() -> None:
+    """Show the rollout worker that this rank does not hang: change the folder's time."""
+    os.utime(os.environ[FOLDER])
 
 
 @contextmanager
@@ -272,21 +266,15 @@ def _is_packed(module: nn.Module) -> bool:
     return hasattr(module, "cpu_linear") and getattr(module, "weight", None) is not None
 
 
-def _compared(num_columns: int) -> Tensor:
-    """Indices of the compared columns: all, or MAX_COLUMNS evenly spaced ones."""
-    return torch.linspace(0, num_columns - 1, min(num_columns, MAX_COLUMNS)).long()
-
-
 def _columns(weight: Tensor) -> Tensor:
     """The compared columns of a weight [N, K]: [N, C]. Adding 0 makes negative zeros positive."""
-    return weight[:, _compared(weight.shape[1])] + 0.0
+    return weight[:, :MAX_COLUMNS] + 0.0
 
 
 def _packed_columns(module: Any) -> Tensor:
     """The compared columns of the packed weight [N, K], transposed: [C, N]."""
-    names = "input_size_per_partition", "input_size", "embedding_dim"  # before 0.31: of a head
-    num_columns = next(size for name in names if (size := getattr(module, name, None)))
-    one_hot = nn.functional.one_hot(_compared(num_columns), num_columns).to(module.weight.dtype)
+    size = getattr(module, "input_size_per_partition", None) or module.input_size
+    one_hot = torch.eye(min(size, MAX_COLUMNS), size, dtype=module.weight.dtype)
     product: Tensor = module.cpu_linear(one_hot, module.weight, None)
     return product + 0.0
 
