@@ -229,11 +229,8 @@ END_SECONDS = 20.0
     ("hanging", "expected"),
     [
         ("trainer", r"rollout-0 \(rank 1 of 2\), bucket [34] of \d+"),
-        (  # whichever of the two reports first
-            "loading",
-            r"rank 1 hangs .* bucket 4 |train-0 \(rank 0 of 2\), bucket \d+ of \d+: waited",
-        ),
-        ("loaded", "rank 1 has loaded all buckets"),
+        ("loading", r"train-0 \(rank 0 of 2\), bucket \d+ of \d+: waited"),
+        ("loaded", "vLLM, which has made no progress"),
     ],
 )
 def test_stuck_update_is_reported_and_ends_the_run(
@@ -252,9 +249,7 @@ def test_stuck_update_is_reported_and_ends_the_run(
     _, err = run.communicate(timeout=120)
     assert run.returncode == 1
     assert time.monotonic() - began <= TIMEOUT_SECONDS + END_SECONDS
-    last = err.strip().splitlines()[-1]
-    assert "runtime.timeout_seconds" in last
-    assert re.search(expected, last), last
+    assert re.search(rf"{expected}.*runtime\.timeout_seconds", err), err
 
 
 # -- memory ---------------------------------------------------------------------------------------
