@@ -361,9 +361,9 @@ def exit_code(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def run_to(step, event_kind, action, ring, owner, operation):
-    """Run an operation; call `action` before the step-th line (or bytecode) in the ring's module."""
-    port, steps_left = ring.attach(owner), step
+def operate(operation, port, step, event_kind, action):
+    """Call `action` before the step-th line (or bytecode) of the ring's module."""
+    steps_left = step
     lease = port.get(0) if operation == "release" else None
 
     def trace(frame, event, _):
@@ -382,9 +382,9 @@ def run_to(step, event_kind, action, ring, owner, operation):
     sys.settrace(trace)
     match operation:
         case "put":
-            port.put(make_group(7), 0)
+            port.put(make_group(7), BOUND_SECONDS)
         case "get":
-            port.get(0)
+            port.get(BOUND_SECONDS)
         case "release":
             lease.release()
     sys.settrace(None)
@@ -395,7 +395,7 @@ def kill_self():
 
 
 VICTIM = 5
-OUTCOMES = {  # what arrives, what is unfinished, what is redelivered: from the first line to the last
+OUTCOMES = {  # what arrives, is unfinished, is redelivered: from the first line to the last
     "put": [([1, 2], [], []), ([1, 2], [7], []), ([7, 1, 2], [], [7]), ([1, 2, 7], [], [])],
     "get": [([1, 2], [], []), ([1, 2], [], [1])],
     "release": [([1, 2], [], [1]), ([2], [], [])],
@@ -411,7 +411,8 @@ def test_process_killed_anywhere_loses_no_slot_and_no_group(new_ring, operation,
     for step in range(1, 5000):
         living.put(make_group(1), 0)
         living.put(make_group(2), 0)
-        pid = fork(partial(run_to, step, event_kind, kill_self, ring, VICTIM, operation))
+        victim = ring.attach(VICTIM)
+        pid = fork(partial(operate, operation, victim, step, event_kind, kill_self))
         if (code := exit_code(pid)) == 0:
             break
         assert code == KILLED
@@ -437,7 +438,7 @@ def test_reclaim_leaves_a_slow_move_of_the_living_alone(new_ring, operation, lef
             os.write(fd, b"x")
             time.sleep(0.01)
 
-        pid = fork(partial(run_to, step, "line", pause, ring, 1, operation))
+        pid = fork(partial(operate, operation, ring.attach(1), step, "line", pause))
         os.close(pause_fd)
         has_paused = os.read(paused, 1)
         os.close(paused)

@@ -9,15 +9,13 @@
 A slot number on a pipe (8 bytes) is the right to use that slot: the process that reads the number
 owns the slot alone. There is no lock that a killed process could leave held. Reads and writes of 8
 bytes are atomic, and the system call orders memory on Arm as well: a reader that has the number
-sees everything written before it was sent. Every wait has a bound.
+sees everything written before it was sent. Groups are delivered in order of arrival.
 
 `RingBuffer.reclaim` finds the slots of a killed process. While a process writes or reads a slot,
 the slot's status word names it. While the slot waits, its number is on a pipe. Only during a move
 is neither true, and then the mover's counter is odd. `reclaim` takes all numbers off the pipes and
 waits until no living process is in a move. A slot that is then neither on a pipe nor owned by a
 living process belonged to a dead one. Living processes meanwhile see empty pipes, and wait.
-
-Groups are delivered in order of arrival.
 
 Shapes: P prompt tokens, G completions of one prompt, ΣR completion tokens of a group.
 """
@@ -36,7 +34,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.context import assert_spawning
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,21 +69,12 @@ ARRAYS = (  # field of RolloutGroup, element type, its one dimension
 )
 
 NO_PROMPT = -1
-CACHE_LINE_BYTES = 64
-MAX_SLOT_BYTES = 2**31  # limit of a NumPy record
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """Limits of the ring, and the sizes that follow from them.
-
-    [ moves: one int64 per owner ][ slot 0 ][ slot 1 ] …
-    slot = header (int64 fields), then the arrays of one RolloutGroup at full capacity
-    """
+    """Limits of the ring, and the arrays in its memory that follow from them."""
 
     num_slots: int  # maximum number of groups in the ring, those being written or read included
     num_generations: int
@@ -93,54 +82,41 @@ class RingLayout:
     max_completion_length: int  # in tokens, tool and environment tokens included
     num_owners: int  # owner ids of workers are 0 … num_owners − 1
 
-    def capacity(self, dimension: str) -> int:
-        """Return the maximum length of arrays of this dimension (a header field)."""
+    @property
+    def capacities(self) -> dict[str, int]:
+        """Maximum length of arrays by their dimension."""
         return {
             "num_prompt_tokens": self.max_prompt_length,
             "num_generations": self.num_generations,
             "num_completion_tokens": self.num_generations * self.max_completion_length,
-        }[dimension]
+        }
 
-    def slot_dtype(self) -> np.dtype[np.void]:
-        """Return a slot's NumPy record type: header fields, then arrays at 64-byte boundaries.
-
-        Raises ValueError if a slot exceeds 2 GiB.
-        """
-        names = [*HEADER, *(name for name, _, _ in ARRAYS)]
-        formats: list[object] = [np.int64] * len(HEADER)
-        offsets = [8 * i for i in range(len(HEADER))]
-        end = 8 * len(HEADER)
-        for _, element, dimension in ARRAYS:
-            formats.append((element, (self.capacity(dimension),)))
-            offsets.append(_aligned(end))
-            end = offsets[-1] + np.dtype(element).itemsize * self.capacity(dimension)
-        if end >= MAX_SLOT_BYTES:
-            raise self._too_large("expected at most 2 GiB per group in the ring buffer, got more")
-        return np.dtype(
-            {"names": names, "formats": formats, "offsets": offsets, "itemsize": _aligned(end)}
-        )
+    def arrays(self) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+        """Yield name, element type and shape of each array: `moves` [num_owners], header fields
+        [num_slots], arrays of the groups [num_slots, capacity]."""
+        yield "moves", np.int64, (self.num_owners,)
+        for name in HEADER:
+            yield name, np.int64, (self.num_slots,)
+        for name, element, dimension in ARRAYS:
+            yield name, element, (self.num_slots, self.capacities[dimension])
 
     @property
     def total_bytes(self) -> int:
         """Size of the ring's memory. It never grows."""
-        return _aligned(8 * self.num_owners) + self.num_slots * self.slot_dtype().itemsize
+        return sum(_num_bytes(element, shape) for _, element, shape in self.arrays())
 
     def check_memory(self) -> None:
         """Raise ValueError if the ring does not fit the memory available."""
         available_bytes = available_memory_bytes()
         if self.total_bytes > available_bytes:
-            raise self._too_large(
+            raise ValueError(
                 f"the ring buffer needs {self.total_bytes / 2**20:,.0f} MiB, but this machine and "
-                f"its cgroup have {available_bytes / 2**20:,.0f} MiB left"
+                f"its cgroup have {available_bytes / 2**20:,.0f} MiB left: lower "
+                f"rollout.ring_slots ({self.num_slots}), "
+                f"rollout.num_generations ({self.num_generations}), "
+                f"rollout.max_completion_length ({self.max_completion_length}) or "
+                f"data.max_prompt_length ({self.max_prompt_length})"
             )
-
-    def _too_large(self, problem: str) -> ValueError:
-        return ValueError(
-            f"{problem}: lower rollout.ring_slots ({self.num_slots}), "
-            f"rollout.num_generations ({self.num_generations}), "
-            f"rollout.max_completion_length ({self.max_completion_length}) or "
-            f"data.max_prompt_length ({self.max_prompt_length})"
-        )
 
     def lengths(self, group: RolloutGroup) -> dict[str, int]:
         """Return the header's three lengths for this group.
@@ -154,7 +130,7 @@ class RingLayout:
         }
         for name, element, dimension in ARRAYS:
             array, length = getattr(group, name), lengths[dimension]
-            most = self.capacity(dimension)
+            most = self.capacities[dimension]
             if array.shape != (length,) or array.dtype != element or length > most:
                 raise ValueError(
                     f"group of prompt {group.prompt_index}: expected {name} to be "
@@ -162,6 +138,12 @@ class RingLayout:
                     f"got {array.dtype} of shape {array.shape}"
                 )
         return lengths
+
+
+def _num_bytes(element: Any, shape: tuple[int, ...]) -> int:
+    """Return the size of an array; the next one starts at a multiple of ALIGNMENT_BYTES."""
+    num_bytes: int = np.dtype(element).itemsize * math.prod(shape)
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 TOKEN_BYTES = 8
@@ -206,8 +188,7 @@ class TokenPipe:
         return (fcntl.fcntl(self.fds[1], fcntl.F_GETPIPE_SZ) - mmap.PAGESIZE) // TOKEN_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Reclaimed:
+class Reclaimed(NamedTuple):
     """Groups of dead owners, as (iteration, prompt_index)."""
 
     unfinished: list[tuple[int, int]]
@@ -217,16 +198,14 @@ class Reclaimed:
 
 
 class RingBuffer:
-    """The shared memory and its two pipes: made once, passed to spawned workers as an argument.
+    """The shared memory and its two pipes, without a name: nothing is left behind after a kill.
 
-    A worker calls `attach`. `reclaim` recovers the slots of dead workers; runs do not use it, they
-    end when a worker dies. Nothing has a name, so nothing is left behind, whichever process is
-    killed. Pickled only to spawn a process.
+    Made once and passed to spawned workers, which call `attach`. Runs do not use `reclaim`: they
+    end when a worker dies.
     """
 
     def __init__(self, layout: RingLayout) -> None:
-        """Raises ValueError if the ring does not fit the available memory, or has more slots than a
-        pipe can hold."""
+        """Raises ValueError if the memory is too small, or a pipe for the number of slots."""
         layout.check_memory()
         self._map(layout, anonymous_memory(layout.total_bytes))
         self.slots["prompt_index"][:] = NO_PROMPT
@@ -246,17 +225,12 @@ class RingBuffer:
         self.layout = layout
         self._memory_fd = memory_fd
         memory = mmap.mmap(memory_fd, layout.total_bytes)  # unmapped with the last view of it
-        self.moves: npt.NDArray[np.int64] = np.frombuffer(memory, np.int64, layout.num_owners)
-        records = np.frombuffer(
-            memory, layout.slot_dtype(), layout.num_slots, _aligned(8 * layout.num_owners)
-        )
-        # By field name: [num_slots] for the header, [num_slots, capacity] for the arrays.
-        self.slots: dict[str, npt.NDArray[Any]] = {
-            name: records[name] for name in records.dtype.names or ()
-        }
-        self.readable = {name: array.view() for name, array in self.slots.items()}
-        for array in self.readable.values():
-            array.flags.writeable = False
+        self.slots: dict[str, npt.NDArray[Any]] = {}
+        offset = 0
+        for name, element, shape in layout.arrays():
+            self.slots[name] = np.ndarray(shape, element, memory, offset)
+            offset += _num_bytes(element, shape)
+        self.moves = self.slots.pop("moves")
 
     def __getstate__(self) -> tuple[Any, ...]:
         assert_spawning(self)
@@ -341,15 +315,12 @@ class RingBuffer:
 
         The lease may belong to another process, which has sent the slot number to this one.
         """
-        slots = self.readable
-        lengths = {dimension: int(slots[dimension][slot]) for dimension in DIMENSIONS}
-        return RolloutGroup(
-            iteration=int(slots["iteration"][slot]),
-            policy_version=int(slots["policy_version"][slot]),
-            group_index=int(slots["group_index"][slot]),
-            prompt_index=int(slots["prompt_index"][slot]),
-            **{name: slots[name][slot, : lengths[dimension]] for name, _, dimension in ARRAYS},
-        )
+        fields: dict[str, Any] = {name: int(self.slots[name][slot]) for name in HEADER[1:]}
+        lengths = {dimension: fields.pop(dimension) for dimension in DIMENSIONS}
+        for name, _, dimension in ARRAYS:
+            fields[name] = array = self.slots[name][slot, : lengths[dimension]]
+            array.flags.writeable = False
+        return RolloutGroup(**fields)
 
     def clear(self, slot: int) -> None:
         """Mark a slot as free. The caller sends its number."""
@@ -365,9 +336,8 @@ class RingBuffer:
 class RingPort:
     """One worker's access to the ring.
 
-    `writable_fd` and `readable_fd` become readable (for `multiprocessing.connection.wait`) when a
-    slot is free and when a group is ready. Another worker may still be faster: call `put` or `get`
-    with `timeout_seconds=0` and expect False or None.
+    `multiprocessing.connection.wait` returns `writable_fd` when a slot is free and `readable_fd`
+    when a group is ready. Another worker may still be faster.
     """
 
     def __init__(self, ring: RingBuffer, owner_id: int) -> None:
@@ -386,18 +356,14 @@ class RingPort:
         slot = self._take(ring.free_pipe, WRITING, timeout_seconds)
         if slot is None:
             return False
-        try:
-            slots["iteration"][slot] = group.iteration
-            slots["prompt_index"][slot] = group.prompt_index  # from now on `reclaim` can report it
-            slots["policy_version"][slot] = group.policy_version
-            slots["group_index"][slot] = group.group_index
-            for dimension, length in lengths.items():
-                slots[dimension][slot] = length
-            for name, _, dimension in ARRAYS:
-                slots[name][slot, : lengths[dimension]] = getattr(group, name)
-        except BaseException:  # raised by a signal handler: the worker may survive
-            self.free_slot(slot)
-            raise
+        slots["iteration"][slot] = group.iteration
+        slots["prompt_index"][slot] = group.prompt_index  # from now on `reclaim` can report it
+        slots["policy_version"][slot] = group.policy_version
+        slots["group_index"][slot] = group.group_index
+        for dimension, length in lengths.items():
+            slots[dimension][slot] = length
+        for name, _, dimension in ARRAYS:
+            slots[name][slot, : lengths[dimension]] = getattr(group, name)
         with self._move():
             slots["status"][slot] = READY
             ring.ready_pipe.send(slot)
@@ -437,17 +403,15 @@ class RingPort:
 
 
 class Lease:
-    """A group to read in place. `with port.get(...) as group:` releases it at the end.
+    """A group to read in place until its release: `with port.get(...) as group`.
 
-    After `release` another group is written into the slot: keep no view of it.
+    Another process that is sent the number `slot` may read the group too (`RingBuffer.group`).
     """
 
     def __init__(self, port: RingPort, slot: int) -> None:
         self._port = port
         self._is_leased = True
         self.slot = slot
-        """Another process that is sent this number may read the group too (`RingBuffer.group`),
-        until the release."""
         self.group = port.ring.group(slot)
 
     def release(self) -> None:

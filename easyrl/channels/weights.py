@@ -4,23 +4,19 @@
     rollout i:     receive ───────────► [names] ─► pieces ───► pieces ──► … ──► load on arrival
 
 Every arrow is a broadcast in which sender and receivers wait for each other, each for at most
-`timeout_seconds`. The channel has a process group of its own, not torch's default one. It is made
-once per run, over a shared store.
-
-A weight is cut into pieces where it crosses a bucket's end. Each rank has two buckets. The sender
-fills one while the other is broadcast; a receiver loads one while the other arrives. Besides them
-at most one weight is gathered at a time. A large weight skips the bucket: it is broadcast from its
-own memory straight to where it belongs, unless it is cast on the way. Names are sent only when they
-differ from the last time (only some weights may have changed).
-
-Every rank computes how weights are cut, from their names, shapes and dtypes alone:
+`timeout_seconds`, over a process group that is made once per run. Names are sent only when they
+differ from the last time. From names, shapes and dtypes every rank computes how weights are cut:
 
     mixed bucket    small weights, one after another, as many as fit
     own bucket      elements of one weight of ALONE_BYTES or more
 
+Each rank has two buckets. The sender fills one while the other is broadcast; a receiver loads one
+while the other arrives. Besides them at most one weight is gathered at a time. An own bucket is
+broadcast from the weight's memory straight to where it belongs, unless the weight is cast.
+
 NCCL and HCCL refuse two ranks on one device. Where rollout and train worker share an accelerator,
-the bucket is memory of that device which both processes open. Weights are copied into and out of
-it, and the process group, on the CPU, only signals whose turn it is:
+there is one bucket, memory of that device which both processes open. The process group, on the CPU,
+only signals whose turn it is:
 
     train rank 0:  fill ─► "bucket n is filled" ──────────────────────────► fill …
     rollout 1:             ──────────────────────► load ─► "bucket n is read"
@@ -77,20 +73,17 @@ class PlannedPiece:
 
 
 def make_plan(
-    entries: Sequence[Sequence[Any]], bucket_bytes: int, alone_bytes: int | None = ALONE_BYTES
+    entries: Sequence[Sequence[Any]], bucket_bytes: int, alone_bytes: float
 ) -> list[list[PlannedPiece]]:
-    """Cut weights (name, shape, dtype) into buckets, in order.
-
-    A weight of `alone_bytes` or more has buckets of its own (None: no weight has). Raises
-    ValueError if a bucket cannot hold one element.
-    """
+    """Cut weights (name, shape, dtype) into buckets, in order; those of `alone_bytes` or more into
+    buckets of their own. Raises ValueError if a bucket cannot hold one element."""
     buckets: list[list[PlannedPiece]] = [[]]
     offset = 0
     for name, shape, dtype_name in entries:
         dtype, count = getattr(torch, dtype_name), math.prod(shape)
         if bucket_bytes < dtype.itemsize:
             raise ValueError(f"a bucket of {bucket_bytes} bytes cannot hold a {dtype}")
-        is_alone = alone_bytes is not None and count * dtype.itemsize >= alone_bytes
+        is_alone = count * dtype.itemsize >= alone_bytes
         start = 0
         while start < count:
             offset = -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -133,23 +126,26 @@ class WeightChannel:
         self._device = torch.device(endpoint.device)
         self._timeout = timedelta(seconds=endpoint.timeout_seconds)
         self._entries: list[Entry] = []
-        self._plan: list[list[PlannedPiece]] | None = None
+        self._plan: list[list[PlannedPiece]] = []
         self.not_shared_reason: str | None = None
         """Why the bucket cannot be shared on the device; None: it is, or no device is shared."""
         store = PrefixStore("weights", FileStore(endpoint.store_path, -1))
         store.set_timeout(self._timeout)
         self._group = self._bounded("making the process group", lambda: self._init_group(store))
         self._bucket_bytes = endpoint.bucket_bytes
-        bucket = None
+        # On accelerators a copy is fast, and a broadcast takes 0.1 ms.
+        self._alone_bytes: float = (
+            ALONE_BYTES if self._device.type == "cpu" else endpoint.bucket_bytes
+        )
+        self._buckets: list[Tensor] = []
         if endpoint.shared_device is not None:
             assert endpoint.world_size == 2, "one sender and one receiver share a device"
-            bucket = self._share_bucket(torch.device(endpoint.shared_device))
-        self._is_shared = bucket is not None
-        self._buckets = (
-            [self._make_bucket(self._device) for _ in range(NUM_BUCKETS)]
-            if bucket is None
-            else [bucket]
-        )
+            self._buckets = self._share_bucket(store, torch.device(endpoint.shared_device))
+        self._is_shared = len(self._buckets) == 1
+        if self._is_shared:
+            self._alone_bytes = math.inf  # a weight is copied through the bucket in any case
+        else:
+            self._buckets = [self._make_bucket(self._device) for _ in range(NUM_BUCKETS)]
         self._pending: list[tuple[int, Any]] = []  # bucket number and its broadcast
 
     @property
@@ -179,8 +175,14 @@ class WeightChannel:
         for name, weight in by_name.items():
             sent_as = str(dtype or weight.reference.dtype).removeprefix("torch.")
             entries.append((name, tuple(weight.reference.shape), sent_as))
-        self._announce(policy_version, entries)
-        assert self._plan is not None
+        text = json.dumps(entries).encode() if entries != self._entries else b""
+        announced = torch.tensor([policy_version, len(text)], device=self._device)
+        self.broadcast(announced, "announcing a version")
+        if text:
+            names = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
+            self.broadcast(names, "sending names")
+            self._entries = entries
+            self._plan = make_plan(entries, self._bucket_bytes, self._alone_bytes)
         values = part = empty = torch.empty(0)
         is_direct = False
         for number, pieces in enumerate(self._plan):
@@ -213,17 +215,17 @@ class WeightChannel:
         """
         assert self.rank > 0
         announced = torch.zeros(2, dtype=torch.int64, device=self._device)
-        is_first = self._plan is None
-        self.broadcast(announced, "waiting for names" if is_first else "waiting for a version")
+        self.broadcast(announced, "waiting for a version")
         version, num_bytes = announced.tolist()
         if version != policy_version:
             raise RuntimeError(
                 f"weight channel: expected policy version {policy_version}, got {version}"
             )
         if num_bytes:
-            names = self._broadcast_bytes(b"", num_bytes, "waiting for names")
-            self._plan = self._make_plan(json.loads(names))
-        assert self._plan is not None
+            names = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self.broadcast(names, "waiting for names")
+            entries = json.loads(names.cpu().numpy().tobytes())
+            self._plan = make_plan(entries, self._bucket_bytes, self._alone_bytes)
         ahead: list[list[WeightPiece]] = []
         for number in range(len(self._plan)):
             # The next bucket is received while this one is loaded.
@@ -247,67 +249,37 @@ class WeightChannel:
             str(self._device), store, self.rank, self._world_size, self._timeout
         )
 
-    def _announce(self, policy_version: int, entries: list[Entry]) -> None:
-        """Send the version, and the names if they differ from the last time."""
-        is_new = entries != self._entries
-        text = json.dumps(entries).encode() if is_new else b""
-        announced = torch.tensor([policy_version, len(text)], device=self._device)
-        self.broadcast(announced, "sending names" if is_new else "announcing a version")
-        if is_new:
-            self._broadcast_bytes(text, len(text), "sending names")
-            self._entries, self._plan = entries, self._make_plan(entries)
-
-    def _make_plan(self, entries: Sequence[Sequence[Any]]) -> list[list[PlannedPiece]]:
-        alone_bytes: int | None = ALONE_BYTES
-        if self._is_shared:
-            alone_bytes = None  # a weight is copied through the bucket in any case
-        elif self._device.type != "cpu":
-            alone_bytes = self._bucket_bytes  # a copy is fast there, a broadcast takes 0.1 ms
-        return make_plan(entries, self._bucket_bytes, alone_bytes)
-
     def _make_bucket(self, device: torch.device) -> Tensor:
         return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=device)
 
-    def _share_bucket(self, device: torch.device) -> Tensor | None:
-        """Return the bucket that both processes open on their device.
+    def _share_bucket(self, store: Any, device: torch.device) -> list[Tensor]:
+        """Return the bucket that both processes open on their device. If one of them cannot, both
+        return none and set `not_shared_reason`."""
+        bucket, handle, reason = torch.empty(0), "", ""
 
-        If one of them cannot open it, both return None and set `not_shared_reason`.
-        """
-        bucket, handle, reason = None, "", ""
+        def exchange(text: str, sender: int) -> str:
+            """Return the text of one rank on both."""
+            if self.rank == sender:
+                store.set(f"bucket-{sender}", text)
+            return str(store.get(f"bucket-{sender}").decode())
+
         try:
             if self.rank == 0:
                 bucket = self._make_bucket(device)
                 handle = devices.share_memory(bucket)
         except RuntimeError as error:
             reason = str(error)
-        handle = self._broadcast_text(handle, "sharing a bucket", root=0)
+        handle = self._bounded("sharing a bucket", lambda: exchange(handle, 0))
         try:
             if self.rank == 1 and handle:
                 bucket = devices.open_memory(handle, device)
         except RuntimeError as error:
             reason = str(error)
-        reason = self._broadcast_text(reason, "opening a bucket", root=1) or reason
+        reason = self._bounded("opening a bucket", lambda: exchange(reason, 1)) or reason
         if handle and not reason:
-            return bucket
+            return [bucket]
         self.not_shared_reason = " ".join(reason.split())
-        return None
-
-    def _broadcast_text(self, text: str, what: str, root: int) -> str:
-        """Broadcast a text of `root`, after its length; returns it on both ranks."""
-        content = text.encode() if self.rank == root else b""
-        length = torch.tensor([len(content)], device=self._device)
-        self.broadcast(length, what, root)
-        return self._broadcast_bytes(content, int(length), what, root).decode() if length else ""
-
-    def _broadcast_bytes(self, content: bytes, num_bytes: int, what: str, root: int = 0) -> bytes:
-        """Broadcast the content of `root`; returns it on every rank."""
-        if self.rank == root:
-            data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            self.broadcast(data.to(self._device), what, root)
-            return content
-        data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self.broadcast(data, what, root)
-        return data.cpu().numpy().tobytes()
+        return []
 
     def _bucket(self, number: int) -> Tensor:
         return self._buckets[number % len(self._buckets)]
@@ -328,7 +300,6 @@ class WeightChannel:
         self, number: int, memory_of: Callable[[str], Tensor | None]
     ) -> list[WeightPiece]:
         """Start to receive a bucket; return its pieces, which are valid once it has arrived."""
-        assert self._plan is not None
         pieces, bucket = self._plan[number], self._bucket(number)
         values = [piece.view(bucket) for piece in pieces]
         if self._is_shared:
@@ -352,7 +323,6 @@ class WeightChannel:
         self.broadcast(torch.zeros(1, dtype=torch.uint8), f"until {what}", root)
 
     def _name_of(self, number: int) -> str:
-        assert self._plan is not None
         return f"bucket {number + 1} of {len(self._plan)}"
 
     def broadcast(self, tensor: Tensor, what: str, root: int = 0) -> None:
