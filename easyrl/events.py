@@ -299,10 +299,6 @@ class Evaluated(Event):
     num_iterations: int  # trained before
 
 
-class FirstRollout(Event):
-    time: float
-
-
 class IterationStarted(Event):
     time: float
     iteration: int  # from 0

@@ -52,7 +52,6 @@ def run_events(folder: Path, config: Config) -> list[Event]:
         FromWorker("rollout-0", t + 3, events.Ready()),
         FromWorker("train-0", t + 4, events.Ready()),
         events.EvaluationStarted(t + 5, 0, 2),
-        events.FirstRollout(t + 5.5),
         FromWorker("rollout-0", t + 5.5, events.PromptEvaluated(0, 1, [1.0])),
         events.Evaluated(t + 6, 0, 0.5, 2, 0.2, num_iterations=0),
         events.IterationStarted(t + 7, 0),

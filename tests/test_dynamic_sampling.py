@@ -156,8 +156,8 @@ def test_metrics_include_replaced_groups() -> None:
         scored((0, Prompt(0, "", {})), busy_seconds=2.0),  # it had to wait for a slot
         scored((1, Prompt(2, "", {})), rewards=[1.0, 1.0], is_unwanted=True, busy_seconds=4.0),
     ]
-    for seconds, group in enumerate(arrivals, start=1):
-        record.add_group("rollout-0", group, float(seconds))
+    for group in arrivals:
+        record.add_group("rollout-0", group)
     record.trained = events.IterationTrained(0, 1, 2, 0, 16, 0.0, {})
     metrics = record.metrics(["score"])
     assert metrics["reward"] == pytest.approx(2.5 / 3)
@@ -165,7 +165,6 @@ def test_metrics_include_replaced_groups() -> None:
     assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (1, 1)
     assert metrics["replacement_rounds"] == 2
     assert record.num_generated_tokens == 24
-    assert record.first_group_seconds == 2.0  # of the first that is trained
     assert record.infer_seconds == 4.0
 
 

@@ -171,7 +171,7 @@ class Fails:
     is_closed = False
 
     def __call__(self, event: Event) -> Note | None:
-        if isinstance(event, events.FirstRollout):
+        if isinstance(event, events.SavingModel):
             raise KeyError("a bug")
         return None
 
@@ -183,7 +183,7 @@ def test_observer_that_fails_is_replaced_with_one_note() -> None:
     received: list[Event] = []
     observer = Fails()
     guard = Guard(observer, fallback=received.append)  # type: ignore[arg-type]
-    run, first, second = run_started(), events.FirstRollout(1.0), events.IterationStarted(2.0, 0)
+    run, first, second = run_started(), events.SavingModel(1.0), events.IterationStarted(2.0, 0)
     with pytest.raises(KeyError):  # before the run has started, the failure is the run's
         guard(first)
     assert guard(run) is None

@@ -365,10 +365,10 @@ def group_scored(index: int, rewards: list[float], **changes: Any) -> events.Gro
 def test_skipped_groups_are_counted_and_have_no_reward() -> None:
     record = IterationRecord(0, num_replacement_rounds=1)
     nan = float("nan")
-    record.add_group("rollout-0", group_scored(0, [0.0, 1.0]), 1.0)
+    record.add_group("rollout-0", group_scored(0, [0.0, 1.0]))
     skipped = {"errors": ["why"], "is_skipped": True, "is_unwanted": True}
     skipped["rewards_by_function"] = []
-    record.add_group("rollout-0", group_scored(1, [nan, nan], **skipped), 1.0)
+    record.add_group("rollout-0", group_scored(1, [nan, nan], **skipped))
     record.trained = events.IterationTrained(0, 1, 2, 0, 16, 0.0, {})
     metrics = record.metrics(["score"])
     assert (metrics["groups_skipped"], metrics["reward_errors"]) == (1, 1)
@@ -382,7 +382,7 @@ def test_skipped_groups_are_counted_and_have_no_reward() -> None:
 def test_logged_metrics_are_averaged_over_the_groups_that_have_them() -> None:
     record = IterationRecord(0)
     for index, logged in enumerate([{"words": 2.0, "reward": 1.0}, {"words": 3.0}, {}]):
-        record.add_group("rollout-0", group_scored(index, [0.0, 1.0], logged=logged), 1.0)
+        record.add_group("rollout-0", group_scored(index, [0.0, 1.0], logged=logged))
     assert record.logged(taken=["reward"]) == {"words": 2.5, "logged/reward": 1.0}
 
 

@@ -25,7 +25,7 @@ def test_a_run_writes_metrics_samples_and_summary(finished_run: Finished) -> Non
     assert "iteration 3/3" in out
     phases = ("importing", "loading", "preparing the engine")
     positions = [out.index(f"\n{phase}") for phase in phases]
-    assert positions == sorted(positions) and positions[-1] < out.index("\nfirst rollout")
+    assert positions == sorted(positions) and positions[-1] < out.index("\niteration 1/3")
     summary = summary_of(folder)
     assert summary["reward_last"] is not None and summary["tokens_per_second_per_device"] > 0
     assert summary["groups_trained"] == 12 and summary["groups_off_policy"] == 0

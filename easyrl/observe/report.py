@@ -54,8 +54,6 @@ class PlainLines:
                 say(f"run folder {folder}\n{event.description}")
             case FromWorker(_, time, worker_event):
                 self._report_worker(worker_event, time)
-            case events.FirstRollout(time):
-                say(f"first rollout after {time - self._started:.1f} s")
             case events.Evaluated():
                 after = f" after iteration {event.num_iterations}" if event.round > 1 else ""
                 accuracy = with_error(event.accuracy, event.standard_error)

@@ -32,7 +32,6 @@ WORK, REWARDS = 0, 1
 EVALUATIONS = 1  # the controller's second thread: an evaluation may take place inside an iteration
 Line = dict[str, Any]
 CATEGORIES: Mapping[type[Event], tuple[str, str]] = {
-    events.FirstRollout: ("first rollout", "i"),
     events.IterationStarted: ("iteration", "B"),
     events.IterationFinished: ("iteration", "E"),
     events.EvaluationStarted: ("evaluation", "B"),

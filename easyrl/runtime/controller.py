@@ -182,8 +182,7 @@ class Controller:
                 continue
             match event:
                 case events.GroupScored():
-                    self._record_first_rollout()
-                    record.add_group(worker.name, event, time.monotonic() - started)
+                    record.add_group(worker.name, event)
                     self.dispatcher.on_group(worker)
                     rounds.add(event)
                 case events.IterationTrained():
@@ -219,10 +218,7 @@ class Controller:
         self._exchange_weights()
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), round_, len(held_out)))
-        answers = []
-        for answer in self.dispatcher.evaluate(round_, held_out, self._next_event):
-            self._record_first_rollout()
-            answers.append(answer)
+        answers = list(self.dispatcher.evaluate(round_, held_out, self._next_event))
         metrics, num_problems = evaluation_metrics(answers, self.config.eval.correct_reward)
         accuracy, error = metrics["eval/accuracy"], metrics["eval/standard_error"]
         figures = accuracy, num_problems, error, self.state.num_iterations
@@ -250,10 +246,6 @@ class Controller:
             best = {"accuracy": accuracy, "num_iterations": number, "policy_version": version}
             self.state = replace(self.state, best=best)
         return metrics
-
-    def _record_first_rollout(self) -> None:
-        if self.totals.record_first_rollout(now := time.monotonic()):
-            self.notify(events.FirstRollout(now))
 
     def _save_model(self) -> str:
         self.notify(events.SavingModel(time.monotonic()))

@@ -32,14 +32,10 @@ class IterationRecord:
     groups: list[events.GroupScored] = field(default_factory=list)
     trained: events.IterationTrained | None = None
     weights_seconds: float = 0.0
-    first_group_seconds: float = 0.0  # from the iteration's start to the first group in the ring
     num_replacement_rounds: int = 0
     _engine_seconds: dict[str, float] = field(default_factory=dict)
 
-    def add_group(self, worker: str, group: events.GroupScored, seconds: float) -> None:
-        """Add a group that `worker` reported, `seconds` after the start of the iteration."""
-        if not group.is_rejected and not self.first_group_seconds:
-            self.first_group_seconds = seconds
+    def add_group(self, worker: str, group: events.GroupScored) -> None:
         self.groups.append(group)
         # Reports of rejected groups can overtake those of groups that wait for a ring slot.
         self._engine_seconds[worker] = max(
@@ -132,7 +128,6 @@ class Totals:
         self._num_devices = num_devices
         self._started = started
         self._values: dict[str, Any] = {
-            "first_rollout_seconds": None,
             "largest_logp_difference": None,
             "_rewards": [],
             "_earlier_seconds": 0.0,  # of earlier commands
@@ -148,13 +143,6 @@ class Totals:
     def _wall_seconds(self) -> float:
         earlier: float = self._values["_earlier_seconds"]
         return earlier + time.monotonic() - self._started
-
-    def record_first_rollout(self, now: float) -> bool:
-        """Record the first completion of the run; returns whether this is the first."""
-        is_first = self._values["first_rollout_seconds"] is None
-        if is_first:
-            self._values["first_rollout_seconds"] = now - self._started
-        return is_first
 
     def add_iteration(
         self, record: IterationRecord, metrics: Mapping[str, float], seconds: float
@@ -187,7 +175,6 @@ class Totals:
             "num_generated_tokens": values["generated_tokens"],
             "perf/iteration_seconds": seconds,
             **{f"perf/{name}": added[name] for name in BUSY},
-            "perf/first_group_seconds": record.first_group_seconds,
             "perf/tokens_per_second": tokens_per_second,
             "perf/tokens_per_second_per_device": tokens_per_second / self._num_devices,
         }
@@ -204,7 +191,6 @@ class Totals:
             "updates_per_iteration": train.updates_per_iteration,  # the first is strictly on-policy
             "policy_version": state.policy_version,
             "wall_seconds": self._wall_seconds,
-            "first_rollout_seconds": values["first_rollout_seconds"],
             "reward_first": sum(first) / len(first) if first else math.nan,
             "reward_last": sum(last) / len(last) if last else math.nan,
             "tokens_per_second_per_device": values["completion_tokens"]
