@@ -311,13 +311,6 @@ class IterationFinished(Event):
     metrics: Mapping[str, Any]  # a line of `metrics.jsonl`, with `iteration` and `policy_version`
 
 
-class Stopping(Event):
-    """The run received a signal and finishes this work before it ends."""
-
-    time: float
-    what: str
-
-
 class SavingModel(Event):
     time: float
 

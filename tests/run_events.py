@@ -70,7 +70,6 @@ def run_events(folder: Path, config: Config) -> list[Event]:
         events.Evaluated(t + 70.8, 2, 0.7, 2, 0.1, num_iterations=1),
         events.IterationFinished(t + 71, METRICS),
         FromWorker("train-0", t + 71.2, events.CheckpointSaved(1, 0.1, 100)),
-        events.Stopping(t + 71.4, "SIGTERM: saving the checkpoint of iteration 1"),
         events.SavingModel(t + 72),
         events.RunFinished(t + 73, {"iterations": 1}),
         events.RunEnded(0, ""),

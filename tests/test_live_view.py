@@ -149,7 +149,6 @@ def test_fits_into_any_terminal(width: int, height: int, num_rollout: int) -> No
     [
         (events.EvaluationStarted(122.0, 2, 10), "after iteration 1 0/10"),
         (events.SavingModel(122.0), "saving the model, 2.0 s"),
-        (events.Stopping(122.0, "SIGTERM: saving"), "SIGTERM: saving"),
         (events.RunEnded(0, ""), "finished after 1/4 iterations"),
         (events.RunEnded(1, "killed"), "ended after 1/4 iterations"),
     ],

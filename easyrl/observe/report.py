@@ -62,8 +62,6 @@ class PlainLines:
                 )
             case events.IterationFinished(_, metrics):
                 self._report_iteration(metrics)
-            case events.Stopping(_, what):
-                say(what)
             case events.Note(text) | events.NoEvents(warning=text) if text:
                 say(safe(text))
             case events.RunFinished(_, summary):

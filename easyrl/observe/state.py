@@ -110,7 +110,6 @@ class ViewState:
     sample: Mapping[str, Any] | None = None  # the newest line of `samples.jsonl`
     evaluation: events.EvaluationStarted | None = None
     num_answered: int = 0
-    stopping: str = ""
     saving_since: float | None = None
     summary: Mapping[str, Any] | None = None
     ended: events.RunEnded | None = None
@@ -121,7 +120,7 @@ class ViewState:
         self.warning = ""
         match event:
             case events.RunStarted(started=started, devices=devices):
-                self.run, self.newest, self.stopping, self.ended = event, started, "", None
+                self.run, self.newest, self.ended = event, started, None
                 self.iteration, self.num_groups = None, 0
                 self.workers = {
                     name: WorkerState(name, device, "starting the process", started)
@@ -157,8 +156,6 @@ class ViewState:
                 self._add_iterations([metrics])
             case events.SavingModel(time):
                 self.iteration, self.saving_since = None, time
-            case events.Stopping(_, what):
-                self.stopping = what
             case events.Note(text):
                 self.note = text
             case events.NoEvents(_, warning):

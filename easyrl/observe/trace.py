@@ -37,7 +37,6 @@ CATEGORIES: Mapping[type[Event], tuple[str, str]] = {
     events.EvaluationStarted: ("evaluation", "B"),
     events.Evaluated: ("evaluation", "E"),
     events.NoEvents: ("quiet", "i"),
-    events.Stopping: ("stopping", "i"),
     events.SavingModel: ("saving", "B"),
     events.RunFinished: ("saving", "E"),
 }

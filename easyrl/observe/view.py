@@ -225,8 +225,6 @@ def _progress(state: ViewState, train: TrainConfig, now: float, width: int) -> R
         is_finished = state.ended.exit_code == 0
         text = f"{'finished' if is_finished else 'ended'} after {done}/{total} iterations"
         style = "bold green" if is_finished else "bold red"
-    elif state.stopping:
-        return _line((printable(state.stopping), "bold red"))
     elif state.evaluation is not None:
         done, total = state.num_answered, state.evaluation.num_prompts
         after = f"after iteration {state.evaluation.round - 1}"

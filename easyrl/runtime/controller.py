@@ -309,8 +309,8 @@ class Controller:
             raise interrupted
         self._stopping = interrupted
         self.workers.begin_to_stop()
-        what = f"{interrupted}: saving the last checkpoint (Ctrl-C again: stop without it)"
-        self.notify(events.Stopping(time.monotonic(), what))
+        note = f"{interrupted}: saving the last checkpoint (Ctrl-C again: stop without it)"
+        self.notify(events.Note(note))
 
     def _save_last_boundary(self, interrupted: Interrupted) -> None:
         if self._stopping is not interrupted:
