@@ -14,7 +14,7 @@ from test_train_ranks import Ranks, ranks
 from test_updates import model, train
 
 from easyrl.config import load_config
-from easyrl.config.model import DType
+from easyrl.config.sections import DType
 from easyrl.model import policy as policy_module
 from easyrl.model.attention import PackedGroups
 from easyrl.model.policy import Policy

@@ -17,23 +17,31 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, Self, get_origin
 
 import yaml
 from pydantic import ValidationError, model_validator
 
-from easyrl.config.algorithm import AlgorithmConfig
-from easyrl.config.changed_keys import update_old_keys
-from easyrl.config.data import DataConfig
+from easyrl.config.changed_keys import put, update_old_keys
 from easyrl.config.devices import DevicesConfig
-from easyrl.config.eval import EvalConfig
-from easyrl.config.model import ModelConfig
-from easyrl.config.reward import RewardConfig
-from easyrl.config.rollout import RolloutConfig
-from easyrl.config.runtime import OutputConfig, RuntimeConfig
-from easyrl.config.section import ConfigError, Plain, Section, is_section, kinds, plain, put
-from easyrl.config.train import TrainConfig
+from easyrl.config.sections import (
+    AlgorithmConfig,
+    ConfigError,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OutputConfig,
+    RewardConfig,
+    RolloutConfig,
+    RuntimeConfig,
+    Section,
+    TrainConfig,
+    is_section,
+    kinds,
+)
 
 __all__ = ["Config", "ConfigError", "load_config", "settings_markdown", "to_commented_yaml"]
 
@@ -84,7 +92,7 @@ class Config(Section):
     @classmethod
     def _accept_old_keys(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            values = {name: dict(v) if isinstance(v, dict) else v for name, v in values.items()}
+            values = deepcopy(values)
             for warning in update_old_keys(values):
                 print(f"warning: {warning}", file=sys.stderr)
         return values
@@ -149,10 +157,11 @@ def load_config(
     `flags` are named flags by `section.key`; None means that the flag was not given. `words` are
     `section.key=value`. Raises ConfigError with one line for every problem found.
     """
-    values = _read_file(file) if file is not None else {}
-    for name, value in (flags or {}).items():
-        if value is not None:
-            put(values, name, value)
+    given = _read_file(file) if file is not None else {}
+    given |= {name: value for name, value in (flags or {}).items() if value is not None}
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        put(values, name, value)
     problems: list[str] = []
     for word in words or ():
         try:
@@ -170,13 +179,9 @@ def load_config(
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose scalars without quotes are Plain. A key given twice is an error."""
+    """YAML in which a key given twice is an error."""
 
     yaml_implicit_resolvers = {}  # type: ignore[misc]  # noqa: RUF012
-
-    def construct_scalar(self, node: Any) -> Any:
-        value = super().construct_scalar(node)
-        return Plain(value) if node.style is None else value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = {}
@@ -186,6 +191,22 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(None, None, problem, key.start_mark)
             mapping[key.value] = self.construct_object(value, deep=True)
         return mapping
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = {}  # type: ignore[misc]  # noqa: RUF012
+
+
+# What a scalar without quotes means: as in JSON, also 1e-6; else a string (no dates, no `yes`).
+for kind, pattern in {
+    "null": r"~|null|",
+    "bool": r"true|false",
+    "int": r"[-+]?(0|[1-9][0-9_]*)",
+    "float": r"[-+]?(?!0[0-9])([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?",
+}.items():
+    for yaml_class in (_Loader, _Dumper):
+        tag = f"tag:yaml.org,2002:{kind}"
+        yaml_class.add_implicit_resolver(tag, re.compile(f"({pattern})$"), None)
 
 
 def _parse_yaml(text: str, source: str) -> Any:
@@ -211,61 +232,33 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _read_word(word: str) -> tuple[str, Any]:
     """Read `train.learning_rate=1e-6`: the key's name and its value.
 
-    The value is YAML, but a key that takes a string also takes text that YAML cannot read or reads
-    as something else: `reward.pattern=[0-4]$`, `data.dataset={a}.jsonl`.
+    The value is YAML. But for a key that takes a string every text is one, as in
+    `reward.pattern=[0-4]$`, except null, text in quotes and, where the key takes one, a list.
     """
     name, equals, text = (part.strip() for part in word.partition("="))
-    if not equals or "." not in name:
-        near = _nearest(name)
-        hint = f" (did you mean {near}=...?)" if near else ""
-        raise ConfigError(f"'{word}': expected section.key=value{hint}")
+    if not equals:
+        raise ConfigError(f"'{word}': expected section.key=value")
     accepted = kinds(KEYS[name].annotation) if name in KEYS else ()
-    try:
-        value = _parse_yaml(text, name)
-    except ConfigError:
-        if str not in accepted:
-            raise
-        value = None
-    fits = type(value) in (str, *map(get_origin, accepted))  # a quoted string, a list, a mapping
-    return name, Plain(text) if value is None or (str in accepted and not fits) else value
-
-
-def _nearest(name: str) -> str | None:
-    """The key that was probably meant: by its whole name, else by its last word."""
-    if near := difflib.get_close_matches(name, KEYS, n=1, cutoff=0.7):
-        return near[0]
-    by_word = {known.rpartition(".")[2]: known for known in KEYS}
-    near = difflib.get_close_matches(name.rpartition(".")[2], by_word, n=1, cutoff=0.8)
-    return by_word[near[0]] if near else None
+    is_text = str in accepted and not (
+        text[:1] in ("'", '"')
+        or (text in ("", "~", "null") and NoneType in accepted)
+        or (text[:1] == "[" and any(get_origin(each) is list for each in accepted))
+    )
+    return name, text if is_text else _parse_yaml(text, name)
 
 
 def _problem(details: Any) -> str:
     """One line for one of pydantic's findings."""
-    name, value = ".".join(map(str, details["loc"])), details["input"]
+    name = ".".join(map(str, details["loc"]))
+    message = str(details["msg"]).removeprefix("Value error, ")
     if details["type"] == "extra_forbidden":
-        return _unknown(name, value)
-    got = json.dumps(plain(value), ensure_ascii=False, default=str)
-    if key := next((key for key in KEYS if f"{name}.".startswith(f"{key}.")), None):
-        expected = re.sub(r"^\w+ should (be|have) |^Value error, expected ", "", details["msg"])
-        return f"{key}: expected {re.sub(', (got|unable) .*', '', expected)}, got {got}"
-    if details["type"] == "value_error":  # a check of several keys, with a whole message
-        return str(details["msg"]).removeprefix("Value error, ")
-    inside = ", ".join(key for key in KEYS if key.startswith(f"{name}."))
-    return f"{name}: expected a section with keys ({inside}), got {got}"
-
-
-def _unknown(name: str, value: Any) -> str:
-    while isinstance(value, dict) and value:  # an unknown section: by its first key
-        key, value = next(iter(value.items()))
-        name = f"{name}.{key}"
-    section, _, key = name.rpartition(".")
-    what = "key" if section in SECTIONS else "section"
-    if name in KEYS:
-        return f"{name}: expected as a key in its section, as in {section}: {{{key}: ...}}"
-    if near := _nearest(name):
-        return f"{name}: unknown {what}; did you mean {near}?"
-    expected = [key for key in KEYS if key.rpartition(".")[0] == section]
-    return f"{name}: unknown {what}; expected one of {', '.join(expected or SECTIONS)}"
+        near = difflib.get_close_matches(name, [*SECTIONS, *KEYS], n=1)
+        hint = f"did you mean {near[0]}?" if near else "`easyrl config` prints every key"
+        return f"{name}: unknown setting; {hint}"
+    if details["type"] == "value_error" and name in ("", *SECTIONS):
+        return message  # of a check of several keys, which names them
+    value = json.dumps(details["input"], ensure_ascii=False, default=str)
+    return f"{name}: {message}, got {value}"
 
 
 def to_commented_yaml(config: Config, *, only_changes: bool = False) -> str:
@@ -303,8 +296,13 @@ def _yaml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     # In double quotes an end of line is written as an escape and stays on its line.
     style = '"' if re.search(r"\\[nxu]", repr(value)) else None
-    text = yaml.safe_dump(
-        value, default_flow_style=True, default_style=style, width=2**31, allow_unicode=True
+    text = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        default_flow_style=True,
+        default_style=style,
+        width=2**31,
+        allow_unicode=True,
     )
     return re.sub(r"\n?\.\.\.\n$|\n$", "", text)
 

@@ -1,23 +1,25 @@
-"""Config keys of earlier releases: removed, renamed, or merged into another key.
+"""Config keys of earlier releases: removed or renamed.
 
 All of them are ignored at their old default, so that the config.yaml of an older run still loads.
-Any other value of a removed key is an error that gives the reason. A renamed or merged key is
-accepted with a warning for one release.
+Any other value of a removed key is an error that gives the reason. A renamed key is accepted with a
+warning for one release.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from easyrl.config.section import plain, put
-
 SAMPLING = "it samples from a distribution other than the trained one"
+SPLIT = "name it in the data set: owner/name:subset:split"
 REMOVED: Mapping[str, tuple[Any, str]] = {
     "algorithm.delta": (None, "bound the ratio with algorithm.epsilon_high or loss_type=cispo"),
     "algorithm.dynamic_sampling_max_rounds": (3, "it is always 3"),
+    "data.split": (None, SPLIT),
+    "data.subset": (None, SPLIT),
     "devices.lend_cores": (True, "idle workers always lend their cores, or use devices.threads"),
+    "eval.split": (None, SPLIT),
+    "eval.subset": (None, SPLIT),
     "eval.top_k": (None, "use rollout.top_k"),
     "eval.top_p": (None, "the preset's value is used, else rollout.top_p"),
     "output.project": ("easyrl", "trackers put every run under the project 'easyrl'"),
@@ -41,67 +43,38 @@ RENAMED: Mapping[str, tuple[Any, str]] = {
     "devices.infer_memory_fraction": (0.5, "rollout.memory_fraction"),
     "devices.infer_threads": (None, "devices.threads"),
     "devices.train_threads": (None, "devices.threads"),
+    "reward.answer_column": ("answer", "data.columns.answer"),
+    "reward.code_tests_column": ("tests", "data.columns.tests"),
     "rollout.gpu_memory_fraction": (0.9, "rollout.memory_fraction"),
 }
 """Renamed in 0.2: the old default, and the new name. The old name will be refused in 0.3."""
-MERGED: Mapping[str, str | None] = {
-    "data.subset": None,
-    "data.split": None,
-    "eval.subset": None,
-    "eval.split": None,
-    "reward.answer_column": "answer",
-    "reward.code_tests_column": "tests",
-}
-"""Keys with their old defaults that 0.2 merged into another one; they will be refused in 0.3."""
 
 
 def update_old_keys(settings: dict[str, Any]) -> list[str]:
-    """Replace old keys in `settings`, sections with their keys; return the warnings.
-
-    data.subset=S, data.split=T         dataset `owner/name` becomes `owner/name:S:T`
-    eval.subset=S, eval.split=T         the same with eval.dataset
-    reward.answer_column=C              data.columns={answer: C}
-    reward.code_tests_column=C          data.columns={tests: C}
-
-    Raises ValueError for a removed key, and for a subset or split without a data set.
-    """
-    defaults = {name: old[0] for name, old in {**REMOVED, **RENAMED}.items()} | {**MERGED}
+    """Replace old keys in `settings`, sections with their keys; return the warnings. Raises
+    ValueError for a removed key."""
     given: dict[str, Any] = {}
-    for name, default in defaults.items():
+    for name, (default, _) in {**REMOVED, **RENAMED}.items():
         section, _, key = name.partition(".")
         if isinstance(settings.get(section), dict):
             value = settings[section].pop(key, None)
-            if plain(value) not in (None, default):
+            if value not in (None, default):
                 given[name] = value
     removed = [f"{name}: removed in 0.2: {REMOVED[name][1]}" for name in given if name in REMOVED]
     if removed:
         raise ValueError("\n".join(removed))
-    warnings = []
     for name, value in given.items():
-        if name in RENAMED:
-            new = RENAMED[name][1]
-            section, _, key = new.partition(".")
-            if plain(settings.get(section, {}).get(key)) is None:
-                put(settings, new, value)
-            warnings.append(f"{name} is now {new}, which wins where both are set")
-        elif column := MERGED[name]:
-            columns = settings.get("data", {}).get("columns") or {}
-            put(settings, "data.columns", {column: value} | columns)
-            warnings.append(f"{name} is now data.columns={{{column}: {value}}}")
-    for section in ("data", "eval"):
-        subset, split = given.get(f"{section}.subset", ""), given.get(f"{section}.split", "")
-        if subset or split:
-            dataset = _with_split(settings[section].get("dataset"), section, subset, split)
-            settings[section]["dataset"] = dataset
-            warnings.append(f"{section}.subset, {section}.split: use {section}.dataset={dataset}")
-    return warnings
+        put(settings, RENAMED[name][1], value, replace=False)
+    return [f"{name} is now {RENAMED[name][1]}, which wins where both are set" for name in given]
 
 
-def _with_split(dataset: Any, section: str, subset: str, split: str) -> Any:
-    if plain(dataset) is None:
-        raise ValueError(f"{section}.subset, {section}.split: expected {section}.dataset too")
-    if isinstance(dataset, list):
-        return [_with_split(name, section, subset, split) for name in dataset]
-    if Path(dataset).expanduser().is_dir():  # of save_to_disk
-        return f"{dataset}/{split}"
-    return f"{dataset}:{subset}" + (f":{split}" if split else "")
+def put(settings: dict[str, Any], name: str, value: Any, *, replace: bool = True) -> None:
+    """Set a key, by its full name, in sections with their keys. Unless `replace`, a value that is
+    set stays."""
+    *sections, key = name.split(".")
+    for section in sections:
+        if not isinstance(settings.get(section), dict):
+            settings[section] = {}
+        settings = settings[section]
+    if replace or settings.get(key) is None:
+        settings[key] = value

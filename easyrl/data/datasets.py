@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from easyrl.config import Config, ConfigError
-from easyrl.config.data import DataConfig
+from easyrl.config.sections import DataConfig
 from easyrl.data.hub import reach_hub
 from easyrl.data.presets import PRESETS, TRAINED, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm

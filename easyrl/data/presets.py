@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from easyrl.config import ConfigError
-from easyrl.config.data import DataConfig
+from easyrl.config.sections import DataConfig
 from easyrl.data import tasks
 from easyrl.data.tasks import Task
 

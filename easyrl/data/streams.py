@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from easyrl.config import ConfigError
-from easyrl.config.data import DataConfig
+from easyrl.config.sections import DataConfig
 from easyrl.data.presets import Preset
 from easyrl.types import Messages, Prompt
 

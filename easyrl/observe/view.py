@@ -33,7 +33,7 @@ from rich.text import Text
 
 from easyrl import events
 from easyrl.config.devices import count_devices
-from easyrl.config.train import TrainConfig
+from easyrl.config.sections import TrainConfig
 from easyrl.events import Event, SpanKind
 from easyrl.formatting import counted
 from easyrl.observe.report import end_table, print_end, problems_in

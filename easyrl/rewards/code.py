@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from easyrl.config import Config, ConfigError
-from easyrl.config.reward import RewardConfig
+from easyrl.config.sections import RewardConfig
 from easyrl.rewards import sandbox
 from easyrl.rewards.functions import Completions, text_of
 

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from easyrl.config import Config, ConfigError
-from easyrl.config.reward import RewardConfig
+from easyrl.config.sections import RewardConfig
 from easyrl.data.presets import preset_of
 from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.events import SAMPLE_COLUMNS

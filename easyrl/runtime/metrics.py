@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from easyrl import events
-from easyrl.config.train import TrainConfig
+from easyrl.config.sections import TrainConfig
 from easyrl.runtime.resume import SavedState
 
 LAST_ITERATIONS = 5
