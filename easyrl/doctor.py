@@ -183,9 +183,9 @@ def _resources(*, needs_shared_memory: bool) -> Iterator[Line]:
 
 def _code_sandbox() -> Line:
     try:
-        sandbox.check("bwrap")
+        sandbox.find_variant("bwrap")
     except sandbox.SandboxError as error:
-        text, _, remedy = " ".join(str(error).split()).partition(". Either ")
+        text, _, remedy = str(error).rpartition("\n")
         return Line("code sandbox", "warning", f"--reward code cannot run: {text}", remedy)
     return Line("code sandbox", "ok", "bwrap")
 

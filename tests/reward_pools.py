@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from easyrl.config import Config, load_config
 from easyrl.rewards import worker
-from easyrl.rewards.pool import POLL_SECONDS, RewardPool, ScoredGroup
-from easyrl.rewards.worker import Call, CallResult, TrainerState
+from easyrl.rewards.pool import POLL_SECONDS, RewardPool
+from easyrl.rewards.worker import Call, Scored, TrainerState
 from easyrl.types import Prompt
 
 
@@ -22,7 +22,7 @@ def config_of(*functions: object, **settings: object) -> Config:
     return load_config(None, flags, words)
 
 
-def call(config: Config, prompt: Prompt, completions: Sequence[str]) -> CallResult:
+def call(config: Config, prompt: Prompt, completions: list[str]) -> Scored:
     """What a reward process does with a group, in this process. Completion n has n + 1 tokens, of
     the update 5 of 20."""
     ids = [[7] * (index + 1) for index in range(len(completions))]
@@ -31,17 +31,17 @@ def call(config: Config, prompt: Prompt, completions: Sequence[str]) -> CallResu
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "_config", config, raising=False)
         patch.setattr(worker, "_functions", [])
-        return worker.call_functions(
-            Call(functions, 0, prompt.content, completions, ids, prompt.columns, state)
+        return worker.run_call(
+            Call(prompt.content, completions, ids, prompt.columns, state, functions)
         )
 
 
-def finished(pool: RewardPool, num_groups: int) -> list[ScoredGroup]:
-    """Wait as a rollout worker does, so that a missing wake-up is noticed."""
-    scored: list[ScoredGroup] = []
+def finished(pool: RewardPool, num_groups: int) -> list[Scored]:
+    """Wait as a rollout worker does, so that a missing wake-up is noticed. Sorted by their keys."""
+    scored: list[tuple[Any, Scored]] = []
     deadline = time.monotonic() + 60
     while len(scored) < num_groups:
         if select.select([pool], [], [], POLL_SECONDS)[0] or pool.is_broken:
             scored += pool.finished()
         assert time.monotonic() < deadline, "not all was scored in 60 s"
-    return scored
+    return [each for _, each in sorted(scored)]

@@ -15,6 +15,7 @@ from easyrl.rewards import sandbox
 from easyrl.rewards.code import program_of, read_tests, same_text, same_value
 from easyrl.rewards.loading import check_rewards, load_reward
 from easyrl.rewards.pool import RewardPool
+from easyrl.rewards.worker import Call
 from easyrl.types import Prompt
 
 ADD = "def add(a, b):\n    return a + b"
@@ -187,9 +188,10 @@ def test_outputs_are_compared_by_lines_and_numbers() -> None:
     assert not same_text("1\n2", "1 2") and not same_text("1", "1.0\n2") and not same_text("", "1")
     assert same_text("0.50000001", "0.5") and not same_text("0.51", "0.5")
     assert not same_text("10000001", "10000000") and not same_text("x", "1.5")
-    assert same_value([1, {"a": [0.1 + 0.2]}], [1, {"a": [0.3]}])
-    assert not same_value(True, 1) and not same_value([1], [1, 2]) and not same_value("1", 1)
-    assert not same_value(10**400, 1.0), "beyond all floats"
+    assert same_value("[1, [0.30000000000000004, 2]]", [1, [0.3, 2.0]])
+    assert same_value('{"a": 1}', {"a": 1}) and same_value("1", [1])
+    assert not same_value("true", 1) and not same_value("[1]", [1, 2]) and not same_value("1", "1")
+    assert not same_value("1" * 400, 1.0) and not same_value("[" * 10**6, 1)
 
 
 @needs_bwrap
@@ -200,14 +202,12 @@ def test_run_is_refused_before_it_starts() -> None:
         check_rewards(config_of("code"), Prompt(0, "q", {"other": "x"}))
     with pytest.raises(ConfigError, match=r"column tests"):
         check_rewards(config_of("code"), Prompt(0, "q", {"tests": "assert add("}))
-    with pytest.raises(ConfigError, match=r"reward.code_timeout_seconds.*runtime.timeout_seconds"):
-        check_rewards(config_of("code", reward__code_timeout_seconds=120), example)
 
 
 def test_code_reward_refuses_to_start_without_its_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-    monkeypatch.setattr(sandbox, "find_bwrap", sandbox.find_bwrap.__wrapped__)
-    options = r"reward.code_sandbox=bwrap: .*docker run .*reward.code_sandbox=limits"
+    monkeypatch.setattr(sandbox, "_bwrap_command", lambda variant: ["no-such-bwrap"])
+    monkeypatch.setattr(sandbox, "find_variant", sandbox.find_variant.__wrapped__)
+    options = r"(?s)reward.code_sandbox=bwrap: .*docker run .*reward.code_sandbox=limits"
     with pytest.raises(ConfigError, match=options):
         check_rewards(config_of("code"), Prompt(0, "q", {"tests": "assert add(1, 2) == 3"}))
 
@@ -218,6 +218,6 @@ def test_slow_programs_of_a_group_cost_only_their_own_score() -> None:
     config = config_of("code", reward__code_timeout_seconds=2, reward__timeout_seconds=10)
     completions = [fenced("while True: pass"), fenced(ADD)] * 8
     with closing(RewardPool(config)) as pool:
-        pool.submit(0, "q", completions, [[1]] * 16, {"tests": "assert add(1, 2) == 3"})
-        ((_, scores, errors, *_),) = finished(pool, 1)
+        pool.submit(0, Call("q", completions, [[1]] * 16, {"tests": "assert add(1, 2) == 3"}))
+        ((scores, errors, *_),) = finished(pool, 1)
     assert scores == [[0.0, 1.0] * 8] and not errors

@@ -32,7 +32,7 @@ NOT_STOPPED_BY_LIMITS = {
 
 def bwrap_problem() -> str | None:
     try:
-        sandbox.find_bwrap()
+        sandbox.find_variant("bwrap")
     except SandboxError as error:
         return str(error)
     return None
@@ -171,7 +171,7 @@ def test_limits_stop_what_the_docs_say(surroundings: Surroundings, user: int | N
 def test_killed_reward_process_takes_the_program_with_it(surroundings: Surroundings) -> None:
     script = (
         "from easyrl.rewards import sandbox\n"
-        "sandbox.find_bwrap()\n"
+        "sandbox.find_variant('bwrap')\n"
         "print('started', flush=True)\n"
         "job = {'kind': 'stdin', 'program': 'import time; time.sleep(99)', 'tests': ['']}\n"
         "sandbox.run(job, 'bwrap', 99)"

@@ -19,7 +19,7 @@ from easyrl import devices, doctor
 from easyrl.doctor import SUPPORTED, Line, check
 from easyrl.engines.vllm import platforms
 from easyrl.rewards import sandbox
-from easyrl.rewards.sandbox import find_bwrap
+from easyrl.rewards.sandbox import find_variant
 
 ROOT = Path(__file__).parent.parent
 MIB, GIB = 2**20, 2**30
@@ -46,7 +46,7 @@ class Machine:
         self.set(doctor, "_version", lambda name: self.versions[name])
         self.set(doctor, "_free_bytes", lambda path: self.free_bytes.get(str(path), 100 * GIB))
         self.set(doctor, "available_memory_bytes", lambda: 20 * GIB)
-        self.set(sandbox, "find_bwrap", lambda: "bwrap")
+        self.set(sandbox, "find_variant", lambda kind: kind)
         self.set(devices, "accelerator", lambda: ("cpu", 0))
         self.set(devices, "num_device_nodes", lambda kind: 0)
         self.set(resource, "getrlimit", lambda which: (65536, 65536))
@@ -68,8 +68,8 @@ class Machine:
         self.set(devices, "num_device_nodes", lambda kind: 2)
 
     def without_bwrap(self) -> None:
-        self.set(sandbox, "find_bwrap", find_bwrap.__wrapped__)
-        self.set(sandbox.shutil, "which", lambda name: None)
+        self.set(sandbox, "find_variant", find_variant.__wrapped__)
+        self.set(sandbox, "_bwrap_command", lambda variant: ["no-such-bwrap"])
 
     def line(self, name: str) -> Line:
         return {line.name: line for line in check()}[name]

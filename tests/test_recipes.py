@@ -39,7 +39,9 @@ def _user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What recipes name of the user's own, and the hub's rows."""
     monkeypatch.chdir(tmp_path)
     put_in_place_of_the_hub(monkeypatch)
-    monkeypatch.setattr("easyrl.rewards.sandbox.check", lambda kind: None)  # the machine's matter
+    monkeypatch.setattr(
+        "easyrl.rewards.sandbox.find_variant", lambda kind: kind
+    )  # the machine's matter
     (tmp_path / "data.jsonl").write_text('{"prompt": "What is 17+58?", "answer": "75"}\n')
     (tmp_path / "my_rewards.py").write_text("def score(completions, answer, **columns): ...\n")
     row = {"question": "Write add(a, b).", "tests": ["assert add(1, 2) == 3"]}

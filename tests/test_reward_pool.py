@@ -21,7 +21,8 @@ from reward_pools import config_of, finished
 from easyrl import events
 from easyrl.rewards import worker
 from easyrl.rewards.functions import RewardError
-from easyrl.rewards.pool import RewardPool, ScoredGroup, weighted_sum
+from easyrl.rewards.pool import RewardPool, weighted_sum
+from easyrl.rewards.worker import Call, Scored
 from easyrl.runtime.metrics import IterationRecord
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 
@@ -121,16 +122,16 @@ def open_pool(own: Path) -> Iterator[Open]:
         yield make
 
 
-def score(pool: RewardPool, *prompts: Any, **columns: Any) -> list[ScoredGroup]:
-    """Two completions of each prompt; keys are the prompts' indices."""
+def score(pool: RewardPool, *prompts: Any, **columns: Any) -> list[Scored]:
+    """Two completions of each prompt."""
     for key, prompt in enumerate(prompts or ("1+1=",)):
-        pool.submit(key, prompt, ["2", "3"], [[5], [6, 7]], columns)
-    return sorted(finished(pool, len(prompts) or 1))
+        pool.submit(key, Call(prompt, ["2", "3"], [[5], [6, 7]], columns))
+    return finished(pool, len(prompts) or 1)
 
 
 def scores_of(pool: RewardPool, *prompts: Any, **columns: Any) -> Any:
     (scored,) = score(pool, *prompts, **columns)
-    assert scored.scores is not None and not scored.errors, scored
+    assert scored.scores and not scored.errors, scored
     return scored.scores
 
 
@@ -157,30 +158,30 @@ def test_functions_of_one_call_do_not_share_arguments(open_pool: Open) -> None:
 
 def test_preset_scores_itself() -> None:
     with closing(RewardPool(config_of())) as pool:
-        pool.submit(7, "1+1=", ["#2", "#3"], [[1], [2]], {"answer": "2"})
-        assert finished(pool, 1) == [ScoredGroup(7, [[1.0, 0.0]], [])]
+        pool.submit(7, Call("1+1=", ["#2", "#3"], [[1], [2]], {"answer": "2"}))
+        assert finished(pool, 1) == [Scored([[1.0, 0.0]], [], {}, {})]
 
 
 def test_completions_of_code_and_math_are_tasks_of_their_own(open_pool: Open) -> None:
     """An endless comparison is a wrong answer, and costs no other completion its score."""
     pool = open_pool("math", "pid", reward__on_error="stop")
-    pool.submit(0, "q", [r"\boxed{4}", r"\boxed{9^{9^{9}}}", "4"], [[1]] * 3, {"answer": "4"})
-    ((_, scores, errors, *_),) = finished(pool, 1)
-    assert scores is not None and not errors
+    pool.submit(0, Call("q", [r"\boxed{4}", r"\boxed{9^{9^{9}}}", "4"], [[1]] * 3, {"answer": "4"}))
+    ((scores, errors, *_),) = finished(pool, 1)
+    assert scores and not errors
     assert scores[0] == [1.0, 0.0, 1.0] and scores[1][0] == scores[1][1] == scores[1][2]
 
 
 @pytest.mark.alone
 def test_slow_reward_does_not_block(open_pool: Open) -> None:
     pool = open_pool("sleepy")
-    pool.submit(0, "q", ["0"], [[1]], {})
+    pool.submit(0, Call("q", ["0"], [[1]], {}))
     finished(pool, 1)  # the processes are up
     began = time.perf_counter()
-    pool.submit(1, "q", ["0.5"], [[1]], {})
+    pool.submit(1, Call("q", ["0.5"], [[1]], {}))
     assert pool.finished() == []
     assert select.select([pool], [], [], 0)[0] == []
     assert time.perf_counter() - began < 0.1
-    assert [scored.key for scored in finished(pool, 1)] == [1]
+    assert len(finished(pool, 1)) == 1
     assert select.select([pool], [], [], 0)[0] == []  # the wake-up is used up
 
 
@@ -215,7 +216,7 @@ def check_error(error: str, function: str, named: str) -> None:
 
 def test_failed_functions_score_zero_with_an_error_that_names_them(open_pool: Open) -> None:
     pool = open_pool("good", *INVALID, reward__on_error="zero", reward__memory_limit_gib=0.25)
-    ((_, scores, errors, *_),) = score(pool)
+    ((scores, errors, *_),) = score(pool)
     assert scores == [[1.0, 1.0]] + [[0.0, 0.0]] * len(INVALID)
     for error, (function, named) in zip(errors, INVALID.items(), strict=True):
         check_error(error, function, named)
@@ -224,8 +225,8 @@ def test_failed_functions_score_zero_with_an_error_that_names_them(open_pool: Op
 @pytest.mark.parametrize("function", LOST)
 def test_failed_call_is_skipped_with_an_error_that_names_it(open_pool: Open, function: str) -> None:
     pool = open_pool(function, reward__on_error="skip_group", reward__timeout_seconds=2)
-    ((_, scores, (error,), *_),) = score(pool)
-    assert scores is None
+    ((scores, (error,), *_),) = score(pool)
+    assert not scores
     check_error(error, function, LOST[function])
 
 
@@ -235,7 +236,7 @@ def test_failed_call_stops_the_run_by_default(open_pool: Open) -> None:
 
 
 def test_completion_that_no_function_scores_is_an_error(open_pool: Open) -> None:
-    ((_, scores, errors, *_),) = score(open_pool("sometimes_none", reward__on_error="zero"))
+    ((scores, errors, *_),) = score(open_pool("sometimes_none", reward__on_error="zero"))
     assert scores == [[0.0, 1.0]] and len(errors) == 1
 
 
@@ -259,8 +260,8 @@ def test_process_killed_between_two_calls_costs_nothing(open_pool: Open) -> None
         scores = scores_of(pool)
         os.kill(int(scores[0][0]), signal.SIGKILL)
         time.sleep(pause)
-        for _, again, errors, *_ in score(pool, "q", "q", "q"):
-            assert again is not None and again != scores and not errors
+        for again, errors, *_ in score(pool, "q", "q", "q"):
+            assert again and again != scores and not errors
 
 
 def test_pool_that_breaks_again_and_again_is_an_error(
@@ -295,11 +296,11 @@ def test_call_that_prints_without_end_fails(
 @pytest.mark.alone
 def test_close_ends_a_hanging_reward_at_once(open_pool: Open) -> None:
     pool = open_pool("pid", "sleepy", reward__num_workers=1)
-    pool.submit(0, "q", ["0"], [[1]], {})
-    ((_, scores, *_),) = finished(pool, 1)
-    assert scores is not None and scores[0][0] is not None
+    pool.submit(0, Call("q", ["0"], [[1]], {}))
+    ((scores, *_),) = finished(pool, 1)
+    assert scores[0][0] is not None
     for key in range(50):  # one running, the others queued
-        pool.submit(key, "q", ["60"], [[1] * 10_000], {})
+        pool.submit(key, Call("q", ["60"], [[1] * 10_000], {}))
     time.sleep(0.2)
     began = time.monotonic()
     pool.close()
@@ -312,14 +313,15 @@ PARENT = """
 import select, sys
 from easyrl.config import load_config
 from easyrl.rewards.pool import RewardPool
+from easyrl.rewards.worker import Call
 
 if __name__ == "__main__":
     functions = [f"{sys.argv[1]}:pid", f"{sys.argv[1]}:sleepy"]
     pool = RewardPool(load_config(None, {"reward.functions": functions}))
-    pool.submit(0, "q", ["0"], [[1]], {})
+    pool.submit(0, Call("q", ["0"], [[1]], {}))
     select.select([pool], [], [])
-    print(int(pool.finished()[0].scores[0][0]), flush=True)
-    pool.submit(1, "q", ["600"], [[1]], {})
+    print(int(pool.finished()[0][1].scores[0][0]), flush=True)
+    pool.submit(1, Call("q", ["600"], [[1]], {}))
     select.select([pool], [], [])
 """
 

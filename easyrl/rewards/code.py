@@ -22,7 +22,7 @@ import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from easyrl.config import Config, ConfigError
@@ -41,8 +41,6 @@ FORMS = (
 TOLERANCE = 1e-6
 """Relative and absolute; for numbers whose expected value has a decimal point."""
 OPTIONAL_COLUMNS = ("entry_point", "test_imports", "test_setup_code")
-FUNCTION_CALLS = {"functional", "function_call"}
-"""Test types of function calls; tests of other types use standard input and output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +48,9 @@ class Suite:
     """The tests of one row."""
 
     kind: Literal["asserts", "stdin", "function"]
-    tests: list[Any]
-    """Sources; standard inputs; or argument lists."""
-    expected: list[Any] = field(default_factory=list)
-    """Outputs or return values; empty for asserts."""
-    function: str | None = None
-    """The function to call; of asserts the entry point for `check`."""
+    tests: list[Any]  # sources; standard inputs; or argument lists
+    expected: list[Any]  # outputs or return values; None for asserts
+    function: str | None = None  # to call; of asserts the entry point for `check`
 
     def passes(self, program: str, settings: RewardConfig) -> bool:
         """Whether the program passes all tests. Raises SandboxError where nothing can be run."""
@@ -63,20 +58,13 @@ class Suite:
         job = {"kind": self.kind, "tests": self.tests, "function": self.function}
         job |= {"program": program, "token": token}
         outputs = sandbox.run(job, settings.code_sandbox, settings.code_timeout_seconds)
-        expected = self.expected or [token] * len(self.tests)
-        return len(outputs) == len(expected) and all(map(self._accepts, outputs, expected))
-
-    def _accepts(self, output: str | None, expected: Any) -> bool:
-        if output is None or self.kind == "asserts":
-            return bool(output == expected)
-        if self.kind == "stdin":
-            return same_text(output, expected)
-        try:
-            value = json.loads(output)
-        except (ValueError, RecursionError):
+        texts = [output for output in outputs if output is not None]  # None: the program failed
+        if len(texts) != len(self.tests):
             return False
-        # APPS wraps a return value in a list of one, but not everywhere.
-        return same_value(value, expected) or same_value([value], expected)
+        if self.kind == "asserts":
+            return set(texts) == {token}
+        accepts = same_text if self.kind == "stdin" else same_value
+        return all(map(accepts, texts, self.expected))
 
 
 def code(
@@ -103,20 +91,12 @@ def program_of(text: str) -> str:
 
 
 def check_code(config: Config, columns: Mapping[str, Any]) -> None:
-    """Check settings, first row and sandbox before a run. Raises ConfigError."""
-    reward = config.reward
-    limit = reward.timeout_seconds or config.runtime.timeout_seconds
-    if reward.code_timeout_seconds >= limit:
-        raise ConfigError(
-            f"reward.code_timeout_seconds: expected less than {limit:g}, the limit of a call "
-            "(reward.timeout_seconds, by default runtime.timeout_seconds), got "
-            f"{reward.code_timeout_seconds:g}"
-        )
+    """Check the first row and the sandbox before a run. Raises ConfigError."""
     try:
         read_tests(columns["tests"], columns)
-        sandbox.check(reward.code_sandbox)
+        sandbox.find_variant(config.reward.code_sandbox)
     except sandbox.SandboxError as error:
-        raise ConfigError(f"reward.code_sandbox={reward.code_sandbox}: {error}") from None
+        raise ConfigError(f"reward.code_sandbox={config.reward.code_sandbox}: {error}") from None
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -129,16 +109,15 @@ def read_tests(tests: Any, columns: Mapping[str, Any]) -> Suite:
             tests = json.loads(tests)
     tests = [tests] if isinstance(tests, str) else tests
     entry_point = columns.get("entry_point") or None
-    if isinstance(tests, Mapping):
-        inputs, outputs = tests.get("inputs"), tests.get("outputs")
-        if inputs and outputs:
-            return _read_pairs(inputs, outputs, tests.get("fn_name"))
-    elif isinstance(tests, Sequence) and tests:
+    if isinstance(tests, Mapping) and tests.get("inputs") and tests.get("outputs"):
+        return _read_pairs(tests["inputs"], tests["outputs"], tests.get("fn_name"))
+    if isinstance(tests, Sequence) and tests:
         if all(isinstance(test, str) for test in tests):
             return _read_asserts(tests, columns, entry_point)
         if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests):
-            function = tests[0].get("fn_name") or (tests[0].get("metadata") or {}).get("func_name")
-            if tests[0].get("testtype", tests[0].get("type")) in FUNCTION_CALLS:
+            first = tests[0]
+            function = first.get("fn_name") or (first.get("metadata") or {}).get("func_name")
+            if "function" in str(first.get("testtype") or first.get("type")):
                 function = function or entry_point
                 if function is None:
                     raise ValueError("function calls need fn_name or a column entry_point")
@@ -166,7 +145,8 @@ def _read_asserts(
             f"a column entry_point that names the candidate, got {sources[0]!r:.80}"
         )
     setup = [_as_text(columns.get(name) or "") for name in OPTIONAL_COLUMNS[1:]]
-    return Suite("asserts", ["\n".join([*setup, test]) for test in sources], function=entry_point)
+    tests = ["\n".join([*setup, test]) for test in sources]
+    return Suite("asserts", tests, [], entry_point)
 
 
 def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> Suite:
@@ -177,20 +157,17 @@ def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | N
         )
     if function is None:
         return Suite("stdin", [_as_text(each) for each in inputs], list(map(_as_text, outputs)))
-    arguments = [_as_arguments(each) for each in inputs]
+    arguments = [
+        # In a string they are JSON, one per line.
+        [_as_value(line) for line in each.splitlines()] if isinstance(each, str) else each
+        for each in inputs
+    ]
     return Suite("function", arguments, [_as_value(each) for each in outputs], function)
 
 
 def _as_text(value: Any) -> str:
     """Text that some data sets have as a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _as_arguments(value: Any) -> list[Any]:
-    """A list of arguments; in a string they are JSON, one per line."""
-    if isinstance(value, str):
-        return [_as_value(line) for line in value.splitlines()]
-    return value if isinstance(value, list) else [value]
 
 
 def _as_value(value: Any) -> Any:
@@ -206,33 +183,37 @@ def same_text(output: str, expected: str) -> bool:
     lines, wanted = (
         [line.split() for line in text.strip().splitlines()] for text in (output, expected)
     )
-    return [len(line) for line in lines] == [len(line) for line in wanted] and all(
+    return list(map(len, lines)) == list(map(len, wanted)) and all(
         all(map(_same_word, *pair)) for pair in zip(lines, wanted, strict=True)
     )
 
 
 def _same_word(word: str, wanted: str) -> bool:
-    if word == wanted:
-        return True
+    if word == wanted or "." not in wanted:
+        return word == wanted
     try:
-        return "." in wanted and _is_close(float(word), float(wanted))
+        return _is_close(float(word), float(wanted))
     except ValueError:
         return False
 
 
-def same_value(value: Any, expected: Any) -> bool:
-    """Compare values of JSON; types must be equal, but an int may stand for an expected float."""
-    if isinstance(value, list) and isinstance(expected, list):
-        return len(value) == len(expected) and all(map(same_value, value, expected))
-    if isinstance(value, dict) and isinstance(expected, dict):
-        return value.keys() == expected.keys() and all(
-            same_value(value[key], expected[key]) for key in value
-        )
-    if isinstance(value, (int, float)) and isinstance(expected, float):
-        with contextlib.suppress(OverflowError):  # an int beyond the range of floats
-            return _is_close(value, expected)
+def same_value(output: str, expected: Any) -> bool:
+    """Compare a return value, as JSON, with the expected one. APPS wraps that in a list of one, but
+    not everywhere."""
+    try:
+        value = json.loads(output)
+    except (ValueError, RecursionError):
         return False
-    return type(value) is type(expected) and bool(value == expected)
+    return _is_same(value, expected) or _is_same([value], expected)
+
+
+def _is_same(value: Any, expected: Any) -> bool:
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_is_same, value, expected))
+    if isinstance(value, float) and isinstance(expected, float):
+        return _is_close(value, expected)
+    types = type(value), type(expected)
+    return (types[0] is types[1] or types == (int, float)) and bool(value == expected)
 
 
 def _is_close(value: float, expected: float) -> bool:

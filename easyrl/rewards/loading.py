@@ -9,24 +9,20 @@ Problems are ConfigErrors; an error in the user's own file is shown with its tra
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from easyrl.config import Config, ConfigError
-from easyrl.config.sections import RewardConfig
 from easyrl.data.presets import preset_of
 from easyrl.data.streams import RESERVED_COLUMNS
-from easyrl.events import SAMPLE_COLUMNS
 from easyrl.rewards import functions, math
 from easyrl.rewards.code import check_code, code
 from easyrl.rewards.functions import RewardFunction, text_of
@@ -48,6 +44,7 @@ BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {
 """Each binds a function to its settings."""
 PER_COMPLETION = ("code", "math")
 """Slow ones: each completion is a call of its own."""
+VERL_COLUMNS = ("data_source", "extra_info", "reward_model", "ground_truth", "answer")
 FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:function, or package.module:function"
 
 
@@ -64,16 +61,12 @@ def reward_specs(config: Config) -> list[str]:
 
 
 def reward_names(config: Config) -> list[str]:
-    """A unique name per function for metrics: the function's name; where two are equal, with the
-    file or module; where those are equal too, the whole entry."""
+    """Names for metrics: those of the functions; where some are equal, their whole entries."""
     specs = reward_specs(config)
     names = [spec.rpartition(":")[2] for spec in specs]
-    for longer in ([spec.rpartition("/")[2] for spec in specs], specs):
-        counts = Counter(names)
-        names = [
-            name if counts[name] == 1 else other for name, other in zip(names, longer, strict=True)
-        ]
-    return names
+    return [
+        name if names.count(name) == 1 else spec for name, spec in zip(names, specs, strict=True)
+    ]
 
 
 def reward_weights(config: Config) -> list[float]:
@@ -83,15 +76,12 @@ def reward_weights(config: Config) -> list[float]:
 
 def check_rewards(config: Config, example: Prompt) -> None:
     """Load every function and check that the data has its columns, before a run starts."""
-    given = dict.fromkeys([*RESERVED_COLUMNS, *example.columns])
     for spec in reward_specs(config):
-        function = BUILT_IN[spec](config) if spec in BUILT_IN else _find(spec)
+        function = load_reward(spec, config)
+        given = dict.fromkeys([*RESERVED_COLUMNS, *example.columns])
         try:
-            if _is_verl(function):
-                _truth_column(example.columns)
-            else:
-                inspect.signature(function).bind(**accepted_arguments(function, given))
-        except (TypeError, ValueError) as error:
+            inspect.signature(function).bind(**accepted_arguments(function, given))
+        except TypeError as error:
             raise ConfigError(
                 f"{KEY}: '{spec}': {error}; the data has: {', '.join(example.columns) or 'none'} "
                 "(data.columns renames columns)"
@@ -102,8 +92,11 @@ def check_rewards(config: Config, example: Prompt) -> None:
 
 def load_reward(spec: str, config: Config) -> RewardFunction:
     """Load the function of one entry of `reward.functions`, in TRL's form."""
-    function = BUILT_IN[spec](config) if spec in BUILT_IN else _find(spec)
-    return _from_verl(function, ", ".join(config.data.datasets)) if _is_verl(function) else function
+    if spec in BUILT_IN:
+        return BUILT_IN[spec](config)
+    function = _find(spec)
+    parameters = inspect.signature(function).parameters
+    return _from_verl(function) if "solution_str" in parameters else function
 
 
 def accepted_arguments(
@@ -131,22 +124,16 @@ def _find(spec: str) -> RewardFunction:
         raise ConfigError(f"{KEY}: expected {FORMS}, got '{spec}'")
     is_file = path.endswith(".py")
     file = Path(path).expanduser().resolve()
-    if is_file and not file.is_file():
-        raise ConfigError(f"{KEY}: there is no file '{path}'")
     # The user's code can import its neighbours. Last in the path: it shadows nothing.
     folder = str(file.parent if is_file else Path.cwd())
     if folder not in sys.path:
         sys.path.append(folder)
     try:
         module = _load_file(file) if is_file else importlib.import_module(path)
+        function: RewardFunction = getattr(module, name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{KEY}: cannot load '{path}':\n{user_traceback(error)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = (n for n, each in inspect.getmembers(module, inspect.isfunction))
-        raise ConfigError(f"{KEY}: '{path}' has no function '{name}'; it has: {', '.join(own)}")
-    reward: RewardFunction = function
-    return reward
+        raise ConfigError(f"{KEY}: cannot load '{spec}':\n{user_traceback(error)}") from error
+    return function
 
 
 @functools.cache  # entries of the same file share one module
@@ -159,50 +146,26 @@ def _load_file(file: Path) -> ModuleType:
     return module
 
 
-def _is_verl(function: Callable[..., Any]) -> bool:
-    return {"solution_str", "ground_truth"} <= inspect.signature(function).parameters.keys()
+def _from_verl(compute_score: Callable[..., Any]) -> RewardFunction:
+    """Wrap a function in verl's form, which returns a number or a mapping with `score`.
 
-
-def _truth_column(columns: Collection[str]) -> str:
-    """The column that a function in verl's form gets its ground truth from."""
-    candidates = ("reward_model", "ground_truth", RewardConfig.answer_column)
-    for name in candidates:
-        if name in columns:
-            return name
-    raise TypeError(f"expected one of the columns {', '.join(candidates)}")
-
-
-def _from_verl(compute_score: Callable[..., Any], dataset: str) -> RewardFunction:
-    """Wrap a function in verl's form as one in TRL's form.
-
-    It is called for each completion with the columns `data_source` (else the data set's name),
-    `reward_model["ground_truth"]` (else the column `ground_truth`, else `answer`) and `extra_info`
-    (else an empty mapping). It returns a number, or a mapping with the number as `score`, whose
-    other entries become columns of the samples.
+    It is called for each completion with the row's `data_source` and `extra_info`. `ground_truth`
+    is the column of its name, else that in `reward_model`, else `answer`.
     """
 
-    async def score(
-        completions: Sequence[Any], log_extra: Callable[..., None], **columns: Sequence[Any]
-    ) -> list[Any]:
-        truth_column = _truth_column(columns)
-        results = []
+    async def score(completions: Sequence[Any], **columns: Sequence[Any]) -> list[Any]:
+        scores = []
+        given = [name for name in VERL_COLUMNS if name in columns]
         for index, completion in enumerate(completions):
-            given = ("data_source", "extra_info", truth_column)
-            row = {name: columns[name][index] for name in given if name in columns}
-            truth = row[truth_column]
-            arguments = {
-                "data_source": row.get("data_source", dataset),
-                "solution_str": text_of(completion),
-                "ground_truth": truth["ground_truth"] if truth_column == "reward_model" else truth,
-                "extra_info": row.get("extra_info") or {},
-            }
-            results.append(compute_score(**accepted_arguments(compute_score, arguments)))
-        if inspect.isawaitable(results[0]):
-            results = await asyncio.gather(*results)
-        rows = [each if isinstance(each, Mapping) else {"score": each} for each in results]
-        for key in dict.fromkeys(key for row in rows for key in row):
-            if key not in ("score", *SAMPLE_COLUMNS):
-                log_extra(key, [row.get(key) for row in rows])
-        return [row["score"] for row in rows]
+            row: dict[str, Any] = {"data_source": "", "extra_info": {}}
+            row |= {name: columns[name][index] for name in given}
+            if "ground_truth" not in row:
+                source = row.get("reward_model") or {"ground_truth": row["answer"]}
+                row["ground_truth"] = source["ground_truth"]
+            row["solution_str"] = text_of(completion)
+            result = compute_score(**accepted_arguments(compute_score, row))
+            result = await result if inspect.isawaitable(result) else result
+            scores.append(result["score"] if isinstance(result, Mapping) else result)
+        return scores
 
     return score

@@ -3,7 +3,7 @@
     rollout worker                              reward processes (reward.num_workers)
       submit(key, group) ──── pebble pool ────►  f(prompts, completions, completion_ids, **columns)
       fileno() readable  ◄────── eventfd ──────  scores, or errors
-      finished()  ──► [ScoredGroup(key, scores, errors)]
+      finished()  ──► [(key, Scored(scores, errors, ...))]
 
 A group is one call for the user's functions and the cheap built-in ones, and one call per
 completion for `code` and `math`. Only `close` blocks. The processes import no torch and end with
@@ -20,12 +20,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any, NamedTuple
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
@@ -33,38 +32,19 @@ from pebble import ProcessExpired, ProcessPool
 from easyrl.config import Config
 from easyrl.rewards.functions import RewardError
 from easyrl.rewards.loading import PER_COMPLETION, reward_names, reward_specs
-from easyrl.rewards.worker import (
-    Call,
-    CallResult,
-    TrainerState,
-    call_functions,
-    describe_prompt,
-    start,
-)
-from easyrl.types import Float32, Messages
+from easyrl.rewards.worker import Call, Scored, run_call, start
+from easyrl.types import Float32
 
 POLL_SECONDS = 1.0
 MAX_RESTARTS = 3
 """Pools that may break one after the other without scoring a group."""
 
 
-class ScoredGroup(NamedTuple):
-    key: Hashable
-    scores: list[list[float | None]] | None
-    """[functions][G]; None where `reward.on_error=skip_group` applies."""
-    errors: Sequence[str] = ()
-    """Failures that the run survives."""
-    metrics: Mapping[str, float] = {}
-    """From `log_metric`."""
-    columns: Mapping[str, Sequence[Any]] = {}  # from log_extra, [G] each
-
-
 @dataclass(slots=True, eq=False)
-class _Group:
-    key: Hashable
-    prompt: str | Messages
-    num_completions: int
-    calls: dict[Call, Future[CallResult]]
+class _Task:
+    call: Call
+    completions: slice  # in the group
+    future: Future[Scored]
 
 
 class RewardPool:
@@ -78,33 +58,24 @@ class RewardPool:
         self._per_completion = [n for n, spec in enumerate(specs) if spec in PER_COMPLETION]
         self._per_group = [n for n, spec in enumerate(specs) if spec not in PER_COMPLETION]
         self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
-        self._groups: list[_Group] = []  # being scored
+        self._groups: dict[Hashable, list[_Task]] = {}  # being scored
         self._num_restarts = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._pool = self._start_pool()
 
-    def submit(
-        self,
-        key: Hashable,
-        prompt: str | Messages,
-        completions: Sequence[str],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Any],
-        *,
-        trainer_state: TrainerState | None = None,
-    ) -> None:
-        """Score the G completions of one prompt; `key` identifies the group in `finished`."""
-        size, state = len(completions), trainer_state or TrainerState()
-        parts = [(self._per_group, 0, size)] if self._per_group else []
-        parts += [([index], n, n + 1) for index in self._per_completion for n in range(size)]
-        calls = {}
-        for functions, first, end in parts:
-            texts, ids = completions[first:end], completion_ids[first:end]
-            call = Call(functions, first, prompt, texts, ids, columns, state)
-            calls[call] = self._schedule(call)
-        self._groups.append(_Group(key, prompt, size, calls))
+    def submit(self, key: Hashable, group: Call) -> None:
+        """Score the G completions of one prompt by all functions; `key` identifies the group in
+        `finished`."""
+        size = len(group.completions)
+        parts = [(self._per_group, slice(0, size))] if self._per_group else []
+        parts += [([f], slice(n, n + 1)) for f in self._per_completion for n in range(size)]
+        self._groups[key] = []
+        for functions, part in parts:
+            texts, ids = group.completions[part], group.completion_ids[part]
+            call = group._replace(functions=functions, completions=texts, completion_ids=ids)
+            self._groups[key].append(_Task(call, part, self._schedule(call)))
 
-    def finished(self) -> list[ScoredGroup]:
+    def finished(self) -> list[tuple[Hashable, Scored]]:
         """The groups scored since the last call, without waiting.
 
         Raises RewardError where a function failed and `reward.on_error` is `stop`.
@@ -113,11 +84,10 @@ class RewardPool:
             os.eventfd_read(self._wake_fd)
         if self.is_broken:
             self._restart()
-        scored = [group for group in self._groups if all(map(_has_result, group.calls.values()))]
-        for group in scored:
-            self._groups.remove(group)
+        keys = [key for key, tasks in self._groups.items() if all(map(_is_over, tasks))]
+        if keys:
             self._num_restarts = 0
-        return [self._collect(group) for group in scored]
+        return [(key, self._collect(self._groups.pop(key))) for key in keys]
 
     @property
     def is_broken(self) -> bool:
@@ -155,14 +125,14 @@ class RewardPool:
             raise RewardError(f"the reward processes ended {self._num_restarts} times")
         self._stop_pool()
         self._pool = self._start_pool()
-        for group in self._groups:
-            for call in [call for call, future in group.calls.items() if not _has_result(future)]:
-                group.calls[call] = self._schedule(call)
+        for task in (task for tasks in self._groups.values() for task in tasks):
+            if not _is_over(task):
+                task.future = self._schedule(task.call)
 
-    def _schedule(self, call: Call) -> Future[CallResult]:
-        future: Future[CallResult] = Future()
+    def _schedule(self, call: Call) -> Future[Scored]:
+        future: Future[Scored] = Future()
         try:
-            future = self._pool.schedule(call_functions, (call,), timeout=self._timeout_seconds)
+            future = self._pool.schedule(run_call, (call,), timeout=self._timeout_seconds)
         except RuntimeError as error:  # the pool is broken, which `finished` will see
             future.set_exception(BrokenProcessPool(str(error)))
         future.add_done_callback(lambda _: self._wake())  # in a thread of the pool
@@ -172,49 +142,46 @@ class RewardPool:
         with contextlib.suppress(OSError):  # closed: nobody waits
             os.eventfd_write(self._wake_fd, 1)
 
-    def _collect(self, group: _Group) -> ScoredGroup:
-        scores: list[list[float | None]] = [[0.0] * group.num_completions for _ in self._names]
-        errors: list[str] = []
-        metrics: dict[str, float] = {}
-        columns: dict[str, Sequence[Any]] = {}
-        for call, future in group.calls.items():
-            result = self._result_of(call, future)
-            for function, part in zip(call.functions, result.scores, strict=False):
-                scores[function][call.first : call.first + len(part)] = part
-            errors += result.errors
-            metrics |= result.metrics
-            columns |= result.columns
-        by_completion = enumerate(zip(*scores, strict=True))
-        without = [index for index, values in by_completion if set(values) == {None}]
-        for index in without:
-            scores[0][index] = 0.0
-        if without:
-            errors.append(
-                f"reward ({', '.join(self._names)}): every function returned None for "
-                f"completion {', '.join(map(str, without))}, {describe_prompt(group.prompt)}"
-            )
-        on_error = self._config.reward.on_error
-        if errors and on_error == "stop":
+    def _collect(self, tasks: Sequence[_Task]) -> Scored:
+        num_completions = max(task.completions.stop for task in tasks)
+        group = Scored([[0.0] * num_completions for _ in self._names], [], {}, {})
+        for task in tasks:
+            result = self._result_of(task)
+            for function, scores in zip(task.call.functions, result.scores, strict=False):
+                group.scores[function][task.completions] = scores
+            group.errors.extend(result.errors)
+            group.metrics.update(result.metrics)
+            group.columns.update(result.columns)
+        for index, values in enumerate(zip(*group.scores, strict=True)):
+            if set(values) == {None}:
+                group.scores[0][index] = 0.0
+                names = ", ".join(self._names)
+                group.errors.append(f"reward ({names}): None for completion {index} from all")
+        if not group.errors:
+            return group
+        # One endless program per completion is one error.
+        prompt = f"for the prompt {tasks[0].call.prompt!r:.200}"
+        errors = [f"{error}\n{prompt}" for error in dict.fromkeys(group.errors)]
+        if self._config.reward.on_error == "stop":
             raise RewardError(errors[0])
-        is_skipped = bool(errors) and on_error == "skip_group"
-        errors = list(dict.fromkeys(errors))  # one endless program per completion is one error
-        return ScoredGroup(group.key, None if is_skipped else scores, errors, metrics, columns)
+        is_skipped = self._config.reward.on_error == "skip_group"
+        return group._replace(scores=[] if is_skipped else group.scores, errors=errors)
 
-    def _result_of(self, call: Call, future: Future[CallResult]) -> CallResult:
+    def _result_of(self, task: _Task) -> Scored:
         """The result, or an error for a call that did not return."""
-        match future.exception():
+        match task.future.exception():
             case None:
-                return future.result()
+                return task.future.result()
             case TimeoutError():
                 problem = f"took longer than {self._timeout_seconds:g} s (reward.timeout_seconds)"
             case ProcessExpired(exitcode=code):
-                if code == -signal.SIGXCPU and call.functions != self._per_group:
-                    return CallResult()  # math.MAX_CPU_SECONDS: the score is 0
+                if code == -signal.SIGXCPU and task.call.functions != self._per_group:
+                    return Scored([], [], {}, {})  # math.MAX_CPU_SECONDS: the score is 0
                 problem = f"ended its process (exit code {code})"
             case error:  # a function cannot be loaded, or a result cannot be pickled
                 problem = f"failed: {error}"
-        names = ", ".join(self._names[index] for index in call.functions)
-        return CallResult(errors=[f"reward ({names}) {problem}, {describe_prompt(call.prompt)}"])
+        names = ", ".join(self._names[index] for index in task.call.functions)
+        return Scored([], [f"reward ({names}) {problem}"], {}, {})
 
 
 def weighted_sum(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) -> Float32:
@@ -224,6 +191,6 @@ def weighted_sum(scores: Sequence[Sequence[float | None]], weights: Sequence[flo
     return rewards
 
 
-def _has_result(future: Future[CallResult]) -> bool:
+def _is_over(task: _Task) -> bool:
     """Whether the call is over, and not lost with a broken pool."""
-    return future.done() and not isinstance(future.exception(), BrokenProcessPool)
+    return task.future.done() and not isinstance(task.future.exception(), BrokenProcessPool)

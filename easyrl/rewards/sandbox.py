@@ -23,7 +23,6 @@ import inspect
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -50,13 +49,14 @@ ENVIRONMENT = {
 }
 FIRST_USER, NUM_USERS = 61184, 4336
 """User numbers for programs when EasyRL runs as root: systemd's range for dynamic users."""
+PROBE = {"kind": "stdin", "program": "print(1)", "tests": [""]}
 PROBE_SECONDS = 20.0
 PR_SET_CHILD_SUBREAPER = 36
-HOW_TO_ALLOW = (
-    "Either allow it (in a container: docker run --security-opt seccomp=unconfined --security-opt "
-    "apparmor=unconfined --security-opt systempaths=unconfined; elsewhere unprivileged user "
-    "namespaces), or set reward.code_sandbox=limits where the container itself is the sandbox "
-    "(docs/rewards.md)"
+REMEDY = (
+    "install bubblewrap (apt-get install bubblewrap) and allow namespaces (docker run "
+    "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
+    "systempaths=unconfined), or set reward.code_sandbox=limits where the container itself is the "
+    "sandbox (docs/rewards.md)"
 )
 
 
@@ -70,39 +70,25 @@ def run(job: dict[str, Any], kind: Kind, timeout_seconds: float) -> list[str | N
     `job` has the keys kind, program and tests, and of other kinds than stdin function and token
     (see `code_runner`). Raises SandboxError.
     """
-    return _run(job, "limits" if kind == "limits" else find_bwrap(), timeout_seconds)
-
-
-def check(kind: Kind) -> None:
-    """Raise SandboxError unless the sandbox works on this machine."""
-    if kind == "bwrap":
-        find_bwrap()
-    else:
-        _probe("limits")
+    return _run(job, find_variant(kind), timeout_seconds)
 
 
 @functools.cache
-def find_bwrap() -> str:
-    """The first way to start bwrap that works here. As root: change the user, then start bwrap;
-    where that user cannot read this Python environment (in /root), start bwrap as root and change
-    the user inside. Raises SandboxError."""
-    if shutil.which("bwrap"):
-        for variant in ("bwrap", "bwrap as root") if os.geteuid() == 0 else ("bwrap",):
-            try:
-                _probe(variant)
-            except SandboxError as error:
-                reason = str(error)
-            else:
+def find_variant(kind: Kind) -> str:
+    """The first way to start programs that works here. Raises SandboxError if there is none.
+
+    As root, bwrap is started as another user; where that user cannot read this Python environment
+    (in /root), it is started as root and changes the user inside.
+    """
+    is_root = os.geteuid() == 0
+    for variant in (kind, "bwrap as root") if is_root and kind == "bwrap" else (kind,):
+        try:
+            if _run(PROBE, variant, PROBE_SECONDS) == ["1\n"]:
                 return variant
-    else:
-        reason = "bwrap is not installed (apt-get install bubblewrap)"
-    raise SandboxError(f"bubblewrap cannot isolate programs here: {reason}. {HOW_TO_ALLOW}")
-
-
-def _probe(variant: str) -> None:
-    job = {"kind": "stdin", "program": "print(1)", "tests": [""]}
-    if _run(job, variant, PROBE_SECONDS) != ["1\n"]:
-        raise SandboxError("a program that prints 1 printed something else")
+            reason = "a program that prints 1 printed something else"
+        except SandboxError as error:
+            reason = str(error)
+    raise SandboxError(f"{reason}\n{REMEDY}" if kind == "bwrap" else reason)
 
 
 def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str | None]:

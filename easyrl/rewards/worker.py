@@ -18,11 +18,8 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from easyrl.config import Config
 from easyrl.events import SAMPLE_COLUMNS
@@ -40,7 +37,7 @@ from easyrl.types import Messages
 MAX_SCORE = 1e30
 """Scores are summed with weights in float32, whose largest number is about 3e38."""
 MAX_OUTPUT_CHARACTERS = 2**24
-"""Most that the functions of a call may print, so that endless output fills no disk."""
+"""Most that a function may print in a call, so that endless output fills no disk."""
 
 
 class TrainerState(NamedTuple):
@@ -52,26 +49,26 @@ class TrainerState(NamedTuple):
     """Optimizer updates of the whole run."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """Some functions on some completions of a prompt."""
 
-    functions: list[int]  # indices into reward.functions
-    first: int  # index of the first completion in its group
     prompt: str | Messages
-    completions: Sequence[str]  # [N]
-    completion_ids: Sequence[Sequence[int]]  # [N][R]
+    completions: list[str]  # [N]
+    completion_ids: list[list[int]]  # [N][R]
     columns: Mapping[str, Any]
-    trainer_state: TrainerState
+    trainer_state: TrainerState = TrainerState()
+    functions: Sequence[int] = ()  # indices into reward.functions
 
 
-@dataclass(slots=True)
-class CallResult:
-    scores: list[list[float | None]] = field(default_factory=list)  # [functions][N]
-    errors: list[str] = field(default_factory=list)
-    """Failures of functions; their scores are 0."""
-    metrics: dict[str, float] = field(default_factory=dict)  # from log_metric
-    columns: dict[str, list[Any]] = field(default_factory=dict)  # from log_extra, [N] each
+class Scored(NamedTuple):
+    """Results of a call, or of all calls of a group."""
+
+    scores: list[list[float | None]]
+    """[functions][N]; those of a failed call are 0. Empty for a group that is skipped
+    (`reward.on_error=skip_group`)."""
+    errors: list[str]
+    metrics: dict[str, float]  # from log_metric
+    columns: dict[str, list[Any]]  # from log_extra, [N] each
 
 
 class _BoundedOutput(io.TextIOWrapper):
@@ -112,44 +109,13 @@ def start(config: Config) -> None:
         import math_verify  # noqa: F401  takes long: before the first call's timeout runs
 
 
-def call_functions(call: Call) -> CallResult:
+def run_call(call: Call) -> Scored:
     """Score the completions. Raises ConfigError where a function cannot be loaded."""
     maybe_sleep()
     if not _functions:  # here, since pebble does not report an initializer's error
         _functions.extend(load_reward(spec, _config) for spec in reward_specs(_config))
-    names, num_completions = reward_names(_config), len(call.completions)
-    result = CallResult()
-    for index, returned in zip(call.functions, _call_all(call, result), strict=True):
-        scores = _as_scores(returned, num_completions)
-        result.scores.append(scores or [0.0] * num_completions)
-        if isinstance(returned, BaseException):
-            problem = f"failed, columns {', '.join(call.columns)}:\n{user_traceback(returned)}"
-        else:
-            problem = (
-                f"expected a list of {num_completions} finite numbers or None, one per completion, "
-                f"got {reprlib.repr(returned)}"
-            )
-        if scores is None:
-            prompt = describe_prompt(call.prompt)
-            result.errors.append(f"reward '{names[index]}', {prompt}: {problem}")
-    return result
-
-
-def describe_prompt(prompt: str | Messages) -> str:
-    return f"for the prompt {prompt!r:.200}"
-
-
-def _call_all(call: Call, result: CallResult) -> list[Any]:
-    """Return the result of each function, or its exception. Each gets its own copy of the
-    arguments. What they log is added to `result`."""
     num_completions = len(call.completions)
-    is_chat = not isinstance(call.prompt, str)
-    data = {column: [value] * num_completions for column, value in call.columns.items()}
-    data["prompts"] = [call.prompt] * num_completions
-    data["completions"] = [
-        [{"role": "assistant", "content": text}] if is_chat else text for text in call.completions
-    ]
-    data["completion_ids"] = [np.asarray(ids).tolist() for ids in call.completion_ids]
+    result = Scored([], [], {}, {})
     logged: dict[str, list[float]] = {}
 
     def log_extra(column: str, values: Sequence[Any]) -> None:
@@ -170,20 +136,40 @@ def _call_all(call: Call, result: CallResult) -> list[Any]:
         "log_extra": log_extra,
         "log_metric": log_metric,
     }
+    for index, returned in zip(call.functions, _call_all(call, services), strict=True):
+        try:
+            result.scores.append(_as_scores(returned, num_completions))
+        except BaseException as error:  # SystemExit too: the process belongs to the rewards
+            result.scores.append([0.0] * num_completions)
+            name = reward_names(_config)[index]
+            result.errors.append(f"reward '{name}' failed:\n{user_traceback(error)}")
+    result.metrics.update({name: sum(values) / len(values) for name, values in logged.items()})
+    return result
+
+
+def _call_all(call: Call, services: Mapping[str, Any]) -> list[Any]:
+    """Return the result of each function, or its exception. Each gets its own copy of the
+    arguments."""
+    num_completions = len(call.completions)
+    is_chat = not isinstance(call.prompt, str)
+    data = {column: [value] * num_completions for column, value in call.columns.items()}
+    data["prompts"] = [call.prompt] * num_completions
+    data["completions"] = [
+        [{"role": "assistant", "content": text}] if is_chat else text for text in call.completions
+    ]
+    data["completion_ids"] = call.completion_ids
     returned: list[Any] = []
-    for index in call.functions:
-        function = _functions[index]
+    for function in (_functions[index] for index in call.functions):
         _BoundedOutput.num_left = MAX_OUTPUT_CHARACTERS
         try:
             arguments = copy.deepcopy(accepted_arguments(function, data))
             returned.append(function(**arguments, **accepted_arguments(function, services)))
-        except BaseException as error:  # SystemExit too: the process belongs to the rewards
+        except BaseException as error:
             returned.append(error)
     waiting = {index: value for index, value in enumerate(returned) if inspect.isawaitable(value)}
     results = _loop.run(_await_all(waiting.values()))
     for index, value in zip(waiting, results, strict=True):
         returned[index] = value
-    result.metrics = {name: sum(values) / len(values) for name, values in logged.items()}
     return returned
 
 
@@ -191,19 +177,21 @@ async def _await_all(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*awaitables, return_exceptions=True)
 
 
-def _as_scores(returned: Any, num_completions: int) -> list[float | None] | None:
-    """The scores, or None where they are not valid."""
-    if isinstance(returned, (Mapping, Set)):  # they have no order
-        return None
-    try:
-        values = list(returned)
-        if any(isinstance(value, str) for value in values):
-            return None
-        scores = [None if value is None else float(value) for value in values]  # also of torch
-    except Exception:  # any: `float` calls the user's types
-        return None
-    is_valid = all(score is None or abs(score) <= MAX_SCORE for score in scores)
-    return scores if is_valid and len(scores) == num_completions else None
+def _as_scores(returned: Any, num_completions: int) -> list[float | None]:
+    """Convert what a function returned, or raise its exception, or ValueError."""
+    if isinstance(returned, BaseException):
+        raise returned
+    with contextlib.suppress(Exception):  # any: `float` calls the user's types
+        values = [] if isinstance(returned, (Mapping, Set)) else list(returned)  # no order
+        numbers = [value for value in values if not isinstance(value, str)]
+        scores = [None if value is None else float(value) for value in numbers]  # also of torch
+        is_valid = all(score is None or abs(score) <= MAX_SCORE for score in scores)
+        if is_valid and len(scores) == num_completions:
+            return scores
+    raise ValueError(
+        f"expected a list of {num_completions} finite numbers or None, one per completion, got "
+        f"{reprlib.repr(returned)}"
+    )
 
 
 def _as_json(value: Any) -> Any:

@@ -32,8 +32,8 @@ from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
 from easyrl.processes import maybe_sleep, pin
 from easyrl.rewards.loading import reward_weights
-from easyrl.rewards.pool import POLL_SECONDS, RewardPool, ScoredGroup, weighted_sum
-from easyrl.rewards.worker import TrainerState
+from easyrl.rewards.pool import POLL_SECONDS, RewardPool, weighted_sum
+from easyrl.rewards.worker import Call, Scored, TrainerState
 from easyrl.types import Float32, IndexedPrompt, RolloutGroup
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.settings import WorkerSettings
@@ -129,8 +129,8 @@ class RolloutWorker:
                     return
                 if self.engine.has_work and not self._outbox:
                     self._generate()
-                for scored in self.reward_pool.finished():
-                    self._finish_group(scored)
+                for key, scored in self.reward_pool.finished():
+                    self._finish_group(cast(Key, key), scored)
                 self._publish()
         finally:
             self.engine.close()
@@ -205,14 +205,10 @@ class RolloutWorker:
             _, prompt = self._prompts[key]
             train = self.config.train
             num_updates = train.iterations * train.updates_per_iteration
-            self.reward_pool.submit(
-                key,
-                prompt.content,
-                self._texts(group),
-                [completion.token_ids.tolist() for completion in group.completions],
-                prompt.columns,
-                trainer_state=TrainerState(self.policy_version, num_updates),
-            )
+            ids = [completion.token_ids.tolist() for completion in group.completions]
+            state = TrainerState(self.policy_version, num_updates)
+            call = Call(prompt.content, self._texts(group), ids, prompt.columns, state)
+            self.reward_pool.submit(key, call)
 
     def _texts(self, group: FinishedGroup) -> list[str]:
         texts: list[str] = self.tokenizer.batch_decode(
@@ -220,7 +216,7 @@ class RolloutWorker:
         )
         return texts
 
-    def _finish_group(self, scored: ScoredGroup) -> None:
+    def _finish_group(self, key: Key, scored: Scored) -> None:
         """Put a scored group into the outbox, reject it, or report it to the evaluation.
 
         A group is rejected if it is skipped (`reward.on_error`), or, with dynamic sampling, if its
@@ -228,13 +224,13 @@ class RolloutWorker:
         a group is delivered like all others. Its advantages are exactly 0, so without a KL term or
         entropy bonus it has no gradient, but its completions count in the loss's denominator.
         """
-        kind, number, _ = key = cast(Key, scored.key)
+        kind, number, _ = key
         finished, started = self._being_scored.pop(key)
         group_index, prompt = self._prompts.pop(key)
         self.timeline.add("score", started)
         rewards = np.zeros(len(finished.completions), dtype=np.float32)
         shown = [math.nan] * len(rewards)
-        if scored.scores is not None:
+        if scored.scores:
             rewards = weighted_sum(scored.scores, self.reward_weights)
             shown = rewards.tolist()
         if kind == EVALUATE:
@@ -243,7 +239,7 @@ class RolloutWorker:
                 number,
                 prompt.index,
                 shown,
-                scored.scores or (),
+                scored.scores,
                 [len(completion.token_ids) for completion in completions],
                 [completion.finish_reason == "length" for completion in completions],
                 prompt=_as_text(prompt.content) if with_texts else None,
@@ -255,7 +251,7 @@ class RolloutWorker:
         group = self._make_group(number, group_index, prompt.index, finished, rewards)
         has_equal_rewards = bool((rewards == rewards[0]).all())
         replaces_equal = self.config.algorithm.dynamic_sampling
-        is_unwanted = scored.scores is None or (replaces_equal and has_equal_rewards)
+        is_unwanted = not scored.scores or (replaces_equal and has_equal_rewards)
         is_rejected = is_unwanted and not self._is_last_round
         is_sample = group_index < SAMPLE_GROUPS and not is_rejected
         report = events.GroupScored(
@@ -263,12 +259,12 @@ class RolloutWorker:
             group_index=group_index,
             prompt_index=prompt.index,
             rewards=shown,
-            rewards_by_function=scored.scores or [],
+            rewards_by_function=scored.scores,
             completion_lengths=group.completion_lengths.tolist(),
             num_truncated=int(group.truncated.sum()),
             busy_seconds=self._busy_seconds,
             errors=scored.errors,
-            is_skipped=scored.scores is None,
+            is_skipped=not scored.scores,
             is_unwanted=is_unwanted,
             is_rejected=is_rejected,
             logged=scored.metrics,
