@@ -38,28 +38,12 @@ AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
 
 LOOPBACK_ENVIRONMENT = {f"{name}_SOCKET_IFNAME": "lo" for name in ("GLOO", "NCCL", "HCCL")}
 """Set in every worker before torch is imported: nothing listens beyond loopback."""
-
 SHARED_DEVICE_ENVIRONMENT = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
 """Also set if two processes use one device: by default HCCL's ports are fixed per device, and
 CANN's guide says that such processes may then fail because of each other's ports."""
-
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Also set for deterministic runs."""
 
-LINK_COMMANDS = {"cuda": ("nvidia-smi", "topo", "-m"), "npu": ("npu-smi", "info", "-t", "topo")}
-"""Commands that print how the accelerators are connected, as a matrix."""
-LINK_ROW = r"(GPU|NPU)[0-9]+"
-"""Pattern of the names of its rows and columns."""
-SEE_PROCESSES = "nvidia-smi, or npu-smi info"
-BACKEND_PACKAGES = {"npu": "torch_npu"}
-"""Packages that add a kind of accelerator to torch."""
-HOW_TO_SEE = {
-    "cuda": "install torch's build for CUDA, and a driver that is new enough for it",
-    "npu": "pip install torch-npu of torch's version, and source CANN's set_env.sh",
-}
-"""Advice if the driver shows accelerators that torch does not see."""
-
-USE_THE_CPU = "to run on the CPU: --infer-devices cpu --train-devices cpu"
 DEVICE_NODES = Path("/dev")
 NODES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}
 CUDA_DRIVER, AMD_NODE = "libcuda.so.1", "kfd"
@@ -75,23 +59,14 @@ def num_device_nodes(kind: str) -> int:
 def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
     """Kind and number of the accelerators that torch can use; ("cpu", 0) if there are none.
 
-    `is_asked`: the user has named accelerators. Raises ValueError for an NPU that torch cannot use
-    because torch_npu or Ascend's libraries are missing.
+    `is_asked`: the user has named accelerators. Raises ValueError without Ascend's libraries.
     """
     if is_asked or _has_driver():  # otherwise torch, which takes seconds to import, is not needed
         import torch
 
         if torch.cuda.is_available():
             return "cuda", torch.cuda.device_count()
-    num_npus = num_device_nodes("npu")
-    if importlib.util.find_spec(BACKEND_PACKAGES["npu"]) is None:
-        if is_asked and num_npus:
-            raise ValueError(
-                f"devices: this machine has {num_npus} Ascend NPU(s), but torch_npu is not "
-                f"installed: pip install torch-npu=={torch.__version__.partition('+')[0]}; "
-                f"{USE_THE_CPU}"
-            )
-    elif is_asked or num_npus:
+    if (is_asked or num_device_nodes("npu")) and importlib.util.find_spec("torch_npu"):
         load_backend("npu")
         if device_module("npu").is_available():
             return "npu", device_module("npu").device_count()
@@ -109,15 +84,14 @@ def _has_driver() -> bool:
 
 def load_backend(kind: str) -> None:
     """Add this kind of device to torch. Raises ValueError if its libraries are missing."""
-    if kind not in BACKEND_PACKAGES:
-        return
-    try:
-        importlib.import_module(BACKEND_PACKAGES[kind])
-    except (ImportError, OSError, RuntimeError) as error:
-        raise ValueError(
-            "devices: torch_npu is installed, but cannot load Ascend's libraries (CANN): "
-            f"{error}; install CANN and source its set_env.sh; {USE_THE_CPU}"
-        ) from error
+    if kind == "npu":
+        try:
+            importlib.import_module("torch_npu")
+        except (ImportError, OSError, RuntimeError) as error:
+            raise ValueError(
+                f"devices: torch_npu cannot load Ascend's libraries (CANN): {error}; source their "
+                "set_env.sh, or run on the CPU: --infer-devices cpu --train-devices cpu"
+            ) from error
 
 
 def device_module(kind: str) -> Any:
@@ -146,24 +120,9 @@ def total_memory_bytes(kind: str, index: int) -> int:
     return int(device_module(kind).get_device_properties(index).total_memory)
 
 
-def free_memory_bytes(kind: str, index: int) -> int:
-    """Memory that no process uses. Creates a context on the device."""
-    free, _ = device_module(kind).mem_get_info(index)
-    return int(free)
-
-
 def device_label(kind: str, index: int) -> str:
     """Product name of the device."""
     return str(device_module(kind).get_device_name(index))
-
-
-def supports_bfloat16(kind: str) -> bool:
-    """Whether the device supports bfloat16 without emulation."""
-    import torch
-
-    if kind == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return bool(device_module(kind).is_bf16_supported())  # an NPU does not emulate it
 
 
 def limit_memory(device: torch.device, fraction: float) -> None:
@@ -236,14 +195,12 @@ def make_process_group(device: str, store: Any, rank: int, size: int, timeout: t
     if kind == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     if kind == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    from torch_npu._C._distributed_c10d import ProcessGroupHCCL  # type: ignore[import-not-found]
-
-    of_hccl = ProcessGroupHCCL.Options()
-    of_hccl._timeout = timeout
-    return ProcessGroupHCCL(store, rank, size, of_hccl)
+        backend: Any = dist.ProcessGroupNCCL
+    else:
+        backend = importlib.import_module("torch_npu._C._distributed_c10d").ProcessGroupHCCL
+    options = backend.Options()
+    options._timeout = timeout
+    return backend(store, rank, size, options)
 
 
 def join_train_world(
@@ -268,11 +225,8 @@ def join_train_world(
 
 
 def join_checkpoint_group() -> dist.ProcessGroup:
-    """A CPU process group of all train ranks, used by the threads that write checkpoints.
-
-    Its timeout is a day: a rank waits in it for as long as another rank writes to a slow disk. If a
-    rank dies the supervisor ends all.
-    """
+    """Create a CPU process group of all train ranks for the threads that write checkpoints: a rank
+    waits in it while another writes to a slow disk. If a rank dies the supervisor ends all."""
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))  # type: ignore[no-any-return]

@@ -7,10 +7,7 @@ The last two contain a remedy. Nothing on the machine is changed.
 from __future__ import annotations
 
 import json
-import math
-import os
 import platform
-import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -31,19 +28,15 @@ from easyrl.rewards import sandbox
 SUPPORTED = {"torch": ">=2.10,<2.16", "transformers": ">=5.14", "peft": ">=0.21"}
 """Lower bounds as in pyproject.toml; the upper bound is above the newest version tested."""
 OPTIONAL = {"peft": "LoRA"}
-MIB, GIB = 2**20, 2**30
-MEMORY_BYTES = 1 * GIB, 4 * GIB  # needed by any run; by models of 1.7B
-DISK_BYTES = 16 * MIB, 10 * GIB  # needed by the demo; by models of 1.7B
-OPEN_FILES = 64, 1024  # needed by the demo; by runs with many workers
-SHARED_MEMORY_BYTES = 1 * GIB
-MIN_FREE_FRACTION = 0.5  # of a device's memory: with less, another program uses it
-Status = Literal["ok", "warning", "failed"]
+GIB = 2**30
+MEMORY_BYTES, SHARED_MEMORY_BYTES, DISK_BYTES = GIB, GIB, GIB // 64
+"""Needed by any run; by vLLM and several accelerators, in /dev/shm; by the demo's run folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     name: str
-    status: Status
+    status: Literal["ok", "warning", "failed"]
     text: str
     remedy: str = ""
 
@@ -54,45 +47,51 @@ def run_doctor(*, as_json: bool) -> int:
     can_run = all(line.status != "failed" for line in lines)
     if as_json:
         print(json.dumps({"can_run": can_run, "lines": [asdict(line) for line in lines]}, indent=2))
-    else:
-        _print(lines, can_run)
+        return 0 if can_run else 1
+    for line in lines:
+        print(f"{line.status:<8} {line.name:<13} {line.text}")
+        if line.remedy:
+            print(f"{'':<22} -> {line.remedy}")
+    print("runs can start" if can_run else "no run can start before each failed line is fixed")
     return 0 if can_run else 1
 
 
 def check() -> Iterator[Line]:
     """Check this machine in a second or two, most of it to import torch."""
     yield Line("python", "ok", f"{platform.python_version()}, {platform.machine()}")
-    yield from _packages()
+    yield from map(_package, SUPPORTED)
     kind, lines = _accelerators()
     yield from lines
     yield _vllm(kind)
-    yield Line("CPU cores", "ok", f"{num_cores()} of {os.cpu_count()} usable")
-    yield from _resources(
-        needs_shared_memory=len(lines) > 1 or platforms.vllm_version() is not None
-    )
+    available = available_memory_bytes()
+    text = f"{_size(available)} available, {num_cores()} CPU cores"
+    yield _at_least(MEMORY_BYTES, available, Line("memory", "failed", text, "end other programs"))
+    if len(lines) > 1 or platforms.vllm_version() is not None:
+        free = _free_bytes(Path("/dev/shm"))
+        remedy = "docker run --shm-size=8g: vLLM and several devices need it"
+        line = Line("shared memory", "warning", f"{_size(free)} free in /dev/shm", remedy)
+        yield _at_least(SHARED_MEMORY_BYTES, free, line)
+    free = _free_bytes(Path.cwd())
+    line = Line("disk", "failed", f"{_size(free)} free for runs", "use another folder: --output")
+    yield _at_least(DISK_BYTES, free, line)
     yield _code_sandbox()
 
 
-def _packages() -> Iterator[Line]:
-    versions = {name: _version(name) for name in (*SUPPORTED, *devices.BACKEND_PACKAGES.values())}
-    supported = dict(SUPPORTED)
-    for name in devices.BACKEND_PACKAGES.values():
-        if versions["torch"] and versions[name]:  # its minor version is torch's
-            release = Version(versions["torch"]).release
-            supported[name] = f"=={release[0]}.{release[1]}.*"
-    for name, bounds in supported.items():
-        version, remedy = versions[name], f"pip install '{name}{bounds}'"
-        if version is None and name in OPTIONAL:
-            yield Line(name, "ok", f"not installed; only {OPTIONAL[name]} needs it")
-        elif version is None:
-            yield Line(name, "failed", "not installed", remedy)
-        elif not SpecifierSet(bounds).contains(Version(version).base_version):
-            yield Line(name, "failed", f"expected {bounds}, got {version}", remedy)
-        elif name == "torch" and (error := _import_error()):
-            remedy = f"install what is missing, or install it again: {remedy}"
-            yield Line(name, "failed", f"{version} cannot be imported: {error}", remedy)
-        else:
-            yield Line(name, "ok", version)
+def _package(name: str) -> Line:
+    bounds, version = SUPPORTED[name], _version(name)
+    remedy = f"pip install '{name}{bounds}'"
+    if version is None and name in OPTIONAL:
+        return Line(name, "ok", f"not installed; only {OPTIONAL[name]} needs it")
+    if version is None:
+        return Line(name, "failed", "not installed", remedy)
+    if not SpecifierSet(bounds).contains(Version(version).base_version):
+        return Line(name, "failed", f"expected {bounds}, got {version}", remedy)
+    try:
+        if name == "torch":
+            import torch  # noqa: F401
+    except Exception as error:  # any: a broken installation raises many types
+        return Line(name, "failed", f"{version} cannot be imported: {_one_line(error)}", remedy)
+    return Line(name, "ok", version)
 
 
 def _version(package: str) -> str | None:
@@ -102,44 +101,25 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _import_error() -> str | None:
-    try:
-        import torch  # noqa: F401
-    except Exception as error:  # any: a broken installation raises many types
-        return _one_line(error)
-    return None
-
-
 def _accelerators() -> tuple[str, list[Line]]:
     """Return the kind, and a line for each device."""
-    present = [kind for kind in devices.VISIBLE_DEVICES if devices.num_device_nodes(kind)]
-    variables = [name for name in devices.VISIBLE_DEVICES.values() if name in os.environ]
-    visible = "".join(f" ({name}={os.environ[name]})" for name in variables)
     try:
         kind, count = devices.accelerator()
-        if count:
-            return kind, [_accelerator(kind, index, visible) for index in range(count)]
     except Exception as error:  # also of a torch that cannot be imported
-        text, _, remedy = _one_line(error).removeprefix("devices: ").partition("; ")
-        status: Status = "failed" if present else "warning"
-        return "cpu", [Line("accelerators", status, text, remedy or devices.USE_THE_CPU)]
-    if present:
-        text = f"devices of kind {present[0]}, but torch finds none{visible}: runs use the CPU"
-        line = Line("accelerators", "warning", text, devices.HOW_TO_SEE[present[0]])
-    else:
-        line = Line("accelerators", "ok", f"none{visible}: runs use the CPU")
-    return "cpu", [line]
-
-
-def _accelerator(kind: str, index: int, visible: str) -> Line:
-    free, total = devices.free_memory_bytes(kind, index), devices.total_memory_bytes(kind, index)
-    dtypes = "bfloat16" if devices.supports_bfloat16(kind) else "float32 only"
-    label, name = devices.device_label(kind, index), f"{kind}:{index}"
-    text = f"{label}, {_size(free)} of {_size(total)} free, {dtypes}{visible}"
-    if free >= MIN_FREE_FRACTION * total:
-        return Line(name, "ok", text)
-    remedy = f"find the program that uses it ({devices.SEE_PROCESSES}), or use other devices"
-    return Line(name, "warning", text, remedy)
+        text, _, remedy = _one_line(error).partition("; ")
+        return "cpu", [Line("accelerators", "failed", text, remedy)]
+    if count:
+        sizes = [_size(devices.total_memory_bytes(kind, index)) for index in range(count)]
+        return kind, [
+            Line(f"{kind}:{index}", "ok", f"{devices.device_label(kind, index)}, {size}")
+            for index, size in enumerate(sizes)
+        ]
+    for kind in devices.VISIBLE_DEVICES:
+        if devices.num_device_nodes(kind):
+            remedy = "install torch's build and the driver for them (docs/ascend.md for NPUs)"
+            text = f"torch cannot use the devices of kind {kind}: runs use the CPU"
+            return "cpu", [Line("accelerators", "warning", text, remedy)]
+    return "cpu", [Line("accelerators", "ok", "none: runs use the CPU")]
 
 
 def _vllm(kind: str) -> Line:
@@ -149,36 +129,7 @@ def _vllm(kind: str) -> Line:
     if (reason := platforms.unsupported_reason(kind)) is not None:
         text, _, remedy = reason.rpartition(": ")
         return Line("vllm", "warning", f"{text}; runs use the embedded engine", remedy)
-    if ascend is not None:
-        return Line("vllm", "ok", f"{version}, vllm-ascend {ascend} (not yet run on an NPU)")
-    return Line("vllm", "ok", version)
-
-
-def _resources(*, needs_shared_memory: bool) -> Iterator[Line]:
-    available = available_memory_bytes()
-    remedy = "end other programs, or raise the memory limit"
-    yield _judge("memory", f"{_size(available)} available", available, MEMORY_BYTES, remedy)
-
-    shared = _free_bytes(Path("/dev/shm"))
-    limits = 0, SHARED_MEMORY_BYTES * needs_shared_memory
-    remedy = "--shm-size=8g or --ipc=host (docker run): vLLM and several devices need it"
-    yield _judge("shared memory", f"{_size(shared)} free in /dev/shm", shared, limits, remedy)
-
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    num_files = math.inf if limit == resource.RLIM_INFINITY else limit
-    yield _judge("open files", f"at most {num_files}", num_files, OPEN_FILES, "ulimit -n 65536")
-
-    runs = Path("runs").absolute()
-    disk = _free_bytes(runs) if _is_writable(runs) else 0
-    text = f"{_size(disk)} free for {runs}" if disk else f"{runs} is not writable"
-    yield _judge("disk", text, disk, DISK_BYTES, "use a folder on another disk with --output")
-
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    is_writable = _is_writable(Path(HF_HUB_CACHE))
-    text = HF_HUB_CACHE if is_writable else f"{HF_HUB_CACHE} is not writable: nothing is downloaded"
-    remedy = "" if is_writable else "set HF_HUB_CACHE to a writable folder"
-    yield Line("hub cache", "ok" if is_writable else "warning", text, remedy)
+    return Line("vllm", "ok", f"{version}, vllm-ascend {ascend}" if ascend else version)
 
 
 def _code_sandbox() -> Line:
@@ -190,52 +141,22 @@ def _code_sandbox() -> Line:
     return Line("code sandbox", "ok", "bwrap")
 
 
-def _judge(name: str, text: str, value: float, limits: tuple[int, int], remedy: str) -> Line:
-    """`failed` below the first limit, `warning` below the second."""
-    if value >= max(limits):
-        return Line(name, "ok", text)
-    if value >= limits[0]:
-        return Line(name, "warning", f"{text}: enough for small runs only", remedy)
-    return Line(name, "failed", text, remedy)
-
-
-def _existing(path: Path) -> Path:
-    """The folder itself, or its nearest parent that exists."""
-    return next(folder for folder in (path, *path.parents) if os.access(folder, os.F_OK))
-
-
-def _is_writable(folder: Path) -> bool:
-    """Try it: permissions do not show a read-only disk."""
-    try:
-        with tempfile.TemporaryFile(dir=_existing(folder)):
-            return True
-    except OSError:
-        return False
+def _at_least(needed: int, found: int, otherwise: Line) -> Line:
+    return otherwise if found < needed else Line(otherwise.name, "ok", otherwise.text)
 
 
 def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(_existing(folder)).free
+    """Free bytes of a folder's disk; 0 if it is not writable."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # permissions do not show a read-only disk
+            return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB // 4 else f"{num_bytes // MIB} MiB"
+    return f"{num_bytes / GIB:,.1f} GiB"
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).removeprefix("ValueError: ")
-
-
-def _print(lines: list[Line], can_run: bool) -> None:
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    marks = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failed": ("FAIL", "bold red")}
-    table = Table.grid(Column(), Column(), Column(overflow="fold"), padding=(0, 2))
-    for line in lines:
-        table.add_row(Text(*marks[line.status]), Text(line.name), Text(line.text))
-        if line.remedy:
-            table.add_row("", "", Text(f"-> {line.remedy}"))
-    console.print(table, width=min(console.width, 80))
-    console.print("runs can start" if can_run else "no run can start before each FAIL is fixed")
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,7 +1,4 @@
-"""This process and its parent: CPU cores, end with the parent, heap, random delays for tests.
-
-Imports no torch.
-"""
+"""This process: its CPU cores, end with its parent, heap, random delays for tests. No torch."""
 
 from __future__ import annotations
 
@@ -58,12 +55,9 @@ def split_cores(num_workers: int) -> tuple[tuple[int, ...], ...]:
 
 
 def pin(cores: Collection[int]) -> None:
-    """Restrict the calling thread, and the threads it starts later, to `cores` (empty: do nothing).
-
-    If none of the cores exists any more, the thread keeps its affinity.
-    """
+    """Restrict the calling thread, and those it starts later, to `cores` (empty: do nothing)."""
     if cores:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # none of them exists any more
             os.sched_setaffinity(0, cores)
 
 
@@ -96,18 +90,13 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
 def die_with_parent() -> None:
-    """Terminate this process when its parent dies, also by SIGKILL.
-
-    The kernel does it (prctl), even while this process is stuck in code that holds the GIL.
-    """
+    """Let the kernel kill this process when its parent dies, even while it holds the GIL."""
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it died before the lines above
         os._exit(1)
 
-
-# -- memory ---------------------------------------------------------------------------------------
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LARGEST_THRESHOLD = 2**31 - 1
@@ -124,8 +113,6 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_THRESHOLD)
         libc.mallopt(M_TRIM_THRESHOLD, LARGEST_THRESHOLD)
 
-
-# -- random delays --------------------------------------------------------------------------------
 
 MAX_DELAY_SECONDS = float(os.environ.get("EASYRL_RANDOM_DELAYS", "0") or 0)
 """Tests set it to prove that timing does not change a deterministic run (docs/design.md)."""

@@ -1,7 +1,4 @@
-"""Section `devices` of the config, and the device sets that it names.
-
-`easyrl.devices` finds out what the machine has.
-"""
+"""Section `devices` of the config, and the device sets that it names."""
 
 from __future__ import annotations
 
@@ -69,10 +66,9 @@ class DevicesConfig(Section):
 
 def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
     """Refuse sets that overlap, except one single accelerator given to both (they share it)."""
-    is_shared_accelerator = infer == train and infer.count == 1
-    if "cpu" in (infer.kind, train.kind) or is_shared_accelerator:
-        return
-    if set(infer.indices) & set(train.indices):
+    are_accelerators = infer.kind == train.kind == "accelerator"
+    is_shared = infer == train and infer.count == 1
+    if are_accelerators and not is_shared and set(infer.indices) & set(train.indices):
         raise ConfigError(
             "devices.train (--train-devices): expected other devices than devices.infer "
             f"(--infer-devices), or one single accelerator for both, got '{train}' and '{infer}'"
@@ -80,7 +76,6 @@ def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
 
 
 def count_devices(names: Iterable[str]) -> int:
-    """Count the devices of a run from each worker's device name: the CPU counts once per worker, a
-    shared accelerator once."""
+    """Count the workers' devices: the CPU once per worker, a shared accelerator once."""
     every = list(names)
     return every.count("cpu") + len(set(every) - {"cpu"})

@@ -38,10 +38,10 @@ from easyrl.observe.text import say
 from easyrl.rewards.loading import check_rewards, reward_names, reward_specs, reward_weights
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.memory import (
-    bytes_by_device,
+    bytes_by_memory,
     check_memory,
     estimate_memory,
-    memory_of_devices,
+    memory_budgets,
     model_size,
 )
 from easyrl.runtime.placement import Placement, describe, place_evaluation
@@ -133,13 +133,13 @@ def _fit_memory(config: Config, placement: Placement, files: ModelFiles) -> Plac
     is_vllm = placement.engine.name == "vllm"
     if model is None or (is_vllm and placement.infer.kind != "cpu"):
         return placement
-    sizes = memory_of_devices(placement)
+    budgets = memory_budgets(placement)
     while True:
-        processes = estimate_memory(config, placement, model, ring_bytes=0)
-        fits = all(needed <= sizes[device] for device, needed in bytes_by_device(processes).items())
+        parts = estimate_memory(config, placement, model)
+        fits = all(needed <= budgets[key] for key, needed in bytes_by_memory(parts).items())
         num_problems = placement.max_concurrent_groups
         if fits or num_problems == 1 or config.rollout.max_concurrent_groups is not None:
-            check_memory(processes, sizes)
+            check_memory(parts, budgets)
             return placement
         placement = replace(placement, max_concurrent_groups=num_problems // 2)
 

@@ -20,13 +20,8 @@ ROWS_OF_EVALUATION = 128
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
     name: Literal["embedded", "vllm"] = "embedded"
-    reason: str = ""
-    """Why it was chosen by `auto`."""
-    tensor_parallel_size: int = 1
-    """Devices of one engine."""
-
-
-EMBEDDED = EngineChoice()
+    reason: str = ""  # why `auto` chose it
+    tensor_parallel_size: int = 1  # devices of one engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +30,19 @@ class Placement:
     train: DeviceSet
     accelerator: str
     """Kind of the accelerators in torch; "cpu" where there is none."""
-    num_threads: int
-    """Per worker."""
-    max_concurrent_groups: int
-    """Per rollout worker."""
-    engine: EngineChoice = EMBEDDED
+    num_threads: int  # of each worker
+    max_concurrent_groups: int  # of each rollout worker
+    engine: EngineChoice = EngineChoice()
     infer_memory_fraction: float = 0.5
     """The rollout worker's fraction of the memory of a shared accelerator."""
     cores: tuple[tuple[int, ...], ...] = ()
     """The CPU cores of each worker, rollout workers first; empty where workers run on any core."""
     lends_cores: bool = False
-    """Whether train workers use the cores of waiting rollout workers, and the reverse. vLLM borrows
-    none: it computes in a process of its own with a fixed number of threads."""
+    """Whether train workers use the cores of waiting rollout workers, and the reverse (not vLLM,
+    whose own process has a fixed number of threads)."""
 
     @property
     def num_rollout_workers(self) -> int:
-        """One for each engine."""
         return self.infer.count // self.engine.tensor_parallel_size
 
     @property
@@ -73,11 +65,6 @@ class Placement:
         used = self.infer if is_rollout else self.train
         return used.indices[number * size : (number + 1) * size] if used.kind != "cpu" else ()
 
-    def device_name(self, role: str, number: int) -> str:
-        """A worker's device or devices, with the numbers of the config."""
-        numbers = ",".join(map(str, self.indices_of(role, number)))
-        return f"{self.accelerator}:{numbers}" if numbers else "cpu"
-
     def memory_fraction(self, role: str) -> float | None:
         """Fraction of its device's memory that a worker may take; None: the device is its own."""
         part = self.infer_memory_fraction if role == "rollout" else 1.0 - self.infer_memory_fraction
@@ -99,9 +86,8 @@ def resolve_placement(config: Config) -> Placement:
     prompts, updates = config.train.prompts_per_iteration, config.train.updates_per_iteration
     if train.count > prompts // updates:
         raise ConfigError(
-            f"devices.train (--train-devices): expected at most {prompts // updates} devices, one "
-            "for each group of an update (train.prompts_per_iteration, "
-            f"train.updates_per_iteration), got '{train}'"
+            f"devices.train (--train-devices): expected at most {prompts // updates} devices "
+            f"(train.prompts_per_iteration / train.updates_per_iteration), got '{train}'"
         )
     return _place(config, infer, train, kind, count)
 
@@ -124,18 +110,16 @@ def _wanted(text: str | None) -> DeviceSet | None:
 
 def _accelerators(*wanted: DeviceSet | None) -> tuple[str, int]:
     """Kind and number of accelerators. Torch is not loaded if only CPUs are wanted."""
-    if all(each is not None and each.kind == "cpu" for each in wanted):
+    kinds = {each and each.kind for each in wanted}
+    if kinds == {"cpu"}:
         return "cpu", 0
-    is_asked = any(each is not None and each.kind == "accelerator" for each in wanted)
-    return devices.accelerator(is_asked=is_asked)
+    return devices.accelerator(is_asked="accelerator" in kinds)
 
 
 def _place(config: Config, infer: DeviceSet, train: DeviceSet, kind: str, count: int) -> Placement:
     for key, wanted in (("infer", infer), ("train", train)):
         if wanted.kind == "accelerator" and max(wanted.indices) >= count:
-            found = (
-                f"{kind} devices 0-{count - 1}, or cpu" if count else "cpu: no accelerator found"
-            )
+            found = f"{kind} devices 0-{count - 1}, or cpu" if count else "cpu (see easyrl doctor)"
             raise ConfigError(f"devices.{key} (--{key}-devices): expected {found}, got '{wanted}'")
     engine = choose_engine(config, infer, accelerator=kind)
     num_engines = infer.count // engine.tensor_parallel_size
@@ -143,14 +127,13 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, kind: str, count:
     has_own_cores = config.devices.threads is None and infer.kind == train.kind == "cpu"
     can_lend = has_own_cores and train.count > 0 and not config.runtime.deterministic
     lends_cores = can_lend and num_workers <= num_cores()
+    borrows = lends_cores and engine.name == "embedded"
     return Placement(
         infer=infer,
         train=train,
         accelerator=kind,
         num_threads=config.devices.threads or max(1, num_cores() // num_workers),
-        max_concurrent_groups=_max_concurrent_groups(
-            config, num_engines, lends_cores=lends_cores and engine.name == "embedded"
-        ),
+        max_concurrent_groups=_max_concurrent_groups(config, num_engines, borrows=borrows),
         engine=engine,
         infer_memory_fraction=config.rollout.memory_fraction or 0.5,
         cores=split_cores(num_workers) if has_own_cores else (),
@@ -165,70 +148,54 @@ def choose_engine(config: Config, infer: DeviceSet, *, accelerator: str = "") ->
     kind = "cpu" if infer.kind == "cpu" else accelerator
     reason = unsupported_reason(kind, config.model.dtype)
     if config.runtime.deterministic and not (kind == "cpu" and size == 1):
-        reason = (
-            "with runtime.deterministic=true vLLM is only known to repeat its bits on CPUs with "
-            "rollout.tensor_parallel_size=1"
-        )
+        reason = "runtime.deterministic=true needs it, except on CPUs without tensor parallelism"
     if wanted == "vllm" and reason is not None:
         raise ConfigError(f"rollout.engine: expected embedded, because {reason}, got vllm")
     if wanted == "auto" and kind == "cpu":
         reason = "the default on the CPU"
     is_vllm = wanted == "vllm" or (wanted == "auto" and reason is None)
     if infer.count % size or (size > 1 and not is_vllm):
-        expected = f"a divisor of {infer.count}, the number of devices in devices.infer"
-        expected = expected if is_vllm else "1 with the embedded engine"
+        expected = f"a divisor of {infer.count} (devices.infer), and 1 with the embedded engine"
         raise ConfigError(f"rollout.tensor_parallel_size: expected {expected}, got {size}")
     why = (reason or "it is installed") if wanted == "auto" else ""
     return EngineChoice("vllm" if is_vllm else "embedded", why, size)
 
 
 def ring_layout(config: Config, placement: Placement) -> RingLayout:
-    """Layout of the run's ring buffer. Raises ValueError if it does not fit the memory."""
-    layout = RingLayout(
+    return RingLayout(
         num_slots=config.ring_slots,
         num_generations=config.rollout.num_generations,
         max_prompt_length=config.data.max_prompt_length,
         max_completion_length=config.rollout.max_completion_length,
         num_owners=placement.num_rollout_workers + placement.train.count,
     )
-    layout.check_memory()
-    return layout
 
 
 def device_names(placement: Placement) -> dict[str, str]:
-    """Device names by worker, rollout workers first."""
-    return {
-        f"{role}-{number}": placement.device_name(role, number)
-        for role in ("rollout", "train")
-        for number in range(placement.num_workers(role))
-    }
+    """Device names by worker, rollout workers first, with the numbers of the config: `cpu`,
+    `cuda:3`, or `cuda:0,1` for an engine on two devices."""
+    names = {}
+    for role in ("rollout", "train"):
+        for number in range(placement.num_workers(role)):
+            numbers = ",".join(map(str, placement.indices_of(role, number)))
+            names[f"{role}-{number}"] = f"{placement.accelerator}:{numbers}" if numbers else "cpu"
+    return names
 
 
 def describe(placement: Placement) -> str:
     """Describe the placement in lines of text."""
     lines = []
     for worker, device in device_names(placement).items():
-        role, number = worker.split("-")
-        cores = ",".join(map(str, placement.cores_of(role, int(number))))
-        on_cores = f" on the cores {cores}" if cores else ""
-        lines.append(f"{worker}: {device}, {placement.num_threads} CPU thread(s){on_cores}")
-    if placement.lends_cores:
-        is_mutual = placement.engine.name == "embedded"
-        reverse = ", and the reverse" if is_mutual else ""
-        lines.append(f"the trainer uses the cores of a waiting engine{reverse}")
+        lines.append(f"{worker}: {device}, {placement.num_threads} CPU thread(s)")
     lines.append(f"groups in flight per rollout worker: {placement.max_concurrent_groups}")
     why = f" ({placement.engine.reason})" if placement.engine.reason else ""
     lines.append(f"engine of the rollout workers: {placement.engine.name}{why}")
-    if placement.shares_device:
-        rollout, train = (placement.memory_fraction(role) for role in ("rollout", "train"))
-        lines.append(
-            f"one accelerator is shared: {rollout:.0%} of its memory for the rollout "
-            f"worker, {train:.0%} for the train worker (rollout.memory_fraction)"
-        )
+    if (fraction := placement.memory_fraction("rollout")) is not None:
+        lines.append(f"shared accelerator: {fraction:.0%} of its memory for the rollout worker")
     return "\n".join(lines)
 
 
-def _max_concurrent_groups(config: Config, num_engines: int, *, lends_cores: bool) -> int:
+def _max_concurrent_groups(config: Config, num_engines: int, *, borrows: bool) -> int:
     """Enough rows to keep the engine efficient, few enough that groups finish one by one, and at
     most an engine's share of the prompts. More where the waiting trainer's cores are used."""
     per_engine = -(-config.train.prompts_per_iteration // num_engines)
@@ -236,7 +203,7 @@ def _max_concurrent_groups(config: Config, num_engines: int, *, lends_cores: boo
         return min(config.rollout.max_concurrent_groups, per_engine)
     if config.runtime.schedule == "sync" and not config.runtime.deterministic:
         return per_engine  # no trainer waits for the first group
-    return max(min(per_engine, 16), per_engine // (2 if lends_cores else 4))
+    return max(min(per_engine, 16), per_engine // (2 if borrows else 4))
 
 
 def _default(key: str, count: int, other: DeviceSet | None) -> DeviceSet:

@@ -29,16 +29,8 @@ from easyrl.model.files import (
     read_model_files,
 )
 from easyrl.rewards.loading import check_rewards
-from easyrl.runtime.memory import (
-    ProcessMemory,
-    check_disk,
-    check_memory,
-    estimate_memory,
-    memory_of_devices,
-    memory_table,
-    model_size,
-)
-from easyrl.runtime.placement import Placement, resolve_placement, ring_layout
+from easyrl.runtime import memory
+from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.resume import Resume
 from easyrl.runtime.run_folder import folder_of, refuse_existing
 from easyrl.types import Messages, Prompt
@@ -48,21 +40,18 @@ from easyrl.types import Messages, Prompt
 class Preflight:
     """A checked run, ready to launch."""
 
-    prompts: PromptStream
-    """Without those that `data.long_prompts` skips."""
+    prompts: PromptStream  # without those that `data.long_prompts` skips
     num_prompts_skipped: int
     placement: Placement
-    num_trained: int | None
-    """Elements of LoRA's adapters; None: all weights are trained."""
+    num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
     identity: Mapping[str, Any]
     """Digests of model and data, which a resumed run must have again."""
-    held_out: Sequence[Prompt]
-    """Problems that accuracy is measured on; may be empty."""
+    held_out: Sequence[Prompt]  # problems that accuracy is measured on; may be empty
     warnings: Sequence[str]
 
 
 def check_run(config: Config, resume: Resume | None = None) -> Preflight:
-    """Resolve and check a run. Raises ValueError, with the key to change, where it cannot start."""
+    """Resolve and check a run. Raises ValueError, with the key to change, if it cannot start."""
     if resume is None:
         refuse_existing(folder_of(config))
     files = read_model_files(config.model.path)
@@ -73,60 +62,44 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     prompts = prompts.without(skipped)
     held_out = _held_out(config, prompts)
     num_trained = _num_trained(config)
-    warnings = sampling_warnings(config)
-    if (processes := _estimate(config, placement, files, num_trained)) is not None:
-        warnings += check_memory(processes, memory_of_devices(placement))
+    parts = _estimate(config, placement, files, num_trained)
+    warnings = sampling_warnings(config) + memory.check_memory(
+        parts, memory.memory_budgets(placement)
+    )
     check_positions(config, files)
     # A resumed run has its checkpoints already; those of adapters are small.
     is_small = resume is not None or num_trained is not None
     num_kept = config.train.keep_checkpoints + config.train.keep_best
-    check_disk(folder_of(config), files, 0 if is_small else num_kept)
+    memory.check_disk(folder_of(config), files, 0 if is_small else num_kept)
     identity = {
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
     }
-    for key, what in (
-        ("model.path", f"the files of {config.model.path}"),
-        ("data.dataset", f"the rows of {config.data.shown}"),
-    ):
+    for key in ("model.path", "data.dataset"):
         if resume and resume.state.identity.get(key, identity[key]) != identity[key]:
             raise ConfigError(
-                f"{key}: {what} are not those that the run in '{resume.folder}' started from; "
+                f"{key}: the files have changed since the run in '{resume.folder}' started; "
                 "restore them, or start a new run (--output)"
             )
-    return Preflight(
-        prompts=prompts,
-        num_prompts_skipped=len(skipped),
-        placement=placement,
-        num_trained=num_trained,
-        identity=identity,
-        held_out=held_out,
-        warnings=warnings,
-    )
+    return Preflight(prompts, len(skipped), placement, num_trained, identity, held_out, warnings)
 
 
 def check_positions(config: Config, model: ModelFiles, *, section: str = "rollout") -> None:
-    """Raise ConfigError where sequences may be longer than the model's positions.
-
-    `section` of the `max_completion_length` that applies."""
+    """Raise ConfigError if sequences may be longer than the model's positions. `section`: that of
+    the `max_completion_length` that applies."""
     positions = max_positions(model.config)
     if positions is not None and config.max_sequence_length > positions:
-        prompt, completion = config.data.max_prompt_length, config.rollout.max_completion_length
         raise ConfigError(
             f"data.max_prompt_length + {section}.max_completion_length: expected at most "
-            f"{positions} tokens together, which is max_position_embeddings in the config.json of "
-            f"{model.path}, got {prompt} + {completion}"
+            f"{positions} (max_position_embeddings of {model.path}), got "
+            f"{config.data.max_prompt_length} + {config.rollout.max_completion_length}"
         )
 
 
 def sampling_warnings(config: Config) -> list[str]:
-    if not config.rollout.processors:
-        return []
     keys = ", ".join(f"rollout.{key}={value}" for key, value in config.rollout.processors.items())
-    return [
-        f"warning: with {keys} completions are not sampled from the trained distribution; the "
-        "engine still reports log-probabilities of the trained distribution"
-    ]
+    warning = f"warning: with {keys} completions are not sampled from the trained distribution"
+    return [warning] if keys else []
 
 
 def describe_memory(config: Config, placement: Placement) -> str:
@@ -135,12 +108,10 @@ def describe_memory(config: Config, placement: Placement) -> str:
     lines: list[str] = []
     try:
         files = read_model_files(config.model.path, is_whole=False)
-        processes = _estimate(config, placement, files, _num_trained(config))
-        if processes is None:
-            return f"memory: unknown, because the config.json of '{files.path}' gives no sizes"
-        sizes = memory_of_devices(placement)
-        lines.append(memory_table(processes, sizes))
-        lines += check_memory(processes, sizes)
+        parts = _estimate(config, placement, files, _num_trained(config))
+        budgets = memory.memory_budgets(placement)
+        lines.append(memory.memory_table(parts, budgets))
+        lines += memory.check_memory(parts, budgets)
     except ValueError as refused:
         lines.append(f"a run would not start: {refused}")
     return "\n".join(lines)
@@ -148,20 +119,16 @@ def describe_memory(config: Config, placement: Placement) -> str:
 
 def _estimate(
     config: Config, placement: Placement, files: ModelFiles, num_trained: int | None
-) -> list[ProcessMemory] | None:
-    """None where the model's configuration does not have the usual names."""
-    num_weights = files.num_weights
-    size = None if num_weights is None else model_size(files.config, num_weights, num_trained)
-    if size is None:
-        model_config = _model_config(config, files.path)
-        if num_weights is None:
-            model = meta_model(model_config, trust_remote_code=config.model.trust_remote_code)
-            num_weights = sum(weight.numel() for weight in model.parameters())
-        size = model_size(model_config, num_weights, num_trained)
-        if size is None:
-            return None
-    ring_bytes = ring_layout(config, placement).total_bytes
-    return estimate_memory(config, placement, size, ring_bytes=ring_bytes)
+) -> list[memory.Part]:
+    """Empty if the model's configuration does not have the usual names."""
+    model_config, num_weights = files.config, files.num_weights
+    if num_weights is None:
+        full_config = _model_config(config)
+        model = meta_model(full_config, trust_remote_code=config.model.trust_remote_code)
+        num_weights = sum(weight.numel() for weight in model.parameters())
+        model_config = full_config.to_dict()
+    size = memory.model_size(model_config, num_weights, num_trained)
+    return [] if size is None else memory.estimate_memory(config, placement, size)
 
 
 def _held_out(config: Config, prompts: PromptStream) -> list[Prompt]:
@@ -196,21 +163,18 @@ def too_long_prompts(
     max_completion_length: int | None = None,
 ) -> set[str]:
     """Check prompts by their locations as tokens of the model, and the model's class on the way.
-    Return the locations of those to skip.
-
-    `max_completion_length` where it is not that of training."""
-    model = config.model
-    is_demo = model.path in BUILT_IN_MODELS and set(config.data.datasets) <= set(PRESETS)
-    if is_demo and not config.data.chat_template_kwargs:
+    Return the locations of those to skip. `max_completion_length`: if not that of training."""
+    model, data = config.model, config.data
+    is_demo = model.path in BUILT_IN_MODELS and set(data.datasets) <= set(PRESETS)
+    if is_demo and not data.chat_template_kwargs:
         # One token per character, so that the demo needs no transformers here.
-        longest = config.data.max_prompt_length
+        longest = data.max_prompt_length
         if all(isinstance(text, str) and len(text) <= longest for text in examples.values()):
             return set()
-    model_config = _model_config(config, model.path)
     check_rope(
         model.path,
-        model_config,
-        max_prompt_length=config.data.max_prompt_length,
+        _model_config(config),
+        max_prompt_length=data.max_prompt_length,
         max_completion_length=max_completion_length or config.rollout.max_completion_length,
     )
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
@@ -224,15 +188,13 @@ def _num_trained(config: Config) -> int | None:
         return None
     from easyrl.model.lora import check_lora
 
-    model_config = _model_config(config, model.path)
     trusts = model.trust_remote_code
-    return check_lora(model.lora, model.path, model_config, trust_remote_code=trusts)
+    return check_lora(model.lora, model.path, _model_config(config), trust_remote_code=trusts)
 
 
-def _model_config(config: Config, path: str) -> Any:
-    """Load transformers' configuration. Its warnings (of lengths, of fields) are silenced: each is
-    an error of ours or does not matter."""
+def _model_config(config: Config) -> Any:
+    """Load transformers' configuration without its warnings, which are errors of ours."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    return load_model_config(path, trust_remote_code=config.model.trust_remote_code)
+    return load_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
