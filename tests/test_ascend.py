@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from easyrl import devices
-from easyrl.config import load_config
-from easyrl.runtime.placement import resolve_placement
 
 STAND_IN = Path(__file__).parent / "stand_in"
 ROOT = Path(__file__).parent.parent
@@ -58,19 +56,6 @@ def test_npus_are_found_by_number_among_those_that_the_user_shows() -> None:
     assert "devices.infer" in error and "npu devices 0-1" in error
 
 
-def test_npus_without_torch_npu_are_one_message_that_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("davinci0", "davinci1", "davinci_manager"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(devices, "DEVICE_NODES", tmp_path)
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"has 2 Ascend NPU\(s\), .* pip install torch-npu==2\."):
-        resolve_placement(load_config(None, {"devices.infer": "0", "devices.train": "1"}))
-    by_default = resolve_placement(load_config(None, {}))
-    assert by_default.infer.kind == by_default.train.kind == "cpu"
-
-
 WORKER = """
 import json, os, sys
 from dataclasses import replace
@@ -95,8 +80,7 @@ if settings.engine == "embedded":
         "limits": torch_npu.limits,
         "group": [type(group).__name__, *group.made_with[:3], group.made_with[3].total_seconds()],
         "flex": devices.trains_flex_attention(torch.device("npu:0")),
-        "memory": [devices.free_memory_bytes("npu", 0), devices.total_memory_bytes("npu", 0)],
-        "bfloat16": devices.supports_bfloat16("npu"),
+        "memory": devices.total_memory_bytes("npu", 0),
     }
 else:
     names = ["HCCL_SOCKET_IFNAME", "VLLM_HOST_IP", "DYNAMIC_EPLB", "TORCH_DEVICE_BACKEND_AUTOLOAD"]
@@ -113,8 +97,7 @@ EMBEDDED = {
     "limits": {"0": 0.25},
     "group": ["ProcessGroupHCCL", "store", 1, 2, 3.0],
     "flex": False,
-    "memory": [32 * 2**30, 64 * 2**30],
-    "bfloat16": True,
+    "memory": 64 * 2**30,
 }
 VLLM = {
     "visible": "3",

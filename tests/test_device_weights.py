@@ -1,4 +1,4 @@
-"""The weight channel on an accelerator's backend, and torch's sharing of device memory.
+"""The weight channel on an accelerator's backend, and the handle of shared device memory.
 
 Needs no accelerator: the channel is on torch's `meta` device, with a stand-in for its backend.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,30 +28,9 @@ pytestmark = pytest.mark.alone
 TIMEOUT_SECONDS = 0.4
 
 
-class Work:
-    """A broadcast: done after this many polls, or never (None)."""
-
-    def __init__(self, log: list[str], name: str, polls: int | None, error: str = "") -> None:
-        self._log, self._name, self._polls, self._error = log, name, polls, error
-
-    def is_completed(self) -> bool:
-        if self._polls is None:
-            return False
-        self._polls -= 1
-        if self._polls < 0:
-            self._log.append(f"{self._name} done")
-        return self._polls < 0
-
-    def wait(self, *timeout: Any) -> bool:
-        assert not timeout, "with one, a backend rests a millisecond between two polls"
-        self._log.append(f"{self._name} waited")
-        if self._error:
-            raise RuntimeError(self._error)
-        return True
-
-
 class Backend:
-    """Stands for a process group on an accelerator."""
+    """Stands for a process group on an accelerator. A broadcast is done after `polls` polls, or
+    never (None)."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -59,10 +39,31 @@ class Backend:
         self._number = 0
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
-        name = f"{self._number}"
+        self.log.append(f"{self._number} begun")
         self._number += 1
-        self.log.append(f"{name} begun")
-        return Work(self.log, name, self.polls, self.error)
+        return Work(self, self._number - 1)
+
+
+class Work:
+    """A broadcast."""
+
+    def __init__(self, backend: Backend, number: int) -> None:
+        self._backend, self._number, self._polls = backend, number, backend.polls
+
+    def is_completed(self) -> bool:
+        if self._polls is None:
+            return False
+        self._polls -= 1
+        if self._polls < 0:
+            self._backend.log.append(f"{self._number} done")
+        return self._polls < 0
+
+    def wait(self, *timeout: Any) -> bool:
+        assert not timeout, "with one, a backend rests a millisecond between two polls"
+        self._backend.log.append(f"{self._number} waited")
+        if self._backend.error:
+            raise RuntimeError(self._backend.error)
+        return True
 
 
 @pytest.fixture
@@ -176,35 +177,13 @@ def test_a_backends_timeout_and_its_broken_connection_are_distinguished(
         channel.send(1, weights(1))
 
 
-# -- memory that two processes open ----------------------------------------------------------------
-
-
-class Shared:
-    """Stands for a storage on a device that torch shares."""
-
-    parts = (5, b"\x03c handle \x00\xff", 64, 128, b"/torch_easyrl_test", 7, b"event\x00", True)
-
-    def _share_cuda_(self) -> tuple[Any, ...]:
-        return self.parts
-
-
-def test_a_handle_carries_every_part_and_leaves_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device number is that of the process that opens it."""
+def test_a_handle_of_shared_memory_leaves_no_name() -> None:
+    """torch counts a storage's readers in a named segment."""
     counter = Path("/dev/shm/torch_easyrl_test")
     counter.touch()
-    buffer: Any = type("Buffer", (), {"untyped_storage": Shared, "device": torch.device("meta")})()
-    handle = devices.share_memory(buffer)
+    parts = (5, b"\x03c handle \x00\xff", 64, 128, b"/torch_easyrl_test", 7, b"event\x00", True)
+    storage = SimpleNamespace(_share_cuda_=lambda: parts)
+    device = torch.device("meta")
+    buffer: Any = SimpleNamespace(untyped_storage=lambda: storage, device=device)
+    assert len(json.loads(devices.share_memory(buffer))) == len(parts)
     assert not counter.exists()
-    assert json.loads(handle)
-    opened: list[Any] = []
-
-    class Opened(torch.UntypedStorage):
-        @staticmethod
-        def _new_shared_cuda(*parts: Any) -> Any:
-            opened.extend(parts)
-            return torch.UntypedStorage(64, device="cpu")
-
-    monkeypatch.setattr(torch, "UntypedStorage", Opened)
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.tensor([], dtype=torch.uint8))
-    assert len(devices.open_memory(handle, torch.device("cpu"))) == 64
-    assert opened == [torch.device("cpu").index, *Shared.parts[1:]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import tomllib
@@ -16,13 +15,12 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from easyrl import devices, doctor
-from easyrl.doctor import SUPPORTED, Line, check
+from easyrl.doctor import GIB, SUPPORTED, Line, check
 from easyrl.engines.vllm import platforms
 from easyrl.rewards import sandbox
 from easyrl.rewards.sandbox import find_variant
 
 ROOT = Path(__file__).parent.parent
-MIB, GIB = 2**20, 2**30
 
 
 def no_cann() -> None:
@@ -33,39 +31,20 @@ class Machine:
     """A healthy machine without accelerators, of which tests change facts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.versions: dict[str, str | None] = {
-            "torch": "2.13.0+cpu",
-            "transformers": "5.23.0",
-            "peft": None,
-            "torch_npu": None,
-        }
-        self.free_bytes = {"/dev/shm": 64 * MIB}
+        self.versions: dict[str, str | None] = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
+        self.free_bytes = {"/dev/shm": GIB // 16}
         self.vllm: str | None = None
-        self.vllm_ascend: str | None = None
         self.set = monkeypatch.setattr
-        self.set(doctor, "_version", lambda name: self.versions[name])
+        self.set(doctor, "_version", self.versions.get)
         self.set(doctor, "_free_bytes", lambda path: self.free_bytes.get(str(path), 100 * GIB))
         self.set(doctor, "available_memory_bytes", lambda: 20 * GIB)
         self.set(sandbox, "find_variant", lambda kind: kind)
         self.set(devices, "accelerator", lambda: ("cpu", 0))
         self.set(devices, "num_device_nodes", lambda kind: 0)
-        self.set(resource, "getrlimit", lambda which: (65536, 65536))
-        self.set(platforms, "vllm_version", lambda: self.vllm)
-        self.set(platforms, "vllm_ascend_version", lambda: self.vllm_ascend)
-        self.set(platforms, "unsupported_reason", lambda kind: None)
-        for variable in devices.VISIBLE_DEVICES.values():
-            monkeypatch.delenv(variable, raising=False)
-
-    def add_gpus(self, count: int, free_bytes: int = 139 * GIB) -> None:
-        self.set(devices, "accelerator", lambda: ("cuda", count))
-        self.set(devices, "free_memory_bytes", lambda kind, index: free_bytes)
         self.set(devices, "total_memory_bytes", lambda kind, index: 140 * GIB)
         self.set(devices, "device_label", lambda kind, index: "H200")
-        self.set(devices, "supports_bfloat16", lambda kind: True)
-
-    def without_cann(self) -> None:
-        self.set(devices, "accelerator", no_cann)
-        self.set(devices, "num_device_nodes", lambda kind: 2)
+        self.set(platforms, "vllm_version", lambda: self.vllm)
+        self.set(platforms, "unsupported_reason", lambda kind: None)
 
     def without_bwrap(self) -> None:
         self.set(sandbox, "find_variant", find_variant.__wrapped__)
@@ -82,7 +61,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_a_healthy_machine_has_no_remedies(machine: Machine) -> None:
     assert all(line.status == "ok" and not line.remedy for line in check())
-    machine.versions |= {"torch": "2.15.0+cu132", "torch_npu": "2.15.0.post2", "peft": "0.21.2"}
+    machine.versions |= {"torch": "2.15.0+cu132", "peft": "0.21.2"}
+    machine.set(devices, "accelerator", lambda: ("cuda", 1))
     assert all(line.status == "ok" for line in check())
 
 
@@ -90,10 +70,8 @@ def test_a_healthy_machine_has_no_remedies(machine: Machine) -> None:
     ("package", "version", "wanted"),
     [
         ("torch", None, "torch>=2.10,<2.16"),
-        ("torch", "2.9.1", "torch>=2.10,<2.16"),
         ("torch", "2.16.0", "torch>=2.10,<2.16"),
         ("transformers", "5.9.0", "transformers>=5.14"),
-        ("torch_npu", "2.11.0.post3", "torch_npu==2.13.*"),
     ],
 )
 def test_unsupported_package_fails(
@@ -104,33 +82,23 @@ def test_unsupported_package_fails(
     assert line.status == "failed" and line.remedy == f"pip install '{wanted}'"
 
 
-RUNS = str(Path("runs").absolute())
 CASES: list[tuple[str, str, Callable[[Machine], object]]] = [
-    ("memory", "failed", lambda m: m.set(doctor, "available_memory_bytes", lambda: 600 * MIB)),
-    ("memory", "warning", lambda m: m.set(doctor, "available_memory_bytes", lambda: 2 * GIB)),
-    ("open files", "failed", lambda m: m.set(resource, "getrlimit", lambda which: (40, 40))),
-    ("open files", "warning", lambda m: m.set(resource, "getrlimit", lambda which: (256, 256))),
-    ("disk", "failed", lambda m: m.free_bytes.update({RUNS: MIB})),
-    ("disk", "warning", lambda m: m.free_bytes.update({RUNS: GIB})),
-    ("disk", "failed", lambda m: m.set(doctor, "_is_writable", lambda path: False)),
-    ("hub cache", "warning", lambda m: m.set(doctor, "_is_writable", lambda path: False)),
-    ("shared memory", "warning", lambda m: m.add_gpus(2)),
+    ("memory", "failed", lambda m: m.set(doctor, "available_memory_bytes", lambda: GIB // 2)),
+    ("disk", "failed", lambda m: m.free_bytes.update({str(Path.cwd()): 0})),
+    ("shared memory", "warning", lambda m: m.set(devices, "accelerator", lambda: ("cuda", 2))),
     ("shared memory", "warning", lambda m: setattr(m, "vllm", "0.32.0")),
-    ("cuda:0", "warning", lambda m: m.add_gpus(1, free_bytes=20 * GIB)),
     ("code sandbox", "warning", lambda m: m.without_bwrap()),
     ("accelerators", "warning", lambda m: m.set(devices, "num_device_nodes", lambda kind: 4)),
-    ("accelerators", "warning", lambda m: m.set(devices, "accelerator", no_cann)),
-    ("accelerators", "failed", lambda m: m.without_cann()),
+    ("accelerators", "failed", lambda m: m.set(devices, "accelerator", no_cann)),
 ]
 
 
 @pytest.mark.parametrize(("name", "status", "change"), CASES)
-def test_limited_machine_fails_or_warns_with_a_remedy(
+def test_limited_machine_fails_or_warns(
     machine: Machine, name: str, status: str, change: Callable[[Machine], object]
 ) -> None:
     change(machine)
-    line = machine.line(name)
-    assert line.status == status and line.remedy
+    assert machine.line(name).status == status
 
 
 def test_unusable_vllm_warns_with_the_install_command(machine: Machine) -> None:
@@ -155,13 +123,6 @@ def test_supported_versions_are_those_of_the_package() -> None:
             assert re.search(rf"^{name}=={oldest}\.", lowest.read_text(), re.MULTILINE)
 
 
-def test_folder_is_tried_at_its_nearest_parent(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert doctor._is_writable(tmp_path / "not" / "yet" / "there")
-    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
-    assert not doctor._is_writable(Path("/proc/self/fd"))
-
-
 def run_doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "easyrl", "doctor", *words],
@@ -184,7 +145,7 @@ def test_this_machine_can_run() -> None:
 def test_torch_that_cannot_be_imported_ends_with_exit_code_1(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: no such file')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = run_doctor(PYTHONPATH=path, COLUMNS="80")
+    done = run_doctor(PYTHONPATH=path)
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
-    (failed,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
-    assert "torch" in failed and "libtorch.so" in done.stdout
+    (failed,) = [line for line in done.stdout.splitlines() if line.startswith("failed")]
+    assert "torch" in failed and "libtorch.so" in failed

@@ -19,6 +19,7 @@ from easyrl.runtime.placement import (
     resolve_placement,
 )
 
+TWO = "rollout.tensor_parallel_size=2"
 GPUS, CPU = parse_device_set("0-3"), parse_device_set("cpu")
 
 
@@ -50,7 +51,7 @@ def test_auto_takes_vllm_on_accelerators_and_the_embedded_engine_on_the_cpu(inst
     words = ("rollout.engine=vllm", "runtime.deterministic=true")
     assert choose_engine(of(*words), CPU).name == "vllm"
     with pytest.raises(ConfigError, match=r"^rollout\.engine"):
-        choose_engine(of(*words, "rollout.tensor_parallel_size=2"), parse_device_set("cpu:2"))
+        choose_engine(of(*words, TWO), parse_device_set("cpu:2"))
 
 
 @pytest.mark.parametrize(
@@ -107,30 +108,17 @@ def test_tensor_parallel_engines_take_their_devices_in_turn(
 ) -> None:
     install("0.32.0")
     monkeypatch.setattr(devices, "accelerator", lambda *, is_asked: ("cuda", 8))
-    config = load_config(
-        None, {"devices.infer": "0-2,4", "devices.train": "5"}, ["rollout.tensor_parallel_size=2"]
-    )
-    placement = resolve_placement(config)
-    assert placement.num_rollout_workers == 2
-    assert device_names(placement) == {
-        "rollout-0": "cuda:0,1",
-        "rollout-1": "cuda:2,4",
-        "train-0": "cuda:5",
-    }
+    placement = resolve_placement(of("devices.infer=0-2,4", "devices.train=5", TWO))
+    names = {"rollout-0": "cuda:0,1", "rollout-1": "cuda:2,4", "train-0": "cuda:5"}
+    assert device_names(placement) == names
     assert "vllm" in describe(placement)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("rollout.tensor_parallel_size=3",),
-        ("rollout.tensor_parallel_size=2", "rollout.engine=embedded"),
-    ],
-)
-def test_tensor_parallel_size_that_does_not_fit_is_refused(install, words: tuple[str, ...]) -> None:
+def test_tensor_parallel_size_that_does_not_fit_is_refused(install) -> None:
     install("0.32.0")
-    with pytest.raises(ConfigError, match=r"^rollout\.tensor_parallel_size"):
-        choose_engine(of(*words), GPUS)
+    for words in (["rollout.tensor_parallel_size=3"], ["rollout.engine=embedded", TWO]):
+        with pytest.raises(ConfigError, match=r"^rollout\.tensor_parallel_size"):
+            choose_engine(of(*words), GPUS)
 
 
 def test_beside_the_trainer_vllm_gets_a_fixed_cache_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,13 +127,12 @@ def test_beside_the_trainer_vllm_gets_a_fixed_cache_size(monkeypatch: pytest.Mon
     files = ModelFiles("m", config, 2**28)  # half a GiB of weights in bfloat16
     monkeypatch.setattr(platforms, "read_model_files", lambda model: files)
     monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 40 * 2**30)
-
-    def cache_size(device: str, part: float | None) -> int | None:
-        return platforms.cache_bytes("m", "bfloat16", 64, 1024, device=device, shared_part=part)
-
-    rows = 8 * 2**30  # 16 layers x 2 x 2048 in bfloat16 are 128 KiB a token
-    assert cache_size("cuda:0", None) is None  # without a trainer it measures
-    assert cache_size("cpu", None) == rows + platforms.EXTRA_CACHE_BYTES
-    assert cache_size("cuda:0", 0.5) == rows + platforms.EXTRA_CACHE_BYTES
-    available = 0.85 * 0.2 * 40 * 2**30 - 2**29
-    assert cache_size("cuda:0", 0.2) == pytest.approx(available) and available < rows
+    sizes = [
+        platforms.cache_bytes("m", "bfloat16", 64, 1024, device=device, shared_part=part)
+        for device, part in (("cuda:0", None), ("cpu", None), ("cuda:0", 0.5), ("cuda:0", 0.2))
+    ]
+    # 16 layers x 2 x 2048 in bfloat16 are 128 KiB a token.
+    rows, available = 8 * 2**30, int(0.85 * 0.2 * 40 * 2**30) - 2**29
+    assert sizes[0] is None  # without a trainer it measures
+    assert sizes[1] == sizes[2] == rows + platforms.EXTRA_CACHE_BYTES
+    assert sizes[3] == available < rows

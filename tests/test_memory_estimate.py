@@ -301,10 +301,9 @@ def dry_run(*words: str) -> list[str]:
 def test_the_table_adds_up_and_fits_a_narrow_terminal() -> None:
     lines = dry_run("devices.train=cpu:2", "train.prompts_per_iteration=4")
     assert max(map(len, lines)) <= 38  # 40 behind a comment sign
-    assert "train-0 to 1, each" in "\n".join(lines)
-    (first,) = [number for number, line in enumerate(lines) if line.startswith("rollout-0")]
-    sizes = [int(line.split()[-2].replace(",", "")) for line in lines[first:]]
-    end = next(n for n, line in enumerate(lines[first + 1 :]) if not line.startswith("  "))
+    assert any(line.startswith("train-0 to 1, each") for line in lines)
+    sizes = [int(line.split()[-2].replace(",", "")) for line in lines[1:]]
+    end = next(n for n, line in enumerate(lines[2:]) if not line.startswith("  "))
     assert sizes[0] == pytest.approx(sum(sizes[1 : end + 1]), abs=end)  # each is rounded
 
 
@@ -312,13 +311,10 @@ def test_dry_run_needs_only_the_models_config(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**40)
+    (line,) = dry_run(f"model.path={tmp_path}")
+    assert line.startswith("a run would not start: model.path (--model)")
     shutil.copy(Path(resolve_model("tiny")) / "config.json", tmp_path)
     assert dry_run(f"model.path={tmp_path}") == dry_run()
-
-
-def test_dry_run_reports_a_missing_model(tmp_path: Path) -> None:
-    (line,) = dry_run(f"model.path={tmp_path / 'none'}")
-    assert line.startswith("a run would not start: model.path (--model)")
 
 
 def test_run_that_may_not_fit_gives_a_warning_with_keys(

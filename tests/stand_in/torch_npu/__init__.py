@@ -25,8 +25,6 @@ npu.is_available = lambda: bool(_visible())
 npu.device_count = lambda: len(_visible())
 npu.get_device_name = lambda device=None: "Ascend stand-in"
 npu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=MEMORY_BYTES)
-npu.mem_get_info = lambda device=None: (MEMORY_BYTES // 2, MEMORY_BYTES)
-npu.is_bf16_supported = lambda: True
 
 
 def set_per_process_memory_fraction(fraction, device=None):
