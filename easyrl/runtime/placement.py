@@ -38,8 +38,7 @@ class Placement:
     cores: tuple[tuple[int, ...], ...] = ()
     """The CPU cores of each worker, rollout workers first; empty where workers run on any core."""
     lends_cores: bool = False
-    """Whether train workers use the cores of waiting rollout workers, and the reverse (not vLLM,
-    whose own process has a fixed number of threads)."""
+    """Whether workers use the cores of waiting workers of the other role (vLLM only lends its)."""
 
     @property
     def num_rollout_workers(self) -> int:

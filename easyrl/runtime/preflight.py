@@ -110,6 +110,8 @@ def describe_memory(config: Config, placement: Placement) -> str:
         files = read_model_files(config.model.path, is_whole=False)
         parts = _estimate(config, placement, files, _num_trained(config))
         budgets = memory.memory_budgets(placement)
+        if not parts:
+            return f"memory: unknown, as the config.json of '{config.model.path}' gives no sizes"
         lines.append(memory.memory_table(parts, budgets))
         lines += memory.check_memory(parts, budgets)
     except ValueError as refused:
