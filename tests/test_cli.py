@@ -134,22 +134,6 @@ def test_exit_code_is_the_runs_or_130_after_ctrl_c(monkeypatch: pytest.MonkeyPat
     assert (result.exit_code, result.stderr) == (130, "")
 
 
-@pytest.mark.usefixtures("runs")
-def test_unexpected_error_is_printed_in_short_and_its_traceback_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def fail(*arguments: object) -> int:
-        raise KeyError("lost")
-
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    result = ended(monkeypatch, fail)
-    (log,) = tmp_path.glob("easyrl-*.log")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("easyrl: KeyError: 'lost'\n")
-    assert str(log) in result.stderr and "Traceback" not in result.stderr
-    assert "in fail" in log.read_text()
-
-
 # config --diff
 
 
@@ -163,7 +147,6 @@ def test_diff_shows_what_differs_and_the_default_as_a_config_file(tmp_path: Path
         shown = yaml.safe_load(result.stdout)
         assert set(shown) == {"train", "output"} and set(shown["output"]) == {"log_to"}
         assert "  # Default: 60\n  iterations: 7\n" in result.stdout
-        assert "  # Default: null\n  learning_rate: 1.0e-06\n" in result.stdout
         (tmp_path / "again.yaml").write_text(result.stdout)
         assert load_config(tmp_path / "again.yaml") == config
 
@@ -171,42 +154,8 @@ def test_diff_shows_what_differs_and_the_default_as_a_config_file(tmp_path: Path
 def test_diff_of_the_defaults_is_empty_and_words_win_over_it() -> None:
     default = str(ROOT / "configs" / "default.yaml")
     result = call("config", "--diff", default)
-    assert (result.exit_code, result.stdout) == (0, f"# Every setting has its default: {default}\n")
+    assert (result.exit_code, yaml.safe_load(result.stdout)) == (0, None)
     shown = yaml.safe_load(call("config", "--diff", default, "runtime.seed=3").stdout)
     assert shown == {"runtime": {"seed": 3}}
-
-
-@pytest.mark.parametrize(("name", "key"), [("none", "--diff"), ("odd.yaml", "odd.yaml:1")])
-def test_diff_of_what_is_no_run_is_the_users_mistake(name: str, key: str, tmp_path: Path) -> None:
-    (tmp_path / "odd.yaml").write_text("train: [")
-    result = call("config", "--diff", str(tmp_path / name))
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert key in result.stderr
-
-
-# The shell.
-
-
-BROKEN_OFF = """
-import easyrl.cli
-
-def main():
-    try:
-        exec("raise KeyboardInterrupt")
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-
-easyrl.cli.main = main
-"""
-
-
-def test_ctrl_c_while_modules_are_loaded_has_the_exit_code_of_any_other(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(BROKEN_OFF)
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-m", "easyrl"],
-        env={**os.environ, "PYTHONPATH": path},
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 130
+    result = call("config", "--diff", "none")
+    assert result.exit_code == 2 and "--diff" in result.stderr

@@ -26,21 +26,13 @@ def in_a_shell(line: str) -> subprocess.CompletedProcess[str]:
     [
         pytest.param("COMMAND | head -n 1; exit ${PIPESTATUS[0]}", marks=pytest.mark.long),
         pytest.param("COMMAND 2>&1 | true; exit ${PIPESTATUS[0]}", marks=pytest.mark.long),
-        "COMMAND >&- 2>&- <&-",
-        pytest.param("COMMAND >/dev/full", marks=pytest.mark.long),
+        "COMMAND >/dev/full",
     ],
 )
-@pytest.mark.parametrize("mistake", [False, True])
-def test_run_with_a_closed_output_pipe_ends_as_any_other(
-    tmp_path: Path, line: str, mistake: bool
-) -> None:
+def test_run_with_a_closed_output_pipe_ends_as_any_other(tmp_path: Path, line: str) -> None:
     folder = tmp_path / "run"
-    words = [*SMALL, "train.iterations=none"] if mistake else SMALL
-    run = shlex.join(command("--output", str(folder), "--iterations", "2", *words))
+    run = shlex.join(command("--output", str(folder), "--iterations", "2", *SMALL))
     done = in_a_shell(line.replace("COMMAND", run))
-    if mistake:
-        assert (done.returncode, done.stdout) == (2, "")
-        return
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (f"run folder {folder}\n" if "head" in line else "")
     assert len(read_lines(folder / "metrics.jsonl")) == 2

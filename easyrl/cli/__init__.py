@@ -11,10 +11,7 @@ from typing import Annotated
 import typer
 
 from easyrl import __version__
-from easyrl.cli import eval as eval_commands
-from easyrl.cli import tools
-from easyrl.cli.bench import bench
-from easyrl.cli.grpo import grpo
+from easyrl.cli import commands
 from easyrl.devices import NO_AUTOLOAD
 
 app = typer.Typer(
@@ -44,32 +41,23 @@ def _root(
     pass
 
 
-app.command()(grpo)
-app.command("eval")(eval_commands.evaluate)
-app.command()(eval_commands.samples)
-app.command()(tools.watch)
-app.command()(tools.doctor)
-app.command()(tools.export)
-app.command("config")(tools.print_config)
-app.command()(bench)
+app.command()(commands.grpo)
+app.command("eval")(commands.evaluate)
+app.command()(commands.samples)
+app.command()(commands.watch)
+app.command()(commands.doctor)
+app.command()(commands.export)
+app.command("config")(commands.print_config)
+app.command()(commands.bench)
 
 
 def main() -> None:
     """The console script."""
     for name, value in NO_AUTOLOAD.items():
         os.environ.setdefault(name, value)
-    _open_standard_streams()
     try:
         app(prog_name="easyrl")
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # `| head` has read enough
             raise SystemExit(0) from None
         raise
-
-
-def _open_standard_streams() -> None:
-    """Open closed ones (`>&-`) to /dev/null. Else the next file opened gets their number, and with
-    it what is printed here and in the workers."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)
-    os.close(number)
