@@ -167,7 +167,7 @@ def test_the_last_python_block_is_the_program() -> None:
 @pytest.mark.parametrize(
     ("tests", "row", "message"),
     [
-        (None, {}, "got None"),
+        (None, {}, "None"),
         ([1, 2], {}, r"got \[1, 2\]"),
         ("assert add(1,", {}, "assert add"),
         ("import math\nx = 3\ndef f(): pass", {}, "assert, a call"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from reward_pools import config_of
 
 from easyrl.config import ConfigError
+from easyrl.data.datasets import open_prompts
 from easyrl.rewards.loading import (
     BUILT_IN,
     check_rewards,
@@ -134,14 +137,34 @@ def test_countdown_is_exact_and_reads_the_last_answer() -> None:
 # math, gsm8k; an endless comparison is in test_reward_pool
 
 
-@pytest.mark.parametrize(("answer", "completion", "score"), MATH + KNOWN)
-def test_math_scores_an_answer(answer: str, completion: str, score: int) -> None:
-    assert scores("math", [completion], answer=answer) == [score]
+def solution(answer: str) -> str:
+    boxed = answer if "boxed" in answer else rf"\boxed{{{answer.strip('$')}}}"
+    return f"As $1 + 1 = 2$ and $x^2 \\ge 0$, the answer is {boxed}."
 
 
-@pytest.mark.parametrize(("answer", "completion", "score"), GSM8K)
-def test_gsm8k_scores_an_answer(answer: str, completion: str, score: int) -> None:
-    assert scores("gsm8k", [completion], answer=answer) == [score]
+ROWS: dict[str, tuple[list[tuple[str, str, int]], str, Callable[[str], dict[str, str]]]] = {
+    "gsm8k": (GSM8K, "answer", lambda answer: {"question": "q", "answer": answer}),
+    "math500": (MATH + KNOWN, "answer", lambda answer: {"problem": "q", "answer": answer}),
+    "math": (
+        MATH + KNOWN,
+        "solution",
+        lambda answer: {"problem": "q", "solution": solution(answer)},
+    ),
+}
+
+
+@pytest.mark.parametrize("preset", ROWS)
+def test_rows_of_presets_have_the_scores_checked_by_hand(preset: str, tmp_path: Path) -> None:
+    answers, column, row = ROWS[preset]
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(row(answer)) + "\n" for answer, _, _ in answers))
+    settings = {"data__preset": preset, "data__columns": f"{{answer: {column}}}"}
+    config = config_of(data__dataset=file, data__shuffle="false", **settings)
+    stream, (spec,) = open_prompts(config), reward_specs(config)
+    function = load_reward(spec, config)
+    for index, (answer, text, score) in enumerate(answers):
+        columns = {name: [value] for name, value in stream.prompt(index).columns.items()}
+        assert function(completions=[chat(text)], **columns) == [score], (answer, text)
 
 
 def test_math_reads_chat_completions_and_skips_rows_without_an_answer() -> None:

@@ -59,10 +59,6 @@ from easyrl.runtime.workers import Workers
 from easyrl.types import Prompt
 
 FINISHED, FAILED, USER_ERROR = 0, 1, 2
-COMPARISON = "comparison.jsonl"
-
-
-# -- the plan -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +138,6 @@ def _fit_memory(config: Config, placement: Placement, files: ModelFiles) -> Plac
             check_memory(parts, budgets)
             return placement
         placement = replace(placement, max_concurrent_groups=num_problems // 2)
-
-
-# -- the evaluation -------------------------------------------------------------------------------
 
 
 def evaluate(
@@ -279,6 +272,6 @@ def _compare(
 ) -> None:
     figures, problems = compare(folder.answers, other, results["correct_reward"])
     folder.write_results({**results, "comparison": finite({"with": name, **figures})})
-    file = folder.path / COMPARISON
+    file = folder.path / "comparison.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in problems), encoding="utf-8")
     show_comparison(figures, name, file)

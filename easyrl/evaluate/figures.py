@@ -18,7 +18,6 @@ from easyrl.runtime.metrics import is_correct, mean_and_error
 
 Bools = npt.NDArray[np.bool_]
 Lines = Sequence[Mapping[str, Any]]  # the lines of `samples.jsonl` for one problem: [S]
-TEST = "two-sided sign-flip permutation test over problems"
 NUM_RESAMPLES = 99_999
 """All 2^n sign flips are counted for up to 16 problems that differ; above, this many are drawn."""
 
@@ -140,11 +139,28 @@ def paired(first: Bools, second: Bools) -> dict[str, Any]:
     problem's difference could as well have the opposite sign. If all differences have one size, as
     with one sample per problem, this is McNemar's exact test.
     """
-    assert len(first) == len(second) > 0
+    from scipy import stats
+
     differences = first.mean(axis=1) - second.mean(axis=1)  # [N]
     difference, error = mean_and_error(differences)
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
-    p_value, test = _sign_flip_test(differences[differences != 0], better)
+    nonzero = differences[differences != 0]
+    p_value, is_exact = 1.0, 2 ** len(nonzero) <= NUM_RESAMPLES
+    if len(nonzero) and np.ptp(np.abs(nonzero)) < 1e-12:
+        # The sum depends on the number of positive signs alone.
+        p_value, is_exact = float(stats.binomtest(better, len(nonzero)).pvalue), True
+    elif len(nonzero):
+        result = stats.permutation_test(
+            (nonzero, -nonzero),
+            lambda x, y, axis: (x - y).sum(axis=axis),
+            vectorized=True,
+            permutation_type="samples",
+            n_resamples=NUM_RESAMPLES,
+            batch=max(1, 4_000_000 // len(nonzero)),
+            rng=0,
+        )
+        p_value = float(result.pvalue)
+    how = "exact" if is_exact else f"{NUM_RESAMPLES:,} random sign flips"
     return {
         "difference": difference,
         "standard_error": error,
@@ -152,26 +168,5 @@ def paired(first: Bools, second: Bools) -> dict[str, Any]:
         "num_better": better,
         "num_worse": worse,
         "num_equal": len(differences) - better - worse,
-        "test": f"{TEST}, {test}",
+        "test": f"two-sided sign-flip permutation test over problems, {how}",
     }
-
-
-def _sign_flip_test(differences: np.ndarray[Any, Any], num_positive: int) -> tuple[float, str]:
-    """The p-value of `differences` [n], all nonzero, and whether it is exact."""
-    from scipy import stats
-
-    if not len(differences):
-        return 1.0, "exact"
-    if np.ptp(np.abs(differences)) < 1e-12:  # the sum depends on the number of positive signs alone
-        return float(stats.binomtest(num_positive, len(differences)).pvalue), "exact"
-    result = stats.permutation_test(
-        (differences, -differences),
-        lambda x, y, axis: (x - y).sum(axis=axis),
-        vectorized=True,
-        permutation_type="samples",
-        n_resamples=NUM_RESAMPLES,
-        batch=max(1, 4_000_000 // len(differences)),
-        rng=0,
-    )
-    is_exact = 2 ** len(differences) <= NUM_RESAMPLES
-    return float(result.pvalue), "exact" if is_exact else f"{NUM_RESAMPLES:,} random sign flips"

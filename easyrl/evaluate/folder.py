@@ -39,9 +39,9 @@ class EvalFolder:
             whole, answers = settings["num_samples"], self._read(settings).items()
             self.answers = {problem: lines for problem, lines in answers if len(lines) == whole}
             self._lock = lock_folder(self.path)
+            self._write(SAMPLES, "".join(map(_as_text, self.answers.values())))
             self._write(SETTINGS, json.dumps(settings, indent=2) + "\n")
             self._write("config.yaml", to_commented_yaml(config))
-            self._write(SAMPLES, "".join(map(_as_text, self.answers.values())))
             (self.path / "logs").mkdir(exist_ok=True)
             shutil.rmtree(self.model, ignore_errors=True)
         except OSError as error:
@@ -50,12 +50,12 @@ class EvalFolder:
     def _read(self, settings: Mapping[str, Any]) -> dict[str, Lines]:
         if not any(self.path.iterdir()):
             return {}
-        file, samples = self.path / SETTINGS, self.path / SAMPLES
+        file = self.path / SETTINGS
         if not file.is_file():
             raise ConfigError(
                 f"{KEY}: expected a new folder or that of an evaluation, got '{self.path}'"
             )
-        answers = _by_problem(read_lines(samples)) if samples.is_file() else {}
+        answers = _by_problem(read_lines(self.path / SAMPLES))
         old, new = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
         if answers and old != new:
             differing = [key for key in old | new if old.get(key) != new.get(key)]

@@ -107,35 +107,32 @@ def read_tests(tests: Any, columns: Mapping[str, Any]) -> Suite:
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
         with contextlib.suppress(ValueError):  # Python code may begin like this, too
             tests = json.loads(tests)
-    tests = [tests] if isinstance(tests, str) else tests
+    tests = tests if isinstance(tests, list) else [tests]
+    if tests and all(isinstance(test, str) for test in tests):
+        return _read_asserts(tests, columns)
+    try:
+        if {"inputs", "outputs"} <= tests[0].keys():
+            (pairs,) = tests
+            return _read_pairs(pairs["inputs"], pairs["outputs"], pairs.get("fn_name"))
+        function = tests[0].get("fn_name") or (tests[0].get("metadata") or {}).get("func_name")
+        if "function" in str(tests[0].get("testtype") or tests[0].get("type")):
+            function = function or columns["entry_point"]
+        inputs, outputs = ([test[key] for test in tests] for key in ("input", "output"))
+        return _read_pairs(inputs, outputs, function)
+    except (IndexError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{FORMS}, got {tests!r:.80} ({error!r})") from None
+
+
+def _read_asserts(sources: Sequence[str], columns: Mapping[str, Any]) -> Suite:
     entry_point = columns.get("entry_point") or None
-    if isinstance(tests, Mapping) and tests.get("inputs") and tests.get("outputs"):
-        return _read_pairs(tests["inputs"], tests["outputs"], tests.get("fn_name"))
-    if isinstance(tests, Sequence) and tests:
-        if all(isinstance(test, str) for test in tests):
-            return _read_asserts(tests, columns, entry_point)
-        if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests):
-            first = tests[0]
-            function = first.get("fn_name") or (first.get("metadata") or {}).get("func_name")
-            if "function" in str(first.get("testtype") or first.get("type")):
-                function = function or entry_point
-                if function is None:
-                    raise ValueError("function calls need fn_name or a column entry_point")
-            inputs, outputs = ([test[key] for test in tests] for key in ("input", "output"))
-            return _read_pairs(inputs, outputs, function)
-    raise ValueError(f"{FORMS}, got {tests!r:.80}")
-
-
-def _read_asserts(
-    sources: Sequence[str], columns: Mapping[str, Any], entry_point: str | None
-) -> Suite:
     try:
         statements = [node for source in sources for node in ast.parse(source).body]
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{FORMS}, got {sources!r:.80} ({error})") from None
     passive = (ast.Import, ast.ImportFrom, ast.Assign)
+    called = ("test", "check") if entry_point else ("test",)
     if not any(
-        node.name.startswith("test") or (node.name == "check" and entry_point is not None)
+        node.name.startswith(called)
         if isinstance(node, ast.FunctionDef)
         else not isinstance(node, passive)
         for node in statements
@@ -150,19 +147,16 @@ def _read_asserts(
 
 
 def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> Suite:
-    if len(inputs) != len(outputs):
-        raise ValueError(
-            f"column tests: expected as many outputs as inputs, got {len(inputs)} inputs and "
-            f"{len(outputs)} outputs"
-        )
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
     if function is None:
-        return Suite("stdin", [_as_text(each) for each in inputs], list(map(_as_text, outputs)))
+        return Suite("stdin", list(map(_as_text, inputs)), list(map(_as_text, outputs)))
     arguments = [
         # In a string they are JSON, one per line.
         [_as_value(line) for line in each.splitlines()] if isinstance(each, str) else each
         for each in inputs
     ]
-    return Suite("function", arguments, [_as_value(each) for each in outputs], function)
+    return Suite("function", arguments, list(map(_as_value, outputs)), function)
 
 
 def _as_text(value: Any) -> str:

@@ -94,9 +94,29 @@ def load_reward(spec: str, config: Config) -> RewardFunction:
     """Load the function of one entry of `reward.functions`, in TRL's form."""
     if spec in BUILT_IN:
         return BUILT_IN[spec](config)
-    function = _find(spec)
-    parameters = inspect.signature(function).parameters
+    path, _, name = spec.rpartition(":")
+    if not path or not name:
+        raise ConfigError(f"{KEY}: expected {FORMS}, got '{spec}'")
+    try:
+        function: RewardFunction = getattr(_load(path), name)
+        parameters = inspect.signature(function).parameters
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{KEY}: cannot load '{spec}':\n{user_traceback(error)}") from error
     return _from_verl(function) if "solution_str" in parameters else function
+
+
+@functools.cache  # entries of the same file share one module
+def _load(path: str) -> ModuleType:
+    """Import a file or a module. The user's code can import what lies beside it."""
+    file, is_file = Path(path).expanduser().resolve(), path.endswith(".py")
+    sys.path.append(str(file.parent if is_file else Path.cwd()))  # last: it shadows nothing
+    if not is_file:
+        return importlib.import_module(path)
+    spec = importlib.util.spec_from_file_location(f"easyrl_reward_{file.stem}", file)
+    assert spec is not None and spec.loader is not None  # the suffix is .py
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def accepted_arguments(
@@ -115,35 +135,6 @@ def user_traceback(error: BaseException) -> str:
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ignored):
         frame = frame.tb_next
     return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
-
-
-def _find(spec: str) -> RewardFunction:
-    """The user's function, unchanged."""
-    path, _, name = spec.rpartition(":")
-    if not path or not name:
-        raise ConfigError(f"{KEY}: expected {FORMS}, got '{spec}'")
-    is_file = path.endswith(".py")
-    file = Path(path).expanduser().resolve()
-    # The user's code can import its neighbours. Last in the path: it shadows nothing.
-    folder = str(file.parent if is_file else Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        module = _load_file(file) if is_file else importlib.import_module(path)
-        function: RewardFunction = getattr(module, name)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{KEY}: cannot load '{spec}':\n{user_traceback(error)}") from error
-    return function
-
-
-@functools.cache  # entries of the same file share one module
-def _load_file(file: Path) -> ModuleType:
-    name = f"easyrl_reward_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # the suffix is .py
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _from_verl(compute_score: Callable[..., Any]) -> RewardFunction:

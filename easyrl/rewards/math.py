@@ -27,8 +27,8 @@ NUMBER = re.compile(
     r"(?:(?<![\d)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
 )
 """`18`, `-3.5`, `$1,234.50`, `.5`, `2e3`; in `7-5` the numbers are 7 and 5."""
-SPACED = str.maketrans({"−": "-", "\u202f": None, "\u2009": None})
-LATEX_SEPARATORS = re.compile(r"\{,\}|\\[,!]")
+THIN_SPACE = re.compile(r"\\[,!]|[\u202f\u2009]")
+"""Spaces between thousands."""
 
 
 def math(completions: Completions, answer: Sequence[Any], **_: Sequence[Any]) -> list[float | None]:
@@ -102,15 +102,13 @@ def gsm8k(
 ) -> list[float | None]:
     r"""1.0 where the completion's number equals the row's, else 0.0; None where the row has none.
 
-    The row's number follows its last `####` (without one: its last number). The completion's is the
-    first number after its last `####`, as in the data; else the last number in its last
-    `\boxed{...}`; else its last number, as in lm-evaluation-harness's `flexible-extract` and verl's
-    flexible method. Thousands separators and dollar signs are ignored, and 18.0 equals 18. Raises
-    ValueError where the row's answer has no number.
+    The number is the first one after the last `####`, as in the data; else the last one in the last
+    `\boxed{...}`; else the last one, as in lm-evaluation-harness's `flexible-extract`. Thousands
+    separators and dollar signs are ignored. Raises ValueError where the row has no number.
     """
     scores: list[float | None] = []
     for completion, row in zip(completions, answer, strict=True):
-        right = None if row is None else _number_in(str(row))
+        right = _number_in(str(row))
         if row is not None and right is None:
             raise ValueError(f"column answer: expected a number, got {row!r:.80}")
         scores.append(None if row is None else float(_number_in(text_of(completion)) == right))
@@ -118,22 +116,11 @@ def gsm8k(
 
 
 def _number_in(text: str) -> float | None:
-    text = LATEX_SEPARATORS.sub(lambda found: "," if found[0] == "{,}" else "", text)
-    text = text.translate(SPACED)
+    text = THIN_SPACE.sub("", text).replace("{,}", ",").replace("−", "-")
     _, is_marked, after = text.rpartition("####")
     _, is_boxed, boxed = text.rpartition(r"\boxed{")
     if is_marked:
         numbers = NUMBER.findall(after)[:1]
     else:
-        numbers = NUMBER.findall(_up_to_closing_brace(boxed) if is_boxed else text)[-1:]
+        numbers = NUMBER.findall(boxed.partition("}")[0] if is_boxed else text)[-1:]
     return float(numbers[0].replace(",", "").replace("$", "")) if numbers else None
-
-
-def _up_to_closing_brace(text: str) -> str:
-    """The part of `text` before the brace that closes one opened in front of it."""
-    depth = 1
-    for position, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[:position]
-    return text

@@ -43,10 +43,8 @@ MAX_OUTPUT_CHARACTERS = 2**24
 class TrainerState(NamedTuple):
     """Progress of the run, under the names of transformers' `TrainerState`."""
 
-    global_step: int = 0
-    """Optimizer updates of the policy that sampled the completions."""
-    max_steps: int = 0
-    """Optimizer updates of the whole run."""
+    global_step: int = 0  # optimizer updates of the policy that sampled the completions
+    max_steps: int = 0  # of the whole run
 
 
 class Call(NamedTuple):
@@ -131,11 +129,8 @@ def run_call(call: Call) -> Scored:
         """Log a number to metrics.jsonl, averaged over the iteration's groups."""
         logged[str(name)] = [*logged.get(str(name), []), float(value)]
 
-    services = {
-        "trainer_state": call.trainer_state,
-        "log_extra": log_extra,
-        "log_metric": log_metric,
-    }
+    services: dict[str, Any] = {"log_extra": log_extra, "log_metric": log_metric}
+    services["trainer_state"] = call.trainer_state
     for index, returned in zip(call.functions, _call_all(call, services), strict=True):
         try:
             result.scores.append(_as_scores(returned, num_completions))
@@ -163,7 +158,8 @@ def _call_all(call: Call, services: Mapping[str, Any]) -> list[Any]:
         _BoundedOutput.num_left = MAX_OUTPUT_CHARACTERS
         try:
             arguments = copy.deepcopy(accepted_arguments(function, data))
-            returned.append(function(**arguments, **accepted_arguments(function, services)))
+            arguments |= accepted_arguments(function, services)
+            returned.append(function(**arguments))
         except BaseException as error:
             returned.append(error)
     waiting = {index: value for index, value in enumerate(returned) if inspect.isawaitable(value)}
@@ -197,7 +193,6 @@ def _as_scores(returned: Any, num_completions: int) -> list[float | None]:
 def _as_json(value: Any) -> Any:
     """The value as JSON represents it; arrays as lists, NaN and infinity as null, else its text."""
 
-    def convert(value: Any) -> Any:
-        return value.tolist() if hasattr(value, "tolist") else str(value)  # NumPy and torch
-
-    return json.loads(json.dumps(value, default=convert), parse_constant=lambda _: None)
+    # `tolist` is that of NumPy and torch.
+    text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))
+    return json.loads(text, parse_constant=lambda _: None)
