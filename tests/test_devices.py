@@ -9,37 +9,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from easyrl import devices, processes
+from easyrl import devices, events, processes
 from easyrl.config import load_config
-from easyrl.engines.vllm import platforms as vllm_platforms
-from easyrl.runtime import launch
+from easyrl.runtime import placement as placement_module
 from easyrl.runtime.placement import Placement, describe, device_names, resolve_placement
-from easyrl.workers.settings import WorkerSettings
-from own_workers import settings_on_cpu, spawned_settings
+from easyrl.runtime.run import run
+from own_workers import spawned_settings
 from runs import SMALL, lines_of
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        (["150000 100000"], 2),  # a part of a core is a core that threads can use
-        (["max 100000"], 8),
-        (["1600000 100000"], 8),  # more than there is
-        (["100000", "100000"], 1),  # version 1
-    ],
-)
 def test_num_cores_respects_a_containers_quota(
-    lines: list[str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [tmp_path / str(number) for number in range(len(lines))]
-    for file, line in zip(files, lines, strict=True):
-        file.write_text(line + "\n")
-    quotas = (("/no/such/file",), tuple(map(str, files)))
-    monkeypatch.setattr(processes, "CPU_QUOTAS", quotas)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    assert processes.num_cores() == expected
+    files = (tmp_path / "quota", tmp_path / "period")
+    version_1, version_2 = tuple(map(str, files)), (str(files[0]),)
+    for name, quota, expected in (
+        (version_2, "150000 100000", 2),  # a part of a core is a core that threads can use
+        (version_2, "max 100000", 8),
+        (version_2, "1600000 100000", 8),  # more than there is
+        (version_1, "100000", 1),
+    ):
+        for file, text in zip(files, (quota, "100000"), strict=True):
+            file.write_text(text + "\n")
+        monkeypatch.setattr(processes, "CPU_QUOTAS", (("/no/such/file",), name))
+        assert processes.num_cores() == expected
 
 
 @pytest.mark.parametrize("node", ["nvidia0", "kfd"])
@@ -103,62 +100,32 @@ def test_each_cpu_worker_has_its_cores_unless_threads_are_chosen(
     assert chosen.cores_of("rollout", 0) == chosen.cores_of("train", 0) == ()
 
 
-RUN = """
-import json, os, sys
-from pathlib import Path
-import psutil
-from easyrl import events
-from easyrl.config import load_config
-from easyrl.runtime import placement, run
-
-if __name__ == "__main__":
-    first, second = map(int, sys.argv[1:3])
-    placement.split_cores = lambda num_workers: ((first,), (second,))
+@pytest.mark.alone
+@pytest.mark.skipif(len(processes.allowed_cores()) < 2, reason="one core")
+def test_workers_run_on_their_cores_and_lent_ones_and_rewards_on_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import os\n"
+        "def score(completions, **columns):\n"
+        "    return [float(len(os.sched_getaffinity(0)))] * len(completions)\n"
+    )
+    own = sorted(processes.allowed_cores())
+    monkeypatch.setattr(placement_module, "split_cores", lambda _: ((own[0],), (own[1],)))
     seen = []
 
-    def watch(record):
+    def watch(record: Any) -> None:
         if isinstance(record, events.Evaluated):
             workers = [p for p in psutil.Process().children() if "spawn_main" in p.cmdline()[-2]]
             seen.append(sorted(p.cpu_affinity() for p in workers))
 
-    words = json.loads(sys.argv[3])
-    code = run.run(load_config(None, {}, words), [watch])
-    print(json.dumps({"code": code, "workers": seen, "own": sorted(os.sched_getaffinity(0))}))
-"""
-REWARD = """
-import os
-def score(completions, **columns):
-    return [float(len(os.sched_getaffinity(0)))] * len(completions)
-"""
-
-
-@pytest.mark.alone
-@pytest.mark.skipif(len(processes.allowed_cores()) < 2, reason="one core")
-def test_workers_run_on_their_cores_and_lent_ones_and_rewards_on_any(tmp_path: Path) -> None:
-    script, reward = tmp_path / "script.py", tmp_path / "reward.py"
-    script.write_text(RUN)
-    reward.write_text(REWARD)
-    own = sorted(processes.allowed_cores())
-    words = [
-        *SMALL,
-        f"output.dir={tmp_path / 'run'}",
-        f"reward.functions=[{reward}:score]",
-        "train.iterations=1",
-        "devices.infer=cpu",
-        "devices.train=cpu",
-    ]
-    done = subprocess.run(
-        [sys.executable, str(script), *map(str, own[:2]), json.dumps(words)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-    )
-    printed = json.loads(done.stdout.splitlines()[-1])
-    assert printed["code"] == 0 and printed["own"] == own
+    words = (f"output.dir={tmp_path / 'run'}", f"reward.functions=[{reward}:score]")
+    on_cpu = ("devices.infer=cpu", "devices.train=cpu", "train.iterations=1")
+    assert run(load_config(words=[*SMALL, *words, *on_cpu]), [watch]) == 0
+    assert sorted(os.sched_getaffinity(0)) == own
     # Before the first iteration: the trainer waits, and the engine has its core as well.
-    assert printed["workers"][0] == sorted([own[:2], own[1:2]])
+    assert seen[0] == sorted([own[:2], own[1:2]])
     (line,) = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert line["reward"] == len(own)
 
@@ -189,11 +156,6 @@ def of_gpus(infer: str, train: str) -> Placement:
         return resolve_placement(config)
 
 
-def settings_on_gpu(index: int, name: str = "rollout-1", **others: Any) -> WorkerSettings:
-    where = {"device": "cuda:0", "weights_cross_on_cpu": False, "device_indices": (index,)}
-    return settings_on_cpu(name, load_config(), **where, **others)
-
-
 @pytest.mark.parametrize(
     ("infer", "train", "devices_seen", "cross_on_cpu", "memory_fraction"),
     [
@@ -217,17 +179,6 @@ def test_every_worker_sees_its_device_as_number_0(
     assert names["train-0"] == ("cpu" if train == "cpu" else f"cuda:{train}")
     assert names[last] == f"cuda:{infer[-1]}"
     assert ("50% of its memory" in describe(placement)) == (memory_fraction is not None)
-
-
-def test_a_worker_limits_its_memory_on_a_shared_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM computes in processes of its own, which are given its limit."""
-    limits: list[Any] = []
-    monkeypatch.setattr(devices, "limit_memory", lambda *limit: limits.append(limit))
-    monkeypatch.setattr(launch.os, "environ", dict(launch.os.environ))
-    monkeypatch.setattr(vllm_platforms, "ENVIRONMENT", {})
-    for name, engine in (("rollout-0", "embedded"), ("train-0", "vllm"), ("rollout-0", "vllm")):
-        launch._set_up_environment(settings_on_gpu(0, name, memory_fraction=0.25, engine=engine))
-    assert [fraction for _, fraction in limits] == [0.25, 0.25]
 
 
 # The environment of a worker.

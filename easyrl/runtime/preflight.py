@@ -1,9 +1,5 @@
 """Resolve and check a run before anything is started: model files, data, rewards, devices, prompts,
-memory, disk.
-
-Fast checks come first; devices and the model's class need torch and transformers (one or two
-seconds), which the run needs anyway. Nothing is written, no process is started and no weights are
-loaded. Raises ValueError for errors that the user can fix.
+memory, disk. Fast checks come first. Nothing is written, no weights are loaded. Raises ValueError.
 """
 
 from __future__ import annotations
@@ -63,20 +59,17 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     held_out = _held_out(config, prompts)
     num_trained = _num_trained(config)
     parts = _estimate(config, placement, files, num_trained)
-    warnings = sampling_warnings(config) + memory.check_memory(
-        parts, memory.memory_budgets(placement)
-    )
+    budgets = memory.memory_budgets(placement)
+    warnings = sampling_warnings(config) + memory.check_memory(parts, budgets)
     check_positions(config, files)
     # A resumed run has its checkpoints already; those of adapters are small.
     is_small = resume is not None or num_trained is not None
     num_kept = config.train.keep_checkpoints + config.train.keep_best
     memory.check_disk(folder_of(config), files, 0 if is_small else num_kept)
-    identity = {
-        "model.path": fingerprint(config.model.path),
-        "data.dataset": prompts.fingerprint(),
-    }
-    for key in ("model.path", "data.dataset"):
-        if resume and resume.state.identity.get(key, identity[key]) != identity[key]:
+    model, data = fingerprint(config.model.path), prompts.fingerprint()
+    identity = {"model.path": model, "data.dataset": data}
+    for key, found in identity.items():
+        if resume and resume.state.identity.get(key, found) != found:
             raise ConfigError(
                 f"{key}: the files have changed since the run in '{resume.folder}' started; "
                 "restore them, or start a new run (--output)"
