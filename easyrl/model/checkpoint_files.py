@@ -7,8 +7,8 @@
     RUN/checkpoints/best             a link to the best checkpoint
 
 A checkpoint is published by one rename, once all of it is on the disk, and unpublished by one
-rename before any of it is deleted. Later damage (a full disk, an incomplete copy, a corrupt
-header) is detected by the files' headers.
+rename before any of it is deleted. Later damage (an incomplete copy, a corrupt header) shows in the
+files' headers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,9 @@ CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder."""
 STATE = "state.json"
 BEST = "best"
-UNFINISHED, BROKEN = ".unfinished", ".broken"
+UNFINISHED = ".unfinished"
 FORMAT = 1
 """Format of state.json; incremented by changes that older versions cannot read."""
-
-
-class BrokenCheckpoint(ValueError):
-    """The folder is not a complete checkpoint; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,53 +41,42 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint. Raises BrokenCheckpoint if a part is missing, truncated or corrupt."""
+    """Read a checkpoint. Raises ValueError if a part is missing, truncated or corrupt."""
     from safetensors import SafetensorError, safe_open
 
+    file = path / STATE
     try:
-        content = json.loads((path / STATE).read_text(encoding="utf-8"))
-        found, state, names = content["format"], content["state"], sorted(content["files"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BrokenCheckpoint(f"{STATE} cannot be read: {error}") from None
-    if found != FORMAT:
-        raise BrokenCheckpoint(f"{STATE}: expected format {FORMAT}, got {found}")
-    for name in names:
-        try:
-            with safe_open(path / name, framework="numpy"):  # compares header and length
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"expected format {FORMAT}, got {content['format']}")
+        for name in sorted(content["files"]):
+            file = path / name
+            with safe_open(file, framework="numpy"):  # compares header and length
                 pass
-        except (SafetensorError, OSError) as error:
-            raise BrokenCheckpoint(f"{name} cannot be read: {error}") from None
-    return Checkpoint(path, state)
-
-
-def find_checkpoint(source: Path) -> tuple[Checkpoint, dict[Path, str]]:
-    """Return the checkpoint `source`, or the newest complete one of a run folder with the newer
-    broken ones. Raises ValueError if there is none."""
-    if (source / STATE).is_file():
-        if source.is_symlink():  # `best` may change later
-            source = source.parent / source.readlink()
-        try:
-            return read_checkpoint(source), {}
-        except BrokenCheckpoint as error:
-            raise ValueError(f"'{source}' is no complete checkpoint: {error}") from None
-    found, broken = newest_checkpoint(source / CHECKPOINTS)
-    if found is None:
-        reasons = "".join(f"\n{path}: {why}" for path, why in broken.items())
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ValueError(
-            f"expected a complete checkpoint or a run folder with one, got '{source}'{reasons}"
-        )
-    return found, broken
+            f"the checkpoint '{path}' cannot be read: {file.name}: {error}; restore it, or delete "
+            "its folder to use the checkpoint before it"
+        ) from None
+    return Checkpoint(path, content["state"])
 
 
-def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest complete checkpoint in `folder`, and the newer broken ones with reasons."""
-    broken: dict[Path, str] = {}
-    for path in reversed(checkpoints_in(folder)):
-        try:
-            return read_checkpoint(path), broken
-        except BrokenCheckpoint as error:
-            broken[path] = str(error)
-    return None, broken
+def find_checkpoint(source: Path) -> Checkpoint:
+    """Read the checkpoint `source`, or the newest one of a run folder. Raises ValueError if it is
+    damaged, or there is none."""
+    if (source / STATE).is_file():
+        # `best` may change later.
+        return read_checkpoint(source.parent / source.readlink() if source.is_symlink() else source)
+    found = newest_checkpoint(source / CHECKPOINTS)
+    if found is None:
+        raise ValueError(f"expected a checkpoint or a run folder with one, got '{source}'")
+    return found
+
+
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """Read the newest checkpoint in `folder`. Raises ValueError if it is damaged."""
+    published = checkpoints_in(folder)
+    return read_checkpoint(published[-1]) if published else None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -106,16 +91,8 @@ def unfinished_name(path: Path) -> Path:
     return path.with_name(path.name + UNFINISHED)
 
 
-def unfinished(path: Path) -> Path:
-    """Create `unfinished_name(path)` as an empty folder."""
-    folder = unfinished_name(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
 def publish(path: Path, state: Mapping[str, Any]) -> None:
-    """Publish the checkpoint that was written to `unfinished(path)`, with `state` (for JSON)."""
+    """Publish the checkpoint written to `unfinished_name(path)`, with `state` (for JSON)."""
     written = unfinished_name(path)
     files = {file.name: file.stat().st_size for file in sorted(written.iterdir())}
     content = {"format": FORMAT, "files": files, "state": state}
@@ -128,43 +105,29 @@ def publish(path: Path, state: Mapping[str, Any]) -> None:
     _sync_folder(path.parent)
 
 
-def keep_newest(folder: Path, number: int, *, best_version: int | None = None) -> None:
-    """Delete all complete checkpoints but the newest and the best, and leftovers of killed runs.
-    Broken ones are not counted, and stay until the run is resumed."""
-    num_whole = 0
-    for path in reversed(checkpoints_in(folder)):
-        with contextlib.suppress(BrokenCheckpoint):
-            read_checkpoint(path)
-            num_whole += 1
-            if num_whole > number and path.name != str(best_version):
-                path.rename(unfinished_name(path))
+def keep_newest(folder: Path, number: int) -> None:
+    """Delete all checkpoints but the newest and the best, and leftovers of killed runs."""
+    link = folder / BEST
+    best = link.readlink().name if link.is_symlink() else None
+    for path in checkpoints_in(folder)[:-number]:
+        if path.name != best:
+            path.rename(unfinished_name(path))
     discard_unfinished(folder)
 
 
-def name_best(folder: Path, version: int) -> int | None:
-    """Link `folder`/best to the checkpoint of this version, atomically. Returns the version that is
-    the best now: the previous one, if any, if this one could not be written."""
-    link, new = folder / BEST, folder / f"{BEST}{UNFINISHED}"
-    if not (folder / str(version)).is_dir():
-        return int(link.readlink().name) if link.is_symlink() else None
-    with contextlib.suppress(OSError):  # a file system without links: it is still kept
+def name_best(folder: Path, version: int) -> None:
+    """Link `folder`/best to the checkpoint of this version, atomically, if that was written."""
+    new = folder / f"{BEST}{UNFINISHED}"
+    if (folder / str(version)).is_dir():
         new.unlink(missing_ok=True)
-        new.symlink_to(str(version))
-        new.replace(link)
-    return version
+        with contextlib.suppress(OSError):  # a file system without links
+            new.symlink_to(str(version))
+            new.replace(folder / BEST)
 
 
 def discard_unfinished(folder: Path) -> None:
     for path in folder.glob(f"*{UNFINISHED}"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def set_aside(path: Path) -> None:
-    """Rename a broken checkpoint, so that the run can write it again; replaces an earlier one of
-    that name."""
-    aside = path.with_name(path.name + BROKEN)
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
 
 
 def _sync_folder(folder: Path) -> None:

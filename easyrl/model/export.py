@@ -58,7 +58,7 @@ def export_checkpoint(source: Path, folder: Path) -> str:
 
     if folder.exists():
         raise ValueError(f"expected a folder that does not exist, got '{folder}'")
-    checkpoint, broken = find_checkpoint(source)
+    checkpoint = find_checkpoint(source)
     config = Config.model_validate(checkpoint.state["config"])
     model = config.model
     read_model_files(model.path)
@@ -78,12 +78,10 @@ def export_checkpoint(source: Path, folder: Path) -> str:
             policy.save(new, tokenizer)
     except OSError as error:
         raise ValueError(f"'{folder}' cannot be written: {error}") from None
-    lines = [f"skipped {path}: {why}" for path, why in broken.items()]
-    done = (
+    return (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "
         f"{folder} (weights: sha256 {policy.weights_sha256()})"
     )
-    return "\n".join([*lines, done])
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +149,7 @@ def find_model(path: str, base: str | None = None) -> ModelSource:
             found = ModelSource("model", str(folder / "model"), str(folder / "model"))
         elif (folder / STATE).is_file() or (folder / "config.yaml").is_file():
             try:
-                checkpoint, _ = find_checkpoint(folder)
+                checkpoint = find_checkpoint(folder)
             except ValueError as error:
                 raise ConfigError(f"{KEY}: {error}") from None
             trained_from = checkpoint.state["config"]["model"]["path"]

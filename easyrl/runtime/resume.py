@@ -22,7 +22,7 @@ from easyrl.config.changed_keys import update_old_keys
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
-from easyrl.model.checkpoint_files import BROKEN, CHECKPOINTS, Checkpoint, newest_checkpoint
+from easyrl.model.checkpoint_files import CHECKPOINTS, Checkpoint, newest_checkpoint
 from easyrl.runtime.run_folder import UNFINISHED_CONFIG, folder_of, lock_folder
 
 MAY_CHANGE = (
@@ -77,8 +77,6 @@ class Resume:
     """None: the run ended before its first checkpoint and starts from the beginning."""
     state: SavedState
     """State of that checkpoint, or of a new run."""
-    broken: Mapping[Path, str]
-    """Newer, incomplete checkpoints, each with its defect."""
 
     def is_finished(self, config: Config) -> bool:
         """Whether the run has all its iterations and its final model."""
@@ -89,14 +87,10 @@ class Resume:
         return bool(summary["iterations"] == config.train.iterations)
 
     def describe(self, config: Config) -> str:
-        """Several lines of text: what the run resumes from, and what it skips."""
+        """Return what the run resumes from, as text for the user."""
         total = counted(config.train.iterations, "iteration")
         done = f"{self.state.num_iterations} of {total} done"
-        lines = [f"resumed from {self.checkpoint or self.folder}: {done}"]
-        lines += [
-            f"skipped {path}: {why} (now {path.name}{BROKEN})" for path, why in self.broken.items()
-        ]
-        return "\n".join(lines)
+        return f"resumed from {self.checkpoint or self.folder}: {done}"
 
 
 def find_resume(config: Config, folder: Path | None) -> Resume | None:
@@ -112,21 +106,20 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
             return None
     lock = lock_folder(folder)
     try:
-        checkpoint, broken = newest_checkpoint(folder / CHECKPOINTS)
+        checkpoint = newest_checkpoint(folder / CHECKPOINTS)
         path, state = None, SavedState()
         if checkpoint is not None:
             path, state = checkpoint.path, SavedState.read(checkpoint)
             _check_settings(config, state, path)
-        found = Resume(folder, lock, path, state, broken)
+        found = Resume(folder, lock, path, state)
         if (
             path is None
             and not found.is_finished(config)
-            and (broken or not is_auto or (folder / "summary.json").exists())
+            and (not is_auto or (folder / "summary.json").exists())
         ):
-            reasons = "".join(f"\n{path}: {why}" for path, why in broken.items())
             raise ConfigError(
                 f"--resume, runtime.resume: '{folder}' has no complete checkpoint "
-                f"(train.save_every, train.keep_checkpoints){reasons}\nto start again: easyrl grpo "
+                f"(train.save_every, train.keep_checkpoints)\nto start again: easyrl grpo "
                 f"--config {folder / 'config.yaml'} --output {folder}-2"
             )
     except BaseException:

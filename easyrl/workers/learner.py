@@ -81,20 +81,12 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """Return a copy of the training state for a checkpoint (`model.checkpoint`)."""
-        return copy_of_training(
-            self.policy.model, self.optimizer, device=self.policy.device, rank=self.ranks.rank
-        )
+        return copy_of_training(self.policy.model, self.optimizer)
 
     def restore(self, checkpoint: Path, policy_version: int) -> None:
         """Load a checkpoint. The reference stays the model at the run's start."""
-        read_tensors(
-            checkpoint,
-            self.policy.model,
-            self.optimizer,
-            device=self.policy.device,
-            rank=self.ranks.rank,
-            process_group=self.ranks.group_for_files,
-        )
+        group = self.ranks.group_for_files
+        read_tensors(checkpoint, self.policy.model, self.optimizer, group)
         self.policy_version = policy_version
 
     def begin_iteration(self, iteration: int) -> None:

@@ -15,13 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from easyrl.events import CheckpointSaved, SaveCheckpoint
-from easyrl.model.checkpoint import any_has_failed, write_tensors
+from easyrl.model.checkpoint import write_tensors
 from easyrl.model.checkpoint_files import (
     discard_unfinished,
     keep_newest,
     name_best,
     publish,
-    unfinished,
     unfinished_name,
 )
 from easyrl.model.sharding import TrainRanks
@@ -32,7 +31,7 @@ class CheckpointSaver:
         self, send: Callable[[CheckpointSaved], None], *, keep: int, ranks: TrainRanks
     ) -> None:
         """`send` is called from the thread; the newest `keep` checkpoints are kept. All ranks save
-        the same checkpoints; rank 0 creates and publishes the folder."""
+        the same checkpoints; rank 0 publishes the folder."""
         self._send = send
         self._keep = keep
         self._ranks = ranks
@@ -52,33 +51,18 @@ class CheckpointSaver:
     def _write(self, command: SaveCheckpoint, tensors: Mapping[str, Tensor]) -> None:
         path, began, error = Path(command.path), time.monotonic(), ""
         try:
-            self._write_whole(path, command, tensors)
+            write_tensors(unfinished_name(path), tensors, self._ranks.group_for_files)
+            if self._ranks.rank == 0:
+                publish(path, command.state)
+                if command.best_version is not None:
+                    name_best(path.parent, command.best_version)
+                keep_newest(path.parent, self._keep)
         except BaseException as cause:  # torch's own CheckpointException is no Exception
             error = _reason(cause)
             if self._ranks.rank == 0:
                 discard_unfinished(path.parent)  # free the disk for the next one
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self._send(CheckpointSaved(command.policy_version, time.monotonic() - began, size, error))
-
-    def _write_whole(
-        self, path: Path, command: SaveCheckpoint, tensors: Mapping[str, Tensor]
-    ) -> None:
-        is_first, group = self._ranks.rank == 0, self._ranks.group_for_files
-        problem: OSError | None = None
-        try:
-            if is_first:
-                unfinished(path)
-        except OSError as error:
-            problem = error
-        # All ranks write, or none: else they would wait for each other at different checkpoints.
-        if any_has_failed(problem is not None, group):
-            raise problem or OSError("train rank 0 could not make the folder")
-        write_tensors(unfinished_name(path), tensors, group)
-        if is_first:
-            publish(path, command.state)
-            best = command.best_version
-            kept = None if best is None else name_best(path.parent, best)
-            keep_newest(path.parent, self._keep, best_version=kept)
 
 
 def _reason(error: BaseException) -> str:
