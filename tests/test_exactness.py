@@ -2,16 +2,14 @@
 
 import copy
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from easyrl.model import exactness
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.exactness import attend_packed
-from easyrl.model.files import check_rope
+from easyrl.model.files import max_positions
 from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy, real_tokens
 from tiny_models import (
@@ -206,35 +204,4 @@ def test_rope_is_exact_up_to_the_length_at_which_it_changes(kind, tmp_path):
         batch = torch.stack([long, torch.cat([short, long[5:]])])
         beside = reference(input_ids=batch, use_cache=False).logits[1, :5]
     assert float((beside - alone).abs().max()) >= 1e-3
-    config = reference.config
-    check_rope("m", config, max_prompt_length=10, max_completion_length=6)
-    keys = r"data\.max_prompt_length \+ rollout\.max_completion_length"
-    with pytest.raises(ValueError, match=rf"{keys}.*at most 16.*10 \+ 7.*{kind}"):
-        check_rope("m", config, max_prompt_length=10, max_completion_length=7)
-
-
-def test_longest_exact_length_is_read_from_the_configuration():
-    def assert_longest(config, longest):
-        check_rope("m", config, max_prompt_length=1, max_completion_length=longest - 1)
-        with pytest.raises(ValueError, match=f"at most {longest},"):
-            check_rope("m", config, max_prompt_length=1, max_completion_length=longest)
-
-    linear = tiny_model("llama", rope_parameters=DYNAMIC | {"rope_type": "linear"}).config
-    check_rope("m", linear, max_prompt_length=1000, max_completion_length=1000)
-    phi3 = AutoConfig.for_model(  # its original length is outside of the RoPE's parameters
-        "phi3",
-        hidden_size=32,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        original_max_position_embeddings=24,
-        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **FACTORS},
-    )
-    assert_longest(phi3, 24)
-    text = SimpleNamespace(  # parameters for each type of layer
-        rope_parameters={
-            "full_attention": LONGROPE | {"original_max_position_embeddings": 32},
-            "sliding_attention": DYNAMIC,
-        },
-        max_position_embeddings=48,
-    )
-    assert_longest(SimpleNamespace(get_text_config=lambda: text), 32)
+    assert max_positions(reference.config.to_dict()) == 16

@@ -204,6 +204,7 @@ def test_error_of_the_hub_is_reported(
         ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "llama3"}}, 64),
         ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear"}}, None),
         ({"max_position_embeddings": 64, "rope_parameters": {"a": {"rope_type": "yarn"}}}, None),
+        ({"original_max_position_embeddings": 4, "rope_scaling": {"type": "longrope"}}, 4),
     ],
 )
 def test_max_positions_of_model_configs(config: dict[str, Any], positions: int | None) -> None:

@@ -94,9 +94,7 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     sampled = config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
     check_positions(sampled, files, section="eval")
     check_rewards(sampled, next(iter(problems.values())))
-    prompts = short_problems(
-        _with_model(config, source.base), problems, sampling.max_completion_length
-    )
+    prompts = short_problems(_with_model(config, source.base), problems)
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
     placement = _fit_memory(sampled, placement, files)
     num_skipped = len(problems) - len(prompts)

@@ -21,7 +21,7 @@ from easyrl.data.hub import FORMS, KEY, is_hub_id, model_config_from_hub, resolv
 SAFETENSORS = "model.safetensors"
 PACKED_LAYERS = ("full_attention", "sliding_attention")
 """Layer types that EasyRL's attention supports."""
-BOUNDED_ROPES = {"default", "llama3", "longrope", "su", "mrope"}
+BOUNDED_ROPES = {"default", "llama3", "dynamic", "mrope"}
 """RoPE types with which `max_position_embeddings` bounds the sequence length."""
 NUM_SAMPLES, SAMPLE_BYTES = 32, 4096
 """The samples of a weights file that its fingerprint hashes."""
@@ -123,21 +123,21 @@ def _num_weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> int
 
 
 def max_positions(model_config: dict[str, Any]) -> int | None:
-    """Return the longest sequence that `config.json` allows; None if it sets no fixed bound."""
+    """Return the longest sequence for which `config.json` makes the model exact; None if it sets no
+    bound. (`longrope` and `dynamic` RoPE choose the factors of a whole batch by its longest
+    position; up to this length they are constant.)
+    """
     config = model_config.get("text_config") or model_config
-    ropes = _ropes(config.get("rope_parameters") or config.get("rope_scaling"))
-    if any(
-        (rope.get("rope_type") or rope.get("type") or "default") not in BOUNDED_ROPES
-        for rope in ropes
-    ):
-        return None
-    return config.get("max_position_embeddings") or config.get("n_positions")
-
-
-def _ropes(parameters: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the RoPE parameters, and those of each type of layer if there are several."""
-    rope = parameters or {}
-    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    longest = config.get("max_position_embeddings") or config.get("n_positions")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = each.get("rope_type") or each.get("type") or "default"
+        if kind in ("longrope", "su"):
+            original = "original_max_position_embeddings"
+            longest = each.get(original) or config.get(original) or longest
+        elif kind not in BOUNDED_ROPES:
+            return None
+    return longest
 
 
 def kv_elements_per_token(model_config: dict[str, Any]) -> int:
@@ -211,31 +211,6 @@ def eos_token_ids(generation_config: Any, model_config: Any) -> list[int]:
     if eos is None:
         return []
     return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
-
-
-def check_rope(
-    path: str, config: Any, *, max_prompt_length: int, max_completion_length: int
-) -> None:
-    """Raise ConfigError if sequences may be too long for the model's RoPE to be exact.
-
-    `longrope` and `dynamic` RoPE choose the factors of a whole batch by its longest position. Up to
-    some length they are constant.
-    """
-    text = config.get_text_config()
-    for rope in _ropes(getattr(text, "rope_parameters", None)):
-        kind = rope.get("rope_type") or ""
-        if kind == "longrope":
-            longest = rope["original_max_position_embeddings"]
-        elif "dynamic" in kind:
-            longest = text.max_position_embeddings
-        else:
-            continue
-        if max_prompt_length + max_completion_length > longest:
-            raise ConfigError(
-                f"data.max_prompt_length + rollout.max_completion_length: expected at most "
-                f"{longest}, got {max_prompt_length} + {max_completion_length}: beyond, the {kind} "
-                f"RoPE of {path} depends on the longest sequence in the batch"
-            )
 
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:

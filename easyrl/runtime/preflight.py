@@ -16,7 +16,6 @@ from easyrl.data.presets import PRESETS
 from easyrl.data.streams import PromptStream
 from easyrl.model.files import (
     ModelFiles,
-    check_rope,
     fingerprint,
     load_model_config,
     load_tokenizer,
@@ -84,7 +83,7 @@ def check_positions(config: Config, model: ModelFiles, *, section: str = "rollou
     if positions is not None and config.max_sequence_length > positions:
         raise ConfigError(
             f"data.max_prompt_length + {section}.max_completion_length: expected at most "
-            f"{positions} (max_position_embeddings of {model.path}), got "
+            f"{positions} (by the config.json of {model.path}), got "
             f"{config.data.max_prompt_length} + {config.rollout.max_completion_length}"
         )
 
@@ -143,22 +142,16 @@ def _held_out(config: Config, prompts: PromptStream) -> list[Prompt]:
     return short_problems(other, problems)
 
 
-def short_problems(
-    config: Config, problems: Mapping[str, Prompt], max_completion_length: int | None = None
-) -> list[Prompt]:
+def short_problems(config: Config, problems: Mapping[str, Prompt]) -> list[Prompt]:
     """The problems that are not too long."""
     examples = {location: problem.content for location, problem in problems.items()}
-    skipped = too_long_prompts(config, examples, max_completion_length)
+    skipped = too_long_prompts(config, examples)
     return [problem for location, problem in problems.items() if location not in skipped]
 
 
-def too_long_prompts(
-    config: Config,
-    examples: Mapping[str, str | Messages],
-    max_completion_length: int | None = None,
-) -> set[str]:
+def too_long_prompts(config: Config, examples: Mapping[str, str | Messages]) -> set[str]:
     """Check prompts by their locations as tokens of the model, and the model's class on the way.
-    Return the locations of those to skip. `max_completion_length`: if not that of training."""
+    Return the locations of those to skip."""
     model, data = config.model, config.data
     is_demo = model.path in BUILT_IN_MODELS and set(data.datasets) <= set(PRESETS)
     if is_demo and not data.chat_template_kwargs:
@@ -166,12 +159,7 @@ def too_long_prompts(
         longest = data.max_prompt_length
         if all(isinstance(text, str) and len(text) <= longest for text in examples.values()):
             return set()
-    check_rope(
-        model.path,
-        _model_config(config),
-        max_prompt_length=data.max_prompt_length,
-        max_completion_length=max_completion_length or config.rollout.max_completion_length,
-    )
+    _model_config(config)
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     return check_prompts(examples, tokenizer, config)
 
