@@ -1,16 +1,13 @@
 """Train a built-in model: `python -m easyrl.model.built_in.make_tiny [NAME] [--output DIR]`.
 
-Both are small Qwen3 models with one token per character, trained from scratch on generated
-problems. The first stage trains on correct solutions; a short second stage trains on solutions with
-mistakes, so that RL has something to improve.
+Both are small Qwen3 models with one token per character, trained from scratch: first on correct
+solutions of generated problems, then shortly on solutions with mistakes, so that RL has something
+to improve.
 
-    tiny              `arithmetic`, 0.8 M weights. Second stage: with HASTE_PROBABILITY a line adds
-                      a number in one step (`17+58=75`) instead of tens, then units, and with
-                      SLIP_PROBABILITY such a sum is off by 1 or 10. RL increases the accuracy from
-                      under a half; completions become longer.
-    tiny-countdown    `countdown-small`, 0.4 M weights, written in bfloat16. Second stage: after
-                      each wrong try the search stops with GIVE_UP_PROBABILITY and answers with that
-                      try. RL increases the accuracy from a quarter.
+    tiny              `arithmetic`, 0.8 M weights. Some lines add a number in one step (`17+58=75`)
+                      instead of tens, then units, and some of these sums are off by 1 or 10.
+    tiny-countdown    `countdown-small`, 0.4 M weights, written in bfloat16. Some searches stop
+                      after a wrong try and answer with that.
 
 A solution of `countdown-small`:
 
@@ -19,7 +16,7 @@ A solution of `countdown-small`:
     9+7=16,16+1=17;17=              a correct try
     <answer>(9+7)+1</answer>
 
-The same seed, machine, versions and number of threads give the same weights.
+The same machine, versions and number of threads give the same weights.
 """
 
 from __future__ import annotations
@@ -28,9 +25,9 @@ import argparse
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, product
+from itertools import combinations, count, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,85 +37,64 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.tasks import ARITHMETIC, COUNTDOWN_SMALL, CountdownProblem, applied
 
-HASTE_PROBABILITY = 0.12
-SLIP_PROBABILITY = 0.5
+HASTE, SLIP, GIVE_UP = 0.12, 0.5, 0.2  # probabilities
 MAX_TRIES = 8
-GIVE_UP_PROBABILITY = 0.2
-BATCH_SIZE = 32
-BATCHES_PER_SORT = 16
-LEARNING_RATES = 3e-3, 5e-4
-"""Learning rates of the two stages."""
-IGNORED = -100
-"""Label of a token without loss."""
-
+BATCH_SIZE, SORTED_ROWS = 32, 512
 NUM_STEPS = {"tiny": (1500, 150), "tiny-countdown": (700, 80)}
-"""Steps of the two stages."""
+LEARNING_RATES = 3e-3, 5e-4
+"""Of the two stages, like the steps."""
 
 
-def make(name: str, output: Path, *, num_steps: Sequence[int], seed: int) -> None:
-    """Train a model in its two stages and write it, with its tokenizer, to `output`.
-
-    Sizes, dtype and tokenizer are those of the built-in model.
-    """
-    torch.manual_seed(seed)
+def make(name: str, output: Path, num_steps: Sequence[int]) -> None:
+    """Train a model in its two stages and write it, with its tokenizer, to `output`. Its sizes,
+    dtype and tokenizer are those of the built-in model."""
+    torch.manual_seed(0)
+    rng = random.Random(0)
     tokenizer: Any = AutoTokenizer.from_pretrained(BUILT_IN_MODELS[name])
     config = AutoConfig.from_pretrained(BUILT_IN_MODELS[name])
     dtype = config.dtype
     auto_model: Any = AutoModelForCausalLM
     model = auto_model.from_config(config, dtype=torch.float32)
     model.generation_config.do_sample = True
-    rng = random.Random(seed)
     for stage, learning_rate in enumerate(LEARNING_RATES):
 
-        def of_arithmetic(index: int, stage: int = stage) -> tuple[str, str]:
-            operands = ARITHMETIC.problem(seed + stage, index)
-            solved = solution(operands, rng, haste=HASTE_PROBABILITY * stage)
-            return ARITHMETIC.key(operands), solved
-
-        def of_countdown(index: int, stage: int = stage) -> tuple[str, str]:
-            problem = COUNTDOWN_SMALL.problem(seed + stage, index)
+        def example(index: int, stage: int = stage) -> tuple[str, str]:
+            if name == "tiny":
+                operands = ARITHMETIC.problem(stage, index)
+                return ARITHMETIC.key(operands), solution(operands, rng, HASTE * stage)
+            problem = COUNTDOWN_SMALL.problem(stage, index)
             prompt = COUNTDOWN_SMALL.row(problem)["prompt"]
-            return prompt, search(problem, rng, GIVE_UP_PROBABILITY * stage)
+            return prompt, search(problem, rng, GIVE_UP * stage)
 
-        example = of_arithmetic if name == "tiny" else of_countdown
-        data = batches(tokenizer, seed + stage, example)
-        train(model, data, num_steps=num_steps[stage], learning_rate=learning_rate)
+        data = batches(tokenizer, example, seed=stage)
+        train(model, data, num_steps[stage], learning_rate)
     model.to(dtype).save_pretrained(output)
     tokenizer.save_pretrained(output)
 
 
 def batches(
-    tokenizer: Any, seed: int, example: Callable[[int], tuple[str, str]]
+    tokenizer: Any, example: Callable[[int], tuple[str, str]], seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield input ids and labels, both [BATCH_SIZE, T], endlessly, in an order given by `seed`.
-
-    `example` returns the prompt and the completion of an index. BATCHES_PER_SORT batches are drawn
-    together and sorted by length, which saves padding.
-    """
+    """Yield input ids and labels, both [BATCH_SIZE, T], endlessly. Each SORTED_ROWS rows are sorted
+    by length, which saves padding, and their batches shuffled."""
     rng = random.Random(seed)
-    index = 0
-    while True:
+    for first in count(step=SORTED_ROWS):
         rows = []
-        for _ in range(BATCHES_PER_SORT * BATCH_SIZE):
+        for index in range(first, first + SORTED_ROWS):
             prompt, completion = map(tokenizer.encode, example(index))
             completion.append(tokenizer.eos_token_id)
-            labels = [IGNORED] * len(prompt) + completion
+            labels = [-100] * len(prompt) + completion  # no loss on the prompt
             rows.append((torch.tensor(prompt + completion), torch.tensor(labels)))
-            index += 1
         rows.sort(key=lambda row: len(row[0]))
-        starts = list(range(0, len(rows), BATCH_SIZE))
-        rng.shuffle(starts)
-        for start in starts:
-            chosen = rows[start : start + BATCH_SIZE]
-            pad: int = tokenizer.pad_token_id
-            yield (
-                pad_sequence([ids for ids, _ in chosen], batch_first=True, padding_value=pad),
-                pad_sequence([each for _, each in chosen], batch_first=True, padding_value=IGNORED),
-            )
+        chunks = [rows[start : start + BATCH_SIZE] for start in range(0, SORTED_ROWS, BATCH_SIZE)]
+        rng.shuffle(chunks)
+        for chunk in chunks:
+            ids, labels = map(list, zip(*chunk, strict=True))
+            yield pad_sequence(ids, True, tokenizer.pad_token_id), pad_sequence(labels, True, -100)
 
 
 def train(
-    model: Any, data: Iterator[tuple[Tensor, Tensor]], *, num_steps: int, learning_rate: float
+    model: Any, data: Iterator[tuple[Tensor, Tensor]], num_steps: int, learning_rate: float
 ) -> None:
     """Take `num_steps` AdamW steps: a short warm-up, then a cosine decay to 1 %."""
     optimizer = torch.optim.AdamW(
@@ -130,7 +106,7 @@ def train(
         return min((step + 1) / num_warmup, 0.505 + 0.495 * math.cos(math.pi * step / num_steps))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    for step, (ids, labels) in zip(range(1, num_steps + 1), data, strict=False):
+    for step, (ids, labels) in zip(range(num_steps), data, strict=False):
         # Padding is on the right, so causal attention needs no mask.
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
@@ -138,39 +114,30 @@ def train(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % 50 == 0 or step == num_steps:
+        if step % 50 == 0:
             print(f"step {step}/{num_steps}  loss {loss.item():.4f}", flush=True)
 
 
 def solution(operands: Sequence[int], rng: random.Random, haste: float = 0.0) -> str:
-    """Return the working of an `arithmetic` problem and its answer; with haste it may be wrong (see
-    above)."""
-    total = operands[0]
-    lines = []
+    """Return the working of an `arithmetic` problem and its answer; with haste it may be wrong."""
+    total, text = operands[0], ""
     for number in operands[1:]:
-        if rng.random() >= haste:
-            tens = total + number // 10 * 10
-            lines.append(f"{total}+{tens - total}={tens}+{number % 10}={total + number}\n")
-            total += number
-        else:
-            slip = rng.choice((-10, -1, 1, 10)) if rng.random() < SLIP_PROBABILITY else 0
-            lines.append(f"{total}+{number}={total + number + slip}\n")
-            total += number + slip
-    return "".join(lines) + f"#{total}"
+        tens, slip = total + number // 10 * 10, 0
+        line = f"{total}+{tens - total}={tens}+{number % 10}={total + number}\n"
+        if haste and rng.random() < haste:
+            slip = rng.choice((-10, -1, 1, 10)) if rng.random() < SLIP else 0
+            line = f"{total}+{number}={total + number + slip}\n"
+        total += number + slip
+        text += line
+    return f"{text}#{total}"
 
 
-class Try(NamedTuple):
-    working: str
-    expression: str
-    value: int
-
-
-def tries(problem: CountdownProblem) -> list[Try]:
-    """Return all expressions of the three numbers; the larger operand is always on the left."""
-    level, target, found = COUNTDOWN_SMALL, problem.target, []
-    for pair, inner, outer in product(
-        combinations(range(3), 2), level.operations, level.operations
-    ):
+def tries(problem: CountdownProblem) -> Iterator[tuple[str, str, bool]]:
+    """Yield the working of all expressions of the three numbers, the larger operand on the left,
+    with the expression and whether it is correct."""
+    level, target = COUNTDOWN_SMALL, problem.target
+    pairs, signs = combinations(range(3), 2), level.operations
+    for pair, inner, outer in product(pairs, signs, signs):
         other = problem.nums[3 - sum(pair)]
         low, high = sorted(problem.nums[index] for index in pair)
         between = applied(inner, high, low)
@@ -183,24 +150,20 @@ def tries(problem: CountdownProblem) -> list[Try]:
         sign = "=" if value == target else "<" if value < target else ">"
         working = f"{high}{inner}{low}={between},{left}{outer}{right}={value};{target}{sign}\n"
         sides = [f"({high}{inner}{low})", str(other)]
-        expression = outer.join(sides if between >= other else reversed(sides))
-        found.append(Try(working, expression, value))
-    return found
+        yield working, outer.join(sides if between >= other else reversed(sides)), value == target
 
 
-def search(problem: CountdownProblem, rng: random.Random, give_up_probability: float) -> str:
-    """Return tries in random order, ending with a correct one or where the search is given up, and
-    the answer."""
-    candidates = tries(problem)
+def search(problem: CountdownProblem, rng: random.Random, give_up: float) -> str:
+    """Return tries in random order, up to a correct one or until giving up, and the answer."""
     rng.shuffle(candidates)
-    wrong = [each for each in candidates if each.value != problem.target]
-    correct = next(each for each in candidates if each.value == problem.target)
+    wrong = [each for each in candidates if not each[2]]
+    correct = next(each for each in candidates if each[2])
     text = ""
     for each in [*wrong[: rng.randrange(MAX_TRIES)], correct]:
-        text += each.working
-        if each is correct or rng.random() < give_up_probability:
+        text += each[0]
+        if each is correct or rng.random() < give_up:
             break
-    return f"{text}<answer>{each.expression}</answer>"
+    return f"{text}<answer>{each[1]}</answer>"
 
 
 if __name__ == "__main__":
@@ -209,5 +172,4 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, help="folder to write")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    output = given.output or BUILT_IN_MODELS[given.model]
-    make(given.model, output, num_steps=NUM_STEPS[given.model], seed=0)
+    make(given.model, given.output or BUILT_IN_MODELS[given.model], NUM_STEPS[given.model])
