@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from easyrl import devices
 from easyrl.model.attention import ATTENTION_NAME, SMALLEST_FLEX_HEAD_SIZE, PackedGroups
-from easyrl.model.attention_kernels import AttentionSettings
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import (
     BUCKET_SCORES,
     LANES,
+    AttentionSettings,
     SharedPrompt,
     make_buckets,
     padded_length,

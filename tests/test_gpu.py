@@ -21,10 +21,9 @@ from easyrl.bench import attention as bench
 from easyrl.bench import weights as bench_weights
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
-from easyrl.model.attention_kernels import AttentionSettings
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import SharedPrompt
+from easyrl.model.shared_prompt import AttentionSettings, SharedPrompt
 from easyrl.types import Weight
 from runs import SMALL, finish, lines_of, summary_of
 

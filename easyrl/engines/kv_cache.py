@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from easyrl.model.attention_kernels import AttentionSettings
-from easyrl.model.shared_prompt import SharedPrompt
+from easyrl.model.shared_prompt import AttentionSettings, SharedPrompt
 
 PromptCache = list[tuple[Tensor, Tensor]]
 """Keys and values of one prompt, per layer: 2 x [Hkv, P, D]."""

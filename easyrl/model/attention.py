@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from easyrl import devices
-from easyrl.model.attention_kernels import AttentionSettings
-from easyrl.model.shared_prompt import Groups, SharedPrompt
+from easyrl.model.shared_prompt import AttentionSettings, Groups, SharedPrompt
 
 ATTENTION_NAME = "easyrl"
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from easyrl.config import ConfigError
 from easyrl.data.hub import KEY
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, UnservableLayer
-from easyrl.model.attention_kernels import AttentionSettings
 from easyrl.model.files import OTHER_MODEL, PACKED_LAYERS
+from easyrl.model.shared_prompt import AttentionSettings
 
 GROUPS = [(3, [2, 4]), (2, [3, 1])]
 """The packed row of the check: for each group its P, and the R of each completion."""

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from easyrl.model.attention_kernels import AttentionSettings
-from easyrl.model.shared_prompt import Groups
+from easyrl.model.shared_prompt import AttentionSettings, Groups
 
 PROMPT = -1
 """The segment number of a prompt; completions have theirs in the group."""

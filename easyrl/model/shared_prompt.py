@@ -7,8 +7,8 @@ computed:
     own      every segment (a prompt or a completion) to itself, causally
     prompt   all completions of a group together to their prompt, whose keys are not copied
 
-A completion's softmax over both blocks is merged by their log-sum-exps (`attention_kernels`). Kept
-for backward are the row's query, key and value, its output and log-sum-exp: no scores, no copies.
+A completion's softmax over both blocks is merged by their log-sum-exps. Kept for backward are the
+row's query, key and value, its output and log-sum-exp: no scores, no copies.
 
 A kernel takes many segments at once if they have one length. So segments of similar length are
 padded to the longest of them: a bucket. Wide buckets waste scores, many buckets waste calls.
@@ -29,18 +29,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.model.attention_kernels import (
-    HIDDEN,
-    AttentionSettings,
-    Block,
-    choose_kernel,
-    merge,
-)
-
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 Groups = Sequence[tuple[int, Sequence[int]]]
 """For each group its P, and the R of each completion (none: a whole sequence)."""
+HIDDEN = -1e30
+"""Added to hidden scores. Finite, because a query may have no visible key in a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSettings:
+    """A layer's attention parameters."""
+
+    layer: int
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries [B, H, L, D] with the keys and values that they attend to: [B, H, S, D], possibly
+    expanded to H (stride 0). Values may have another size than D."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool  # only where L == S
+    bias: Tensor | None  # [L, S], added to the scores
 
 
 class SharedPrompt:
@@ -48,7 +64,7 @@ class SharedPrompt:
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
         segments: list[tuple[int, int]] = []  # start, length
-        self._prompts: list[_Prompt] = []
+        self._prompts: list[tuple[slice, slice, Sequence[int]]] = []  # with its completions
         start = 0
         for prompt_length, completion_lengths in groups:
             segments.append((start, prompt_length))
@@ -59,7 +75,7 @@ class SharedPrompt:
                 start += length
             if completion_lengths:
                 completions = slice(prompt.stop, start)
-                self._prompts.append(_Prompt(prompt, completions, tuple(completion_lengths)))
+                self._prompts.append((prompt, completions, completion_lengths))
         self._buckets = make_buckets(np.array(segments, dtype=np.int64), device)
         self._biases: dict[tuple[Any, ...], Tensor] = {}
 
@@ -97,25 +113,24 @@ class SharedPrompt:
         """Return blocks, each with the tokens of its queries and of its keys."""
         window = settings.sliding_window
         blocks = []
-        for prompt in self._prompts:
-            keys, bias = prompt.tokens, None
-            if window is not None:
-                num_prompt = keys.stop - keys.start
+        for prompt, completions, lengths in self._prompts:
+            if window is None:
+                keys, bias = self._pad(prompt, query)
+            else:
+                num_prompt = prompt.stop - prompt.start
                 first = max(0, num_prompt - window + 1)
                 if first == num_prompt:
                     continue
-                keys = slice(keys.start + first, keys.stop)
-                positions = num_prompt + np.concatenate([np.arange(n) for n in prompt.lengths])
+                keys, bias = slice(prompt.start + first, prompt.stop), None
+                positions = num_prompt + np.concatenate([np.arange(n) for n in lengths])
                 if positions.max() - first >= window:
                     bias = self._bias(positions, np.arange(first, num_prompt), window, query)
-            else:
-                keys, bias = self._pad(keys, query)
             q, k, v = (
                 _to_block(x[where].unsqueeze(0))
-                for x, where in ((query, prompt.completions), (key, keys), (value, keys))
+                for x, where in ((query, completions), (key, keys), (value, keys))
             )
             k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-            blocks.append((prompt.completions, keys, Block(q, k, v, is_causal=False, bias=bias)))
+            blocks.append((completions, keys, Block(q, k, v, is_causal=False, bias=bias)))
         return blocks
 
     def _pad(self, keys: slice, query: Tensor) -> tuple[slice, Tensor | None]:
@@ -155,17 +170,16 @@ class _Attention(torch.autograd.Function):
         layout_and_settings: tuple[SharedPrompt, AttentionSettings],
     ) -> Tensor:
         layout, settings = layout_and_settings
-        kernel = choose_kernel(query, value, settings)
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         logsumexp = torch.empty(0)  # [T, Hkv, G, 1]
         for bucket, block in layout.own_blocks(query, key, value, settings):
-            part, part_logsumexp = kernel.forward(block, settings)
+            part, part_logsumexp = attend_block(block, settings)
             if not len(logsumexp):
                 logsumexp = part_logsumexp.new_empty((*query.shape[:-1], 1))
             bucket.put(output, part)
             bucket.put(logsumexp, part_logsumexp)
         for queries, _, block in layout.prompt_blocks(query, key, value, settings):
-            part, part_logsumexp = (_to_tokens(x) for x in kernel.forward(block, settings))
+            part, part_logsumexp = (_to_tokens(x) for x in attend_block(block, settings))
             merge(output[queries], logsumexp[queries], part, part_logsumexp)
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.layout_and_settings = layout_and_settings
@@ -176,10 +190,9 @@ class _Attention(torch.autograd.Function):
         query, key, value, output, logsumexp = ctx.saved_tensors
         layout, settings = ctx.layout_and_settings
         gradient = gradients[0]
-        kernel = choose_kernel(query, value, settings)
         of_query, of_key, of_value = (x.new_empty(x.shape) for x in (query, key, value))
         for bucket, block in layout.own_blocks(query, key, value, settings):
-            parts = kernel.backward(
+            parts = attend_block_backward(
                 _to_block(bucket.take(gradient, padding=0.0)),
                 _to_block(bucket.take(output)),
                 _to_block(bucket.take(logsumexp, padding=float("inf"))),  # exp(score - inf) = 0
@@ -191,7 +204,7 @@ class _Attention(torch.autograd.Function):
             bucket.put(of_value, parts[2].sum(1, keepdim=True))
         for queries, keys, block in layout.prompt_blocks(query, key, value, settings):
             whole = [_to_block(x[queries].unsqueeze(0)) for x in (gradient, output, logsumexp)]
-            parts = kernel.backward(whole[0], whole[1], whole[2], block, settings)
+            parts = attend_block_backward(whole[0], whole[1], whole[2], block, settings)
             of_query[queries] += _to_tokens(parts[0])
             of_key[keys] += _to_tokens(parts[1].sum(1, keepdim=True))
             of_value[keys] += _to_tokens(parts[2].sum(1, keepdim=True))
@@ -208,13 +221,99 @@ def _to_tokens(block: Tensor) -> Tensor:
     return block.permute(2, 0, 1, 3)
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A prompt with completions."""
+# -- one block: queries [B, H, L, D], keys and values [B, H, S, D] ---------------------------------
 
-    tokens: slice
-    completions: slice
-    lengths: tuple[int, ...]
+
+def attend_block(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, L, D] and the scores' log-sum-exp [B, H, L, 1], float32 or wider."""
+    if not _is_fused(block, settings):
+        scores, _ = _scores(block, settings)
+        logsumexp = torch.logsumexp(scores, dim=-1, keepdim=True)
+        weights = torch.exp(scores - logsumexp)
+        return torch.matmul(weights.to(block.value.dtype), block.value), logsumexp
+    outputs: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        block.query,
+        block.key,
+        block.value,
+        0.0,
+        block.is_causal,
+        attn_mask=block.bias,
+        scale=settings.scaling,
+    )
+    return outputs[0], outputs[1].unsqueeze(-1)
+
+
+def attend_block_backward(
+    gradient: Tensor, output: Tensor, logsumexp: Tensor, block: Block, settings: AttentionSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, given the output's gradient, the merged output
+    and the merged log-sum-exp: with these, a block's probabilities are `exp(scores - logsumexp)`
+    (FlashAttention-2, arXiv 2307.08691, algorithm 2)."""
+    if not _is_fused(block, settings):
+        return _plain_backward(gradient, output, logsumexp, block, settings)
+    gradients: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient,
+        block.query,
+        block.key,
+        block.value,
+        output,
+        logsumexp.squeeze(-1),
+        0.0,
+        block.is_causal,
+        attn_mask=block.bias,
+        scale=settings.scaling,
+    )
+    return gradients[0], gradients[1], gradients[2]
+
+
+def _is_fused(block: Block, settings: AttentionSettings) -> bool:
+    """PyTorch's kernel for CPUs supports neither soft-capping nor values of another size than keys
+    (multi-head latent attention)."""
+    has_one_size = block.query.shape[-1] == block.value.shape[-1]
+    return block.query.device.type == "cpu" and settings.softcap is None and has_one_size
+
+
+def _scores(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor | None]:
+    """Return scores [B, H, L, S], float32 or wider, and tanh(score / softcap) if soft-capped."""
+    wide = torch.promote_types(block.query.dtype, torch.float32)
+    scores = torch.matmul(block.query.to(wide), block.key.to(wide).transpose(-1, -2))
+    scores = scores * settings.scaling
+    capped = None
+    if settings.softcap is not None:
+        capped = torch.tanh(scores / settings.softcap)
+        scores = capped * settings.softcap
+    if block.bias is not None:
+        scores = scores + block.bias
+    if block.is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill(hidden, HIDDEN)
+    return scores, capped
+
+
+def _plain_backward(
+    gradient: Tensor, output: Tensor, logsumexp: Tensor, block: Block, settings: AttentionSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores, capped = _scores(block, settings)
+    weights = torch.exp(scores - logsumexp)
+    wide = weights.dtype
+    gradient = gradient.to(wide)
+    of_value = torch.matmul(weights.transpose(-1, -2), gradient)
+    of_weights = torch.matmul(gradient, block.value.to(wide).transpose(-1, -2))
+    dot = (gradient * output).sum(dim=-1, keepdim=True)
+    of_scores = weights * (of_weights - dot) * settings.scaling
+    if capped is not None:
+        of_scores = of_scores * (1.0 - capped.square())
+    of_query = torch.matmul(of_scores, block.key.to(wide))
+    of_key = torch.matmul(of_scores.transpose(-1, -2), block.query.to(wide))
+    return of_query, of_key, of_value
+
+
+def merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
+    """Update `output` [..., D], `logsumexp` [..., 1] to those of one softmax over both blocks."""
+    whole = torch.logaddexp(logsumexp, other_logsumexp)
+    output *= torch.exp(logsumexp - whole)
+    output += other * torch.exp(other_logsumexp - whole)
+    logsumexp.copy_(whole)
 
 
 # -- buckets ---------------------------------------------------------------------------------------
