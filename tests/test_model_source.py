@@ -98,12 +98,12 @@ def test_adapter_without_its_base_is_refused(tmp_path: Path) -> None:
     for path, base, reason in (
         (alone, None, "names none"),
         (gone, None, "no model"),
-        (alone, str(tmp_path), "has no config.json"),
+        (alone, str(tmp_path), "config.json"),
     ):
         with pytest.raises(ConfigError, match=rf"--base(.|\n)*{reason}"):
             find_model(path, base)
     (tmp_path / "alone" / "adapter_model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="has no weights"):
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors"):
         find_model(alone, base="tiny")
     with pytest.raises(ConfigError, match="--base"):
         find_model("tiny", base="tiny")
@@ -130,7 +130,7 @@ def test_run_without_a_complete_checkpoint_is_refused(
     tmp_path: Path, states: dict[int, Any], path: str, reason: str
 ) -> None:
     make_run(tmp_path / "run", states)
-    with pytest.raises(ConfigError, match=rf"model\.path(.|\n)*{reason}"):
+    with pytest.raises(ValueError, match=reason):
         find_model(str(tmp_path / "run" / path))
 
 

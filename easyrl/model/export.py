@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -114,21 +113,22 @@ class ModelSource:
 
     def _merge(self, folder: Path) -> None:
         """Write the base model with the adapter merged, in float32."""
-        import peft
         import torch
         from transformers import AutoModelForCausalLM
 
         _quieten_transformers()
-        path = resolve_model(self.base)
-        base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(resolve_model(self.base), dtype=torch.float32)
         try:
+            import peft
+
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # old names
                 merged = peft.PeftModel.from_pretrained(base, self.path).merge_and_unload()
-        except (ValueError, RuntimeError, AttributeError, TypeError) as error:
+        except Exception as error:  # of many types
             raise ConfigError(
-                f"{KEY}: the adapter '{self.path}' cannot be merged into '{self.base}', use the "
-                f"model that it was trained on (--base): {error}"
+                f"{KEY}: the adapter '{self.path}' cannot be merged into '{self.base}'; needed are "
+                "the model that it was trained on (--base), and peft (pip install 'easyrl[lora]'): "
+                f"{error}"
             ) from error
         with replace_folder(folder) as new:
             merged.save_pretrained(new)
@@ -136,26 +136,24 @@ class ModelSource:
 
 
 def find_model(path: str, base: str | None = None) -> ModelSource:
-    """Find the model of `path`. Raises ConfigError if it, or an adapter's base, is missing.
+    """Find the model of `path`. Raises ValueError if it, or an adapter's base, is missing.
 
     `base`: the model that an adapter belongs to, if not the one that it names."""
     folder = Path(path).expanduser()
-    found = ModelSource("model", path, path)
-    if path not in BUILT_IN_MODELS and folder.is_dir():
-        if (folder / ADAPTER_CONFIG).is_file() and not any(folder.glob("model*.safetensors")):
-            return _adapter(folder, base)
-        # A run has ended once its summary exists.
-        if (folder / "model").is_dir() and (folder / "summary.json").is_file():
-            found = ModelSource("model", str(folder / "model"), str(folder / "model"))
-        elif (folder / STATE).is_file() or (folder / "config.yaml").is_file():
-            try:
-                checkpoint = find_checkpoint(folder)
-            except ValueError as error:
-                raise ConfigError(f"{KEY}: {error}") from None
-            trained_from = checkpoint.state["config"]["model"]["path"]
-            found = ModelSource("checkpoint", str(checkpoint.path), trained_from)
+    is_folder = path not in BUILT_IN_MODELS and folder.is_dir()
+    is_adapter = is_folder and (folder / ADAPTER_CONFIG).is_file()
+    if is_adapter and not any(folder.glob("model*.safetensors")):
+        return _adapter(folder, base)
     if base is not None:
         raise ConfigError(f"--base: '{path}' is no adapter (it has no {ADAPTER_CONFIG}); omit it")
+    found = ModelSource("model", path, path)
+    # A run has ended once its summary exists.
+    if is_folder and (folder / "model").is_dir() and (folder / "summary.json").is_file():
+        found = ModelSource("model", str(folder / "model"), str(folder / "model"))
+    elif is_folder and ((folder / STATE).is_file() or (folder / "config.yaml").is_file()):
+        checkpoint = find_checkpoint(folder)
+        trained_from = checkpoint.state["config"]["model"]["path"]
+        found = ModelSource("checkpoint", str(checkpoint.path), trained_from)
     read_model_files(found.base)
     return found
 
@@ -164,19 +162,14 @@ def _adapter(folder: Path, base: str | None) -> ModelSource:
     try:
         base = base or json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
         if not base:
-            raise ValueError("it names none")
+            raise ValueError("its configuration names none")
         read_model_files(base)
-    except (ValueError, KeyError) as error:
+        (folder / ADAPTER_WEIGHTS).stat()
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{KEY}: the adapter '{folder}' needs the model that it was trained on; use --base "
-            f"MODEL, or the model/ folder of its run, which has the adapter merged\n{error}"
+            f"{KEY}: the adapter '{folder}' needs its weights and the model that it was trained "
+            f"on; use --base MODEL, or the model/ folder of its run\n{error}"
         ) from None
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ConfigError(f"{KEY}: the adapter '{folder}' has no weights ({ADAPTER_WEIGHTS})")
-    if find_spec("peft") is None:
-        raise ConfigError(
-            f"{KEY}: merging the adapter '{folder}' needs peft: pip install 'easyrl[lora]'"
-        )
     return ModelSource("adapter", str(folder), base)
 
 

@@ -54,16 +54,15 @@ def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
         if not is_hub_id(path):
             raise ConfigError(f"{KEY}: '{path}' does not exist; {FORMS}")
         folder, is_whole = model_config_from_hub(path).parent, False
-    elif is_whole:
-        for what, patterns in (
-            ("config.json", ("config.json",)),
-            (f"weights ({SAFETENSORS})", (f"{SAFETENSORS}*", "pytorch_model.bin*")),
-            ("tokenizer (tokenizer.json)", TOKENIZERS),
-        ):
-            if not any(next(folder.glob(pattern), None) for pattern in patterns):
-                raise ConfigError(f"{KEY}: the folder '{path}' has no {what}; {FORMS}")
     config = _read_json(folder / "config.json")
-    return ModelFiles(path, config, _num_weights(folder, config, is_whole=is_whole))
+    num_weights = _num_weights(folder, config, is_whole=is_whole)
+    for what, patterns in (
+        (f"weights ({SAFETENSORS})", (f"{SAFETENSORS}*", "pytorch_model.bin*")),
+        ("tokenizer (tokenizer.json)", TOKENIZERS),  # transformers would make an empty one
+    ):
+        if is_whole and not any(any(folder.glob(pattern)) for pattern in patterns):
+            raise ConfigError(f"{KEY}: the folder '{path}' has no {what}; {FORMS}")
+    return ModelFiles(path, config, num_weights)
 
 
 def fingerprint(path: str) -> str:

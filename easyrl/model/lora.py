@@ -2,19 +2,15 @@
 
     layer(x) = W x + (alpha / rank) B A x       A [rank, in] random, B [out, rank] zero at first
 
-peft puts them into the model's own modules, so its code, attention and head are unchanged. Only the
-trainer knows about adapters: a weight leaves it merged, as W + (alpha / rank) B A, under its name
-without an adapter. The model without its adapters is the reference, which therefore needs no
-memory.
+peft puts them into the model's own modules, whose code is unchanged. Only the trainer knows about
+adapters: a weight leaves it merged, under its name without an adapter. The model without its
+adapters is the reference, which therefore needs no memory.
 
 Adapters and frozen weights of a sharded model (`sharding`) are sharded alike. Merging a weight and
 saving the adapter are collective: all ranks call them together.
 
-    preflight:  model on `meta` ─► names checked ─► adapters tried out ─► number of weights
-    trainer:    loaded model ────► the same, with memory
-
-Adapted are `nn.Linear` and transformers' `Conv1D`. Experts that transformers fuses into one tensor
-stay frozen: peft would have to merge them in every forward.
+Adapted are `nn.Linear` and transformers' `Conv1D`, except the head. Experts that transformers fuses
+into one tensor stay frozen: peft would have to merge them in every forward.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ class Adapter:
 
     def __init__(self, model: Any, lora: LoraConfig, *, path: str, seed: int) -> None:
         """`path` names the model in messages; `seed` determines the initial A. Raises ConfigError
-        for layers that the model lacks or that cannot be adapted, ValueError where peft refuses."""
+        for layers that the model lacks or that cannot be adapted."""
         import peft
 
         assert lora.rank is not None
@@ -69,9 +65,6 @@ class Adapter:
             torch.default_generator.manual_seed(seed)
             self._peft: Any = peft.get_peft_model(model, config)
         self._peft.eval()
-        base = config.base_model_name_or_path
-        if base is not None and Path(base).is_dir():  # may be a relative path
-            config.base_model_name_or_path = str(Path(base).absolute())
         self._layers: dict[str, Any] = {
             name: module
             for name, module in model.named_modules()
@@ -131,33 +124,28 @@ def _merged(layer: Any) -> Tensor:
     return weight + (delta.T if layer.fan_in_fan_out else delta)
 
 
-# -- which layers ---------------------------------------------------------------------------------
-
-
 def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
-    """Return the names that peft adapts. Raises ConfigError for names that it cannot."""
+    """Return the names of the layers to adapt."""
     from transformers.pytorch_utils import Conv1D
 
-    head, modules = model.get_output_embeddings(), dict(model.named_modules())
-    linear = [name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))]
-    layers = _supported_by_peft(model, [name for name in linear if modules[name] is not head])
-    if not layers:
-        raise ConfigError(f"model.lora.rank: {path} has no linear layer that peft can adapt")
-    if lora.target_modules is None:
-        return layers
-    adaptable = set(layers)
-    if head is not None and head.weight is not model.get_input_embeddings().weight:
-        adaptable |= {name for name in linear if modules[name] is head}
-    for target in lora.target_modules:
-        meant = {name for name in modules if name == target or name.endswith(f".{target}")}
-        if not meant or meant - adaptable:
-            got = min(meant - adaptable, default="no layer of the model")
+    head = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+    ]
+    layers = _supported_by_peft(model, linear)
+    chosen = layers if lora.target_modules is None else []
+    for target in lora.target_modules or ():
+        meant = [name for name in layers if f".{name}".endswith(f".{target}")]
+        if not meant:
+            names = sorted({name.rpartition(".")[2] for name in layers})
             raise ConfigError(
-                f"model.lora.target_modules: expected linear layers of {path} that peft can adapt "
-                f"({', '.join(sorted({name.rpartition('.')[2] for name in adaptable}))}), got "
-                f"'{target}', which is {got}"
+                f"model.lora.target_modules: expected linear layers of {path} that can be adapted "
+                f"({', '.join(names)}), got '{target}'"
             )
-    return lora.target_modules
+        chosen += meant
+    return chosen
 
 
 def _supported_by_peft(model: Any, names: list[str]) -> list[str]:
