@@ -155,6 +155,7 @@ def tries(problem: CountdownProblem) -> Iterator[tuple[str, str, bool]]:
 
 def search(problem: CountdownProblem, rng: random.Random, give_up: float) -> str:
     """Return tries in random order, up to a correct one or until giving up, and the answer."""
+    candidates = list(tries(problem))
     rng.shuffle(candidates)
     wrong = [each for each in candidates if not each[2]]
     correct = next(each for each in candidates if each[2])
