@@ -396,25 +396,3 @@ def test_lora_run_resumes_with_another_number_of_train_devices(
         is_frozen = not name.endswith("_proj.weight")
         assert gap <= 1e-5 and (gap < moved / 100 or (is_frozen and moved == gap == 0.0)), name
     assert_model_and_adapter_were_trained(twice)
-
-
-@pytest.mark.long
-def test_second_lora_run_starts_from_the_merged_model_of_the_first(tmp_path: Path) -> None:
-    """That model is its reference. Only some layers are adapted."""
-    words = (*SMALL, "model.lora.rank=2", "model.lora.target_modules=[q_proj, 3.mlp.up_proj]")
-    first, second = tmp_path / "first", tmp_path / "second"
-    for folder, model in ((first, str(TINY)), (second, str(first / "model"))):
-        code, _, err = finish(
-            *("--output", str(folder), "--model", model, "--iterations", "2", *words),
-            *("algorithm.beta=0.1", "train.learning_rate=1e-2"),
-            "rollout.max_completion_length=100",
-        )
-        assert (code, err) == (0, "")
-    before, between, after = (
-        load_file(path / "model.safetensors") for path in (TINY, first / "model", second / "model")
-    )
-    for name in after:
-        is_adapted = name.endswith(("q_proj.weight", "3.mlp.up_proj.weight"))
-        assert torch.equal(before[name], between[name]) != is_adapted, name
-        assert torch.equal(between[name], after[name]) != is_adapted, name
-    assert abs(lines_of(second / "metrics.jsonl")[0]["kl"]) < 1e-9

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from test_train_ranks import Ranks, ranks
 from test_updates import model, train
 
 from easyrl.config import load_config
-from easyrl.config.sections import DType
-from easyrl.model import policy as policy_module
 from easyrl.model.attention import PackedGroups
 from easyrl.model.policy import Policy
 from runs import SMALL, finish, lines_of, summary_of
@@ -127,36 +123,6 @@ def test_policy_of_the_engine_is_bfloat16_with_float32_positions() -> None:
     assert {weight.dtype for weight in policy.model.parameters()} == {torch.bfloat16}
     floats = [buffer for buffer in policy.model.buffers() if buffer.is_floating_point()]
     assert floats and all(buffer.dtype == torch.float32 for buffer in floats)
-
-
-@pytest.mark.parametrize(("dtype", "checked_on"), [("float32", "meta"), ("bfloat16", "cpu")])
-def test_weights_are_loaded_in_their_final_dtype_and_checked_in_float32(
-    dtype: DType, checked_on: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the host nor the device (here `meta`) ever holds the whole model in a wider dtype:
-    the check widens one layer at a time."""
-    loaded, checked = [], []
-    load = transformers.AutoModelForCausalLM.from_pretrained
-
-    def look(model: Any) -> None:
-        weights = list(model.parameters())
-        used = model.model.embed_tokens.weight
-        checked.append((used.device.type, used.dtype))
-        layers = [weight.dtype for layer in model.model.layers for weight in layer.parameters()]
-        assert set(layers) == {getattr(torch, dtype)} and len(layers) > 0.9 * len(weights)
-
-    def spy(*arguments: Any, **options: Any) -> Any:
-        loaded.append(options["dtype"])
-        return load(*arguments, **options)
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", spy)
-    monkeypatch.setattr(policy_module, "attend_packed", look)
-    monkeypatch.setattr(Policy, "_check_head", lambda policy, path: look(policy.model))
-    policy = Policy.load("tiny", "meta", dtype=dtype)
-    assert loaded == [getattr(torch, dtype)]
-    assert checked == [(checked_on, torch.float32)] * 2
-    kept = {(weight.device.type, weight.dtype) for weight in policy.model.parameters()}
-    assert kept == {("meta", getattr(torch, dtype))} and policy.device.type == "meta"
 
 
 def test_check_of_a_bfloat16_model_equals_that_of_the_float32_model(

@@ -6,11 +6,10 @@ Linear: PyTorch's x86 builds multiply float32 matrices with MKL, which uses AVX-
 only and AVX2 on all others. oneDNN, in the same builds, uses AVX-512 on every CPU: on one Zen 5
 core 230 instead of 95 GFLOP/s at the sizes of the demo's model.
 
-RMSNorm: transformers' norm consists of seven operations, each of which reads and writes the whole
-tensor and keeps something for backward. `FusedRMSNorm` is one autograd function that keeps the
-input and one number per row: 0.53 instead of 1.21 ms forward and backward of 4,096 rows of 128 on
-one Zen 5 core. A class's name does not prove that it is an RMSNorm: its output is compared, with
-weights that reveal a difference (a model's own may be zeros or very small).
+RMSNorm: transformers' norm is seven operations over the whole tensor. `FusedRMSNorm` is one
+autograd function that keeps the input and one number per row for backward: 0.53 instead of 1.21 ms
+for 4,096 rows of 128 on one Zen 5 core. A class's name does not prove that it is an RMSNorm: its
+output is compared, with weights that reveal a difference.
 """
 
 from __future__ import annotations
@@ -87,10 +86,8 @@ def _multiply_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def speed_up_rms_norms(model: nn.Module) -> None:
-    """Use `FusedRMSNorm` for a CPU model's RMSNorm layers.
-
-    Layers that compute something else, such as Gemma's 1 + weight, are left alone.
-    """
+    """Use `FusedRMSNorm` for a CPU model's RMSNorm layers, but not for those that compute something
+    else, such as Gemma's 1 + weight."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             _replace(module)

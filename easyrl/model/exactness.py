@@ -49,23 +49,17 @@ def attend_packed(model: Any) -> str | None:
 
 
 def check_causal(model: Any, path: str) -> None:
-    """Raise ConfigError if a token's logits depend on later tokens, or if running the model changes
-    its weights."""
-    before = [parameter._version for parameter in model.parameters()]
-    reason = _best_of_draws(_looks_ahead, model)
-    if before != [parameter._version for parameter in model.parameters()]:
-        reason = "its forward changes its weights, so the engine's could not be kept equal"
-    if reason is not None:
+    """Raise ConfigError if a token's logits depend on later tokens."""
+    if (reason := _best_of_draws(_looks_ahead, model)) is not None:
         raise ConfigError(f"{KEY}: {path} ({type(model).__name__}): {reason}; {OTHER_MODEL}")
 
 
 def _unsupported_reason(model: Any) -> str | None:
-    for layer, kind in enumerate(
-        getattr(model.config.get_text_config(), "layer_types", None) or ()
-    ):
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    for layer, kind in enumerate(kinds):
         if kind not in PACKED_LAYERS:
             return f"layer {layer} is of type {kind}"
-    if getattr(model, "_supports_attention_backend", False):
+    if model._supports_attention_backend:
         return None
     return f"no layer of {type(model).__name__} uses transformers' attention interface"
 
@@ -85,9 +79,9 @@ def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -
 
 def _looks_ahead(model: Any, tokens: Tensor) -> str | None:
     half = len(tokens) // 2
-    is_causal = _agree(_logits(model, tokens)[:half], _logits(model, tokens[:half]))
-    reason = "the logits of a token depend on later tokens, so it is no causal language model"
-    return None if is_causal else reason
+    if _agree(_logits(model, tokens)[:half], _logits(model, tokens[:half])):
+        return None
+    return "the logits of a token depend on later tokens, so it is no causal language model"
 
 
 def _gap_to_eager(model: Any, tokens: Tensor) -> str | None:

@@ -1,7 +1,7 @@
 """Models as Hugging Face folders: those that a run writes, and those that evaluation loads.
 
-Weights have checkpoint names: of mixtures of experts, whose experts transformers fuses in memory,
-the published ones. What `--model` of an evaluation may name:
+Weights have checkpoint names, also those of experts that transformers fuses in memory. `--model` of
+an evaluation may name:
 
     built-in, folder, hub id   unchanged
     run folder                 its model/; for an unfinished run its newest checkpoint
@@ -36,7 +36,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 @contextmanager
 def replace_folder(folder: Path, *, is_writer: bool = True) -> Iterator[Path]:
     """Yield a path to write a model to. Afterwards it replaces `folder`, which never holds an
-    incomplete model. Of a sharded model's ranks one `is_writer`."""
+    incomplete model. One of a sharded model's ranks `is_writer`."""
     new, old = (folder.with_name(folder.name + end) for end in (".unfinished", ".old"))
     if is_writer:
         for left_over in (new, old):

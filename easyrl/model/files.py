@@ -1,9 +1,8 @@
 """A model's small files, read before any weights are loaded.
 
 The first half reads `config.json` and the headers of the weight files, with neither torch nor
-transformers, so that mistakes are reported at once. The second half is what transformers makes of
-the configuration and the tokenizer. The controller checks with it before it starts a process, and
-the workers load by the same functions. Every failure is a ConfigError that names `model.path`.
+transformers. The second half loads configuration and tokenizer by transformers, for the checks of
+the controller and for the workers. Every failure is a ConfigError that names `model.path`.
 """
 
 from __future__ import annotations

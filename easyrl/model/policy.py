@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,9 @@ class Policy:
     ) -> Policy:
         """Load a folder, a hub id or a built-in model, with its weights in `dtype`.
 
-        The model is checked in float32, on the CPU where `dtype` is narrower (`_in_float32`).
-        Raises ValueError if weights are missing, if it is no causal language model, or if
-        `attention` asks for shared prompts that it cannot compute exactly.
+        It is checked in float32, on the CPU where `dtype` is narrower. Raises ValueError if weights
+        are missing, if it is no causal language model, or if `attention` asks for shared prompts
+        that it cannot compute exactly.
         """
         from transformers import AutoModelForCausalLM
 
@@ -157,9 +157,8 @@ class Policy:
         """Return logits [K, V] of `hidden_states` [K, H].
 
         This runs the model's own forward, whatever its head does besides a matrix product, with
-        the layers' forward replaced by their result. Hazard: until the call returns, the model
-        has no layers. So nothing else may run the model meanwhile: no other thread, and no hook.
-        Recomputation in backward is safe, because it calls `head` again.
+        the layers' forward replaced by their result. Until the call returns the model has no
+        layers, so no other thread and no hook may run it. Recomputation in backward is safe.
         """
         given = self._base_output(last_hidden_state=hidden.unsqueeze(0))
         self._layers.forward = lambda *_, **__: given  # shadows the class's method
@@ -187,23 +186,19 @@ class Policy:
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
         layout = PackedGroups.of_sequences([len(tokens)], self.device)
         expected = self.forward(tokens, tokens, layout, logits_at=tokens)
-        cause: Exception | None = None
         for layers in _layers_of(self.model):
             self._layers = layers
-            try:
+            with suppress(Exception):  # any, depending on what the model's code expects
                 got = self.head(self.hidden_states(tokens, tokens, layout, at=tokens))
                 if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
                     return
-            except Exception as error:  # any, depending on what the model's code expects
-                cause = error
         raise ValueError(
             f"model.path: the logits of {type(self.model).__name__} ({path}) are not a function of "
             "its last hidden states alone, as computing them in chunks requires; use another model"
-        ) from cause
+        )
 
     def stop_at(self, token_id: int | None) -> None:
-        """Also end completions at this token: a chat model's config may lack the token that ends
-        a turn."""
+        """Also end completions at this token: a chat model's config may lack that of a turn."""
         if token_id is not None and token_id not in self.eos_token_ids:
             self.eos_token_ids.append(token_id)
 
@@ -253,10 +248,8 @@ class Policy:
         return digest.hexdigest()
 
     def save(self, folder: Path, tokenizer: Any, *, is_writer: bool = True) -> None:
-        """Write a Hugging Face folder that transformers and vLLM can load, adapters merged.
-
-        The policy is unchanged and can be trained further. A sharded one is gathered weight by
-        weight onto the CPU of the rank with `is_writer`.
+        """Write a Hugging Face folder that transformers and vLLM can load, adapters merged. A
+        sharded policy is gathered weight by weight onto the CPU of the rank with `is_writer`.
         """
         gathered: dict[int, Tensor] = {}  # by id of the parameter: tied weights share one
         state = {}
@@ -272,10 +265,9 @@ class Policy:
 
 
 def real_tokens(position_ids: Tensor) -> Tensor:
-    """Return a mask [B, L] of the tokens in a padded batch of a packed row's whole sequences.
-
-    `position_ids` [T]: a sequence starts at each 0. Padding follows the real tokens, where a causal
-    model does not attend. So no mask is needed, and each row gives what its sequence gives alone.
+    """Return a mask [B, L] of the tokens in a padded batch of a packed row's whole sequences, each
+    of which starts at a 0 in `position_ids` [T]. Padding follows the real tokens, so a causal model
+    needs no mask: each row gives what its sequence gives alone.
     """
     starts = (position_ids == 0).nonzero().squeeze(1)  # [B]
     lengths = torch.diff(starts, append=starts.new_tensor([len(position_ids)]))
@@ -294,10 +286,8 @@ def _blocks_of(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _in_float32(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Run the model in float32 although its weights are kept in a narrower `dtype`.
-
-    The weights of a decoder layer are float32 only while the layer runs, and all others
-    (embeddings, head) throughout, so that the whole model never exists in float32.
+    """Run the model in float32 although its weights are kept in a narrower `dtype`: those of a
+    decoder layer are float32 only while it runs, all others (embeddings, head) throughout.
     """
 
     def cast(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> None:

@@ -49,11 +49,9 @@ class TrainRanks:
     def join(
         cls, store_path: str, *, rank: int, size: int, device: torch.device, timeout_seconds: float
     ) -> TrainRanks:
-        """Initialize rank `rank` of `size` in torch's default process group (the weight channel has
-        its own).
-
-        `store_path` is a file that all ranks can open. Raises TimeoutError if the others do not
-        join within `timeout_seconds`, which also bounds every later wait for them.
+        """Initialize rank `rank` of `size` in torch's default process group. `store_path` is a file
+        that all ranks can open. Raises TimeoutError if the others do not join within
+        `timeout_seconds`, which also bounds every later wait for them.
         """
         from torch.distributed.device_mesh import DeviceMesh
 

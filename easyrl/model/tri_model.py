@@ -63,10 +63,8 @@ class TriModel:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Reference and old policy start as copies of `policy`, which is sharded over `ranks` and
-        computes in `dtype`.
-
-        `offload` may contain `reference` and `old`, which then stay on the CPU and are moved to the
-        device for each micro-batch, and `optimizer`: a sharded policy's weights then stay there.
+        computes in `dtype`. `offload`: `train.offload` of the config; weights on the CPU are moved
+        to the device for each micro-batch.
         """
         self.policy = policy
         self._forward = _Forward(policy, temperature, entropy_gradient)
@@ -158,7 +156,10 @@ class OtherWeights:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Run the module with these weights, without a gradient."""
-        own = [_aside(parameter) for parameter in self._parameters]
+        own = [
+            own_part(parameter).clone() if is_sharded(parameter) else parameter.data
+            for parameter in self._parameters
+        ]
         try:
             self._write(self._values)
             yield
@@ -169,18 +170,10 @@ class OtherWeights:
         if self._is_read_remotely:  # a device reads CPU memory when it reaches the layer
             devices.synchronize(self._device)
         for parameter, value in zip(self._parameters, values, strict=True):
-            _put(parameter, value)
-
-
-def _aside(parameter: nn.Parameter) -> Tensor:
-    return own_part(parameter).clone() if is_sharded(parameter) else parameter.data
-
-
-def _put(parameter: nn.Parameter, value: Tensor) -> None:
-    if is_sharded(parameter):
-        own_part(parameter).copy_(value, non_blocking=True)
-    else:
-        parameter.data = value.to(parameter.device, non_blocking=True)
+            if is_sharded(parameter):
+                own_part(parameter).copy_(value, non_blocking=True)
+            else:
+                parameter.data = value.to(parameter.device, non_blocking=True)
 
 
 def _copy(weight: Tensor, offload: bool) -> Tensor:
