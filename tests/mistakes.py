@@ -114,12 +114,9 @@ BROKEN_MODELS: dict[str, Callable[[Path], None]] = {
     "no_weights": remove("*.safetensors"),
     "no_tokenizer": remove("token*"),
     "bad_tokenizer": replace("tokenizer.json", b"{}"),
-    "no_type": change_json("config.json", model_type=None),
     "unknown_type": change_json("config.json", model_type="frobnicate"),
     "no_text_model": change_json("config.json", model_type="vit"),
-    "bad_value": change_json("config.json", num_hidden_layers="four"),
     "cut_off": replace("model.safetensors", (TINY / "model.safetensors").read_bytes()[:-1000]),
-    "garbage": replace("model.safetensors", b"not weights"),
     "lost_shard": lose_a_shard,
 }
 OTHER_MODELS: dict[str, Callable[[Path], None]] = {
@@ -156,7 +153,6 @@ MISTAKES = {
     "--infer-devices 0-3": "devices.infer",
     "--train-devices cpu:3 train.updates_per_iteration=8": "devices.train",
     # the model
-    "--model ./nowhere": "model.path",
     "--model nobody/nothing": "model.path",
     **{f"--model FOLDER/{name}": "model.path" for name in BROKEN_MODELS},
     "--model FOLDER/own_code": "model.trust_remote_code=true",
@@ -167,7 +163,6 @@ MISTAKES = {
     "--dataset aime24": "data.dataset",
     "--dataset gsm8k": "data.dataset",
     "--dataset arithmetic --dataset countdown-small": "reward.functions",
-    "--dataset arithmetic data.preset=gsm8k": "data.preset",
     "eval.dataset=none.jsonl": "data.dataset",
     "eval.dataset=FOLDER/other.jsonl": "data.prompt_column",
     f"{EXACT}/taken": "data.dataset",
@@ -186,7 +181,6 @@ MISTAKES = {
     # rewards
     "--dataset FOLDER/good.jsonl": "reward.functions",
     "--reward exactmatch": "reward.functions",
-    "--reward FOLDER/r.py:scores": "reward.functions",
     "--reward FOLDER/fails.py:score": 'fails.py", line 3',
     "--reward code --dataset FOLDER/good.jsonl": "tests",
     # the ring, memory, the disk
@@ -202,7 +196,6 @@ MISTAKES = {
     "--output FOLDER/file/run": "--output",
     # resuming
     "--no-live --resume FOLDER/nowhere": "--resume",
-    "--no-live --resume FOLDER/taken": "--resume",
     "--no-live --resume FOLDER/run_without": "train.save_every",
     "--no-live --resume FOLDER/run_broken": "checkpoints/20",
     "runtime.resume=auto --output FOLDER/run_broken": "checkpoints/20",

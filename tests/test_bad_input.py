@@ -21,8 +21,7 @@ from easyrl.data import chat
 from easyrl.model.policy import Policy
 from easyrl.runtime import run
 from easyrl.runtime.preflight import Preflight, check_run
-from mistakes import MISTAKES, NO_OUTPUT, OWN, TINY, change_json, write_files
-from runs import SMALL, start, summary_of
+from mistakes import MISTAKES, NO_OUTPUT, TINY, change_json, write_files
 
 
 @pytest.fixture(scope="module")
@@ -147,25 +146,3 @@ def test_a_disk_that_cannot_be_written_leaves_nothing(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     assert_names(typed(*words), "output.dir")
     assert not (tmp_path / "parent" / "run").exists()
-
-
-def test_no_more_groups_are_in_flight_than_an_iteration_has() -> None:
-    preflight = checked("rollout.max_concurrent_groups=100000")
-    assert preflight.placement.max_concurrent_groups == 16  # train.prompts_per_iteration
-
-
-# The terminal.
-
-
-def test_a_narrow_terminal_or_a_closed_pipe_stops_no_run(folder: Path, tmp_path: Path) -> None:
-    words = (*OWN, f"{folder}/long.jsonl", "data.long_prompts=skip", "--iterations", "1")
-    output = tmp_path / "run"
-    words += (*SMALL, "data.max_prompt_length=6", "data.num_held_out=null")
-    process = start("--output", str(output), *words, COLUMNS="40")
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.readline()
-    process.stdout.close()  # as `| head -n 1` does
-    assert process.wait(120) == 0
-    assert process.stderr.read() == ""
-    process.stderr.close()
-    assert summary_of(output)["prompts_skipped"] == 1

@@ -180,10 +180,9 @@ BROKEN = [
     ("jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', ": expected UTF-8"),
     ("csv", b"prompt,answer\na,b\nc\n", ":3: "),
     ("csv", b'prompt,answer\na,b\n"c"d,e\n', ":3: "),
-    ("csv", b"prompt,answer\na,b\n,d\n", ":3: column 'prompt'"),
     *(
         ("jsonl", b'{"prompt": "a"}\n{"prompt": %s}' % content, ":2: column 'prompt'")
-        for content in (b"null", b"3", b'""', b"[]", b'["a"]', b'[{"role": "user"}]')
+        for content in (b"null", b'""', b"[]", b'[{"role": "user"}]')
     ),
 ]
 
