@@ -25,23 +25,10 @@ from typing import Any, Literal, Self, get_origin
 import yaml
 from pydantic import ValidationError, model_validator
 
+from easyrl.config import sections
 from easyrl.config.changed_keys import put, update_old_keys
 from easyrl.config.devices import DevicesConfig
-from easyrl.config.sections import (
-    AlgorithmConfig,
-    ConfigError,
-    DataConfig,
-    EvalConfig,
-    ModelConfig,
-    OutputConfig,
-    RewardConfig,
-    RolloutConfig,
-    RuntimeConfig,
-    Section,
-    TrainConfig,
-    is_section,
-    kinds,
-)
+from easyrl.config.sections import ConfigError, Section, is_section, kinds
 
 __all__ = ["Config", "ConfigError", "load_config", "settings_markdown", "to_commented_yaml"]
 
@@ -49,16 +36,16 @@ __all__ = ["Config", "ConfigError", "load_config", "settings_markdown", "to_comm
 class Config(Section):
     """All sections."""
 
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    reward: RewardConfig = RewardConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    train: TrainConfig = TrainConfig()
-    eval: EvalConfig = EvalConfig()
+    model: sections.ModelConfig = sections.ModelConfig()
+    data: sections.DataConfig = sections.DataConfig()
+    reward: sections.RewardConfig = sections.RewardConfig()
+    rollout: sections.RolloutConfig = sections.RolloutConfig()
+    algorithm: sections.AlgorithmConfig = sections.AlgorithmConfig()
+    train: sections.TrainConfig = sections.TrainConfig()
+    eval: sections.EvalConfig = sections.EvalConfig()
     devices: DevicesConfig = DevicesConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
-    output: OutputConfig = OutputConfig()
+    runtime: sections.RuntimeConfig = sections.RuntimeConfig()
+    output: sections.OutputConfig = sections.OutputConfig()
 
     @property
     def learning_rate(self) -> float:

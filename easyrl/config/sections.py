@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -106,14 +106,13 @@ class ModelConfig(Section):
     path: str = Field(default="tiny", min_length=1)
     """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-countdown`)."""
     dtype: DType = "float32"
-    """Data type in which engines and trainer compute. The trainer keeps weights, sums of gradients,
-    optimizer state and log-probabilities in float32."""
+    """Data type of the computation. The trainer keeps weights, sums of gradients, optimizer state
+    and log-probabilities in float32."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
     attention: AttentionMode = "auto"
-    """How a group is trained: its prompt once for all completions (`shared_prompt`) or once for
-    each (`repeated`), with the same result. `auto`: shared where the model's layers support it
-    exactly, else repeated; the run prints why it does not."""
+    """Train a group's prompt once for all completions (`shared_prompt`) or once for each
+    (`repeated`), with the same result. `auto`: shared where the model's layers support it."""
     lora: LoraConfig = LoraConfig()
 
 
@@ -122,11 +121,9 @@ class DataConfig(Section):
 
     dataset: Annotated[str | list[str], EACH_ONCE] = Field(default="arithmetic", min_length=1)
     """A preset (`arithmetic`, `countdown`, `gsm8k`, `math`), a .jsonl, .csv or .parquet file, a
-    folder of `save_to_disk`, or a hub id (`owner/name`, `owner/name:subset:split`); a list of them
-    is mixed."""
+    folder of `save_to_disk`, or a hub id (`owner/name:subset:split`); a list of them is mixed."""
     preset: str | None = Field(default=None, min_length=1)
-    """A preset whose prompts, columns, reward and evaluation settings apply to rows of your own (a
-    file, a folder, a hub id) that have its columns. Null: none."""
+    """A preset whose settings apply to rows of your own that have its columns. Null: none."""
     weights: list[PositiveFloat] | None = Field(default=None, min_length=1)
     """Shares of a list of data sets, exact to a thousandth; null: equal shares."""
     prompt_column: str | None = Field(default=None, min_length=1)
@@ -177,27 +174,22 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """Reward functions (docs/rewards.md)."""
 
-    answer_column: ClassVar[str] = "answer"
-    """Column with the right answer; `data.columns={answer: solution}` renames one to it."""
-
     functions: list[str] | None = None
     """List of `exact_match`, `math`, `gsm8k`, `code`, `regex`, `format`, `countdown`,
     `length_penalty`, `file.py:function`, `package.module:function`; null: the preset's."""
     weights: list[float] | None = None
     """One weight per function, in their order; null: 1 each."""
     pattern: str | None = None
-    """Regular expression (Python's) that `regex` searches a completion for; `^` and `$` match its
-    two ends, `(?s)` at the beginning lets a dot match line ends."""
+    """Python's regular expression that the function `regex` searches a completion for."""
     code_timeout_seconds: float = Field(default=10.0, gt=0.0, le=3600.0)
     """Longest time of one program with all of its tests, in seconds."""
     code_sandbox: Literal["bwrap", "limits"] = "bwrap"
-    """How programs are isolated: bubblewrap (`bwrap`), or resource limits alone (`limits`), for
+    """Isolation of programs: bubblewrap (`bwrap`), or resource limits alone (`limits`), for
     containers that allow no namespaces and are the sandbox themselves."""
     num_workers: int = Field(default=2, ge=1, le=512)
     """Processes that score in parallel, per rollout worker."""
     timeout_seconds: float | None = Field(default=None, gt=0.0)
-    """Longest time of one reward call, which scores a group (`code` and `math`: a completion), in
-    seconds; null: `runtime.timeout_seconds`."""
+    """Longest time of one reward call, in seconds; null: `runtime.timeout_seconds`."""
     memory_limit_gib: float | None = Field(default=4.0, ge=0.25)
     """Memory that each reward process may allocate, in GiB; null: no limit."""
     on_error: Literal["stop", "skip_group", "zero"] = "stop"
@@ -244,20 +236,16 @@ class RolloutConfig(Section):
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens; a longer one is cut off."""
     stop: Annotated[list[str], EACH_ONCE] = Field(default_factory=list)
-    """Strings that end a completion, as in ["\\n\\n", END]: after the token with which its text
-    first contains one. The stop string's own tokens stay: they are trained, and rewards see them.
-    """
+    """Strings that end a completion, as in ["\\n\\n", END]. Their own tokens are trained, and
+    rewards see them."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature, of generation and of the trained distribution alike."""
     top_k: int = Field(default=0, ge=0)
-    """Sample only from this many most probable tokens; 0: all. Other values make sampling differ
-    from the trained distribution."""
+    """Sample only from this many most probable tokens; 0: all, as the trained distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Sample only from the most probable tokens with this sum of probabilities; 1: all. Other
-    values make sampling differ from the trained distribution."""
+    """Sample only from the most probable tokens with this sum of probabilities; 1: all."""
     max_concurrent_groups: int | None = Field(default=None, ge=1)
-    """Groups in flight per engine: more make it efficient, fewer finish one after another; null:
-    chosen from `train.prompts_per_iteration`."""
+    """Groups in flight per engine; null: chosen from `train.prompts_per_iteration`."""
     ring_slots: int | None = Field(default=None, ge=1)
     """Finished groups that the ring buffer holds; null: `train.prompts_per_iteration`."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"
@@ -268,12 +256,6 @@ class RolloutConfig(Section):
     memory_fraction: float | None = Field(default=None, gt=0.0, le=1.0)
     """Fraction of its accelerator's memory that a rollout worker may take for weights and KV cache.
     Null: 0.9, or 0.5 of an accelerator that it shares with a train worker."""
-
-    @property
-    def processors(self) -> dict[str, Any]:
-        """The keys besides the temperature that change the sampled distribution."""
-        neutral = {"top_k": 0, "top_p": 1.0}
-        return {key: value for key, value in self if value != neutral.get(key, value)}
 
 
 CISPO_EPSILON_HIGH = 5.0
@@ -314,9 +296,8 @@ class AlgorithmConfig(Section):
     """Do not train completions that were cut off, as at `rollout.max_completion_length`. They still
     count in their group's advantages, and in the loss as completions; their tokens do not."""
     importance_sampling_correction: Literal["none", "truncate", "mask", "auto"] = "auto"
-    """Weight each token by its probability in the trainer over that in the engine, which differ
-    slightly: at most importance_sampling_cap (`truncate`), or 0 beyond it (`mask`). `auto`: none in
-    float32, truncate below it."""
+    """Weight each token by its probability in the trainer over that in the engine: at most
+    importance_sampling_cap (`truncate`), or 0 beyond it (`mask`). `auto`: none in float32."""
     importance_sampling_cap: float = Field(default=3.0, gt=1.0)
     """Largest weight of importance_sampling_correction."""
     dynamic_sampling: bool = False
@@ -346,9 +327,6 @@ class AlgorithmConfig(Section):
         return self
 
 
-Offloaded = Literal["reference", "old", "optimizer"]
-
-
 class TrainConfig(Section):
     """Iterations and the optimizer (AdamW)."""
 
@@ -373,13 +351,12 @@ class TrainConfig(Section):
     activation_checkpointing: bool = False
     """Compute each layer again in the backward pass: far less memory for a third more time. It does
     not change the result."""
-    offload: Annotated[list[Offloaded], EACH_ONCE] = Field(default_factory=list)
-    """List of what to keep in host memory instead of on the train devices: weights of the
-    `reference` (with algorithm.beta) and of the `old` policy (updates_per_iteration over 1), copied
-    to the device for each micro-batch; the `optimizer`, which then steps on the CPU, with gradients
-    and the policy's float32 weights (LoRA's frozen ones as well). It costs time; it has no effect
-    when training on the CPU."""
-
+    offload: Annotated[list[Literal["reference", "old", "optimizer"]], EACH_ONCE] = Field(
+        default_factory=list
+    )
+    """List of what to keep in host memory, which costs time: weights of the `reference` (with
+    algorithm.beta) and of the `old` policy (updates_per_iteration over 1); the `optimizer`, which
+    then steps on the CPU, with gradients and the policy's float32 weights."""
     save_every: int | None = Field(default=10, ge=1)
     """Iterations between checkpoints; null: none in between. The last iteration of a run, also of a
     stopped one, is always saved."""
@@ -387,9 +364,9 @@ class TrainConfig(Section):
     """Newest checkpoints to keep, each three times the trained weights in size; 0: none is written,
     and the run cannot be resumed."""
     eval_every: int = Field(default=0, ge=0)
-    """Iterations between evaluations on held-out problems (see `eval.dataset` and
-    `data.num_held_out`); 0: only before the first iteration and after the last. It does not change
-    what is trained. The checkpoint with the highest accuracy is kept as checkpoints/best."""
+    """Iterations between evaluations on held-out problems (`eval.dataset`, `data.num_held_out`); 0:
+    only before the first iteration and after the last. The checkpoint with the highest accuracy is
+    kept as checkpoints/best."""
 
     @property
     def keep_best(self) -> bool:
@@ -404,7 +381,7 @@ class EvalConfig(Section):
     dataset: str | None = Field(default=None, min_length=1)
     """Data set that accuracy is measured on, in the forms of `data.dataset`. Null: the held-out
     problems of `data.dataset`; in `easyrl eval` all of its rows if it has none. A preset uses its
-    own prompts; any other data set is read as `data` says. The run's rewards score it."""
+    own prompts; any other data set is read as `data` says."""
     num_samples: int | None = Field(default=None, ge=1)
     """Completions per problem; null: the preset's number, else 1."""
     temperature: float | None = Field(default=None, ge=0.0)
@@ -456,9 +433,6 @@ class SamplingChoice:
         return cls(top_k=rollout.top_k, **{name: values[name] for name in names})
 
 
-TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
-
-
 class RuntimeConfig(Section):
     """How the run is driven."""
 
@@ -482,6 +456,8 @@ class OutputConfig(Section):
 
     dir: str | None = Field(default=None, min_length=1)
     """The run folder; null: runs/<time>-<task>."""
-    log_to: Annotated[list[TrackerName], EACH_ONCE] = Field(default_factory=list)
+    log_to: Annotated[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], EACH_ONCE] = (
+        Field(default_factory=list)
+    )
     """Trackers that also get the metrics: a list of `tensorboard`, `wandb` (Weights & Biases),
     `trackio`, `mlflow`; each needs its extra, as in pip install 'easyrl[wandb]'."""

@@ -225,7 +225,7 @@ def answers_of_workers(
 def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvaluated) -> Lines:
     """A line of `samples.jsonl` for each sample of a problem."""
     names = reward_names(plan.config)
-    expected = prompt.columns.get(plan.config.reward.answer_column)
+    expected = prompt.columns.get("answer")
     columns = {"answer": expected} if isinstance(expected, (str, int, float)) else {}
     # No function has rewards if a reward call failed.
     by_function = answer.rewards_by_function or [[None] * len(answer.rewards)] * len(names)

@@ -89,9 +89,11 @@ def check_positions(config: Config, model: ModelFiles, *, section: str = "rollou
 
 
 def sampling_warnings(config: Config) -> list[str]:
-    keys = ", ".join(f"rollout.{key}={value}" for key, value in config.rollout.processors.items())
-    warning = f"warning: with {keys} completions are not sampled from the trained distribution"
-    return [warning] if keys else []
+    top_k, top_p = config.rollout.top_k, config.rollout.top_p
+    if (top_k, top_p) == (0, 1.0):
+        return []
+    given = f"rollout.top_k={top_k}, rollout.top_p={top_p}"
+    return [f"warning: with {given} completions are not sampled from the trained distribution"]
 
 
 def describe_memory(config: Config, placement: Placement) -> str:
