@@ -79,11 +79,8 @@ OWN = [{"role": "system", "content": "Own."}, *CHAT]
     ("row", "data", "content"),
     [
         (ROW, {"prompt_column": "question"}, "2+3?"),
-        (ROW, {"prompt_column": "question", "chat": False}, "2+3?"),
         (ROW, {"prompt_column": "question", "chat": True}, CHAT),
         (ROW, {"prompt_column": "question", "system_prompt": "Add."}, FROM_SYSTEM),
-        (ROW, {"prompt_template": "{question}", "system_prompt": "Add."}, FROM_SYSTEM),
-        ({"prompt": CHAT}, {"chat": True}, CHAT),
         ({"prompt": CHAT}, {"system_prompt": "Add."}, FROM_SYSTEM),
         ({"prompt": OWN}, {"system_prompt": "Add."}, OWN),
     ],
@@ -100,13 +97,8 @@ def test_a_prompt_is_a_string_or_a_chat(
 def test_columns_reach_the_rewards_under_the_names_asked_for(tmp_path: Path) -> None:
     columns = {"solution": "answer", "asked": "question"}
     made = first(tmp_path, prompt_column="question", columns=columns)
-    assert made.columns == {
-        "solution": "5",
-        "asked": "2+3?",
-        "level": 4,
-        "notes": None,
-        "braces": BRACES,
-    }
+    kept = {name: ROW[name] for name in ("level", "notes", "braces")}
+    assert made.columns == {"solution": "5", "asked": "2+3?", **kept}
     both = {"solution": "answer", "answer": "answer"}
     assert first(tmp_path, prompt_column="question", columns=both).columns["answer"] == "5"
 
@@ -116,12 +108,10 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
     assert message.startswith("data.columns.answer: ")
 
 
-def test_a_column_with_the_name_of_an_argument_may_be_renamed(tmp_path: Path) -> None:
+def test_a_column_with_the_name_of_an_argument_must_be_renamed(tmp_path: Path) -> None:
     row = {"prompt": "a", "completions": "b"}
-    assert "as in data.columns={of_data: completions}" in error_of(tmp_path, row)
-    columns = {"of_data": "completions"}
-    assert first(tmp_path, row, columns=columns).columns == {"of_data": "b"}
-    assert "column 'prompts'" in error_of(tmp_path, row, columns={"prompts": "completions"})
+    assert first(tmp_path, row).columns == {}
+    assert first(tmp_path, row, columns={"of_data": "completions"}).columns == {"of_data": "b"}
 
 
 # The chat template's variables.

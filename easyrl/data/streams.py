@@ -76,11 +76,6 @@ class RowForm:
                     f"{key}: expected a column of '{dataset}', which are {', '.join(names)}, got "
                     f"'{name}'"
                 )
-        for name in sorted(RESERVED_COLUMNS & set(self.reward_columns(dict.fromkeys(names)))):
-            raise ConfigError(
-                f"{KEY}: column '{name}' of '{dataset}' has the name of an argument that every "
-                f"reward function gets; rename it, as in data.columns={{of_data: {name}}}"
-            )
 
     def content(self, row: Row) -> str | Messages:
         """Make the prompt of a row. Raises ValueError where the row has none."""
@@ -106,8 +101,8 @@ class RowForm:
         return messages
 
     def reward_columns(self, row: Row) -> dict[str, Any]:
-        """The columns of a row that rewards get."""
-        away = {self.prompt_column, *self.renamed.values()}
+        """The columns of a row that rewards get. One with a reserved name must be renamed."""
+        away = {self.prompt_column, *self.renamed.values(), *RESERVED_COLUMNS}
         kept = {name: value for name, value in row.items() if name not in away}
         return kept | {argument: row[name] for argument, name in self.renamed.items()}
 
