@@ -131,8 +131,6 @@ OTHER_MODELS: dict[str, Callable[[Path], None]] = {
 
 NO_OUTPUT = "--no-live"
 """Takes the place of --output where the run folder must not be named (it changes nothing else)."""
-OWN = ("--reward", "exact_match", "--dataset")
-"""Before a data set of one's own."""
 
 # What is typed after `easyrl grpo`, and the key, flag or line that the error names. FOLDER holds
 # the files. Values that a key does not take are in test_config.

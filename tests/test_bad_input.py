@@ -71,16 +71,11 @@ def checked(*words: str) -> Preflight:
     return check_run(load_config(None, {"reward.functions": ["exact_match"]}, words))
 
 
-def error_of(*words: str) -> str:
-    with pytest.raises(ValueError) as caught:
-        checked(*words)
-    return str(caught.value)
-
-
-# Prompts.
-
-
-def test_long_prompts_are_skipped_and_counted(folder: Path) -> None:
+@pytest.mark.parametrize("num_checked", [1, 100])
+def test_long_prompts_are_skipped_and_counted(
+    num_checked: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "MAX_CHECKED", num_checked)
     words = f"data.dataset={folder}/long.jsonl", "data.max_prompt_length=6"
     preflight = checked(*words, "data.long_prompts=skip")
     assert preflight.num_prompts_skipped == 1
@@ -89,31 +84,19 @@ def test_long_prompts_are_skipped_and_counted(folder: Path) -> None:
     assert checked(words[0]).num_prompts_skipped == 0
 
 
-def test_only_the_longest_texts_of_a_large_data_set_are_checked(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat, "MAX_CHECKED", 1)
-    words = f"data.dataset={folder}/long.jsonl", "data.max_prompt_length=6"
-    assert "long.jsonl:3" in error_of(*words)
-    assert checked(*words, "data.long_prompts=skip").prompts.epoch_length == 1
-
-
 # Weights that are whole as files, but not the model's: found when they are loaded.
 
 
-def test_weights_that_the_model_lacks_are_named(tmp_path: Path) -> None:
+def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) -> None:
     model = shutil.copytree(TINY, tmp_path / "model")
+    change_json("config.json", intermediate_size=380)(model)
+    with pytest.raises(ValueError, match=r"model.path: .* \[128, 380\] .* \[128, 384\]"):
+        Policy.load(str(model))
+    change_json("config.json", intermediate_size=384)(model)
     weights = load_file(model / "model.safetensors")
     weights.pop("model.layers.0.mlp.up_proj.weight")
     save_file(weights, model / "model.safetensors")
     with pytest.raises(ValueError, match=r"model.path: .*layers.0.mlp.up_proj"):
-        Policy.load(str(model))
-
-
-def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
-    model = shutil.copytree(TINY, tmp_path / "model")
-    change_json("config.json", intermediate_size=380)(model)
-    with pytest.raises(ValueError, match=r"model.path: .* \[128, 380\] .* \[128, 384\]"):
         Policy.load(str(model))
 
 
