@@ -7,9 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -20,16 +18,20 @@ from easyrl.config import load_config
 from easyrl.runtime import placement as placement_module
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.workers import core_sharing
-from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores, WorkerCores
+from easyrl.workers.core_sharing import (
+    CoreSharing,
+    IdleBoard,
+    SharedCores,
+    WorkerCores,
+    make_idle_board,
+)
 from easyrl.workers.settings import WorkerSettings
 from own_workers import spawned_settings
 
 
 @pytest.fixture
-def board() -> Iterator[IdleBoard]:
-    board = IdleBoard(3)
-    yield board
-    board.close()
+def board() -> IdleBoard:
+    return make_idle_board(3)
 
 
 @pytest.fixture
@@ -53,12 +55,12 @@ def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(
         ours.use_available()
         ours.use_available()
         assert asked == [[0, 1, 2, 3, 4], 4]  # once
-        board.set_idle(2, True)
+        board[2] = True
         ours.use_available()
         assert asked[2:] == [[0, 1, 2, 3, 4], 5]
     ours.use_available()
     assert asked[4:] == [[0, 1, 2, 3, 4], 3]
-    board.set_idle(2, False)
+    board[2] = False
     ours.use_available()
     assert asked[6:] == [[0, 1], 2]
 
@@ -70,7 +72,7 @@ def test_unpinned_workers_share_threads_and_others_nothing(
     with alone.idle():
         alone.use_available()
     assert asked == []
-    board.set_idle(1, True)
+    board[1] = True
     WorkerCores(2, (), CoreSharing(board, 0, (SharedCores(1, 2, ()),))).use_available()
     assert asked == [4]
 
@@ -78,18 +80,18 @@ def test_unpinned_workers_share_threads_and_others_nothing(
 TURNS = """
 import json, os
 import torch
-from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores, WorkerCores
+from easyrl.workers.core_sharing import CoreSharing, SharedCores, WorkerCores, make_idle_board
 one, other = %d, %d
-board = IdleBoard(3)
+board = make_idle_board(3)
 shared = (SharedCores(1, 1, (one,)), SharedCores(2, 1, (other,)))
 cores = WorkerCores(1, (one,), CoreSharing(board, 0, shared))
 torch.set_num_threads(1)
 others = set(os.listdir("/proc/self/task"))  # NumPy's, which torch does not compute with
 for worker in (1, 2):
-    board.set_idle(worker, True)
+    board[worker] = True
     cores.use_available()
     torch.randn(400, 400) @ torch.randn(400, 400)
-    board.set_idle(worker, False)
+    board[worker] = False
 threads = set(os.listdir("/proc/self/task")) - others
 print(json.dumps([sorted(os.sched_getaffinity(int(thread))) for thread in threads]))
 """
@@ -114,30 +116,29 @@ def test_the_users_spin_settings_win() -> None:
 def test_a_worker_is_busy_again_after_an_interrupted_wait(board: IdleBoard) -> None:
     worker = WorkerCores(1, (), CoreSharing(board, 1, ()))
     with pytest.raises(KeyboardInterrupt), worker.idle():
-        assert board.is_idle(1)
+        assert board[1]
         raise KeyboardInterrupt
-    assert not board.is_idle(1)
+    assert not board[1]
 
 
 def be_idle(board: IdleBoard, control: Connection) -> None:
-    board.set_idle(2, True)
+    board[2] = True
     control.send("idle")
     control.recv()
-    board.set_idle(2, False)
+    board[2] = False
     control.send("busy")
 
 
-def test_all_processes_see_one_board_without_a_name(board: IdleBoard) -> None:
-    assert str(Path(f"/proc/self/fd/{board._memory_fd}").readlink()).startswith("/memfd:")
+def test_all_processes_see_one_board(board: IdleBoard) -> None:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=be_idle, args=(board, theirs))
     process.start()
     assert ours.recv() == "idle"
-    assert [board.is_idle(worker) for worker in range(3)] == [False, False, True]
+    assert list(board) == [False, False, True]
     ours.send("end")
     assert ours.recv() == "busy"
-    assert not board.is_idle(2)
+    assert not board[2]
     process.join()
 
 

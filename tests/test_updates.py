@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -28,8 +27,6 @@ from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.model.tri_model import OtherWeights
 from easyrl.types import RolloutGroup, Weight
-from easyrl.workers.learner import loss_settings
-from easyrl.workers.timeline import Timeline
 from easyrl.workers.train import TrainWorker
 from own_workers import make_ring, settings_on_cpu
 from tiny_models import largest_gradient_gap, tiny_model
@@ -192,7 +189,7 @@ def sequence_logprobs(
 
 def gradient_by_definition(trained: Trained, update: int) -> dict[str, Tensor]:
     """Sequence by sequence, with three separate models, nothing left out."""
-    config, settings = trained.config, loss_settings(trained.config)
+    config = trained.config
     policy = plain_model(trained.weights_before[update])
     old, reference = plain_model(trained.weights_before[0]), plain_model()
     per_update = NUM_GROUPS // config.train.updates_per_iteration
@@ -222,9 +219,9 @@ def gradient_by_definition(trained: Trained, update: int) -> dict[str, Tensor]:
                 completion_of_token=torch.zeros(len(mask), dtype=torch.int64),
                 num_completions=1,
             )
-            total = total + policy_loss(inputs, settings).loss
+            total = total + policy_loss(inputs, config).loss
     denominator = loss_denominator(
-        settings, num_completions=len(groups) * NUM_GENERATIONS, num_tokens=num_tokens
+        config, num_completions=len(groups) * NUM_GENERATIONS, num_tokens=num_tokens
     )
     (total / denominator).backward()
     return {name: p.grad.float() for name, p in policy.named_parameters()}
@@ -409,17 +406,12 @@ def test_other_ranks_wait_for_rank_0_weight_by_weight(monkeypatch: pytest.Monkey
         log.append(name)
         return torch.zeros(2)
 
+    _theirs, control = multiprocessing.Pipe()
+    config, ring = load_config(words=[f"model.path={MODEL}"]), make_ring(1)
+    worker = TrainWorker(settings_on_cpu("train-1", config), ring.attach(0), control)
     weights = [Weight(n, torch.zeros(2), partial(make, n), is_trained=True) for n in "ab"]
+    monkeypatch.setattr(worker.learner.policy, "weights", lambda only_trained: weights)
     monkeypatch.setattr(devices, "synchronize", lambda device: log.append("synchronize"))
-    worker: Any = SimpleNamespace(
-        learner=SimpleNamespace(
-            policy_version=3, policy=SimpleNamespace(weights=lambda only_trained: weights)
-        ),
-        config=load_config(),
-        channel=None,
-        device=torch.device("cpu"),
-        timeline=Timeline(lambda activity: None),
-        _send=lambda event: log.append("sent"),
-    )
-    TrainWorker._exchange_weights(worker, 3, only_trained=False)
-    assert log == ["a", "synchronize", "b", "synchronize", "sent"]
+    worker._exchange_weights(0)
+    assert log == ["a", "synchronize", "b", "synchronize"]
+    ring.close()

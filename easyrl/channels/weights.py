@@ -148,11 +148,6 @@ class WeightChannel:
             self._buckets = [self._make_bucket(self._device) for _ in range(NUM_BUCKETS)]
         self._pending: list[tuple[int, Any]] = []  # bucket number and its broadcast
 
-    @property
-    def has_sent(self) -> bool:
-        """Whether the receivers have weights from this channel already (rank 0)."""
-        return bool(self._entries)
-
     def send(
         self,
         policy_version: int,

@@ -27,7 +27,7 @@ from easyrl.runtime.launch import worker_main
 from easyrl.runtime.placement import Placement
 from easyrl.runtime.resume import Resume
 from easyrl.runtime.supervisor import Supervisor, Worker, WorkerFailure
-from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores
+from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores, make_idle_board
 from easyrl.workers.settings import WorkerSettings
 
 TICK_SECONDS = 1.0
@@ -59,7 +59,7 @@ class Workers:
         self._supervisor = supervisor
         self._notify = notify
         num_rollout, num_train = placement.num_rollout_workers, placement.train.count
-        board = IdleBoard(num_rollout + num_train) if placement.lends_cores else None
+        board = make_idle_board(num_rollout + num_train) if placement.lends_cores else None
         checkpoint = resumed.checkpoint if resumed is not None else None
 
         def spawn(role: str, number: int, pipes: tuple[Connection, ...] = ()) -> Worker:
@@ -84,7 +84,7 @@ class Workers:
         self.train = [spawn("train", rank, pipes[rank]) for rank in range(num_train)]
         # Workers have descriptors of their own. A rank would not notice the death of another one
         # while this process held the pipe's end.
-        for shared in (ring, board, *(end for pair in pairs for end in pair)):
+        for shared in (ring, *(end for pair in pairs for end in pair)):
             if shared is not None:
                 shared.close()
         self._received: deque[tuple[Worker, events.WorkerEvent]] = deque()

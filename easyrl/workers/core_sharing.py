@@ -15,46 +15,21 @@ Imports torch only where it is used: settings are unpickled before torch may be 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 from collections.abc import Iterator
+from ctypes import Array, c_bool
 from dataclasses import dataclass
-from multiprocessing import reduction
-from multiprocessing.context import assert_spawning
-from typing import Any
+from multiprocessing.sharedctypes import RawArray
 
-from easyrl.channels.memory import anonymous_memory
 from easyrl.processes import pin
 
+IdleBoard = Array[c_bool]
+"""Whether each worker is idle, in memory that spawned workers share."""
 
-class IdleBoard:
-    """One byte per worker: whether it is idle. Passed to spawned workers as an argument."""
 
-    def __init__(self, num_workers: int) -> None:
-        """Every worker is busy at first."""
-        self._map(anonymous_memory(num_workers))
-
-    def _map(self, memory_fd: int) -> None:
-        self._memory_fd = memory_fd
-        self._bytes = mmap.mmap(memory_fd, os.fstat(memory_fd).st_size)
-
-    def __getstate__(self) -> Any:
-        assert_spawning(self)
-        return reduction.DupFd(self._memory_fd)
-
-    def __setstate__(self, handle: Any) -> None:
-        self._map(handle.detach())
-
-    def set_idle(self, worker: int, is_idle: bool) -> None:
-        self._bytes[worker] = is_idle
-
-    def is_idle(self, worker: int) -> bool:
-        return bool(self._bytes[worker])
-
-    def close(self) -> None:
-        """Close this process's descriptor; the workers have their own."""
-        self._bytes.close()
-        os.close(self._memory_fd)
+def make_idle_board(num_workers: int) -> IdleBoard:
+    """Every worker is busy at first. The memory has no name, so that nothing is left behind."""
+    board: IdleBoard = RawArray(c_bool, num_workers)
+    return board
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +71,18 @@ class WorkerCores:
         if self._sharing is None:
             yield
             return
-        self._sharing.board.set_idle(self._sharing.worker, True)
+        self._sharing.board[self._sharing.worker] = True
         try:
             yield
         finally:
-            self._sharing.board.set_idle(self._sharing.worker, False)
+            self._sharing.board[self._sharing.worker] = False
 
     def use_available(self) -> None:
         """Compute on the calling thread with its own cores and those of idle workers."""
         if self._sharing is None:
             return
         board = self._sharing.board
-        available = tuple(each for each in self._sharing.shared if board.is_idle(each.worker))
+        available = tuple(each for each in self._sharing.shared if board[each.worker])
         if available == self._in_use:
             return
         self._in_use = available

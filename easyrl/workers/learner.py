@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from easyrl import devices
-from easyrl.algorithm.losses import LossInputs, LossSettings, loss_denominator, policy_loss
+from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
 from easyrl.algorithm.schedule import learning_rate_factor
 from easyrl.config import Config
 from easyrl.model.attention import PackedGroups
@@ -53,7 +53,6 @@ class Learner:
         self.policy_version = 0
         """Number of optimizer updates, dropped ones included."""
         self.config = config
-        self.loss_settings = loss_settings(config)
         train, algorithm = config.train, config.algorithm
         if train.activation_checkpointing:
             policy.checkpoint_activations()
@@ -74,7 +73,7 @@ class Learner:
         self._means = dict(MEANS)
         if algorithm.beta > 0.0:
             self._means |= KL_MEANS
-        if self.loss_settings.importance_sampling_correction != "none":
+        if config.importance_sampling_correction != "none":
             self._means |= CORRECTION_MEANS
         self._zero_gradients()
         self.begin_iteration(0)
@@ -101,7 +100,7 @@ class Learner:
     def accumulate(self, batch: MicroBatch) -> None:
         """Run forward and backward of one micro-batch."""
         inputs = self._loss_inputs(batch)
-        outputs = policy_loss(inputs, self.loss_settings)
+        outputs = policy_loss(inputs, self.config)
         outputs.loss.backward()  # type: ignore[no-untyped-call]
         self._loss += outputs.loss.detach()
         difference = torch.where(
@@ -147,7 +146,7 @@ class Learner:
         """
         train = self.config.train
         denominator = loss_denominator(
-            self.loss_settings, num_completions=num_completions, num_tokens=num_tokens
+            self.config, num_completions=num_completions, num_tokens=num_tokens
         )
         gradients = [own_part(p.grad) for p in self._parameters if p.grad is not None]
         own_norm = float(torch.nn.utils.get_total_norm(gradients))
@@ -209,18 +208,3 @@ class Learner:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 own_part(parameter.grad).zero_()
-
-
-def loss_settings(config: Config) -> LossSettings:
-    algorithm = config.algorithm
-    return LossSettings(
-        loss_type=algorithm.loss_type,
-        importance_sampling_level=algorithm.importance_sampling_level,
-        epsilon=algorithm.epsilon,
-        epsilon_high=algorithm.resolved_epsilon_high,
-        beta=algorithm.beta,
-        entropy_coef=algorithm.entropy_coef,
-        importance_sampling_correction=config.importance_sampling_correction,
-        importance_sampling_cap=algorithm.importance_sampling_cap,
-        max_completion_length=config.rollout.max_completion_length,
-    )

@@ -11,7 +11,6 @@ worker waits only for a free slot in the ring (back-pressure).
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from multiprocessing.connection import Connection, wait
@@ -41,9 +40,6 @@ from easyrl.workers.timeline import Timeline
 
 TRAIN, EVALUATE = 0, 1
 SAMPLE_GROUPS = 1  # per iteration: their texts and rewards are written to samples.jsonl
-_ONE_BY_ONE = (
-    "{}, so prompts are completed one by one with transformers' generate: exact, but slower"
-)
 Key = tuple[int, int, int]
 """(TRAIN, iteration, prompt index) or (EVALUATE, evaluation_round, prompt index). Identifies a
 group and seeds the sampling of its sequences."""
@@ -92,9 +88,7 @@ class RolloutWorker:
         )
         policy.stop_at(tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))
-        if policy.no_packing_reason is not None:
-            if self.port is None:  # otherwise the train worker reports it
-                self.control.send(events.Note(_ONE_BY_ONE.format(policy.no_packing_reason)))
+        if policy.no_packing_reason is not None:  # the train worker reports it
             return tokenizer, GenerateEngine(policy, sampling, tokenizer=tokenizer)
         num_rows = self.settings.max_concurrent_groups * self.sampling.num_samples
         return tokenizer, EmbeddedEngine(policy, sampling, num_rows=num_rows, tokenizer=tokenizer)
@@ -217,101 +211,96 @@ class RolloutWorker:
         return texts
 
     def _finish_group(self, key: Key, scored: Scored) -> None:
-        """Put a scored group into the outbox, reject it, or report it to the evaluation.
+        kind, number, _ = key
+        finished, started = self._being_scored.pop(key)
+        _, prompt = indexed = self._prompts.pop(key)
+        self.timeline.add("score", started)
+        rewards = np.full(len(finished.completions), np.nan, dtype=np.float32)  # of a skipped one
+        if scored.scores:
+            rewards = weighted_sum(scored.scores, self.reward_weights)
+        if kind == TRAIN:
+            self._deliver(number, indexed, finished, scored, rewards)
+            return
+        with_texts, completions = self._evaluates_with_texts, finished.completions
+        answer = events.PromptEvaluated(
+            number,
+            prompt.index,
+            rewards.tolist(),
+            scored.scores,
+            [len(completion.token_ids) for completion in completions],
+            [completion.finish_reason == "length" for completion in completions],
+            prompt=_as_text(prompt.content) if with_texts else None,
+            completions=self._texts(finished) if with_texts else (),
+            errors=scored.errors,
+        )
+        self.control.send(answer)
+
+    def _deliver(
+        self,
+        iteration: int,
+        indexed: IndexedPrompt,
+        finished: FinishedGroup,
+        scored: Scored,
+        rewards: Float32,
+    ) -> None:
+        """Put a scored group into the outbox, or reject it.
 
         A group is rejected if it is skipped (`reward.on_error`), or, with dynamic sampling, if its
         rewards are all equal: the controller replaces it by another prompt. In the last round such
         a group is delivered like all others. Its advantages are exactly 0, so without a KL term or
         entropy bonus it has no gradient, but its completions count in the loss's denominator.
         """
-        kind, number, _ = key
-        finished, started = self._being_scored.pop(key)
-        group_index, prompt = self._prompts.pop(key)
-        self.timeline.add("score", started)
-        rewards = np.zeros(len(finished.completions), dtype=np.float32)
-        shown = [math.nan] * len(rewards)
-        if scored.scores:
-            rewards = weighted_sum(scored.scores, self.reward_weights)
-            shown = rewards.tolist()
-        if kind == EVALUATE:
-            with_texts, completions = self._evaluates_with_texts, finished.completions
-            answer = events.PromptEvaluated(
-                number,
-                prompt.index,
-                shown,
-                scored.scores,
-                [len(completion.token_ids) for completion in completions],
-                [completion.finish_reason == "length" for completion in completions],
-                prompt=_as_text(prompt.content) if with_texts else None,
-                completions=self._texts(finished) if with_texts else (),
-                errors=scored.errors,
-            )
-            self.control.send(answer)
-            return
-        group = self._make_group(number, group_index, prompt.index, finished, rewards)
-        has_equal_rewards = bool((rewards == rewards[0]).all())
-        replaces_equal = self.config.algorithm.dynamic_sampling
-        is_unwanted = not scored.scores or (replaces_equal and has_equal_rewards)
-        is_rejected = is_unwanted and not self._is_last_round
-        is_sample = group_index < SAMPLE_GROUPS and not is_rejected
-        report = events.GroupScored(
-            iteration=number,
-            group_index=group_index,
-            prompt_index=prompt.index,
-            rewards=shown,
-            rewards_by_function=scored.scores,
-            completion_lengths=group.completion_lengths.tolist(),
-            num_truncated=int(group.truncated.sum()),
-            busy_seconds=self._busy_seconds,
-            errors=scored.errors,
-            is_skipped=not scored.scores,
-            is_unwanted=is_unwanted,
-            is_rejected=is_rejected,
-            logged=scored.metrics,
-            prompt=_as_text(prompt.content) if is_sample else None,
-            samples=[
-                events.Sample(
-                    text,
-                    shown[index],
-                    float(group.advantages[index]),
-                    {name: values[index] for name, values in scored.columns.items()},
-                )
-                for index, text in enumerate(self._texts(finished))
-            ]
-            if is_sample
-            else (),
-        )
-        if is_rejected:
-            self.control.send(report)
-        else:
-            self._outbox.append((group, report))
-
-    def _make_group(
-        self,
-        iteration: int,
-        group_index: int,
-        prompt_index: int,
-        finished: FinishedGroup,
-        rewards: Float32,
-    ) -> RolloutGroup:
         algorithm, completions = self.config.algorithm, finished.completions
+        group_index, prompt = indexed
+        is_skipped = not scored.scores
+        trained_rewards = np.zeros_like(rewards) if is_skipped else rewards
+        has_equal_rewards = bool((trained_rewards == trained_rewards[0]).all())
+        is_unwanted = is_skipped or (algorithm.dynamic_sampling and has_equal_rewards)
+        is_rejected = is_unwanted and not self._is_last_round
         tokens = np.concatenate([completion.token_ids for completion in completions])
-        return RolloutGroup(
+        group = RolloutGroup(
             iteration=iteration,
             policy_version=self.policy_version,
             group_index=group_index,
-            prompt_index=prompt_index,
+            prompt_index=prompt.index,
             prompt_ids=np.array(finished.request.prompt_ids, dtype=np.int32),
             completion_lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int32),
             completion_ids=tokens,
             rollout_logprobs=np.concatenate([completion.logprobs for completion in completions]),
             loss_mask=np.ones(len(tokens), dtype=np.bool_),
-            rewards=rewards,
+            rewards=trained_rewards,
             advantages=group_advantages(
-                rewards, algorithm.scale_rewards, algorithm.advantage_estimator
+                trained_rewards, algorithm.scale_rewards, algorithm.advantage_estimator
             ),
             truncated=np.array([c.finish_reason == "length" for c in completions]),
         )
+        samples = []
+        if is_sample := group_index < SAMPLE_GROUPS and not is_rejected:
+            for n, text in enumerate(self._texts(finished)):
+                columns = {name: values[n] for name, values in scored.columns.items()}
+                advantage = float(group.advantages[n])
+                samples.append(events.Sample(text, float(rewards[n]), advantage, columns))
+        report = events.GroupScored(
+            iteration=iteration,
+            group_index=group_index,
+            prompt_index=prompt.index,
+            rewards=rewards.tolist(),
+            rewards_by_function=scored.scores,
+            completion_lengths=group.completion_lengths.tolist(),
+            num_truncated=int(group.truncated.sum()),
+            busy_seconds=self._busy_seconds,
+            errors=scored.errors,
+            is_skipped=is_skipped,
+            is_unwanted=is_unwanted,
+            is_rejected=is_rejected,
+            logged=scored.metrics,
+            prompt=_as_text(prompt.content) if is_sample else None,
+            samples=samples,
+        )
+        if is_rejected:
+            self.control.send(report)
+        else:
+            self._outbox.append((group, report))
 
     def _publish(self) -> None:
         """Put finished groups into the ring while it has free slots."""

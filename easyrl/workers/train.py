@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -40,20 +39,6 @@ from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
-
-_REPEATED_PROMPTS = (
-    "model.attention: {}, so the prompt is repeated for each completion{}: exact, but slower"
-)
-_ONE_BY_ONE = ", and groups are generated one by one with transformers' generate"
-_COPIED_WEIGHTS = "weights are copied through the CPU: two processes cannot share the device's: {}"
-
-
-@dataclass(frozen=True, slots=True)
-class GatherWeights:
-    """Rank 0 sends weights: the other ranks gather the same ones, in the same order."""
-
-    policy_version: int
-    only_trained: bool
 
 
 class TrainWorker:
@@ -85,6 +70,7 @@ class TrainWorker:
         with self.ranks.naming_failures():
             self.learner = self._load()
         self.channel: WeightChannel | None = None
+        self.has_exchanged = False
 
     def _join_ranks(self) -> TrainRanks:
         settings = self.settings
@@ -114,9 +100,9 @@ class TrainWorker:
             attention=model.attention,
         )
         if policy.no_packing_reason is not None:
-            one_by_one = _ONE_BY_ONE if settings.engine == "embedded" else ""
-            note = _REPEATED_PROMPTS.format(policy.no_packing_reason, one_by_one)
-            self._report(events.Note(note))
+            slower = "exact, but slower (the embedded engine completes prompts one by one)"
+            repeated = f"so the prompt is repeated for each completion: {slower}"
+            self._report(events.Note(f"model.attention: {policy.no_packing_reason}, {repeated}"))
         if model.lora.rank is not None:
             policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
         learner = Learner(policy, self.config, self.ranks)
@@ -130,32 +116,25 @@ class TrainWorker:
             with self.ranks.naming_failures():
                 self._obey(command)
 
-    def _next_command(self) -> events.Command | GatherWeights:
-        command: events.Command | GatherWeights
+    def _next_command(self) -> events.Command:
         if not self.is_first_rank:
-            command = self.pipes.receive()
+            command: events.Command = self.pipes.receive()
             return command
         with self.cores.idle():
             command = self.control.recv()
-        if not isinstance(command, events.InitWeightChannel | events.ExchangeWeights | events.Stop):
+        if not isinstance(command, events.InitWeightChannel | events.Stop):
             self.pipes.dispatch(command)
         return command
 
-    def _obey(self, command: events.Command | GatherWeights) -> None:
+    def _obey(self, command: events.Command) -> None:
         match command:
             case events.InitWeightChannel(rank, world_size):
                 self.channel = WeightChannel(self.settings.weight_endpoint(rank, world_size))
-                if self.channel.not_shared_reason is not None:
-                    self._send(events.Note(_COPIED_WEIGHTS.format(self.channel.not_shared_reason)))
+                if (reason := self.channel.not_shared_reason) is not None:
+                    why = f"two processes cannot share the device's: {reason}"
+                    self._send(events.Note(f"weights are copied through the CPU: {why}"))
             case events.ExchangeWeights(version):
-                assert self.channel is not None
-                # Receivers keep the other weights from the first exchange. vLLM fuses weights, and
-                # needs all parts of a fused one.
-                only_trained = self.channel.has_sent and self.settings.engine == "embedded"
-                self.pipes.dispatch(GatherWeights(version, only_trained))
-                self._exchange_weights(version, only_trained=only_trained)
-            case GatherWeights(version, only_trained):
-                self._exchange_weights(version, only_trained=only_trained)
+                self._exchange_weights(version)
             case events.TrainIteration(iteration):
                 self._train_iteration(iteration)
             case events.SaveCheckpoint() as command:
@@ -182,15 +161,20 @@ class TrainWorker:
         assert self.learner.policy_version == policy_version
         return self.learner.state()
 
-    def _exchange_weights(self, version: int, *, only_trained: bool) -> None:
+    def _exchange_weights(self, version: int) -> None:
+        """Rank 0 sends the weights. The other ranks gather the same ones, in the same order."""
         assert version == self.learner.policy_version
+        # Receivers keep the other weights from the first exchange. vLLM fuses weights, and needs
+        # all parts of a fused one.
+        only_trained = self.has_exchanged and self.settings.engine == "embedded"
+        self.has_exchanged = True
         weights = self.learner.policy.weights(only_trained=only_trained)
         dtype = getattr(torch, self.config.model.dtype)  # the engines'
         with self.timeline.measure("weights"):
             if self.channel is not None:
                 self.channel.send(version, weights, dtype=dtype, gather=gathered)
             else:
-                for weight in weights:  # rank 0 gathers them, in the same order
+                for weight in weights:
                     gathered(weight.materialize(), dtype)
                     # Otherwise a device queues all gathers, and the last times out while rank 0
                     # waits for engines.
