@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from easyrl.config import Config
-from easyrl.config.algorithm import AlgorithmConfig
+from easyrl.config.sections import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True)
