@@ -103,7 +103,7 @@ def test_changed_rows_are_refused(tmp_path: Path) -> None:
 
     check()
     data.write_text('{"prompt": "1+1=", "answer": "3"}\n')
-    with pytest.raises(ConfigError, match=r"data.dataset: the rows of .* are not those that"):
+    with pytest.raises(ConfigError, match=r"^data\.dataset: .*changed"):
         check()
 
 
