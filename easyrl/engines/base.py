@@ -48,8 +48,7 @@ class GroupRequest:
     """A prompt and the number of completions to sample."""
 
     key: tuple[int, ...]
-    """Identifies the group. Sample i is drawn from a random stream that depends on
-    (seed, *key, i) alone."""
+    """Sample i is drawn from a random stream that depends on (seed, *key, i) alone."""
     prompt_ids: Sequence[int]  # [P]
     num_generations: int
     completion_lengths: Sequence[int] | None = None  # [G]

@@ -3,15 +3,20 @@
     submit ─► waiting groups ─► prompt prefilled once ─► sequences ready ─► rows ─► finished groups
 
 One forward per step processes the newest token of every row in flight and, if few sequences are
-ready to start, the prompts of the next groups. A finished row is reused by the next ready sequence
-in the same step; if there is none, the last row moves into its place, so that finished rows cost
-nothing. Groups are served first come, first served. What a step computes depends on the requests
-and the sampled tokens alone, never on a clock (docs/design.md, Invariants).
+ready to start, the prompts of the next groups: `[n decode tokens | prompt | prompt | ...]`. Decode
+tokens attend to their row of the KV cache, prompts to themselves. A finished row is reused by the
+next ready sequence in the same step; if there is none, the last row moves into its place, so that
+finished rows cost nothing. Groups are served first come, first served. What a step computes depends
+on the requests and the sampled tokens alone, never on a clock (docs/design.md, Invariants).
+
+Shapes: S rows, n of them active, Hq query heads, Hkv key/value heads, D head size, M the longest
+sequence that fits a row, L the longest active one, P prompt tokens, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +26,118 @@ from torch import Tensor
 
 from easyrl.engines import MAX_PREFILL_TOKENS
 from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, SamplingSettings
-from easyrl.engines.kv_cache import KVCache, PromptCache, StepLayout
 from easyrl.engines.sampling import sample, uniform_stream
 from easyrl.model.policy import Policy
+from easyrl.model.shared_prompt import AttentionSettings, SharedPrompt
 from easyrl.types import Completion, Float32, Float64, Int32
+
+PromptCache = list[tuple[Tensor, Tensor]]
+"""Keys and values of one prompt, per layer 2 x [Hkv, P, D], kept until all completions of its group
+have started from a copy of them."""
+
+# -- KV cache and attention -----------------------------------------------------------------------
+
+
+class KVCache:
+    """Per layer 2 x [S, Hkv, M, D], allocated when a layer is first seen and never grown."""
+
+    def __init__(self, num_rows: int, max_length: int) -> None:
+        self.num_rows = num_rows
+        self.max_length = max_length
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def allocate(self, key: Tensor, value: Tensor) -> None:
+        """Add a layer with the shape and dtype of key and value: 2 x [T, Hkv, D]."""
+        keys, values = (
+            x.new_zeros(self.num_rows, x.shape[1], self.max_length, x.shape[2])
+            for x in (key, value)
+        )
+        self.layers.append((keys, values))
+
+    def start_row(self, row: int, prompt: PromptCache) -> None:
+        """Copy the prompt into the row."""
+        for layer, of_prompt in zip(self.layers, prompt, strict=True):
+            for cache, kept in zip(layer, of_prompt, strict=True):
+                cache[row, :, : kept.shape[1]] = kept
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        for layer in self.layers:
+            for cache in layer:
+                cache[target, :, :length] = cache[source, :, :length]
+
+
+class StepLayout:
+    """The attention layout of one engine step: n decode tokens, then whole prompts."""
+
+    def __init__(
+        self, cache: KVCache, positions: Tensor, longest: int, prompt_lengths: Sequence[int]
+    ) -> None:
+        """`positions` [n]: the position of each active row's new token; `longest`: L."""
+        self.cache = cache
+        self.prompts: list[PromptCache] = [[] for _ in prompt_lengths]
+        self._num_decode = len(positions)
+        self._positions = positions
+        self._rows = torch.arange(self._num_decode, device=positions.device)
+        self._longest = longest
+        self._prompt_lengths = list(prompt_lengths)
+        self._packed: SharedPrompt | None = None
+        if prompt_lengths:
+            groups = [(length, ()) for length in prompt_lengths]
+            self._packed = SharedPrompt(groups, positions.device)
+        self._biases: dict[tuple[int | None, int], Tensor] = {}
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        if settings.layer == len(self.cache.layers):
+            self.cache.allocate(key, value)
+        n = self._num_decode
+        outputs = []
+        if n:
+            outputs.append(self._decode(query[:n], key[:n], value[:n], settings))
+        if self._packed is not None:
+            parts = (torch.split(x[n:], self._prompt_lengths) for x in (key, value))
+            for prompt, k, v in zip(self.prompts, *parts, strict=True):
+                prompt.append((k.transpose(0, 1), v.transpose(0, 1)))
+            outputs.append(self._packed.attend(query[n:], key[n:], value[n:], settings))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _decode(
+        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        keys, values = self.cache.layers[settings.layer]
+        keys[self._rows, :, self._positions] = key
+        values[self._rows, :, self._positions] = value
+        n, length = self._num_decode, self._longest
+        heads = keys.shape[1]
+        keys = keys[:n, :, :length].flatten(0, 1)  # [n*Hkv, L, D], a view
+        values = values[:n, :, :length].flatten(0, 1)
+        # Query heads that share a key head take the dimension of query positions: no key is copied.
+        grouped = query.reshape(n * heads, -1, query.shape[-1])  # [n*Hkv, Hq/Hkv, D]
+        bias = self._bias(settings.sliding_window, heads, query.dtype)
+        if settings.softcap is None:
+            scores = torch.baddbmm(bias, grouped, keys.transpose(1, 2), alpha=settings.scaling)
+        else:
+            scores = torch.bmm(grouped, keys.transpose(1, 2)) * settings.scaling
+            scores = torch.tanh(scores / settings.softcap) * settings.softcap + bias
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+        return torch.bmm(weights, values).view(n, -1, values.shape[-1])
+
+    def _bias(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
+        """Return [n*Hkv, 1, L]: 0 for visible keys, -inf for others. Shared by the layers."""
+        key = (window, heads)
+        if key not in self._biases:
+            cells = torch.arange(self._longest, device=self._positions.device)[None, :]
+            hidden = cells > self._positions[:, None]
+            if window is not None:
+                hidden |= cells <= self._positions[:, None] - window
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            bias.masked_fill_(hidden, float("-inf"))
+            self._biases[key] = bias.repeat_interleave(heads, dim=0)[:, None, :]
+        return self._biases[key]
+
+
+# -- the engine -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -34,9 +147,9 @@ class _Group:
     num_started: int = 0
     completions: dict[int, Completion] = field(default_factory=dict)
 
-    def mark_started(self, count: int) -> None:
+    def mark_started(self) -> None:
         """Free the prompt's keys and values once all sequences have started."""
-        self.num_started += count
+        self.num_started += 1
         if self.num_started == self.request.num_generations:
             self.prompt = []
 
@@ -190,9 +303,8 @@ class EmbeddedEngine(PolicyEngine):
         assert sequence is not None
         tokens, logprobs = (state[name][: state["count"]] for name in ("tokens", "logprobs"))
         self._complete(sequence, tokens.copy(), logprobs.copy(), is_stopped=is_stopped)
-        replacement = self._next_ready()
-        if replacement is not None:
-            self._start_rows([row], [replacement])
+        if (replacement := self._next_ready()) is not None:
+            self._start_row(row, replacement)
             return
         self.num_active = last = self.num_active - 1
         if row != last:
@@ -211,42 +323,29 @@ class EmbeddedEngine(PolicyEngine):
                 is_stopped = self._stop.is_complete(tokens)
             if not is_stopped and sequence.limit > 1:
                 return sequence
-            sequence.group.mark_started(1)
+            sequence.group.mark_started()
             logprobs = np.array([sequence.first_logprob], dtype=np.float32)
             self._complete(sequence, tokens, logprobs, is_stopped=is_stopped)
         return None
 
     def _start_ready_rows(self) -> None:
-        """Fill free rows, the sequences of one prompt together."""
+        """Fill free rows."""
         while self.num_active < self._cache.num_rows:
-            batch: list[_Sequence] = []
-            while len(batch) < self._cache.num_rows - self.num_active:
-                sequence = self._next_ready()
-                if sequence is None:
-                    break
-                if batch and sequence.group is not batch[0].group:
-                    self._ready.appendleft(sequence)
-                    break
-                batch.append(sequence)
-            if not batch:
+            if (sequence := self._next_ready()) is None:
                 return
-            first = self.num_active
-            self.num_active += len(batch)
-            self._start_rows(list(range(first, self.num_active)), batch)
+            self.num_active += 1
+            self._start_row(self.num_active - 1, sequence)
 
-    def _start_rows(self, rows: list[int], sequences: list[_Sequence]) -> None:
-        """Start sequences of one group in `rows`."""
-        group = sequences[0].group
-        self._cache.start_rows(torch.tensor(rows, device=self.policy.device), group.prompt)
-        for row, sequence in zip(rows, sequences, strict=True):
-            self._sequences[row] = sequence
-            state = self._rows[row]
-            state["position"] = len(group.request.prompt_ids)
-            state["count"], state["limit"] = 1, sequence.limit
-            state["uniforms"][: sequence.limit] = sequence.uniforms
-            state["tokens"][0] = sequence.first_token
-            state["logprobs"][0] = sequence.first_logprob
-        group.mark_started(len(rows))
+    def _start_row(self, row: int, sequence: _Sequence) -> None:
+        group, state = sequence.group, self._rows[row]
+        self._cache.start_row(row, group.prompt)
+        self._sequences[row] = sequence
+        state["position"] = len(group.request.prompt_ids)
+        state["count"], state["limit"] = 1, sequence.limit
+        state["uniforms"][: sequence.limit] = sequence.uniforms
+        state["tokens"][0] = sequence.first_token
+        state["logprobs"][0] = sequence.first_logprob
+        group.mark_started()
 
     def _complete(
         self, sequence: _Sequence, tokens: Int32, logprobs: Float32, *, is_stopped: bool

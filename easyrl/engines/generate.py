@@ -4,14 +4,12 @@
 
 The model's own code keeps whatever state it needs between tokens (recurrent states, convolutions,
 chunked keys and values). One group runs at a time, so all rows have the same prompt and need no
-padding; a finished row runs along until the last one has finished. Exact and simple, not fast.
+padding. A logits processor draws each token as every engine does (`sampling`) and leaves greedy
+`generate` no other choice. Exact and simple, not fast.
 
 Some models' caches lose what their layers would see without one (Doge's and RecurrentGemma's in
 transformers 5.23). So each group is checked by one plain forward, the trainer's, and if that gives
 other log-probabilities the group is generated again without a cache.
-
-Sampling is that of every engine (`sampling`): a logits processor draws the token and leaves greedy
-`generate` no other choice.
 
 Shapes: G completions of the group, P prompt tokens, R tokens of the longest completion, V tokens of
 the vocabulary.

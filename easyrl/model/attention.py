@@ -7,7 +7,7 @@ through the model's keyword arguments:
 
 and each layer calls `layout.attend(...)`. The layout knows which tokens of the row attend to each
 other; the model's code is unchanged. The trainer's layout is `PackedGroups`; the embedded engine's
-(`engines.kv_cache`) reads and writes a KV cache.
+(`engines.embedded`) reads and writes a KV cache.
 
 Shapes: T tokens of the packed row, Hq query heads, Hkv key/value heads, D head size.
 """
