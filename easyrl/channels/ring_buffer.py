@@ -69,6 +69,7 @@ ARRAYS = (  # field of RolloutGroup, element type, its one dimension
 )
 
 NO_PROMPT = -1
+TOKEN_BYTES = 8
 ALIGNMENT_BYTES = 64
 
 
@@ -144,9 +145,6 @@ def _num_bytes(element: Any, shape: tuple[int, ...]) -> int:
     """Return the size of an array; the next one starts at a multiple of ALIGNMENT_BYTES."""
     num_bytes: int = np.dtype(element).itemsize * math.prod(shape)
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-TOKEN_BYTES = 8
 
 
 class TokenPipe:
@@ -246,9 +244,7 @@ class RingBuffer:
 
     def attach(self, owner_id: int) -> RingPort:
         """Return this process's port. Only one living worker, and one thread, may use an owner id.
-
-        Raises ValueError if the id's last owner died during a move and was not reclaimed.
-        """
+        Raises ValueError if the id's last owner died during a move and was not reclaimed."""
         assert 0 <= owner_id < self.layout.num_owners
         if self.moves[owner_id] % 2:
             raise ValueError(f"owner {owner_id} died during a move: reclaim it first")
@@ -256,8 +252,7 @@ class RingBuffer:
 
     def reclaim(self, *dead_owners: int, timeout_seconds: float = 5.0) -> Reclaimed:
         """Recover the slots of dead owners: those being written become free, those being read (or
-        finished but not published) become ready. Call from one process at a time, after the owners
-        are dead.
+        finished but not published) become ready. Call from one process at a time.
 
         Raises TimeoutError if another owner stays in a move because it is stopped, or dead as well.
         The ring is then unchanged; call again with all dead owners.
@@ -281,8 +276,8 @@ class RingBuffer:
                 if time.monotonic() > deadline:
                     moving = [i for i, rests in zip(living, at_rest, strict=True) if not rests]
                     raise TimeoutError(
-                        f"reclaiming owners {list(dead_owners)}: owners {moving or living} still "
-                        f"move slots after {timeout_seconds} s; reclaim dead ones in the same call"
+                        f"owners {moving or living} still move slots after {timeout_seconds} s; "
+                        "reclaim dead ones in the same call"
                     )
             unfinished: list[tuple[int, int]] = []
             redelivered: list[tuple[int, int]] = []
@@ -311,10 +306,8 @@ class RingBuffer:
                 self.ready_pipe.send(slot)
 
     def group(self, slot: int) -> RolloutGroup:
-        """Return the group in a leased slot, as read-only NumPy views of the shared memory.
-
-        The lease may belong to another process, which has sent the slot number to this one.
-        """
+        """Return the group in a slot that this or another process has leased, as read-only NumPy
+        views of the shared memory."""
         fields: dict[str, Any] = {name: int(self.slots[name][slot]) for name in HEADER[1:]}
         lengths = {dimension: fields.pop(dimension) for dimension in DIMENSIONS}
         for name, _, dimension in ARRAYS:
@@ -403,10 +396,7 @@ class RingPort:
 
 
 class Lease:
-    """A group to read in place until its release: `with port.get(...) as group`.
-
-    Another process that is sent the number `slot` may read the group too (`RingBuffer.group`).
-    """
+    """A group to read in place until its release: `with port.get(...) as group`."""
 
     def __init__(self, port: RingPort, slot: int) -> None:
         self._port = port

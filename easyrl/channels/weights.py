@@ -158,9 +158,8 @@ class WeightChannel:
     ) -> int:
         """Broadcast the weights (rank 0). Receivers keep their values of all other weights.
 
-        `gather(weight, dtype)` makes a weight whole. It is called in the order of `weights`, and
-        one result is held at a time. `dtype`: sent dtype (None: the weight's own). Other results
-        are cast bucket by bucket; equal ones are sent without a copy.
+        `gather(weight, dtype)` makes a weight whole, in the order of `weights`, one at a time.
+        `dtype`: sent dtype (None: the weight's own); what `gather` returns in another is cast.
 
         Returns the bytes sent. Raises TimeoutError if a receiver does not take part in time.
         """
@@ -200,10 +199,10 @@ class WeightChannel:
     def receive(
         self, policy_version: int, memory_of: Callable[[str], Tensor | None] = lambda name: None
     ) -> Iterator[WeightPiece]:
-        """The pieces of the weights, in the sender's order (ranks above 0).
+        """Yield the pieces of the weights, in the sender's order (ranks above 0).
 
         `memory_of(name)` returns a weight's flattened memory, or None. A weight with buckets of its
-        own is received there directly, if dtype and device fit; its pieces are then this memory.
+        own is received there directly, if dtype and device fit.
 
         Raises TimeoutError if the sender does not send in time, RuntimeError if it sends another
         version than `policy_version`.

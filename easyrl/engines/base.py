@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.engines.sampling import StopStrings
@@ -69,66 +69,65 @@ class FinishedGroup:
     completions: list[Completion]  # [G], in sample order
 
 
-def check_request(request: GroupRequest, sampling: SamplingSettings) -> None:
-    """Raise ValueError if the prompt exceeds the engine's limit."""
-    if not 0 < len(request.prompt_ids) <= sampling.max_prompt_length:
-        raise ValueError(
-            f"data.max_prompt_length: expected prompts of 1 to {sampling.max_prompt_length} "
-            f"tokens, got {len(request.prompt_ids)} in prompt {request.key}"
-        )
-    lengths = request.limits(sampling)
-    assert len(lengths) == request.num_generations >= 1
-    assert 1 <= min(lengths) <= max(lengths) <= sampling.max_completion_length
+class Engine:
+    """Base of all engines."""
 
-
-class Engine(Protocol):
-    num_prompt_tokens: int
-    """Prompt tokens prefilled so far."""
-    num_completion_tokens: int
-    """Completion tokens sampled so far."""
+    def __init__(self, sampling: SamplingSettings) -> None:
+        self.sampling = sampling
+        self.num_prompt_tokens = 0  # prefilled so far
+        self.num_completion_tokens = 0  # sampled so far
+        self._waiting: deque[GroupRequest] = deque()
 
     def submit(self, request: GroupRequest) -> None:
-        """Queue a group. Groups are served first come, first served."""
+        """Queue a group. Groups are served first come, first served. Raises ValueError if the
+        prompt exceeds the engine's limit."""
+        longest = self.sampling.max_prompt_length
+        if not 0 < len(request.prompt_ids) <= longest:
+            raise ValueError(
+                f"data.max_prompt_length: expected prompts of 1 to {longest} tokens, got "
+                f"{len(request.prompt_ids)} in prompt {request.key}"
+            )
+        limits = request.limits(self.sampling)
+        assert len(limits) == request.num_generations >= 1
+        assert 1 <= min(limits) <= max(limits) <= self.sampling.max_completion_length
+        self._waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
 
     def step(self) -> list[FinishedGroup]:
         """Do the engine's smallest unit of work (embedded: one token of every sequence in flight);
         return the groups that have finished."""
-
-    @property
-    def has_work(self) -> bool: ...
+        raise NotImplementedError
 
     def join_weights(self, endpoint: WeightEndpoint) -> None:
         """Join the weight channel, with one rank for each device of the engine."""
+        raise NotImplementedError
 
     def receive_weights(self, policy_version: int) -> None:
         """Receive a broadcast of weights and use them from now on. Raises RuntimeError while
         sequences are in flight, and what `WeightChannel.receive` raises."""
+        raise NotImplementedError
+
+    def _check_idle(self) -> None:
+        if self.has_work:
+            raise RuntimeError("weights arrived while sequences of the old policy are in flight")
 
     def close(self) -> None:
         """Stop what the engine has started."""
 
 
-class PolicyEngine:
+class PolicyEngine(Engine):
     """Base of the engines whose model is a `Policy` in this process."""
 
     _channel: WeightChannel | None = None
 
     def __init__(self, policy: Policy, sampling: SamplingSettings, tokenizer: Any = None) -> None:
         """`tokenizer` is needed for stop strings."""
+        super().__init__(sampling)
         self.policy = policy
-        self.sampling = sampling
-        self.num_prompt_tokens = 0
-        self.num_completion_tokens = 0
         self._stop = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
-        self._waiting: deque[GroupRequest] = deque()
-
-    def submit(self, request: GroupRequest) -> None:
-        check_request(request, self.sampling)
-        self._waiting.append(request)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._waiting)
 
     def join_weights(self, endpoint: WeightEndpoint) -> None:
         self._channel = WeightChannel(endpoint)
@@ -139,10 +138,6 @@ class PolicyEngine:
         self.load_weights(self._channel.receive(policy_version, into))
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
-        """Overwrite weights piece by piece. Raises RuntimeError while sequences are in flight."""
-        if self.has_work:
-            raise RuntimeError("weights arrived while sequences of the old policy are in flight")
+        """Overwrite weights piece by piece."""
+        self._check_idle()
         self.policy.load_weights(pieces)
-
-    def close(self) -> None:
-        """Do nothing: no process was started."""

@@ -143,15 +143,7 @@ class StepLayout:
 @dataclass
 class _Group:
     request: GroupRequest
-    prompt: PromptCache = field(default_factory=list)
-    num_started: int = 0
     completions: dict[int, Completion] = field(default_factory=dict)
-
-    def mark_started(self) -> None:
-        """Free the prompt's keys and values once all sequences have started."""
-        self.num_started += 1
-        if self.num_started == self.request.num_generations:
-            self.prompt = []
 
 
 @dataclass(slots=True)
@@ -160,6 +152,7 @@ class _Sequence:
     sample_index: int
     limit: int  # completion tokens at most
     uniforms: Float64  # [limit]
+    prompt: PromptCache  # of the group; empty once the sequence has started
     first_token: int = 0
     first_logprob: float = 0.0
 
@@ -212,36 +205,35 @@ class EmbeddedEngine(PolicyEngine):
 
     # -- what a step computes ---------------------------------------------------------------
 
-    def _choose_prefill(self) -> list[_Group]:
-        """Return the next groups to prefill: none while enough sequences are ready to start."""
+    def _choose_prefill(self) -> list[GroupRequest]:
+        """Return the next prompts to prefill: none while enough sequences are ready to start."""
         rows = self._cache.num_rows
         free = rows - self.num_active
         if len(self._ready) >= free + max(1, rows // 16):
             return []
         wanted = free + max(1, rows // 4) - len(self._ready)
-        groups: list[_Group] = []
+        chosen: list[GroupRequest] = []
         tokens = 0
         while self._waiting and wanted > 0:
             tokens += len(self._waiting[0].prompt_ids)
-            if groups and tokens > MAX_PREFILL_TOKENS:
+            if chosen and tokens > MAX_PREFILL_TOKENS:
                 break
-            groups.append(_Group(self._waiting.popleft()))
-            wanted -= groups[-1].request.num_generations
-        return groups
+            chosen.append(self._waiting.popleft())
+            wanted -= chosen[-1].num_generations
+        return chosen
 
-    def _forward_and_sample(self, prefill: list[_Group]) -> None:
+    def _forward_and_sample(self, prefill: list[GroupRequest]) -> None:
         n = self.num_active
-        requests = [group.request for group in prefill]
-        logits, prompts = self._forward([request.prompt_ids for request in requests])
-        num_samples = [request.num_generations for request in requests]
-        self.num_prompt_tokens += sum(len(request.prompt_ids) for request in requests)
+        logits, prompts = self._forward([request.prompt_ids for request in prefill])
+        num_samples = [request.num_generations for request in prefill]
+        self.num_prompt_tokens += sum(len(request.prompt_ids) for request in prefill)
         self.num_completion_tokens += n + sum(num_samples)
         starting: list[_Sequence] = []
-        for group, prompt in zip(prefill, prompts, strict=True):
-            group.prompt = prompt
-            for i, limit in enumerate(group.request.limits(self.sampling)):
-                uniforms = uniform_stream(self.sampling.seed, (*group.request.key, i), limit)
-                starting.append(_Sequence(group, i, limit, uniforms))
+        for request, prompt in zip(prefill, prompts, strict=True):
+            group = _Group(request)
+            for i, limit in enumerate(request.limits(self.sampling)):
+                uniforms = uniform_stream(self.sampling.seed, (*request.key, i), limit)
+                starting.append(_Sequence(group, i, limit, uniforms, prompt))
         of_rows = self._rows["uniforms"][np.arange(n), self._rows["count"][:n]]
         uniforms = np.concatenate([of_rows, [s.uniforms[0] for s in starting]])
         if starting:  # the last prompt token predicts the first token of all G completions
@@ -323,7 +315,6 @@ class EmbeddedEngine(PolicyEngine):
                 is_stopped = self._stop.is_complete(tokens)
             if not is_stopped and sequence.limit > 1:
                 return sequence
-            sequence.group.mark_started()
             logprobs = np.array([sequence.first_logprob], dtype=np.float32)
             self._complete(sequence, tokens, logprobs, is_stopped=is_stopped)
         return None
@@ -337,15 +328,15 @@ class EmbeddedEngine(PolicyEngine):
             self._start_row(self.num_active - 1, sequence)
 
     def _start_row(self, row: int, sequence: _Sequence) -> None:
-        group, state = sequence.group, self._rows[row]
-        self._cache.start_row(row, group.prompt)
+        self._cache.start_row(row, sequence.prompt)
+        sequence.prompt = []  # its memory is free once all sequences of the group have started
         self._sequences[row] = sequence
-        state["position"] = len(group.request.prompt_ids)
+        state = self._rows[row]
+        state["position"] = len(sequence.group.request.prompt_ids)
         state["count"], state["limit"] = 1, sequence.limit
         state["uniforms"][: sequence.limit] = sequence.uniforms
         state["tokens"][0] = sequence.first_token
         state["logprobs"][0] = sequence.first_logprob
-        group.mark_started()
 
     def _complete(
         self, sequence: _Sequence, tokens: Int32, logprobs: Float32, *, is_stopped: bool

@@ -55,14 +55,12 @@ class GenerateEngine(PolicyEngine):
     def _complete(self, request: GroupRequest, *, use_cache: bool) -> list[Completion]:
         sampling, model = self.sampling, self.policy.model
         limits = request.limits(sampling)
-        uniforms = [
-            uniform_stream(sampling.seed, (*request.key, i), max(limits))
-            for i in range(request.num_generations)
-        ]
-        draw = _Draw(torch.from_numpy(np.stack(uniforms)), sampling)
+        keys = [(*request.key, i) for i in range(request.num_generations)]
+        uniforms = np.stack([uniform_stream(sampling.seed, key, max(limits)) for key in keys])
+        draw = _Draw(torch.from_numpy(uniforms), sampling)
         end = _End(len(request.prompt_ids), limits, self.policy.eos_token_ids, self._stop)
-        prompt = torch.tensor(list(request.prompt_ids), device=self.policy.device)
-        input_ids = prompt.expand(request.num_generations, -1).contiguous()
+        prompt = torch.tensor([list(request.prompt_ids)], device=self.policy.device)
+        input_ids = prompt.repeat(request.num_generations, 1)
         own = model.generation_config
         # Ignore the model's own settings (penalties, beams, a minimum length).
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
@@ -78,7 +76,7 @@ class GenerateEngine(PolicyEngine):
             )
         finally:
             model.generation_config = own
-        tokens = output[:, len(prompt) :].cpu().numpy().astype(np.int32)  # [G, R]
+        tokens = output[:, prompt.shape[1] :].cpu().numpy().astype(np.int32)  # [G, R]
         logprobs = torch.stack(draw.logprobs, dim=1).cpu().numpy().astype(np.float32)  # [G, R]
         return [
             Completion(tokens[row, :n], logprobs[row, :n], "stop" if stopped else "length")
@@ -88,9 +86,9 @@ class GenerateEngine(PolicyEngine):
     def _is_exact(self, request: GroupRequest, completions: list[Completion]) -> bool:
         """Return whether a plain forward gives the reported log-probabilities."""
         num_prompt, device = len(request.prompt_ids), self.policy.device
-        tokens = [np.array([*request.prompt_ids, *c.token_ids]) for c in completions]
+        tokens = [torch.tensor([*request.prompt_ids, *c.token_ids]) for c in completions]
         lengths = [len(of_sequence) for of_sequence in tokens]
-        ids = torch.from_numpy(np.concatenate(tokens)).to(device)
+        ids = torch.cat(tokens).to(device)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         targets = torch.nonzero(positions >= num_prompt).squeeze(1)
         hidden = self.policy.hidden_states(

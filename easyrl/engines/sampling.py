@@ -34,10 +34,9 @@ def sample(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tupl
     """Draw a token per row from logits [N, V] and uniforms [N] (float64); return the tokens [N] and
     their log-probabilities [N] (float32).
 
-    With `top_k` and `top_p` only the likeliest tokens are drawn (`_truncated`). The
-    log-probability is always that of the whole distribution softmax(logits / temperature), which is
-    what is trained, so that the gap to the trainer's is due to numerics alone. At temperature 0 the
-    likeliest token is taken, and its log-probability is that at temperature 1.
+    With `top_k` and `top_p` only the likeliest tokens are drawn. The log-probability is always that
+    of the whole distribution softmax(logits / temperature), which is what is trained. Temperature 0
+    takes the likeliest token; its log-probability is that at temperature 1.
     """
     logprobs = torch.log_softmax(logits.float() / (settings.temperature or 1.0), dim=-1)  # [N, V]
     if settings.temperature == 0.0:
@@ -66,11 +65,11 @@ def _truncated(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 class StopStrings:
-    """Detects when a completion's text first contains one of some strings (`rollout.stop`).
+    """Detect when a completion's text first contains one of some strings (`rollout.stop`), also
+    inside of a token or across tokens.
 
-    After each token only the tail is decoded that the longest string can span, and only if the
-    newest token can end a string. So strings inside of a token, across tokens, and characters of
-    several tokens are all found. It keeps no state per sequence: engines may move their rows.
+    Only the tail is decoded that the longest string can span, and only if the newest token can end
+    a string. There is no state per sequence: engines may move their rows.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:

@@ -52,7 +52,7 @@ from easyrl import devices
 from easyrl.channels.weights import WeightEndpoint
 from easyrl.config import ConfigError
 from easyrl.data.hub import resolve_model
-from easyrl.engines.base import FinishedGroup, GroupRequest, SamplingSettings, check_request
+from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
 from easyrl.engines.vllm.platforms import BACKEND, WORKER, cache_bytes, device_arguments
 from easyrl.engines.vllm.processes import Cleanup
@@ -75,7 +75,7 @@ USE_EMBEDDED = "use rollout.engine=embedded"
 T = TypeVar("T")
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """Generate groups with vLLM (see `engines.base.Engine`)."""
 
     def __init__(
@@ -103,13 +103,10 @@ class VllmEngine:
         need. `log_file`: the file that this process's output goes to.
 
         Raises ConfigError if vLLM does not support the model or has too little memory for it."""
-        self.sampling = sampling
-        self.num_prompt_tokens = 0
-        self.num_completion_tokens = 0
+        super().__init__(sampling)
         self.policy_version = -1
         self._is_deterministic = is_deterministic
         self._num_unfinished = 0
-        self._waiting: list[GroupRequest] = []
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them
         self._finished: SimpleQueue[FinishedGroup | BaseException] = SimpleQueue()
         self._verifier = ChecksumVerifier()
@@ -166,10 +163,8 @@ class VllmEngine:
         return self._num_unfinished > 0
 
     def submit(self, request: GroupRequest) -> None:
-        check_request(request, self.sampling)
-        if len(set(request.limits(self.sampling))) > 1:
-            raise ValueError("completion lengths: vLLM supports one length per group")
-        self._waiting.append(request)
+        assert request.completion_lengths is None, "vLLM supports one length per group"
+        super().submit(request)
         self._num_unfinished += 1
 
     def step(self) -> list[FinishedGroup]:
@@ -253,8 +248,7 @@ class VllmEngine:
         self._call(self._engine.init_weight_transfer_engine(request))
 
     def receive_weights(self, policy_version: int) -> None:
-        if self.has_work:
-            raise RuntimeError("weights arrived while sequences of the old policy are in flight")
+        self._check_idle()
         self._call(self._update(policy_version), self._timeout_seconds)
         self.policy_version = policy_version
 
@@ -269,11 +263,10 @@ class VllmEngine:
         held = []
         for rows, unmatched in await engine.collective_rpc("easyrl_held_weights"):
             if unmatched and self.policy_version < 0:
-                more = ", ..." if len(unmatched) > 3 else ""
                 raise ConfigError(
                     f"model.path: {len(unmatched)} of the model's weights have other names in vLLM "
-                    f"than in transformers ({', '.join(unmatched[:3])}{more}), so vLLM cannot "
-                    f"receive updates; {USE_EMBEDDED}"
+                    f"than in transformers ({', '.join(unmatched[:3])}), so vLLM cannot receive "
+                    f"updates; {USE_EMBEDDED}"
                 )
             held.append([ParameterChecksum(*row) for row in rows])
         self._verifier.check(policy_version, held)
@@ -281,8 +274,8 @@ class VllmEngine:
     # -- calls into vLLM ------------------------------------------------------------------------
 
     def _call(self, coroutine: Coroutine[Any, Any, T], timeout_seconds: float = math.inf) -> T:
-        """Run a coroutine on vLLM's loop. Errors of the weight channel keep their type. Raises
-        TimeoutError if no rank has reported progress (`worker.report_progress`) for this long."""
+        """Run a coroutine on vLLM's loop. Raises TimeoutError if no rank has reported progress
+        (`worker.report_progress`) for this long."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         last, changed_at = 0, time.monotonic()
         try:
@@ -300,12 +293,10 @@ class VllmEngine:
         except EngineDeadError:  # it had died before the call
             raise self._log.end_error() from None
         except Exception as error:
-            # vLLM reports an error in a worker as text only.
-            found = re.search(r"(TimeoutError|ConnectionError): (weight channel.*)", str(error))
-            if found is None:
-                raise
-            kind = TimeoutError if found[1] == "TimeoutError" else ConnectionError
-            raise kind(found[2]) from None
+            # vLLM reports an error in a worker as text only. This one is another worker's fault.
+            if found := re.search("weight channel, .*", str(error)):
+                raise ConnectionError(found[0]) from None
+            raise
 
     def _call_workers(self, method: str, *arguments: Any) -> None:
         """Call a method of `WorkerExtension` in every rank."""

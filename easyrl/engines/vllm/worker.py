@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -133,8 +133,7 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
         for key in ("device", "shared_device"):  # this process has its own device numbers
             if endpoint[key] not in (None, "cpu"):
                 endpoint[key] = str(self.device)
-        with _error_type_in_message():
-            self._channel = WeightChannel(WeightEndpoint(**endpoint))
+        self._channel = WeightChannel(WeightEndpoint(**endpoint))
         if ident := os.environ.get("VLLM_DIST_IDENT"):  # segments that all CPU ranks have opened
             for segment in Path("/dev/shm").glob(f"{ident}-*"):
                 segment.unlink(missing_ok=True)
@@ -147,7 +146,7 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
     def receive_weights(self, update_info: TransferUpdateInfo) -> None:
         assert self._channel is not None
         pieces = self._channel.receive(update_info.policy_version)
-        with set_current_vllm_config(self.vllm_config), _error_type_in_message():
+        with set_current_vllm_config(self.vllm_config):
             for name, weight in whole_weights(pieces, self.device):
                 parameters = self.load(name, weight)
                 if not parameters:
@@ -174,7 +173,10 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
             if parameters[name].numel()
         ]
         names = {weight: name for name, weight in parameters.items()}  # a tied weight has one
-        for module in filter(_is_packed, self.model.modules()):
+        for module in self.model.modules():
+            if not hasattr(module, "cpu_linear") or getattr(module, "weight", None) is None:
+                continue
+            # A CPU layer multiplies with a packed copy of its weight.
             if module.weight.numel():
                 # vLLM packs a head that is tied to the embedding only once.
                 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -240,15 +242,6 @@ def report_progress() -> None:
     os.utime(os.environ[FOLDER])
 
 
-@contextmanager
-def _error_type_in_message() -> Iterator[None]:
-    """vLLM passes on the message of an error, but not its type."""
-    try:
-        yield
-    except (TimeoutError, ConnectionError) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
 # -- checksums ------------------------------------------------------------------------------------
 
 
@@ -259,11 +252,6 @@ def checksum(values: Tensor) -> int:
     chunks = torch.split(bits, CHUNK_ELEMENTS)
     on_device = devices.adds_integers(values.device)
     return sum(int((c if on_device else c.cpu()).sum(dtype=torch.int64)) for c in chunks)
-
-
-def _is_packed(module: nn.Module) -> bool:
-    """Whether a CPU layer multiplies with a packed copy of its weight."""
-    return hasattr(module, "cpu_linear") and getattr(module, "weight", None) is not None
 
 
 def _columns(weight: Tensor) -> Tensor:
