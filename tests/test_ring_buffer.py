@@ -274,7 +274,7 @@ def test_ring_with_more_slots_than_a_pipe_carries_is_refused():
 
 
 def test_pipe_holds_its_capacity_when_its_first_page_is_nearly_used_up():
-    pipe = TokenPipe.create()
+    pipe = TokenPipe()
     capacity = pipe.capacity()
     for _ in range(511):
         pipe.send(0)

@@ -48,14 +48,10 @@ STATE_BITS = 2  # status word: owner << STATE_BITS | state
 SETTLE_SECONDS = 0.001  # after this every core sees a plain store, on Arm too
 DIMENSIONS = ("num_prompt_tokens", "num_generations", "num_completion_tokens")
 
-HEADER = (
-    "status",  # state and owner in one word: both change in one store
-    "iteration",
-    "policy_version",
-    "group_index",
-    "prompt_index",  # NO_PROMPT while the slot holds no group
-    *DIMENSIONS,  # lengths of this group's arrays
-)
+FIELDS = ("iteration", "policy_version", "group_index", "prompt_index")
+# The status is state and owner in one word: both change in one store. The prompt index is NO_PROMPT
+# while the slot holds no group. The dimensions are the lengths of this group's arrays.
+HEADER = ("status", *FIELDS, *DIMENSIONS)
 
 ARRAYS = (  # field of RolloutGroup, element type, its one dimension
     ("prompt_ids", np.int32, "num_prompt_tokens"),
@@ -150,17 +146,13 @@ def _num_bytes(element: Any, shape: tuple[int, ...]) -> int:
 class TokenPipe:
     """A pipe of slot numbers, 8 bytes each. Several processes read and write it."""
 
-    def __init__(self, read_fd: int, write_fd: int) -> None:
-        self.fds = (read_fd, write_fd)
+    def __init__(self, *fds: int) -> None:
+        """`fds`: both ends of an existing pipe; none: a new pipe."""
+        self.fds = fds or os.pipe()
+        for fd in self.fds:  # a reader that is too late must not block
+            os.set_blocking(fd, False)
         self._poll = select.poll()
-        self._poll.register(read_fd, select.POLLIN)
-
-    @classmethod
-    def create(cls) -> TokenPipe:
-        read_fd, write_fd = os.pipe()
-        os.set_blocking(read_fd, False)  # a reader that is too late must not block
-        os.set_blocking(write_fd, False)
-        return cls(read_fd, write_fd)
+        self._poll.register(self.fds[0], select.POLLIN)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for a number to receive; return whether there is one."""
@@ -207,8 +199,7 @@ class RingBuffer:
         layout.check_memory()
         self._map(layout, anonymous_memory(layout.total_bytes))
         self.slots["prompt_index"][:] = NO_PROMPT
-        self.free_pipe = TokenPipe.create()
-        self.ready_pipe = TokenPipe.create()
+        self.free_pipe, self.ready_pipe = TokenPipe(), TokenPipe()
         capacity = self.free_pipe.capacity()
         if layout.num_slots > capacity:
             self.close()
@@ -239,8 +230,7 @@ class RingBuffer:
         layout, *handles = state
         memory_fd, *pipe_fds = (handle.detach() for handle in handles)
         self._map(layout, memory_fd)
-        self.free_pipe = TokenPipe(*pipe_fds[:2])
-        self.ready_pipe = TokenPipe(*pipe_fds[2:])
+        self.free_pipe, self.ready_pipe = TokenPipe(*pipe_fds[:2]), TokenPipe(*pipe_fds[2:])
 
     def attach(self, owner_id: int) -> RingPort:
         """Return this process's port. Only one living worker, and one thread, may use an owner id.
@@ -349,10 +339,8 @@ class RingPort:
         slot = self._take(ring.free_pipe, WRITING, timeout_seconds)
         if slot is None:
             return False
-        slots["iteration"][slot] = group.iteration
-        slots["prompt_index"][slot] = group.prompt_index  # from now on `reclaim` can report it
-        slots["policy_version"][slot] = group.policy_version
-        slots["group_index"][slot] = group.group_index
+        for name in FIELDS:  # from `prompt_index` on `reclaim` can report the group
+            slots[name][slot] = getattr(group, name)
         for dimension, length in lengths.items():
             slots[dimension][slot] = length
         for name, _, dimension in ARRAYS:

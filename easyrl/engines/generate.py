@@ -41,7 +41,6 @@ class GenerateEngine(PolicyEngine):
 
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:
-        """Generate the next group as a whole."""
         if not self._waiting:
             return []
         request = self._waiting.popleft()

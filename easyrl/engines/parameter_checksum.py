@@ -33,9 +33,8 @@ class ChecksumVerifier:
     """Compare sent with held checksums, update after update."""
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[int, int]] = {}
-        self._transformed: set[str] = set()
-        """Parameters that are not equal to what is sent, but change with it."""
+        self._before: dict[str, tuple[int, int, bool]] = {}
+        """By parameter: sent, held, and whether they differed at the first update."""
 
     def check(self, policy_version: int, ranks: Sequence[Sequence[ParameterChecksum]]) -> None:
         """Raise RuntimeError if a parameter is not what was sent. `ranks`: the checksums of each
@@ -53,12 +52,9 @@ class ChecksumVerifier:
     def _is_current(self, parts: Sequence[ParameterChecksum]) -> bool:
         name, sent = parts[0].parameter, parts[0].sent
         held = sum(part.held for part in parts)
-        before, self._before[name] = self._before.get(name), (sent, held)
         is_equal = held == sent or all(part.held == sent for part in parts)
-        if is_equal and name not in self._transformed:
-            return True
-        if before is None and (len(parts) > 1 or not parts[0].is_matrix):
-            self._transformed.add(name)
-            return True
-        is_changed = before is not None and (sent != before[0]) == (held != before[1])
-        return name in self._transformed and is_changed
+        before = self._before.get(name)
+        self._before[name] = sent, held, not is_equal if before is None else before[2]
+        if before is None:
+            return is_equal or len(parts) > 1 or not parts[0].is_matrix
+        return (sent != before[0]) == (held != before[1]) if before[2] else is_equal

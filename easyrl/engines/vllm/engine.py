@@ -3,14 +3,10 @@
     submit ─► one request, n = G ─► vLLM's scheduler and model ─► step: finished groups
     receive_weights ─► every tensor-parallel rank, over the weight channel (`worker`)
 
-vLLM's client needs an event loop, which runs in a thread. vLLM works in processes of its own and
-continues between two calls of `step`.
-
-Which sequences share a forward pass depends on when requests arrive, so the last bits of a result
-may differ between runs although sampling is seeded. With `is_deterministic` requests are handed
-over all at once, while vLLM is idle and paused.
-
-Every completion names the weights that sampled it; another version than the policy's is an error.
+vLLM works in processes of its own, also between two calls of `step`; its client needs an event
+loop, which runs in a thread. Which sequences share a forward pass depends on when requests arrive,
+so the last bits of a result may differ between runs although sampling is seeded. With
+`is_deterministic` requests are handed over all at once, while vLLM is idle and paused.
 
 Log-probabilities are those of the whole distribution at the sampling temperature, which is what is
 trained. vLLM reports them at temperature 1, or after all changes to the distribution. So with top-k
@@ -98,9 +94,8 @@ class VllmEngine(Engine):
         """Start vLLM's processes and load the model.
 
         `stop_at`: a token that ends completions, besides the model's own. `memory_fraction`: part
-        of an accelerator's memory for weights and KV cache. On the CPU, and where the trainer uses
-        the device too (`is_device_shared`), the cache gets what `max_concurrent_groups` full groups
-        need. `log_file`: the file that this process's output goes to.
+        of an accelerator's memory for weights and KV cache; `is_device_shared`: the trainer uses it
+        too. `log_file`: the file that this process's output goes to.
 
         Raises ConfigError if vLLM does not support the model or has too little memory for it."""
         super().__init__(sampling)
@@ -242,7 +237,6 @@ class VllmEngine(Engine):
     # -- weights --------------------------------------------------------------------------------
 
     def join_weights(self, endpoint: WeightEndpoint) -> None:
-        """Join the weight channel with every tensor-parallel rank, the first one at `endpoint`."""
         self._timeout_seconds = endpoint.timeout_seconds + GRACE_SECONDS
         request = WeightTransferInitRequest(init_info={"endpoint": asdict(endpoint)})
         self._call(self._engine.init_weight_transfer_engine(request))
@@ -299,11 +293,9 @@ class VllmEngine(Engine):
             raise
 
     def _call_workers(self, method: str, *arguments: Any) -> None:
-        """Call a method of `WorkerExtension` in every rank."""
         self._call(self._engine.collective_rpc(method, args=arguments))
 
     def close(self) -> None:
-        """End vLLM's processes."""
         self._engine.shutdown(timeout=SHUTDOWN_SECONDS)
         self._engine = None
         self._cleanup.close()
@@ -337,14 +329,20 @@ def _seed_of(seed: int, key: tuple[int, ...]) -> int:
 
 
 class EngineLog:
-    """Errors with the reason that vLLM's processes only write to their log."""
+    """Errors with the reason that vLLM's processes only write to their log: the message of the last
+    exception there."""
 
     def __init__(self, file: str | None) -> None:
         self._file = Path(file or os.devnull)
         self._start = self._file.stat().st_size
 
+    def _reason(self, default: str) -> str:
+        text = self._file.read_bytes()[self._start :].decode(errors="replace")
+        reasons: list[str] = [default, *re.findall(r"\w*Error: (?!Engine)(.+)", text)]
+        return reasons[-1].strip()
+
     def end_error(self) -> RuntimeError:
-        reason = self._last_error() or "unknown reason"
+        reason = self._reason("unknown reason")
         return RuntimeError(f"vLLM has ended: {reason} (more in {self._file})")
 
     def start_error(self, model: str, error: Exception) -> Exception:
@@ -353,16 +351,10 @@ class EngineLog:
             text = str(error).rpartition("Value error, ")[2].strip()
             text = re.split(r"\. | \[type=|\n", text)[0]
             return ConfigError(f"model.path: vLLM cannot serve '{model}': {text}; {USE_EMBEDDED}")
-        reason = self._last_error() or str(error)
+        reason = self._reason(str(error))
         if "memory" in reason.lower() or "KV cache" in reason:
             return ConfigError(
                 f"rollout.memory_fraction: too little memory for '{model}' and a KV cache: "
                 f"{reason}; use a larger fraction, shorter sequences or a smaller model"
             )
         return RuntimeError(f"vLLM did not start: {reason} (more in {self._file})")
-
-    def _last_error(self) -> str:
-        """The message of the last exception in the log, or an empty string."""
-        text = self._file.read_bytes()[self._start :].decode(errors="replace")
-        found = re.findall(r"\w*Error: (?!Engine)(.+)", text)
-        return str(found[-1]).strip() if found else ""

@@ -2,8 +2,7 @@
 
 The controller imports this module, so it imports neither torch nor vLLM. On Ascend NPUs vLLM needs
 vllm-ascend, a plug-in that vLLM loads by itself; each of its releases supports one release of vLLM.
-EasyRL has not run it on an NPU: tests/test_ascend_sources.py checks the names in its
-sources.
+EasyRL has not run it on an NPU: tests/test_ascend_sources.py checks the names in its sources.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
                                                        │ load_weights, weight by weight
                    ◄── checksums of each parameter ── vLLM's model
 
-vLLM imports this module by name (`worker_extension_cls`, `distributed_executor_backend`), which
-registers the transfer. Every tensor-parallel rank is a member of the weight channel and loads its
-share of each weight as it arrives; besides the model it holds a bucket and the weights of one
-layer.
+vLLM imports this module by name, which registers the transfer. Every tensor-parallel rank is a
+member of the weight channel and loads its share of each weight as it arrives; besides the model it
+holds a bucket and the weights of one layer.
 
 After an update each parameter is compared with the weights that were sent for it, by the sum of the
 bits of the elements: vLLM may fuse, split or pad weights (with zeros) without changing the sum. On
@@ -119,11 +118,8 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._channel: WeightChannel | None = None
-        self.held: list[ParameterChecksum] = []
-        """Checksums after an update."""
-        self.unmatched: list[str] = []
-        """Weights of an update without a parameter in vLLM's model, and parameters without a
-        weight."""
+        self.held: list[ParameterChecksum] = []  # after an update
+        self.unmatched: list[str] = []  # weights without a parameter, parameters without a weight
         self._sent: dict[str, ParameterChecksum] = {}  # by parameter
         self._sent_columns: Counter[str] = Counter()
 
@@ -197,12 +193,10 @@ class WorkerExtension:
     model_runner: Any
 
     def easyrl_held_weights(self) -> tuple[list[Any], list[str]]:
-        """Return `held` and `unmatched` of the last update."""
         transfer = self.weight_transfer_engine
         return [list(astuple(held)) for held in transfer.held], transfer.unmatched
 
     def easyrl_set_logprobs_mode(self, mode: str) -> None:
-        """Set the mode of a sampler that was created without it."""
         sampler = self.model_runner.sampler
         for part in (sampler, sampler.topk_topp_sampler):
             assert hasattr(part, "logprobs_mode"), type(part)
