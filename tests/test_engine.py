@@ -351,22 +351,6 @@ def test_every_completion_has_its_own_limit(name):
         assert all(len(c.token_ids) <= n for c, n in zip(group, limits, strict=True))
 
 
-def test_end_token_may_be_first():
-    policy = make_policy("llama")
-    model = policy.model
-    with torch.no_grad():  # its likeliest token is always the end token
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.model.embed_tokens.weight.fill_(1.0)
-        model.model.norm.weight.fill_(1.0)
-        model.lm_head.weight[EOS] = 1.0
-    engine = make_engine(policy=policy, temperature=0.0, num_rows=2)
-    for completions in run(engine, requests(draw_prompts(9), 3)).values():
-        for completion in completions:
-            assert completion.token_ids.tolist() == [EOS]
-            assert completion.finish_reason == "stop" and len(completion.logprobs) == 1
-
-
 def test_model_may_have_several_end_tokens_or_none():
     policy = make_policy("qwen3")
     policy.eos_token_ids = [EOS, 3, 4]
@@ -377,9 +361,10 @@ def test_model_may_have_several_end_tokens_or_none():
         if completion.finish_reason == "stop"
     )
     assert set(ends) == {EOS, 3, 4}
-    policy.eos_token_ids = []
-    for group in run(make_engine(policy=policy), requests(draw_prompts(3), 2)).values():
-        assert {len(completion.token_ids) for completion in group} == {MAX_COMPLETION}
+    for end_tokens, length in (([], MAX_COMPLETION), (range(VOCABULARY), 1)):
+        policy.eos_token_ids = [*end_tokens]
+        for group in run(make_engine(policy=policy), requests(draw_prompts(3), 5)).values():
+            assert {len(completion.token_ids) for completion in group} == {length}
 
 
 @BOTH
