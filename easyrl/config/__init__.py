@@ -181,7 +181,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers = {}  # type: ignore[misc]  # noqa: RUF012
+    """Quotes what any reader of YAML could take for something else."""
 
 
 # What a scalar without quotes means: as in JSON, also 1e-6; else a string (no dates, no `yes`).
