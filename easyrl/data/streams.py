@@ -188,7 +188,7 @@ class DataSet:
         for number, row in enumerate(rows):
             try:
                 found[self.location(number)] = self.form.content(row)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 raise ConfigError(f"{self.location(number)}: {error}") from None
         return found if self.held_out is None else found | self.held_out.examples()
 
