@@ -21,7 +21,7 @@ from torch import Tensor
 from easyrl.config import ConfigError
 from easyrl.data.hub import KEY
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, UnservableLayer
-from easyrl.model.files import OTHER_MODEL, PACKED_LAYERS
+from easyrl.model.files import PACKED_LAYERS
 from easyrl.model.shared_prompt import AttentionSettings
 
 GROUPS = [(3, [2, 4]), (2, [3, 1])]
@@ -31,15 +31,13 @@ SEQUENCES = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [9, 10, 11, 12, 13], [9, 10
 EAGER = "eager"
 """transformers' plain attention, the definition of what a model computes."""
 NUM_DRAWS = 3
-"""Rows of random tokens, one of which must agree. In a single row the last bit of a mixture of
-experts' router may send a token to another expert; no row agrees by chance."""
+"""Rows of random tokens, one of which must agree: the last bit of a mixture of experts' router may
+send a token to another expert, but no row agrees by chance."""
 
 
 def attend_packed(model: Any) -> str | None:
-    """Switch a model from transformers' attention to EasyRL's, if that is exact.
-
-    Returns None, or a clause with the reason why the model keeps transformers' attention.
-    """
+    """Switch a model from transformers' attention to EasyRL's, if that is exact. Returns None, or a
+    clause with the reason why the model keeps transformers' attention."""
     reason = _unsupported_reason(model) or _best_of_draws(_difference, model)
     if reason is None:
         model.set_attn_implementation(ATTENTION_NAME)
@@ -51,7 +49,7 @@ def attend_packed(model: Any) -> str | None:
 def check_causal(model: Any, path: str) -> None:
     """Raise ConfigError if a token's logits depend on later tokens."""
     if (reason := _best_of_draws(_looks_ahead, model)) is not None:
-        raise ConfigError(f"{KEY}: {path} ({type(model).__name__}): {reason}; {OTHER_MODEL}")
+        raise ConfigError(f"{KEY}: {path} ({type(model).__name__}): {reason}; use another model")
 
 
 def _unsupported_reason(model: Any) -> str | None:
@@ -156,10 +154,8 @@ class _RecordingLayout(PackedGroups):
         return super().attend(query, key, value, settings)
 
     def unsupported_reason(self, model: Any) -> str | None:
-        """Return what the short row cannot show: missing windows, and layers without attention.
-
-        (Some model classes apply windows only in the mask that transformers builds for them.)
-        """
+        """Return what the short row cannot show: layers without attention, and missing windows,
+        which some classes apply only in the mask that transformers builds for them."""
         text = model.config.get_text_config()
         if len(self.windows) < (getattr(text, "num_hidden_layers", 0) or 0):
             return f"layer {len(self.windows)} does not use transformers' attention interface"

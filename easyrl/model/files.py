@@ -27,7 +27,6 @@ NUM_SAMPLES, SAMPLE_BYTES = 32, 4096
 FLOAT_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 TOKENIZERS = ("token*", "vocab*", "*.tiktoken", "*.model", "tekken.json")
-OTHER_MODEL = "use another model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +41,14 @@ class ModelFiles:
     safetensors)."""
 
 
-def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
-    """Read the model of `path` (a folder, a hub id or a built-in model).
-
-    Raises ConfigError if a folder has no config.json or, with `is_whole`, lacks weights or a
-    tokenizer.
-    """
-    folder = Path(resolve_model(path))
+def read_model_files(path: str) -> ModelFiles:
+    """Read the model of `path` (a folder, a hub id or a built-in model). Raises ConfigError if a
+    folder lacks config.json, weights or a tokenizer."""
+    folder, is_whole = Path(resolve_model(path)), True
     if not folder.is_dir():
         if not is_hub_id(path):
             raise ConfigError(f"{KEY}: '{path}' does not exist; {FORMS}")
-        folder, is_whole = model_config_from_hub(path).parent, False
+        folder, is_whole = model_config_from_hub(path).parent, False  # the rest is downloaded later
     config = _read_json(folder / "config.json")
     num_weights = _num_weights(folder, config, is_whole=is_whole)
     for what, patterns in (
@@ -174,7 +170,7 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
         return config
     raise ConfigError(
         f"{KEY}: '{path}' is of type '{config.model_type}', which is not a causal language model "
-        f"in transformers; {OTHER_MODEL}, or set model.trust_remote_code=true to use its own code"
+        "in transformers; use another one, or set model.trust_remote_code=true to use its own code"
     )
 
 

@@ -34,8 +34,8 @@ from easyrl.types import Weight
 
 
 def check_lora(lora: LoraConfig, path: str, config: Any, *, trust_remote_code: bool = False) -> int:
-    """Count the elements that would be trained. Raises ConfigError if peft is missing, or the model
-    of `path`, with transformers' configuration `config`, lacks the layers."""
+    """Count the elements that would be trained in the model of `path` with transformers' `config`.
+    Raises ConfigError if peft is missing, or the model lacks the layers."""
     if find_spec("peft") is None:
         raise ConfigError("model.lora.rank: LoRA needs peft: pip install 'easyrl[lora]'")
     model = meta_model(config, trust_remote_code=trust_remote_code)
@@ -48,8 +48,7 @@ class Adapter:
     """The adapters of a model. Creating them modifies the model and freezes everything else."""
 
     def __init__(self, model: Any, lora: LoraConfig, *, path: str, seed: int) -> None:
-        """`path` names the model in messages; `seed` determines the initial A. Raises ConfigError
-        for layers that the model lacks or that cannot be adapted."""
+        """`path` names the model in messages; `seed` determines the initial A."""
         import peft
 
         assert lora.rank is not None

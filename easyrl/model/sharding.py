@@ -100,14 +100,8 @@ class TrainRanks:
         if self.mesh is not None:
             module.reshard()  # type: ignore[operator]
 
-    def sums(self, values: Sequence[float]) -> list[float]:
-        """Sum each value over the ranks."""
-        return self._reduced(values, dist.ReduceOp.SUM)
-
-    def maxima(self, values: Sequence[float]) -> list[float]:
-        return self._reduced(values, dist.ReduceOp.MAX)
-
-    def _reduced(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+    def reduce(self, values: Sequence[float], operation: Any = dist.ReduceOp.SUM) -> list[float]:
+        """Reduce each value over the ranks."""
         if self.size == 1:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.float64)

@@ -140,12 +140,8 @@ class SharedPrompt:
         width = padded_length(length)
         if width == length or keys.start + width > len(query):
             return keys, None
-        name = (length, width)
-        if name not in self._biases:
-            bias = torch.zeros(1, width, dtype=query.dtype)
-            bias[:, length:] = HIDDEN
-            self._biases[name] = bias.to(query.device)
-        return slice(keys.start, keys.start + width), self._biases[name]
+        bias = self._bias(np.array([length - 1]), np.arange(width), width, query)
+        return slice(keys.start, keys.start + width), bias
 
     def _bias(self, queries: _Ints, keys: _Ints, window: int, reference: Tensor) -> Tensor:
         """Return [L, S] from positions: 0 for visible keys, HIDDEN for others. Layers share it."""

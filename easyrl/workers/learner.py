@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
@@ -150,7 +151,7 @@ class Learner:
         )
         gradients = [own_part(p.grad) for p in self._parameters if p.grad is not None]
         own_norm = float(torch.nn.utils.get_total_norm(gradients))
-        square, loss = self.ranks.sums([own_norm * own_norm, float(self._loss)])
+        square, loss = self.ranks.reduce([own_norm * own_norm, float(self._loss)])
         norm, loss = math.sqrt(square) / denominator, loss / denominator
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         learning_rate = self.config.learning_rate * learning_rate_factor(
@@ -186,9 +187,9 @@ class Learner:
         Rollouts without a gradient are not computed and not included. If there are no others, the
         means are NaN.
         """
-        totals = self.ranks.sums([float(total) for total in self._sums.values()])
+        totals = self.ranks.reduce([float(total) for total in self._sums.values()])
         sums = dict(zip(self._sums, totals, strict=True))
-        (largest_difference,) = self.ranks.maxima([float(self._largest_difference)])
+        (largest_difference,) = self.ranks.reduce([float(self._largest_difference)], ReduceOp.MAX)
         tokens = sums["tokens"] or math.nan
         metrics = {name: sums[total] / tokens for name, total in self._means.items()}
         largest_difference = largest_difference if tokens > 0 else math.nan

@@ -9,13 +9,6 @@ to improve.
     tiny-countdown    `countdown-small`, 0.4 M weights, written in bfloat16. Some searches stop
                       after a wrong try and answer with that.
 
-A solution of `countdown-small`:
-
-    7 9 1 = 17                      the problem
-    9-1=8,8+7=15;17<                a try: two operations; the value is smaller than the target
-    9+7=16,16+1=17;17=              a correct try
-    <answer>(9+7)+1</answer>
-
 The same machine, versions and number of threads give the same weights.
 """
 
@@ -133,8 +126,8 @@ def solution(operands: Sequence[int], rng: random.Random, haste: float = 0.0) ->
 
 
 def tries(problem: CountdownProblem) -> Iterator[tuple[str, str, bool]]:
-    """Yield the working of all expressions of the three numbers, the larger operand on the left,
-    with the expression and whether it is correct."""
+    """Yield for all expressions of the three numbers, the larger operand on the left, the working
+    (`9-1=8,8+7=15;17<`: less than 17), the expression `(9-1)+7`, and whether it is correct."""
     level, target = COUNTDOWN_SMALL, problem.target
     pairs, signs = combinations(range(3), 2), level.operations
     for pair, inner, outer in product(pairs, signs, signs):
