@@ -14,7 +14,7 @@ that it needs, however many ranks have written. No pickle is involved; everythin
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +100,10 @@ def _training(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def _allocate_state(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
+def _allocate_state(model: nn.Module, optimizer: Optimizer, stored: Iterable[str]) -> None:
     """Allocate the stored state of the fused optimizer, which has none before its first step."""
     for name, parameter in _trained(model):
         prefix = f"optimizer.{name}."
-        for key, tensor in stored.items():
-            if key.startswith(prefix):
-                is_step = tensor.size != parameter.shape
-                optimizer.state[parameter][key.removeprefix(prefix)] = (
-                    torch.zeros(tensor.size, device=parameter.device)
-                    if is_step
-                    else torch.zeros_like(parameter)
-                )
+        for kind in (key.removeprefix(prefix) for key in stored if key.startswith(prefix)):
+            like = torch.empty((), device=parameter.device) if kind == "step" else parameter
+            optimizer.state[parameter][kind] = torch.zeros_like(like)
