@@ -41,10 +41,10 @@ class ModelFiles:
     safetensors)."""
 
 
-def read_model_files(path: str) -> ModelFiles:
+def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
     """Read the model of `path` (a folder, a hub id or a built-in model). Raises ConfigError if a
-    folder lacks config.json, weights or a tokenizer."""
-    folder, is_whole = Path(resolve_model(path)), True
+    folder lacks config.json or, with `is_whole`, weights or a tokenizer."""
+    folder = Path(resolve_model(path))
     if not folder.is_dir():
         if not is_hub_id(path):
             raise ConfigError(f"{KEY}: '{path}' does not exist; {FORMS}")

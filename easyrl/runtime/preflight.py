@@ -101,7 +101,7 @@ def describe_memory(config: Config, placement: Placement) -> str:
     is not downloaded yet is counted by its configuration."""
     lines: list[str] = []
     try:
-        files = read_model_files(config.model.path)
+        files = read_model_files(config.model.path, is_whole=False)
         parts = _estimate(config, placement, files, _num_trained(config))
         budgets = memory.memory_budgets(placement)
         if not parts:
