@@ -10,9 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from easyrl import events
-from easyrl.observe.state import ViewState
-from easyrl.observe.view import render
-from easyrl.observe.watch import RunFiles
+from easyrl.observe.trace import RunFiles
+from easyrl.observe.view import ViewState, render
 
 WIDTH, HEIGHT = 100, 26
 
@@ -23,7 +22,7 @@ def main(run: Path, iteration: int | None) -> None:
     iteration = iteration or files.config.train.iterations - 1
     for event in files.read():
         state.apply(event)
-        is_there = isinstance(event, events.FromWorker) and state.iteration == iteration - 1
+        is_there = isinstance(event, events.FromWorker) and state.num_done == iteration - 1
         if is_there and 2 * state.num_groups >= files.config.train.prompts_per_iteration:
             break
     with Path(os.devnull).open("w") as nowhere:

@@ -4,8 +4,8 @@
 
 Commands and worker events cross one pipe per worker. They are small: completions cross in the ring
 buffer, weights in the weight channel. Observers (run folder, live view, trace, trackers) get the
-run's own events, and every worker event inside a `FromWorker` (a Note comes without it). `easyrl
-watch` reads the events back from the run folder and shows the same.
+run's own events, and every worker event inside a `FromWorker` (a Note comes without it). The trace
+is these events as JSON: `easyrl watch` reads them back and shows the same.
 
 Times are seconds of `time.monotonic`, which all processes of one machine share.
 """
@@ -249,12 +249,6 @@ class FromWorker(Event):
     event: WorkerEvent
 
 
-class CheckStarted(Event):
-    """The config is being checked; the only event before RunStarted."""
-
-    what: str
-
-
 class RunStarted(Event):
     """The run folder exists; no worker has been started."""
 
@@ -264,14 +258,9 @@ class RunStarted(Event):
     devices: Mapping[str, str]
     """Worker -> device, rollout workers first: {"rollout-0": "cpu", "train-0": "cpu"}."""
     description: str  # the placement as text, several lines
-    num_iterations: int = 0  # iterations done before, of a resumed run
-
-
-class RunResumed(Event):
-    """Earlier iterations of a resumed run; follows RunStarted."""
-
-    metrics: Sequence[Mapping[str, Any]]  # the lines of `metrics.jsonl`
-    accuracies: Sequence[tuple[int, float]]
+    num_iterations: int = 0  # of a resumed run: done before
+    earlier: Sequence[Mapping[str, Any]] = ()  # their lines of `metrics.jsonl`
+    accuracies: Sequence[tuple[int, float]] = ()
     """Held-out accuracies so far, each with the number of iterations trained before."""
 
 

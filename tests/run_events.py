@@ -11,7 +11,7 @@ from typing import Any
 from easyrl import events
 from easyrl.config import Config
 from easyrl.events import Activity, Event, FromWorker, GroupScored, Sample, Span, UnderWay
-from easyrl.observe.state import ViewState
+from easyrl.observe.view import ViewState
 
 METRICS = {
     "iteration": 0,
@@ -34,7 +34,7 @@ def group(time_: float, prompt_index: int, iteration: int = 0, **more: Any) -> F
 
 
 def active(worker: str, *spans: Span, **more: Any) -> FromWorker:
-    now = max((span.ended for span in spans), default=0.0)
+    now = spans[-1].ended if spans else more["under_way"].started
     return FromWorker(worker, now, replace(Activity(spans, 0, 0), **more))
 
 
@@ -48,7 +48,6 @@ def run_events(folder: Path, config: Config) -> list[Event]:
         events.RunStarted(t, folder, config, devices, "two workers"),
         FromWorker("rollout-0", t + 1, events.Starting("importing torch")),
         FromWorker("train-0", t + 1, events.Starting("importing torch")),
-        FromWorker("rollout-0", t + 2, events.Starting("loading the model")),
         FromWorker("rollout-0", t + 3, events.Ready()),
         FromWorker("train-0", t + 4, events.Ready()),
         events.EvaluationStarted(t + 5, 0, 2),

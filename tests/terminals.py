@@ -7,7 +7,6 @@ import pty
 import select
 import struct
 import subprocess
-import sys
 import termios
 import time
 from fcntl import ioctl
@@ -63,15 +62,3 @@ def after_the_view(output: str) -> str:
     after = output.rpartition(LEAVE_SCREEN)[2]
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
     return after
-
-
-SHELL = """
-import fcntl, os, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])
-"""
-
-
-def shell(**environment: str) -> Terminal:
-    """Start a shell with job control."""
-    return Terminal(sys.executable, "-c", SHELL, PS1="$ ", HISTFILE="", **environment)

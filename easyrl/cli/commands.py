@@ -189,7 +189,7 @@ def samples(
     ] = None,
     limit: Annotated[int | None, Option(min=1, help="At most this many.")] = None,
 ) -> None:
-    """Page through prompts, completions, rewards and advantages."""
+    """Print prompts, completions, rewards and advantages."""
     from easyrl.observe.samples import show_samples
 
     show_samples(folder, min_reward, max_reward, iteration, limit)
@@ -201,7 +201,7 @@ def watch(
     no_live: NoLive = False,
 ) -> int:
     """Watch a run, or see one that has ended, from its folder alone."""
-    from easyrl.observe.watch import watch
+    from easyrl.observe.trace import watch
 
     return watch(folder, live=not no_live)
 

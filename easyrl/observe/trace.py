@@ -1,46 +1,87 @@
-"""`trace.json`: what each worker did when, in Chrome's trace format (ui.perfetto.dev opens it).
+"""`trace.json`: the events of a run in Chrome's format (ui.perfetto.dev), and `easyrl watch`.
 
-    process 0            controller: iterations, evaluations, groups; counters for ring and reward
-    process 1, 2, …      one per worker: thread 0 its own work, thread 1 rewards being scored
+    a run's events ──TraceWriter──► trace.json ──RunFiles──► events ──► the same views as in the run
 
-One JSON object per line, written as things happen. The format allows a list without its end, so the
-trace of a killed run opens, too. Times are microseconds since the run began. `easyrl watch` reads
-the file while it is written.
+    process 0            controller: iterations, evaluations; counters for ring and reward
+    process 1, 2, …      one per worker: its own work, rewards being scored, its events
+
+One JSON object per line, written as things happen. `args` is the event itself. Names, counters and
+spans are for the picture only. Times are Unix microseconds; those inside of an event are its own.
+The format allows a list without its end: the file has none, so that a killed run leaves a valid
+trace and a resumed run continues it.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import NoneType
 from typing import IO, Any
 
 from easyrl import events
-from easyrl.events import WORKING, Event, FromWorker
-from easyrl.runtime.run_folder import finite
+from easyrl.config import load_config
+from easyrl.events import Event, FromWorker, Message, Observer
+from easyrl.observe.report import PlainLines, print_end
+from easyrl.observe.text import is_live_terminal, safe
+from easyrl.observe.view import LiveView
+from easyrl.runtime.run_folder import is_locked
 
 FILE_NAME = "trace.json"
 MAX_BYTES = 16 * 2**20
-"""At this size the oldest half of the file is removed, except for metadata and evaluations."""
-IMPORTANT = ('"ph": "M"', '"cat": "evaluation"')
+POLL_SECONDS = 0.25
+KILLED = 1
+INTERRUPTED = 128 + signal.SIGINT
+MAX_TEXT = 4000  # characters of a prompt, a completion or an error
 CONTROLLER = 0
-WORK, REWARDS = 0, 1
-EVALUATIONS = 1  # the controller's second thread: an evaluation may take place inside an iteration
+WORK, REWARDS, EVENTS = range(3)  # threads of a worker
 Line = dict[str, Any]
-CATEGORIES: Mapping[type[Event], tuple[str, str]] = {
+SPANS: Mapping[type[Message], tuple[str, str]] = {
     events.IterationStarted: ("iteration", "B"),
     events.IterationFinished: ("iteration", "E"),
     events.EvaluationStarted: ("evaluation", "B"),
     events.Evaluated: ("evaluation", "E"),
-    events.NoEvents: ("quiet", "i"),
     events.SavingModel: ("saving", "B"),
     events.RunFinished: ("saving", "E"),
 }
-"""How an event of the controller is written: its category, and begin, end or instant."""
+"""Begin and end of the controller's spans. Other events are instants."""
+TYPES = {
+    name: kind
+    for name, kind in vars(events).items()
+    if isinstance(kind, type) and issubclass(kind, Message)
+}
+LEFT_OUT = ("folder", "config", "earlier", "rewards_by_function", "columns", "completions")
+"""Fields that are null in the file: they are large, or in other files."""
+
+
+def encode(value: Any) -> Any:
+    """Return a message as JSON: its fields, and the name of its type. Texts are shortened."""
+    match value:
+        case Message():
+            fields = {key: None if key in LEFT_OUT else item for key, item in vars(value).items()}
+            return {"type": type(value).__name__, **encode(fields)}
+        case Mapping():
+            return {key: encode(item) for key, item in value.items()}
+        case list() | tuple():
+            return [encode(item) for item in value]
+        case str():
+            return safe(value, MAX_TEXT)
+        case float() if not math.isfinite(value):
+            return None
+    return value
+
+
+def decode(fields: dict[str, Any]) -> Any:
+    """Return the message again: the `object_hook` of `json.loads`. Raises TypeError if it is one
+    of another version."""
+    kind = TYPES.get(fields.get("type", ""))
+    return fields if kind is None else kind(**{k: v for k, v in fields.items() if k != "type"})
 
 
 class TraceWriter:
@@ -48,53 +89,40 @@ class TraceWriter:
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
-        self._started = 0.0  # when the run's first command began
+        self._clock = 0.0  # Unix seconds at the zero of the events' clock
         self._processes: dict[str, int] = {}
-        self._starting: set[int] = set()  # processes with a step of their start under way
-        self._num_in_ring = self._num_answered = 0
+        self._num_in_ring = 0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, events.RunStarted):
             self._open(event)
-        elif self._file is not None:
+        if self._file is not None:
             self._write(self._lines(event))
             if isinstance(event, events.RunEnded):
-                end = _name("process", CONTROLLER, "controller", **asdict(event))
-                self._file.write(json.dumps(end) + "\n]\n")  # the list is complete: no comma
                 self._file.close()
                 self._file = None
 
     def _open(self, run: events.RunStarted) -> None:
-        """Start the trace; a resumed run appends to it, on the same time axis."""
+        """Start the trace, or continue that of a resumed run."""
         path = run.folder / FILE_NAME
-        started = time.time() - (time.monotonic() - run.started)  # Unix seconds
-        earlier = 0.0
-        try:
-            first = json.loads(path.read_text().split("\n", 2)[1].rstrip(","))
-            earlier = max(0.0, started - first["args"]["started_unix_seconds"])
-            _shorten(path, MAX_BYTES)
-        except (OSError, LookupError, ValueError):  # a new run
-            path.write_text("[\n")
+        if path.exists():
+            _shorten(path, MAX_BYTES)  # cuts off an incomplete last line
         self._file = path.open("a")
-        self._started = run.started - earlier
+        self._clock = time.time() - time.monotonic()
         self._processes = {worker: number for number, worker in enumerate(run.devices, start=1)}
-        details: Line = {
-            "started_unix_seconds": started - earlier,
-            "earlier_seconds": earlier,
-            "devices": dict(run.devices),
-            "description": run.description,
-        }
-        lines = [_name("process", CONTROLLER, "controller", **details)]
-        lines.append(_name("thread", CONTROLLER, "evaluations", EVALUATIONS))
+        self._name("process", "controller", pid=CONTROLLER)
         for worker, process in self._processes.items():
-            lines.append(_name("process", process, f"{worker} ({run.devices[worker]})"))
-            lines.append(_name("thread", process, "work", WORK))
-            lines.append(_name("thread", process, "rewards", REWARDS))
-        self._write(lines)
+            self._name("process", f"{worker} ({run.devices[worker]})", pid=process)
+            for thread, name in enumerate(("work", "rewards", "events")):
+                self._name("thread", name, pid=process, tid=thread)
+
+    def _name(self, what: str, name: str, **more: int) -> None:
+        self._write([self._line("M", f"{what}_name", time.monotonic(), {"name": name}, **more)])
 
     def _write(self, lines: Iterable[Line]) -> None:
         assert self._file is not None
-        text = "".join(json.dumps(line) + ",\n" for line in lines)
+        text = "" if self._file.tell() else "[\n"
+        text += "".join(json.dumps(line) + ",\n" for line in lines)
         if self._file.tell() + len(text) > MAX_BYTES:
             self._file.close()
             path = Path(self._file.name)
@@ -103,101 +131,161 @@ class TraceWriter:
         self._file.write(text)
         self._file.flush()
 
-    def _lines(self, event: Any) -> Iterator[Line]:
-        match event:
-            case FromWorker(worker, time_, worker_event):
-                process = self._processes.get(worker, CONTROLLER)
-                yield from self._worker_lines(process, time_, worker_event)
-            case events.Note():
-                yield self._line("i", "note", time.monotonic(), event)
-            case _ if type(event) in CATEGORIES:
-                category, ph = CATEGORIES[type(event)]
-                thread = EVALUATIONS if category == "evaluation" else WORK
-                yield self._line(ph, category, event.time, event, tid=thread)
-        match event:
-            case events.IterationFinished(time_, metrics):
-                yield self._line("C", "reward", time_, {"reward": metrics["reward"]})
-            case events.EvaluationStarted():
-                self._num_answered = 0
+    def _lines(self, event: Event) -> Iterator[Line]:
+        if isinstance(event, FromWorker):
+            yield from self._worker_lines(event, self._processes.get(event.worker, CONTROLLER))
+        else:
+            name, ph = SPANS.get(type(event), (type(event).__name__, "i"))
+            time_ = getattr(event, "time", getattr(event, "started", time.monotonic()))
+            yield self._line(ph, name, time_, encode(event))
+            if isinstance(event, events.IterationFinished):
+                reward = {"reward": encode(event.metrics["reward"])}
+                yield self._line("C", "reward", event.time, reward)
 
-    def _worker_lines(self, process: int, time_: float, event: Any) -> Iterator[Line]:
-        match event:
-            case events.Starting() | events.Ready():
-                ready = {"ready": isinstance(event, events.Ready)}
-                if process in self._starting:
-                    yield self._line("E", "start-up", time_, ready, pid=process)
-                self._starting.discard(process)
-                if isinstance(event, events.Starting):
-                    self._starting.add(process)
-                    yield self._line("B", "start-up", time_, {}, pid=process, name=event.what)
-            case events.Activity(spans, num_tokens, num_groups, under_way):
-                # The counts are written with the newest span that can have produced them.
-                counts = {"tokens": num_tokens, "groups": num_groups}
-                owner = max(spans, key=lambda s: (s.kind in WORKING, s.ended), default=None)
+    def _worker_lines(self, event: FromWorker, process: int) -> Iterator[Line]:
+        match event.event:
+            case events.Activity(spans, _, num_groups):
                 for span in spans:
-                    args = counts if span is owner else {}
-                    line = self._line("X", "activity", span.started, args, pid=process)
-                    line |= {"name": span.kind, "tid": REWARDS if span.kind == "score" else WORK}
-                    yield line | {"dur": self._microseconds(span.ended) - line["ts"]}
+                    thread = REWARDS if span.kind == "score" else WORK
+                    more = {"pid": process, "tid": thread}
+                    more["dur"] = round((span.ended - span.started) * 1e6)
+                    yield self._line("X", span.kind, span.started, {}, **more)
                 if num_groups:
                     yield self._count_ring(spans[-1].ended, -num_groups)
-                if under_way is not None:
-                    kind = {"kind": under_way.kind}
-                    yield self._line("i", "under way", under_way.started, kind, pid=process)
-            case events.GroupScored(iteration, _, prompt_index, is_rejected=is_rejected):
-                details = {
-                    "iteration": iteration,
-                    "prompt_index": prompt_index,
-                    "mean_reward": sum(event.rewards) / max(1, len(event.rewards)),
-                    "num_tokens": sum(event.completion_lengths),
-                    "is_rejected": is_rejected,
-                }
-                yield self._line("i", "group", time_, details)
+            case events.GroupScored(samples=samples, is_rejected=is_rejected):
+                event = replace(event, event=replace(event.event, samples=samples[-1:]))
                 if not is_rejected:
-                    yield self._count_ring(time_, +1)
-            case events.PromptEvaluated():
-                self._num_answered += 1
-                yield self._line("C", "held-out answers", time_, {"answers": self._num_answered})
-            case events.CheckpointSaved(error=""):
-                yield self._line("i", "checkpoint", time_, event)
+                    yield self._count_ring(event.time, +1)
+            case events.WeightsExchanged() | events.IterationTrained():
+                return
+        name = type(event.event).__name__
+        yield self._line("i", name, event.time, encode(event), pid=process, tid=EVENTS)
 
     def _count_ring(self, time_: float, change: int) -> Line:
         self._num_in_ring += change
         return self._line("C", "groups in the ring", time_, {"groups": self._num_in_ring})
 
-    def _line(self, ph: str, category: str, time_: float, details: Any, **more: Any) -> Line:
-        """`details`: a mapping, or an event, of which all plain values but the time are written;
-        `more`: where the line differs from one of the controller's own work."""
-        args = details if isinstance(details, dict) else asdict(details)
-        plain = (float, int, str, NoneType)
-        return {
-            "ph": ph,
-            "name": category,
-            "ts": self._microseconds(time_),
-            "pid": CONTROLLER,
-            "tid": WORK,
-            "cat": category,
-            "args": finite({k: v for k, v in args.items() if k != "time" and isinstance(v, plain)}),
-            **more,
-        }
-
-    def _microseconds(self, time_: float) -> int:
-        return round((time_ - self._started) * 1e6)
+    def _line(self, ph: str, name: str, time_: float, args: Line, **more: int) -> Line:
+        ts = round((time_ + self._clock) * 1e6)
+        line = {"ph": ph, "name": name, "ts": ts, "pid": CONTROLLER, "tid": WORK, "args": args}
+        return line | more
 
 
 def _shorten(path: Path, max_bytes: int) -> None:
-    """Keep a trace's newest lines up to `max_bytes` and, of the older ones, the important ones, as
-    a list without its end. Published by one rename."""
-    lines = [line.rstrip(",") + ",\n" for line in path.read_text().split("\n")[1:-1]]
-    lines = [line for line in lines if line.endswith("},\n")]
-    sizes = accumulate(map(len, reversed(lines)))
-    first = len(lines) - sum(size < max_bytes for size in sizes)
-    important = [line for line in lines[:first] if any(text in line for text in IMPORTANT)]
+    """Keep names, starts of commands, the newest lines up to `max_bytes`, and older results up to
+    half as much again. Published by one rename."""
+    kept: list[str] = []
+    num_bytes = 0
+    for line in reversed(path.read_text().splitlines(keepends=True)):
+        is_name = '"ph": "M"' in line or '"type": "RunStarted"' in line
+        is_result = '"type": "IterationFinished"' in line or '"type": "Evaluated"' in line
+        limit = math.inf if is_name else max_bytes * (1.5 if is_result else 1.0)
+        if line.endswith("},\n") and num_bytes + len(line) <= limit:
+            kept.append(line)
+            num_bytes += len(line)
     new = path.with_name(path.name + ".unfinished")
-    new.write_text("[\n" + "".join(important + lines[first:]))
+    new.write_text("[\n" + "".join(reversed(kept)))
     new.rename(path)
 
 
-def _name(what: str, process: int, name: str, thread: int = WORK, **details: Any) -> Line:
-    args = {"name": name, **details}
-    return {"ph": "M", "name": f"{what}_name", "pid": process, "tid": thread, "args": args}
+# -- easyrl watch ----------------------------------------------------------------------------------
+
+
+def watch(folder: Path, *, live: bool) -> int:
+    """Show the run until it ends.
+
+    Returns its exit code; 1 if it was killed, 130 if watching was interrupted. Raises ValueError
+    if `folder` is no run folder.
+    """
+    files = RunFiles(folder)
+    view = LiveView(files.now, log_file=Path(os.devnull))
+    observe: Observer = view if live and is_live_terminal() else PlainLines()
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # exit through `finally`
+        signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
+    exit_code = KILLED
+    try:
+        for event in follow(files):
+            observe(event)
+            if isinstance(event, events.RunEnded):
+                exit_code = event.exit_code
+    except KeyboardInterrupt:
+        view.close()
+        print_end(INTERRUPTED, f"the run continues; to see it again: easyrl watch {folder}")
+        return INTERRUPTED
+    finally:
+        view.close()
+    return exit_code
+
+
+def follow(files: RunFiles) -> Iterator[Event]:
+    """Yield the events of a run until it ends. Ends of commands that were resumed are left out."""
+    end, is_alive = None, True
+    while is_alive and end is None:
+        is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
+        for event in files.read():
+            end = event if isinstance(event, events.RunEnded) else None
+            if end is None:
+                yield event
+        time.sleep(POLL_SECONDS if is_alive else 0.0)
+    message = f"the run was killed: its process is gone; see {files.folder / 'logs'}"
+    yield end or events.RunEnded(KILLED, message)
+
+
+class GrowingFile:
+    """A file of JSON lines that another process appends to, or replaces by a shorter one."""
+
+    def __init__(self, path: Path, parse: Callable[[bytes], Any] = json.loads) -> None:
+        self.path, self._parse = path, parse
+        self.offset = 0  # the end of the newest line, in bytes
+        self._inode = 0
+        self._newest = b"\0"  # the newest line, without its end
+
+    def read(self) -> Iterator[Any]:
+        """Yield the new lines, except for those that are damaged."""
+        with self.path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if self.offset and inode != self._inode:
+                before, newest, _ = file.read().rpartition(self._newest)
+                self.offset = len(before) + len(newest)
+            self._inode = inode
+            file.seek(self.offset)
+            while (text := file.readline()).endswith(b"\n"):
+                self.offset += len(text)
+                stripped = text.strip(b",\n ")
+                try:
+                    line = self._parse(stripped)
+                except (ValueError, TypeError):  # the bracket; of another version; cut off
+                    continue
+                self._newest = stripped
+                yield line
+
+
+class RunFiles:
+    """The events of a run, from its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError if that is no run folder."""
+        self.folder = folder
+        config, trace = folder / "config.yaml", folder / FILE_NAME
+        if not config.is_file() or not trace.is_file() or b'"RunStarted"' not in trace.read_bytes():
+            raise ValueError(
+                f"'{folder}': expected the folder of a run (runs/<time>-<task>) with config.yaml "
+                f"and {FILE_NAME}, written by EasyRL 0.2 or newer"
+            )
+        self.config = load_config(config)
+        self._trace = GrowingFile(trace, partial(json.loads, object_hook=decode))
+        self._clock = 0.0  # Unix seconds at the zero of the events' clock
+
+    def now(self) -> float:
+        """The time on the clock of the run's events."""
+        return time.time() - self._clock
+
+    def read(self) -> Iterator[Event]:
+        """Yield the events written since the last call."""
+        for line in self._trace.read():
+            event = line.get("args")
+            if isinstance(event, events.RunStarted):
+                event = replace(event, folder=self.folder, config=self.config)
+                self._clock = line["ts"] / 1e6 - event.started
+            if isinstance(event, Event):
+                yield event

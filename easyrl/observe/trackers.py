@@ -37,16 +37,14 @@ def tensorboard(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
 
     writer = EventFileWriter(str(run.folder))
 
-    def add(step: int, **content: Any) -> None:
-        writer.add_event(Event(wall_time=time.time(), step=step, **content))
-        writer.flush()
-
     def log(values: Values, step: int) -> None:
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        add(step, summary=Summary(value=scalars))
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        writer.flush()
 
-    if run.num_iterations:  # TensorBoard drops what earlier files have from this step on
-        add(run.num_iterations, session_log=SessionLog(status=SessionLog.START))
+    if done := run.num_iterations:  # TensorBoard drops what earlier files have from this step on
+        resumed = SessionLog(status=SessionLog.START)
+        writer.add_event(Event(wall_time=time.time(), step=done, session_log=resumed))
     return log, lambda exit_code: writer.close()
 
 
@@ -140,10 +138,9 @@ class Trackers:
                     self._log(self._num_iterations, values)
             case events.IterationFinished(_, metrics):
                 self._num_iterations = metrics["iteration"] + 1
-                of_eval = {name: v for name, v in metrics.items() if name.startswith("eval/")}
-                own = {name: v for name, v in metrics.items() if name not in of_eval}
-                self._log(self._num_iterations - 1, own)
-                self._log(self._num_iterations, of_eval)
+                for is_eval, step in (False, metrics["iteration"]), (True, self._num_iterations):
+                    own = {k: v for k, v in metrics.items() if k.startswith("eval/") == is_eval}
+                    self._log(step, own)
             case events.RunEnded(exit_code) if self._trackers:
                 self._queue.put((None, exit_code))
                 self._thread.join(END_SECONDS)

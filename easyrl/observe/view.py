@@ -2,8 +2,9 @@
 
     controller's thread ──event──► ViewState ◄──lock──► Rich's refresh thread ──► terminal
 
-While the view is up, everything else that the process prints goes to a log file. At the end the
-terminal is restored, and the last picture with the result is printed to it.
+`ViewState` is a fold of the events; it has no clock, callers pass the time they ask about. While
+the view is up, everything else that the process prints goes to a log file. At the end the terminal
+is restored, and the last picture with the result is printed to it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import atexit
 import contextlib
 import math
 import os
-import signal
 import sys
 import threading
 import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from itertools import groupby, pairwise
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import fmean
-from types import FrameType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -34,18 +35,15 @@ from rich.text import Text
 from easyrl import events
 from easyrl.config.devices import count_devices
 from easyrl.config.sections import TrainConfig
-from easyrl.events import Event, SpanKind
+from easyrl.events import WORKING, Activity, Event, FromWorker, Span, SpanKind, UnderWay
 from easyrl.formatting import counted
-from easyrl.observe.report import end_table, print_end, problems_in
-from easyrl.observe.state import ViewState, WorkerState
-from easyrl.observe.text import clock, is_in_foreground, printable, safe, say, say_rich, shown
+from easyrl.observe.report import PROBLEMS, end_table, print_end, problems_in
+from easyrl.observe.text import clock, printable, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
 
 REFRESHES_PER_SECOND = 2
 LAG_SECONDS = 0.4  # workers report a few times a second: what they did is known after this long
 LAST_PICTURE_LINES = 22
-NARROW = 60  # with fewer columns, details are left out
-MAX_SAMPLE = 8000  # characters of a prompt or completion
 LOOKS: dict[SpanKind, tuple[str, str]] = {
     "generate": ("█", "green"),
     "prefill": ("▒", "cyan"),
@@ -55,25 +53,175 @@ LOOKS: dict[SpanKind, tuple[str, str]] = {
     "wait": ("·", "dim"),
 }
 """Every kind of work has its own character, so that lanes can be read without colours."""
-SLICE_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 ITERATIONS_SHOWN = 4  # a lane shows about this many iterations
 MIN_LANE_SECONDS = 2.5
 BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_SPANS = 2000  # spans kept per worker
+MERGE_SECONDS = 0.02  # spans of one kind with a smaller gap are merged
+ETA_ITERATIONS = 10  # the time left is estimated from this many iterations
+
+
+@dataclass(slots=True)
+class WorkerState:
+    name: str
+    device: str
+    phase: str  # current step of the worker's start; empty once it is ready
+    phase_started: float
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    scoring: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    """Rewards being computed, besides the worker's own work."""
+    under_way: UnderWay | None = None
+
+    def add(self, activity: Activity) -> None:
+        self.phase = ""  # its Ready may be missing in a shortened trace
+        self.under_way = activity.under_way
+        for span in activity.spans:
+            spans = self.scoring if span.kind == "score" else self.spans
+            last = spans[-1] if spans else None
+            if last is None or last.kind != span.kind or span.started > last.ended + MERGE_SECONDS:
+                spans.append(span)
+            else:
+                spans[-1] = Span(span.kind, last.started, max(last.ended, span.ended))
+
+    def seconds_by_kind(
+        self, since: float, slice_seconds: float, num_slices: int
+    ) -> list[defaultdict[SpanKind, float]]:
+        """For each slice of time, the seconds of each kind of work."""
+        slices: list[defaultdict[SpanKind, float]] = [defaultdict(float) for _ in range(num_slices)]
+        spans = [
+            span
+            for kept in (self.scoring, self.spans)
+            for span in takewhile(lambda span: span.ended > since, reversed(kept))
+        ]
+        if self.under_way is not None:
+            until = since + num_slices * slice_seconds
+            spans.append(Span(self.under_way.kind, self.under_way.started, until))
+        for span in spans:
+            first = max(0, int((span.started - since) / slice_seconds))
+            last = min(num_slices - 1, int((span.ended - since) / slice_seconds))
+            for number in range(first, last + 1):
+                start = since + number * slice_seconds
+                end = min(span.ended, start + slice_seconds)
+                slices[number][span.kind] += max(0.0, end - max(span.started, start))
+        return slices
+
+
+@dataclass(slots=True)
+class ViewState:
+    run: events.RunStarted | None = None
+    workers: dict[str, WorkerState] = field(default_factory=dict)
+    iteration_started: float | None = None  # None between iterations
+    num_groups: int = 0  # finished groups of this iteration that will be trained
+    lines: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Iteration -> its line of `metrics.jsonl`."""
+    accuracies: dict[int, float | None] = field(default_factory=dict)
+    """Number of iterations trained -> held-out accuracy."""
+    note: str = ""  # the newest note
+    warning: str = ""  # what the workers do, if there have been no events for long
+    sampled: events.GroupScored | None = None  # the newest group with its samples
+    evaluation: events.EvaluationStarted | None = None
+    num_answered: int = 0
+    saving_since: float | None = None
+    summary: Mapping[str, Any] | None = None
+    ended: events.RunEnded | None = None
+    newest: float = 0.0  # the latest time in any event
+
+    def apply(self, event: Event) -> None:
+        self.newest = max(self.newest, getattr(event, "time", 0.0))
+        self.warning = ""
+        match event:
+            case events.RunStarted(started=started, devices=devices, num_iterations=done):
+                workers = {
+                    name: WorkerState(name, device, "starting the process", started)
+                    for name, device in devices.items()
+                }
+                # `easyrl watch` has seen the earlier iterations, and some that are undone now.
+                earlier = event.earlier or self.lines.values()
+                lines = {n: line for line in earlier if (n := line["iteration"]) < done}
+                self.__init__(event, workers, lines=lines, newest=started)  # type: ignore[misc]
+                self.accuracies = dict(event.accuracies)
+            case FromWorker(name, time, worker_event):
+                self._apply(self.workers[name], time, worker_event)
+            case events.EvaluationStarted():
+                self.evaluation, self.num_answered = event, 0
+            case events.Evaluated(accuracy=accuracy, num_iterations=number):
+                self.evaluation, self.accuracies[number] = None, accuracy
+            case events.IterationStarted(time):
+                self.iteration_started = time
+            case events.IterationFinished(_, metrics):
+                self.iteration_started, self.num_groups = None, 0
+                self.lines[metrics["iteration"]] = metrics
+            case events.SavingModel(time):
+                self.saving_since = time
+            case events.Note(text):
+                self.note = text
+            case events.NoEvents(_, warning):
+                self.warning = warning
+            case events.RunFinished(_, summary):
+                self.summary = summary
+            case events.RunEnded():
+                self.ended = event
+
+    def _apply(self, worker: WorkerState, time: float, event: events.WorkerEvent) -> None:
+        match event:
+            case events.Starting(what):
+                worker.phase, worker.phase_started = what, time
+            case events.Ready():
+                worker.phase = ""
+            case Activity():
+                worker.add(event)
+            case events.GroupScored():
+                self.num_groups += not event.is_rejected
+                self.note = event.errors[-1].splitlines()[0] if event.errors else self.note
+                self.sampled = event if event.samples else self.sampled
+            case events.PromptEvaluated():
+                self.num_answered += 1
+
+    @property
+    def is_starting(self) -> bool:
+        return any(worker.phase for worker in self.workers.values())
+
+    @property
+    def num_done(self) -> int:
+        """Finished iterations."""
+        return max(self.lines, default=-1) + 1
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of each iteration; NaN (null in the file) if all its groups were skipped."""
+        return [math.nan if (r := line["reward"]) is None else r for line in self.lines.values()]
+
+    @property
+    def problems(self) -> Counter[str]:
+        """Sums over the iterations."""
+        counts: Counter[str] = Counter()
+        for line in self.lines.values():
+            counts.update({name: int(line.get(name) or 0) for name in PROBLEMS})
+        return counts
+
+    @property
+    def mean_iteration_seconds(self) -> float | None:
+        newest = list(self.lines.values())[-ETA_ITERATIONS:]
+        return fmean(line["perf/iteration_seconds"] for line in newest) if newest else None
+
+    def seconds_left(self, now: float) -> float | None:
+        """Time until the end of the last iteration; None before the first has finished."""
+        mean = self.mean_iteration_seconds
+        if mean is None or self.run is None:
+            return None
+        num_left = self.run.config.train.iterations - self.num_done
+        since = 0.0 if self.iteration_started is None else now - self.iteration_started
+        return max(0.0, (num_left - 1) * mean + max(0.0, mean - since)) if num_left else 0.0
 
 
 class LiveView:
     """An observer that draws the run on an alternate screen, and prints how it ended."""
 
     def __init__(
-        self,
-        now: Callable[[], float] = time.monotonic,
-        log_file: Path | None = None,
-        *,
-        is_running: bool = True,
+        self, now: Callable[[], float] = time.monotonic, log_file: Path | None = None
     ) -> None:
-        """`now` is the clock of the events. Other output goes to `log_file`, or to the run's logs.
-        Of a run that is not running, only the end is printed."""
-        self._now, self._log_file, self._is_running = now, log_file, is_running
+        """`now` is the clock of the events. Other output goes to `log_file`, or the run's logs."""
+        self._now, self._log_file = now, log_file
         self._state = ViewState()
         self._lock = threading.Lock()
         self._live: Live | None = None
@@ -83,9 +231,7 @@ class LiveView:
         with self._lock:
             self._state.apply(event)
         match event:
-            case events.CheckStarted(what):
-                say(what)
-            case events.RunStarted(folder=folder) if self._live is None and self._is_running:
+            case events.RunStarted(folder=folder) if self._live is None:
                 self._start(self._log_file or folder / "logs" / "controller.log")
             case events.RunEnded():
                 self.close()
@@ -98,6 +244,7 @@ class LiveView:
         self._restore.close()
 
     def _start(self, log_file: Path) -> None:
+        self._restore.enter_context(contextlib.suppress(OSError))  # the terminal may be gone
         terminal = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         self._restore.callback(terminal.close)
         with log_file.open("ab") as log:  # takes what C libraries print, too
@@ -115,30 +262,10 @@ class LiveView:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._restore.callback(self._hide)
-        for signum, handler in ((signal.SIGTSTP, self._suspend), (signal.SIGCONT, self._show)):
-            self._restore.callback(signal.signal, signum, signal.signal(signum, handler))
+        self._restore.callback(self._live.stop)
         atexit.register(self.close)
         self._restore.callback(atexit.unregister, self.close)
-        self._show()
-
-    def _show(self, signum: int = 0, frame: FrameType | None = None) -> None:
-        """Draw, unless the process runs in the background of its terminal."""
-        assert self._live is not None
-        if is_in_foreground(self._console.file.fileno()):
-            self._live.start(refresh=True)
-
-    def _hide(self) -> None:
-        assert self._live is not None
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            self._live.stop()
-
-    def _suspend(self, signum: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: give the terminal back, then stop as without a handler."""
-        self._hide()
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, self._suspend)
+        self._live.start(refresh=True)
 
     def _render(self) -> RenderableType:
         with contextlib.suppress(OSError):
@@ -169,16 +296,16 @@ def render(state: ViewState, now: float, width: int, height: int) -> RenderableT
         return Text("EasyRL", style="bold")
     if state.ended is not None:
         now = state.newest
-    lines = [*_header(state, state.run, now, width), *_warnings(state)]
+    lines = [*_header(state, state.run, now), *_warnings(state)]
     lines += _workers(state, now, width, max_lanes=max(2, height - len(lines) - 9))
-    if state.rewards:
+    if state.lines:
         lines.append(_rewards(state, width))
     num_left = height - len(lines)
     if num_left >= 3 and state.is_starting:
         about = f"\nrun folder {state.run.folder}\n{state.run.description}"
         lines.append(Text(safe(about), style="dim"))
-    elif num_left >= 3 and state.sample is not None:
-        lines += _sample(state.sample, num_left)
+    elif num_left >= 3 and state.sampled is not None:
+        lines += _sample(state.sampled, num_left)
     return Layout(Group(*lines))  # cut off at the height
 
 
@@ -186,60 +313,49 @@ def _line(*parts: str | tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="crop")
 
 
-def _header(
-    state: ViewState, run: events.RunStarted, now: float, width: int
-) -> Iterator[RenderableType]:
+def _header(state: ViewState, run: events.RunStarted, now: float) -> Iterator[RenderableType]:
     config, devices = run.config, run.devices.values()
     num_devices = count_devices(devices)
-    what = f"  {printable(config.model.path)} on {printable(config.data.shown)}"
-    if width >= NARROW:
-        what += f" · {counted(num_devices, 'device')} ({', '.join(dict.fromkeys(devices))})"
+    what = f"  {printable(config.model.path)} on {printable(config.data.shown)} · "
+    what += f"{counted(num_devices, 'device')} ({', '.join(dict.fromkeys(devices))})"
     title = Table.grid(expand=True)
     title.add_column(no_wrap=True, overflow="ellipsis")
     title.add_column(justify="right", no_wrap=True)
     title.add_row(_line(("EasyRL", "bold"), what), Text(clock(now - run.started), "dim"))
     yield title
-    yield _progress(state, config.train, now, width)
-    if state.ended is not None or state.is_starting:
-        return
-    parts: list[str | tuple[str, str]] = ["tokens/s"]
-    for name, what in (("rollout", "generated"), ("train", "trained")):
-        workers = [worker for worker in state.workers.values() if worker.name.startswith(name)]
-        speed = sum(worker.tokens_per_second(now - LAG_SECONDS) for worker in workers)
-        parts += [f"  {what} ", (f"{speed:,.0f}", "bold"), " "]
-    if state.metrics:
-        if width >= NARROW:
-            speed = state.metrics["perf/tokens_per_second"] / max(1, num_devices)
-            parts += ["  per device ", (f"{speed:,.0f}", "bold"), " "]
+    yield _progress(state, config.train, now)
+    if state.lines and not state.is_starting:
+        metrics = state.lines[state.num_done - 1]
+        speed = metrics["perf/tokens_per_second"]
         names = ("infer", "train", "weights")
-        seconds = {f"{name}_seconds": state.metrics[f"perf/{name}_seconds"] for name in names}
-        share = overlap(**seconds, wall_seconds=state.metrics["perf/iteration_seconds"])
-        parts += ["  overlap ", (f"{share:.0%}", "bold")]
-    yield _line(*parts)
+        seconds = {f"{name}_seconds": metrics[f"perf/{name}_seconds"] for name in names}
+        share = overlap(**seconds, wall_seconds=metrics["perf/iteration_seconds"])
+        yield _line(
+            *("tokens/s ", (f"{speed:,.0f}", "bold")),
+            *("  per device ", (f"{speed / max(1, num_devices):,.0f}", "bold")),
+            *("  overlap ", (f"{share:.0%}", "bold")),
+        )
 
 
-def _progress(state: ViewState, train: TrainConfig, now: float, width: int) -> RenderableType:
+def _progress(state: ViewState, train: TrainConfig, now: float) -> RenderableType:
     """Current work of the run, its progress, and the time left."""
-    done, total, right, style = len(state.rewards), train.iterations, "", "bold"
+    done, total, right, style = state.num_done, train.iterations, "", "bold"
     if state.ended is not None:
         is_finished = state.ended.exit_code == 0
         text = f"{'finished' if is_finished else 'ended'} after {done}/{total} iterations"
         style = "bold green" if is_finished else "bold red"
     elif state.evaluation is not None:
         done, total = state.num_answered, state.evaluation.num_prompts
-        after = f"after iteration {state.evaluation.round - 1}"
-        when = {0: "before training", 1: "after training"}.get(state.evaluation.round, after)
-        text = f"held-out problems {when} {done}/{total}"
+        text = f"held-out problems {done}/{total}"
     elif state.saving_since is not None:
         text = f"saving the model, {now - state.saving_since:.1f} s"
     elif state.is_starting:
         text = "starting the workers"
     else:
         text = f"iteration {min(done + 1, total)}/{total}"
+        text += f"  groups {state.num_groups}/{train.prompts_per_iteration}"
         left = state.seconds_left(now)
         right = f"ETA {clock(left)}" if left is not None else "ETA -:--"
-        if width >= NARROW:
-            text += f"  groups {state.num_groups}/{train.prompts_per_iteration}"
     row = Table.grid(expand=True, padding=(0, 1, 0, 0))
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
@@ -255,35 +371,25 @@ def _warnings(state: ViewState) -> list[RenderableType]:
 
 
 def _workers(state: ViewState, now: float, width: int, max_lanes: int) -> list[RenderableType]:
-    """A line per worker with what it did recently, and a legend."""
-    workers = list(state.workers.values())
-    num_hidden = len(workers) - max_lanes + 1
-    if num_hidden > 1:  # show the first ones and the last one, which trains
-        workers = [*workers[: max_lanes - 2], workers[-1]]
-    is_wide = width >= NARROW
-    labels = [printable(f"{w.name} {w.device}" if is_wide else w.name) for w in workers]
-    label_width = max(map(len, labels)) + 1
-    right_width = 15 if is_wide else 5
-    num_slices = max(1, width - label_width - right_width)
-    wanted = max(MIN_LANE_SECONDS, ITERATIONS_SHOWN * (state.mean_iteration_seconds or 0.0))
-    seconds = next((s for s in SLICE_SECONDS if s * num_slices >= wanted), SLICE_SECONDS[-1])
+    """A line per worker with what it did recently, and a legend. Of many workers, the last ones:
+    they include the trainer."""
+    workers = list(state.workers.values())[-max_lanes:]
+    labels = [printable(f"{worker.name} {worker.device} ") for worker in workers]
+    label_width = max(map(len, labels))
+    num_slices = max(1, width - label_width - len(" 100%"))
+    shown_seconds = max(MIN_LANE_SECONDS, ITERATIONS_SHOWN * (state.mean_iteration_seconds or 0.0))
     until = now if state.ended is not None else now - LAG_SECONDS
-    lines: list[RenderableType] = []
+    title = "start" if state.is_starting else f"the last {shown_seconds:.0f} s"
+    lines: list[RenderableType] = [Rule(title, align="left", style="dim")]
     for worker, label in zip(workers, labels, strict=True):
-        if state.is_starting:
-            phase = f"{worker.phase}, {now - worker.phase_started:.1f} s"
-            parts = [(printable(phase), "bold") if worker.phase else ("ready", "bold green")]
+        if not state.is_starting:
+            parts = _lane(worker, until, num_slices, shown_seconds / num_slices)
+        elif worker.phase:
+            phase = f"{printable(worker.phase)}, {now - worker.phase_started:.1f} s"
+            parts = [(phase, "bold")]
         else:
-            right = f" {worker.busy_share(until):>4.0%}"
-            if is_wide:
-                right += f"{worker.tokens_per_second(until):>8,.0f}/s"
-            lane = _lane(worker, until, num_slices, seconds)
-            parts = [*lane, (right.rjust(right_width), "bold")]
+            parts = [("ready", "bold green")]
         lines.append(_line(label.ljust(label_width), *parts))
-    if num_hidden > 1:
-        lines.insert(-1, _line((f"and {num_hidden} more", "dim")))
-    title = "start" if state.is_starting else f"the last {num_slices * seconds:.0f} s"
-    lines.insert(0, Rule(title, align="left", style="dim"))
     if not state.is_starting:
         legend = _line()
         for kind, look in LOOKS.items():
@@ -295,34 +401,33 @@ def _workers(state: ViewState, now: float, width: int, max_lanes: int) -> list[R
 def _lane(
     worker: WorkerState, until: float, num_slices: int, seconds: float
 ) -> list[tuple[str, str]]:
-    """One character per slice of time: the kind of work that took most of it."""
+    """One character per slice of time, for what took most of it, and the busy share."""
     # Slices start at multiples of their length, so that a lane moves by whole characters.
     since = (int(until // seconds) - num_slices) * seconds
-    started = worker.spans[0].started if worker.spans else math.inf
-    looks = []
-    for number, work in enumerate(worker.seconds_by_kind(since, seconds, num_slices)):
+    lane, busy = [], 0.0
+    for work in worker.seconds_by_kind(since, seconds, num_slices):
         scoring = work.pop("score", 0.0)
-        idle = seconds - sum(work.values())
-        if since + (number + 1) * seconds > started and idle > 0.0:
-            work["wait"] = work.get("wait", 0.0) + idle
-        kind = max(work, key=work.__getitem__, default=None)
+        busy += sum(work[kind] for kind in WORKING)
+        work["wait"] += max(0.0, seconds - sum(work.values()))
+        kind = max(work, key=work.__getitem__)
         if "weights" in work:  # separates iterations, however short it is
             kind = "weights"
-        elif scoring and kind in ("wait", None):
+        elif scoring and kind == "wait":
             kind = "score"
-        looks.append((" ", "") if kind is None else LOOKS[kind])
-    return [(look[0] * len(list(run)), look[1]) for look, run in groupby(looks)]
+        lane.append(LOOKS[kind])
+    return [*lane, (f" {min(1.0, busy / (num_slices * seconds)):>4.0%}", "bold")]
 
 
 def _rewards(state: ViewState, width: int) -> Text:
     """The newest reward and accuracies, and a sparkline of the rewards."""
-    text = f"reward {shown(state.rewards[-1], '.3f')}"
+    rewards = state.rewards
+    text = f"reward {shown(rewards[-1], '.3f')}"
     if newest := [shown(accuracy, ".3f") for accuracy in [*state.accuracies.values()][-3:]]:
-        text += (" · held-out accuracy " if width >= NARROW else " · ") + " -> ".join(newest)
+        text += f" · held-out accuracy {' -> '.join(newest)}"
     # Means of neighbours, so that they fit into the line.
-    num_bars = max(1, min(len(state.rewards), width - len(text) - 1))
-    edges = [len(state.rewards) * bar // num_bars for bar in range(num_bars + 1)]
-    means = [fmean(state.rewards[a:b]) for a, b in pairwise(edges)]
+    num_bars = max(1, min(len(rewards), width - len(text) - 1))
+    edges = [len(rewards) * bar // num_bars for bar in range(num_bars + 1)]
+    means = [fmean(rewards[a:b]) for a, b in pairwise(edges)]
     finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
     low, high = min(finite), max(finite)
     bars = "".join(
@@ -332,12 +437,13 @@ def _rewards(state: ViewState, width: int) -> Text:
     return _line((f"{text} ", "bold"), (bars, "blue"))
 
 
-def _sample(sample: Mapping[str, Any], height: int) -> list[RenderableType]:
+def _sample(group: events.GroupScored, height: int) -> list[RenderableType]:
     """The newest completion below its prompt."""
-    title = f"iteration {sample['iteration'] + 1}, reward {shown(sample['reward'], '.3g')}"
-    prompt = safe(str(sample["prompt"]), MAX_SAMPLE).splitlines()[-max(1, height // 3) :]
+    sample = group.samples[-1]
+    title = f"iteration {group.iteration + 1}, reward {shown(sample.reward, '.3g')}"
+    prompt = safe(group.prompt or "").splitlines()[-max(1, height // 3) :]
     return [
         Rule(title, align="left", style="dim"),
         Text("\n".join(prompt), style="dim", overflow="fold"),
-        Text(safe(str(sample["completion"]), MAX_SAMPLE), overflow="fold"),
+        Text(safe(sample.completion), overflow="fold"),
     ]

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
@@ -38,14 +39,12 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
     """
     started = time.monotonic()
     config = with_absolute_paths(config, is_resumed=resume is not None)
-    notify = combine_observers(observers)
-    notify(events.CheckStarted("checking the model, the data and the devices"))
     resumed = find_resume(config, resume)
     if resumed is not None and resumed.is_finished(config):
         os.close(resumed.lock)
         done = f"has finished its {counted(config.train.iterations, 'iteration')}"
         hint = "nothing to do (train more with a higher --iterations)"
-        notify(events.RunEnded(FINISHED, f"{resumed.folder} {done}; {hint}"))
+        combine_observers(observers)(events.RunEnded(FINISHED, f"{resumed.folder} {done}; {hint}"))
         return FINISHED
     checked = check_run(config, resumed)
     ring = RingBuffer(ring_layout(config, checked.placement))
@@ -99,6 +98,14 @@ def _train(controller: Controller) -> events.RunEnded:
 def _announce(controller: Controller) -> None:
     """Send the first events of a run."""
     config, checked, resumed = controller.config, controller.checked, controller.resumed
+    past: dict[str, Any] = {}
+    if resumed is not None:
+        metrics = resumed.folder / "metrics.jsonl"
+        lines = read_lines(metrics) if metrics.is_file() else []
+        measured = [(line["iteration"] + 1, line.get("eval/accuracy")) for line in lines]
+        measured.insert(0, (0, resumed.state.accuracy_before))
+        accuracies = [(number, value) for number, value in measured if value is not None]
+        past = {"earlier": lines, "accuracies": accuracies}
     controller.notify(
         events.RunStarted(
             controller.started,
@@ -107,15 +114,9 @@ def _announce(controller: Controller) -> None:
             devices=device_names(checked.placement),
             description="\n".join([*_notes(config, checked, resumed), describe(checked.placement)]),
             num_iterations=controller.state.num_iterations,
+            **past,
         )
     )
-    if resumed is not None:
-        metrics = resumed.folder / "metrics.jsonl"
-        lines = read_lines(metrics) if metrics.is_file() else []
-        accuracies = {line["iteration"] + 1: line.get("eval/accuracy") for line in lines}
-        accuracies[0] = resumed.state.accuracy_before
-        measured = [(number, value) for number, value in accuracies.items() if value is not None]
-        controller.notify(events.RunResumed(lines, measured))
 
 
 def _notes(config: Config, checked: Preflight, resumed: Resume | None) -> list[str]:
