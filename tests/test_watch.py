@@ -8,10 +8,9 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from easyrl.observe.report import PlainLines
 from easyrl.observe.trace import RunFiles, TraceWriter, follow, watch
 from easyrl.observe.view import ViewState
 from run_events import METRICS, active, group, run_events, state_of
-from runs import SMALL, Finished, start
+from runs import SMALL, Finished, start, wait_for_line
 from terminals import Terminal, after_the_view
 
 OLDER = Path(__file__).parent / "fixtures" / "run_before_0_2" / "run"
@@ -203,39 +202,23 @@ def test_plain_lines_without_a_live_view(finished_run: Finished) -> None:
     assert "█" not in terminal.output and "next commands" in terminal.output
 
 
-@pytest.fixture(scope="module")
-def going_on(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A run in its iterations. The test that kills it comes last."""
-    folder = tmp_path_factory.mktemp("watched") / "run"
+def test_run_is_followed_until_it_is_killed_and_outlives_a_watcher(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     process = start("--output", str(folder), "--iterations", "100000", "--no-live", *SMALL)
-    deadline = time.monotonic() + 60
-    while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    yield process, folder
-    process.kill()
-    process.communicate()
-
-
-def test_signal_ends_the_watching_and_not_the_run(
-    going_on: tuple[subprocess.Popen[str], Path],
-) -> None:
-    process, folder = going_on
-    terminal = Terminal(sys.executable, "-m", "easyrl", "watch", str(folder))
-    terminal.read_until("ETA")
-    os.kill(terminal.process.pid, signal.SIGINT)
-    assert terminal.end() == 128 + signal.SIGINT
-    after_the_view(terminal.output)
-    assert process.poll() is None
-
-
-def test_run_is_followed_until_it_is_killed(going_on: tuple[subprocess.Popen[str], Path]) -> None:
-    process, folder = going_on
-    terminal = Terminal(sys.executable, "-m", "easyrl", "watch", str(folder))
-    terminal.read_until("ETA")
-    process.kill()
-    process.wait()
-    assert terminal.end() == 1
-    assert "the run was killed" in after_the_view(terminal.output)
+    try:
+        wait_for_line(process, "iteration 1/")
+        terminals = [
+            Terminal(sys.executable, "-m", "easyrl", "watch", str(folder)) for _ in range(2)
+        ]
+        for terminal in terminals:
+            terminal.read_until("ETA")
+        os.kill(terminals[0].process.pid, signal.SIGINT)
+        assert terminals[0].end() == 128 + signal.SIGINT
+        after_the_view(terminals[0].output)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    assert terminals[1].end() == 1
+    assert "the run was killed" in after_the_view(terminals[1].output)
     assert watch(folder, live=False) == 1

@@ -61,11 +61,14 @@ LEFT_OUT = ("folder", "config", "earlier", "rewards_by_function", "columns", "co
 
 
 def encode(value: Any) -> Any:
-    """Return a message as JSON: its fields, and the name of its type. Texts are shortened."""
+    """Return a message as JSON: the name of its type, and its fields without those that have their
+    default. Texts are shortened."""
     match value:
         case Message():
-            fields = {key: None if key in LEFT_OUT else item for key, item in vars(value).items()}
-            return {"type": type(value).__name__, **encode(fields)}
+            kind = type(value)
+            fields = {k: v for k, v in vars(value).items() if v != getattr(kind, k, ...)}
+            fields |= {key: None for key in LEFT_OUT if key in fields}
+            return {"type": kind.__name__, **encode(fields)}
         case Mapping():
             return {key: encode(item) for key, item in value.items()}
         case list() | tuple():
