@@ -26,12 +26,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_adjacent_spans_of_one_kind_are_merged(clock: Clock) -> None:
+    """Concurrent scoring does not split generation."""
     reports: list[Activity] = []
     line = Timeline(reports.append)
     for seconds in (0.01, 0.02, 0.03):
         started = clock.now
         clock.now += seconds
         assert line.add("generate", started, num_tokens=5) == pytest.approx(seconds)
+        line.add("score", 100.0)
     clock.now += 0.05  # a gap
     started = clock.now
     clock.now += 0.01
@@ -40,23 +42,10 @@ def test_adjacent_spans_of_one_kind_are_merged(clock: Clock) -> None:
     (activity,) = reports
     assert [(s.kind, s.started, s.ended) for s in activity.spans] == [
         ("generate", 100.0, pytest.approx(100.06)),
+        ("score", 100.0, pytest.approx(100.06)),
         ("generate", pytest.approx(100.11), pytest.approx(100.12)),
     ]
     assert (activity.num_tokens, activity.num_groups) == (15, 2)
-
-
-def test_concurrent_scoring_does_not_split_generation(clock: Clock) -> None:
-    reports: list[Activity] = []
-    line = Timeline(reports.append)
-    sent = clock.now
-    for _ in range(3):
-        started = clock.now
-        clock.now += 0.01
-        line.add("generate", started)
-        line.add("score", sent)
-    line.report()
-    assert [span.kind for span in reports[0].spans] == ["generate", "score"]
-    assert {span.ended for span in reports[0].spans} == {clock.now}
 
 
 def test_reports_a_few_times_a_second(clock: Clock) -> None:
