@@ -76,13 +76,12 @@ def make_plan(
     entries: Sequence[Sequence[Any]], bucket_bytes: int, alone_bytes: float
 ) -> list[list[PlannedPiece]]:
     """Cut weights (name, shape, dtype) into buckets, in order; those of `alone_bytes` or more into
-    buckets of their own. Raises ValueError if a bucket cannot hold one element."""
+    buckets of their own."""
     buckets: list[list[PlannedPiece]] = [[]]
     offset = 0
     for name, shape, dtype_name in entries:
         dtype, count = getattr(torch, dtype_name), math.prod(shape)
-        if bucket_bytes < dtype.itemsize:
-            raise ValueError(f"a bucket of {bucket_bytes} bytes cannot hold a {dtype}")
+        assert bucket_bytes >= dtype.itemsize
         is_alone = count * dtype.itemsize >= alone_bytes
         start = 0
         while start < count:
@@ -192,7 +191,11 @@ class WeightChannel:
                 is_direct = len(pieces) == 1 and self._is_sent_directly(piece, part)
                 if not is_direct:
                     piece.view(self._bucket(number)).copy_(part)
-            self._send_bucket(number, pieces, part if is_direct else self._bucket(number))
+            if self._is_shared:
+                self._signal(f"{self._name_of(number)} is filled", root=0)
+                self._signal(f"{self._name_of(number)} is read", root=1)
+            else:
+                self._start(number, part if is_direct else self._bucket(number))
         self._wait_for_all_but(0)
         return sum(piece.num_bytes for pieces in self._plan for piece in pieces)
 
@@ -282,28 +285,19 @@ class WeightChannel:
         """Whether `part` itself can be broadcast for a piece."""
         return not self._is_shared and (part.dtype, part.device) == (piece.dtype, self._device)
 
-    def _send_bucket(self, number: int, pieces: Sequence[PlannedPiece], content: Tensor) -> None:
-        """Let the receivers read it."""
-        if self._is_shared:
-            self._signal(f"{self._name_of(number)} is filled", root=0)
-            self._signal(f"{self._name_of(number)} is read", root=1)
-            return
-        self._start(number, content.view(torch.uint8)[: pieces[-1].offset + pieces[-1].num_bytes])
-
     def _expect_bucket(
         self, number: int, memory_of: Callable[[str], Tensor | None]
     ) -> list[WeightPiece]:
         """Start to receive a bucket; return its pieces, which are valid once it has arrived."""
-        pieces, bucket = self._plan[number], self._bucket(number)
-        values = [piece.view(bucket) for piece in pieces]
+        pieces, content = self._plan[number], self._bucket(number)
+        values = [piece.view(content) for piece in pieces]
         if self._is_shared:
             self._signal(f"{self._name_of(number)} is filled", root=0)
         else:
-            content = bucket[: pieces[-1].offset + pieces[-1].num_bytes]
             if len(pieces) == 1 and (own := memory_of(pieces[0].name)) is not None:
                 part = own[pieces[0].start : pieces[0].start + pieces[0].count]
                 if self._is_sent_directly(pieces[0], part):
-                    values, content = [part], part.view(torch.uint8)
+                    values, content = [part], part
             self._start(number, content)
         return [
             WeightPiece(piece.name, piece.start, part, piece.shape)
@@ -324,7 +318,9 @@ class WeightChannel:
         self._bounded(what, lambda: self._await(self._begin(tensor, root)))
 
     def _start(self, number: int, content: Tensor) -> None:
-        """Start to broadcast a bucket."""
+        """Start to broadcast the content of a bucket."""
+        last = self._plan[number][-1]
+        content = content.view(torch.uint8)[: last.offset + last.num_bytes]
         work = self._bounded(self._name_of(number), lambda: self._begin(content, root=0))
         self._pending.append((number, work))
 

@@ -11,8 +11,7 @@ Some models' caches lose what their layers would see without one (Doge's and Rec
 transformers 5.23). So each group is checked by one plain forward, the trainer's, and if that gives
 other log-probabilities the group is generated again without a cache.
 
-Shapes: G completions of the group, P prompt tokens, R tokens of the longest completion, V tokens of
-the vocabulary.
+Shapes: G completions of the group, R tokens of the longest completion.
 """
 
 from __future__ import annotations

@@ -107,5 +107,4 @@ class StopStrings:
         return self._texts[token]
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -8,7 +8,8 @@ process waits until the rollout worker has ended, kills what is left and removes
 
 The cleaner has a session of its own, which a terminal does not signal, and loads only the standard
 library. A private folder identifies everything that belongs to the engine: its sockets are in it,
-and its processes were started with the folder's path in their environment.
+and its processes were started with the folder's path in their environment. The folder's time shows
+the progress of a weight update (`worker.report_progress`).
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class ManyProcessesExecutor(MultiprocExecutor):  # type: ignore[misc]
 def _tied_to_rollout_worker() -> Iterator[None]:
     """End with the rollout worker, ignore a terminal's signals, and create temporary files in the
     folder that `processes.Cleanup` removes. At the end remove the names of locks, which all
-    processes have opened by then; a killed process would leave them."""
+    processes have opened by then."""
     die_with_parent()
     tempfile.tempdir = os.environ[FOLDER]
     for signum in (signal.SIGINT, signal.SIGHUP):  # the controller handles them
@@ -240,8 +240,8 @@ def report_progress() -> None:
 
 
 def checksum(values: Tensor) -> int:
-    """Sum the elements' bits as integers, in any order; zeros add nothing. Devices that cannot add
-    integers exactly leave it to the CPU."""
+    """Sum the elements' bits as integers; zeros add nothing. Devices that cannot add integers
+    exactly leave it to the CPU."""
     bits = values.detach().contiguous().view(_INTEGER_TYPES[values.dtype.itemsize]).view(-1)
     chunks = torch.split(bits, CHUNK_ELEMENTS)
     on_device = devices.adds_integers(values.device)
