@@ -218,16 +218,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_checkpoint_is_refused_until_it_is_deleted(
+def test_damaged_checkpoint_is_refused_and_the_older_one_taken(
     two: Path, tmp_path: Path, damage: str
 ) -> None:
     folder = Path(shutil.copytree(two, tmp_path / "checkpoints"))
     harm, reason = DAMAGE[damage]
     harm(folder / "10")
-    with pytest.raises(ValueError, match=f"checkpoints/10.*{reason}.*delete"):
-        newest_checkpoint(folder)
-    shutil.rmtree(folder / "10")
-    found = newest_checkpoint(folder)
+    with pytest.raises(ValueError, match=f"checkpoints/10.*{reason}"):
+        read_checkpoint(folder / "10")
+    found, damaged = newest_checkpoint(folder)
+    assert list(damaged) == [folder / "10"]
     assert found is not None and found.path.name == "9" and found.state["note"] == "ü"
 
 
@@ -244,8 +244,8 @@ def test_newest_checkpoints_are_kept_and_leftovers_deleted(two: Path, tmp_path: 
     copies(two, tmp_path, 2, 10, 9, 100)
     unfinished_name(tmp_path / "101").mkdir()
     (unfinished_name(tmp_path / "101") / "shard.safetensors").write_text("half")
-    found = newest_checkpoint(tmp_path)
-    assert found is not None and found.path.name == "100"
+    found, damaged = newest_checkpoint(tmp_path)
+    assert found is not None and found.path.name == "100" and not damaged
     keep_newest(tmp_path, 2)
     assert names_of(tmp_path) == ["10", "100"]
     assert [path.name for path in checkpoints_in(tmp_path)] == ["10", "100"]  # as numbers

@@ -28,7 +28,7 @@ CHECKPOINTS = "checkpoints"
 """Name of the folder in a run folder."""
 STATE = "state.json"
 BEST = "best"
-UNFINISHED = ".unfinished"
+UNFINISHED, DAMAGED = ".unfinished", ".damaged"
 FORMAT = 1
 """Format of state.json; incremented by changes that older versions cannot read."""
 
@@ -54,29 +54,33 @@ def read_checkpoint(path: Path) -> Checkpoint:
             with safe_open(file, framework="numpy"):  # compares header and length
                 pass
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise ValueError(
-            f"the checkpoint '{path}' cannot be read: {file.name}: {error}; restore it, or delete "
-            "its folder to use the checkpoint before it"
-        ) from None
+        raise ValueError(f"the checkpoint '{path}' cannot be read: {file.name}: {error}") from None
     return Checkpoint(path, content["state"])
 
 
 def find_checkpoint(source: Path) -> Checkpoint:
-    """Read the checkpoint `source`, or the newest one of a run folder. Raises ValueError if it is
-    damaged, or there is none."""
+    """Read the checkpoint `source`, or the newest complete one of a run folder. Raises ValueError
+    if it is damaged, or there is none."""
     if (source / STATE).is_file():
         # `best` may change later.
         return read_checkpoint(source.parent / source.readlink() if source.is_symlink() else source)
-    found = newest_checkpoint(source / CHECKPOINTS)
+    found, damaged = newest_checkpoint(source / CHECKPOINTS)
     if found is None:
-        raise ValueError(f"expected a checkpoint or a run folder with one, got '{source}'")
+        problem = f"expected a checkpoint or a run folder with one, got '{source}'"
+        raise ValueError("\n".join([problem, *damaged.values()]))
     return found
 
 
-def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """Read the newest checkpoint in `folder`. Raises ValueError if it is damaged."""
-    published = checkpoints_in(folder)
-    return read_checkpoint(published[-1]) if published else None
+def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """Return the newest complete checkpoint in `folder`, and the newer damaged ones with the
+    error of each."""
+    damaged: dict[Path, str] = {}
+    for path in reversed(checkpoints_in(folder)):
+        try:
+            return read_checkpoint(path), damaged
+        except ValueError as error:
+            damaged[path] = str(error)
+    return None, damaged
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -128,6 +132,13 @@ def name_best(folder: Path, version: int) -> None:
 def discard_unfinished(folder: Path) -> None:
     for path in folder.glob(f"*{UNFINISHED}"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, so that the run can write it again."""
+    aside = path.with_name(path.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -22,7 +22,7 @@ from easyrl.config.changed_keys import update_old_keys
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
-from easyrl.model.checkpoint_files import CHECKPOINTS, Checkpoint, newest_checkpoint
+from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, Checkpoint, newest_checkpoint
 from easyrl.runtime.run_folder import UNFINISHED_CONFIG, folder_of, lock_folder
 
 MAY_CHANGE = (
@@ -77,6 +77,8 @@ class Resume:
     """None: the run ended before its first checkpoint and starts from the beginning."""
     state: SavedState
     """State of that checkpoint, or of a new run."""
+    damaged: Mapping[Path, str]
+    """Newer checkpoints that cannot be read, with the error of each."""
 
     def is_finished(self, config: Config) -> bool:
         """Whether the run has all its iterations and its final model."""
@@ -87,10 +89,12 @@ class Resume:
         return bool(summary["iterations"] == config.train.iterations)
 
     def describe(self, config: Config) -> str:
-        """Return what the run resumes from, as text for the user."""
+        """Return what the run resumes from and what it skips, as lines of text for the user."""
         total = counted(config.train.iterations, "iteration")
         done = f"{self.state.num_iterations} of {total} done"
-        return f"resumed from {self.checkpoint or self.folder}: {done}"
+        lines = [f"resumed from {self.checkpoint or self.folder}: {done}"]
+        lines += [f"{why} (renamed: {path.name}{DAMAGED})" for path, why in self.damaged.items()]
+        return "\n".join(lines)
 
 
 def find_resume(config: Config, folder: Path | None) -> Resume | None:
@@ -106,20 +110,21 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
             return None
     lock = lock_folder(folder)
     try:
-        checkpoint = newest_checkpoint(folder / CHECKPOINTS)
+        checkpoint, damaged = newest_checkpoint(folder / CHECKPOINTS)
         path, state = None, SavedState()
         if checkpoint is not None:
             path, state = checkpoint.path, SavedState.read(checkpoint)
             _check_settings(config, state, path)
-        found = Resume(folder, lock, path, state)
+        found = Resume(folder, lock, path, state, damaged)
         if (
             path is None
             and not found.is_finished(config)
-            and (not is_auto or (folder / "summary.json").exists())
+            and (damaged or not is_auto or (folder / "summary.json").exists())
         ):
+            reasons = "".join(f"\n{why}" for why in damaged.values())
             raise ConfigError(
                 f"--resume, runtime.resume: '{folder}' has no complete checkpoint "
-                f"(train.save_every, train.keep_checkpoints)\nto start again: easyrl grpo "
+                f"(train.save_every, train.keep_checkpoints){reasons}\nto start again: easyrl grpo "
                 f"--config {folder / 'config.yaml'} --output {folder}-2"
             )
     except BaseException:

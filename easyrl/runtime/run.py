@@ -16,7 +16,7 @@ from easyrl.config import Config
 from easyrl.data.hub import describe_model
 from easyrl.events import Observer, combine_observers
 from easyrl.formatting import counted
-from easyrl.model.checkpoint_files import checkpoints_in, discard_unfinished
+from easyrl.model.checkpoint_files import checkpoints_in, discard_unfinished, set_aside
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.placement import describe, device_names, ring_layout
 from easyrl.runtime.preflight import Preflight, check_run
@@ -52,6 +52,8 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         folder = RunFolder(config)
     else:
         folder = RunFolder(config, resumed.lock, resumed.state.file_sizes)
+        for path in resumed.damaged:
+            set_aside(path)
         discard_unfinished(folder.checkpoints)
     controller = Controller(
         config,
