@@ -333,6 +333,9 @@ def test_removed_key_that_is_set_is_refused_with_its_reason() -> None:
         ("reward.answer_column=solution", "data.columns={answer: solution}"),
         ("reward.code_tests_column=x data.columns={a:\\ b}", "data.columns={a: b, tests: x}"),
         ("reward.answer_column=x data.columns={answer:\\ b}", "data.columns={answer: b}"),
+        ("data.dataset=a/b data.subset=main", "data.dataset=a/b:main"),
+        ("eval.dataset=a/b eval.subset=7 eval.split=test", "eval.dataset=a/b:7:test"),
+        ("data.dataset=a/b data.split=test", "data.dataset=a/b::test"),
     ],
 )
 def test_renamed_key_works_with_a_warning(

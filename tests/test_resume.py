@@ -6,9 +6,9 @@ Each is compared with a run of the same settings that nothing interrupted (`unin
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import resource
-import os
 import signal
 import subprocess
 import sys

@@ -1,25 +1,21 @@
 """Config keys of earlier releases: removed or renamed.
 
 All of them are ignored at their old default, so that the config.yaml of an older run still loads.
-Any other value of a removed key is an error that gives the reason. A renamed key is accepted with a
-warning for one release.
+Any other value of a removed key is an error that gives the reason. A renamed or merged key is
+accepted with a warning for one release.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 SAMPLING = "it samples from a distribution other than the trained one"
-SPLIT = "name it in the data set: owner/name:subset:split"
 REMOVED: Mapping[str, tuple[Any, str]] = {
     "algorithm.delta": (None, "bound the ratio with algorithm.epsilon_high or loss_type=cispo"),
     "algorithm.dynamic_sampling_max_rounds": (3, "it is always 3"),
-    "data.split": (None, SPLIT),
-    "data.subset": (None, SPLIT),
     "devices.lend_cores": (True, "idle workers always lend their cores, or use devices.threads"),
-    "eval.split": (None, SPLIT),
-    "eval.subset": (None, SPLIT),
     "eval.top_k": (None, "use rollout.top_k"),
     "eval.top_p": (None, "the preset's value is used, else rollout.top_p"),
     "output.project": ("easyrl", "trackers put every run under the project 'easyrl'"),
@@ -48,13 +44,16 @@ RENAMED: Mapping[str, tuple[Any, str]] = {
     "rollout.gpu_memory_fraction": (0.9, "rollout.memory_fraction"),
 }
 """Renamed in 0.2: the old default, and the new name. The old name will be refused in 0.3."""
+MERGED = ("data.split", "data.subset", "eval.split", "eval.subset")
+"""Part of the data set's name in 0.2: `owner/name:subset:split`. They will be refused in 0.3."""
 
 
 def update_old_keys(settings: dict[str, Any]) -> list[str]:
     """Replace old keys in `settings`, sections with their keys; return the warnings. Raises
     ValueError for a removed key."""
     given: dict[str, Any] = {}
-    for name, (default, _) in {**REMOVED, **RENAMED}.items():
+    old = {**REMOVED, **RENAMED, **dict.fromkeys(MERGED, (None, ""))}
+    for name, (default, _) in old.items():
         section, _, key = name.partition(".")
         if isinstance(settings.get(section), dict):
             value = settings[section].pop(key, None)
@@ -63,9 +62,27 @@ def update_old_keys(settings: dict[str, Any]) -> list[str]:
     removed = [f"{name}: removed in 0.2: {REMOVED[name][1]}" for name in given if name in REMOVED]
     if removed:
         raise ValueError("\n".join(removed))
+    warnings = []
     for name, value in given.items():
-        put(settings, RENAMED[name][1], value, replace=False)
-    return [f"{name} is now {RENAMED[name][1]}, which wins where both are set" for name in given]
+        if name in RENAMED:
+            new = RENAMED[name][1]
+            put(settings, new, value, replace=False)
+            warnings.append(f"{name} is now {new}, which wins where both are set")
+    for section in ("data", "eval"):
+        subset, split = (given.get(f"{section}.{key}", "") for key in ("subset", "split"))
+        if subset or split:
+            dataset = settings[section].get("dataset")
+            if not isinstance(dataset, str):
+                raise ValueError(
+                    f"{section}.dataset: expected a name with {section}.subset, .split"
+                )
+            is_folder = Path(dataset).expanduser().is_dir()  # of save_to_disk
+            new = f"/{split}" if is_folder else f":{subset}:{split}".rstrip(":")
+            settings[section]["dataset"] = dataset + new
+            warnings.append(
+                f"{section}.subset, {section}.split: use {section}.dataset={dataset + new}"
+            )
+    return warnings
 
 
 def put(settings: dict[str, Any], name: str, value: Any, *, replace: bool = True) -> None:
