@@ -16,7 +16,7 @@ from easyrl.rewards.code import program_of, read_tests, same_text, same_value
 from easyrl.rewards.loading import check_rewards, load_reward
 from easyrl.rewards.pool import RewardPool
 from easyrl.rewards.worker import Call
-from easyrl.types import Prompt
+from easyrl.types import Messages, Prompt
 
 ADD = "def add(a, b):\n    return a + b"
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
@@ -35,10 +35,8 @@ def fenced(code: str) -> str:
 
 
 HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "assert": (ADD, "assert add(1, 2) == 3", {}),
     "list of asserts": (ADD, ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"], {}),
     "HumanEval": (ADD, CHECK, {"entry_point": "add"}),
-    "a check that is called": (ADD, f"{CHECK}\ncheck(add)", {}),
     "a method as entry point": (
         "class Solution:\n    def add(self, a, b): return a + b",
         CHECK,
@@ -92,7 +90,6 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
         {"inputs": [""], "outputs": ["\n".join(map(str, range(50000)))]},
         {},
     ),
-    "numbers with a point": ("print(1 / 3)", {"inputs": [""], "outputs": ["0.3333333"]}, {}),
     "exit with 0": ("print(3)\nraise SystemExit", {"inputs": [""], "outputs": ["3"]}, {}),
     "a thread with the work": (
         "import threading\nthreading.Thread(target=lambda: print(input())).start()",
@@ -143,17 +140,6 @@ def test_wrong_programs_score_0(name: str) -> None:
     _, tests, row = HONEST[name]
     wrong = "def add(a, b): return 4\ndef pair(a, b): return (b, a)\nprint(3)"
     assert score(fenced(wrong), tests, **row) == 0.0
-
-
-@needs_bwrap
-def test_one_call_scores_a_group_of_chat_completions() -> None:
-    completions = [[{"role": "assistant", "content": text}] for text in (fenced(ADD), "?", "")]
-    columns = {"tests": ["assert add(1, 2) == 3"] * 3}
-    function = load_reward("code", config_of("code"))
-    scores = function(
-        prompts=["q"] * 3, completions=completions, completion_ids=[[1]] * 3, **columns
-    )
-    assert scores == [1.0, 0.0, 0.0]
 
 
 def test_the_last_python_block_is_the_program() -> None:
@@ -217,7 +203,8 @@ def test_slow_programs_of_a_group_cost_only_their_own_score() -> None:
     """With default settings 16 completions would take longer than the limit of a call."""
     config = config_of("code", reward__code_timeout_seconds=2, reward__timeout_seconds=10)
     completions = [fenced("while True: pass"), fenced(ADD)] * 8
+    prompt: Messages = [{"role": "user", "content": "q"}]
     with closing(RewardPool(config)) as pool:
-        pool.submit(0, Call("q", completions, [[1]] * 16, {"tests": "assert add(1, 2) == 3"}))
+        pool.submit(0, Call(prompt, completions, [[1]] * 16, {"tests": "assert add(1, 2) == 3"}))
         ((scores, errors, *_),) = finished(pool, 1)
     assert scores == [[0.0, 1.0] * 8] and not errors

@@ -44,7 +44,7 @@ def some(num_done: int) -> dict[str, Any]:
 
 
 RUN: list[Callable[[EvalView], None]] = [
-    lambda view: view.start(ABOUT, Path("ev"), "so", 100, some(40)),
+    lambda view: view.start(ABOUT, Path("ev"), "so", 100, 40),
     from_worker(events.Starting("loading the model")),
     from_worker(events.Starting("loading the model")),
     lambda view: view.show_progress(10.0, some(70), 1000),

@@ -161,12 +161,6 @@ def test_figures_cover_problems_and_completions(workers: Workers, tmp_path: Path
     assert (results["temperature"], results["num_samples"]) == (1.0, 4)
 
 
-def test_correct_reward_decides_what_is_correct(workers: Workers, tmp_path: Path) -> None:
-    workers.rewards = lambda problem, sample: 0.5 * (problem % 2)
-    results = evaluated(tmp_path / "ev", "eval.correct_reward=0.5", *SMALL)
-    assert (results["accuracy"], results["reward"]) == (0.5, 0.25)
-
-
 def test_problems_without_reward_are_counted_and_left_out(workers: Workers, tmp_path: Path) -> None:
     words = ("reward.on_error=skip_group", *SMALL)
     workers.rewards = lambda problem, sample: math.nan if problem == 2 else 1.0
@@ -352,21 +346,11 @@ def test_preset_brings_its_prompt_and_sampling(
     assert "eval.max_completion_length" in too_small
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "expected"),
-    [
-        ("math500", [], 2048),  # some of its problems contain drawings as programs
-        ("math500", ["data.max_prompt_length=512"], 512),
-        ("gsm8k", [], 512),
-    ],
-)
-def test_preset_allows_its_longest_problems(
-    long_tiny: str, name: str, words: list[str], expected: int
-) -> None:
-    flags = {"data.dataset": name, "model.path": long_tiny, "devices.infer": "cpu"}
-    made = make_plan(load_config(None, flags, ["data.chat=false", *words]))
-    assert made.config.data.max_prompt_length == expected
-    assert made.worker_config.data.max_prompt_length == expected
+def test_preset_allows_its_longest_problems(long_tiny: str) -> None:
+    flags = {"data.dataset": "math500", "model.path": long_tiny, "devices.infer": "cpu"}
+    for words, expected in ([], 2048), (["data.max_prompt_length=512"], 512):
+        made = make_plan(load_config(None, flags, ["data.chat=false", *words]))
+        assert made.worker_config.data.max_prompt_length == expected
 
 
 def test_eval_dataset_that_is_a_preset_uses_its_own_prompt() -> None:
@@ -390,7 +374,6 @@ def test_eval_dataset_that_is_a_preset_uses_its_own_prompt() -> None:
         ("--output file", "output.dir"),
         ("--output folder", "output.dir"),
         ("--compare folder", "--compare"),
-        ("--compare nothing", "--compare"),
         ("--base tiny", "--base"),
         ("--model folder", "config.json"),
         ("eval.max_completion_length=513", "data.max_prompt_length"),
@@ -423,11 +406,10 @@ def test_problems_are_matched_by_id() -> None:
     here = answers({"x": [1, 1], "y": [0, 1], "z": [0, 0], "only here": [1, 1], "not whole": [1]})
     there = answers({"z": [1], "only there": [1], "y": [0], "x": [1], "bad": [None]})
     whole, problems = compare(here, there, 1.0)
-    counts = [whole[key] for key in ("num_problems", "num_only_here", "num_only_there")]
-    assert counts == [3, 1, 1]
+    assert whole["num_problems"] == 3
     assert [problem["problem"] for problem in problems] == ["z", "y", "x"]
     assert (whole["accuracy"], whole["other_accuracy"]) == (0.5, pytest.approx(2 / 3))
-    assert (whole["num_better"], whole["num_worse"], whole["num_equal"]) == (1, 1, 1)
+    assert (whole["num_better"], whole["num_worse"]) == (1, 1)
     assert whole["p_value"] == 1.0  # all four sums of ±1/2 and ±1 are as far from 0
     with pytest.raises(ConfigError, match="--compare"):
         compare(here, answers({"w": [1]}), 1.0)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,7 @@ def prints(completions, **_):
         print("x" * 1000)
     return [1.0] * len(completions)
 
-def by_prompt(prompts, completions, **_):
-    return {"good": good, "exits": exits, "raises": raises, "hangs": hangs}[prompts[0]](completions)
+def by_prompt(prompts, completions, **_): return globals()[prompts[0]](completions)
 
 def one_in_ten_is_hostile(prompts, completions, log_extra, log_metric, trainer_state, **_):
     kind = zlib.crc32(prompts[0].encode()) % 40
@@ -156,12 +155,6 @@ def test_functions_of_one_call_do_not_share_arguments(open_pool: Open) -> None:
     assert scores_of(open_pool("changes", "sees"), level=[1, 2]) == [[1.0, 1.0]] * 2
 
 
-def test_preset_scores_itself() -> None:
-    with closing(RewardPool(config_of())) as pool:
-        pool.submit(7, Call("1+1=", ["#2", "#3"], [[1], [2]], {"answer": "2"}))
-        assert finished(pool, 1) == [Scored([[1.0, 0.0]], [], {}, {})]
-
-
 def test_completions_of_code_and_math_are_tasks_of_their_own(open_pool: Open) -> None:
     """An endless comparison is a wrong answer, and costs no other completion its score."""
     pool = open_pool("math", "pid", reward__on_error="stop")
@@ -203,15 +196,11 @@ INVALID = {
 }
 LOST = {
     "exits": "exit code 3",
+    "raises": "KeyError: 'mine'",
     "exits_with_zero": "reward.timeout_seconds",
     "crashes": "exit code -11",
     "hangs": "reward.timeout_seconds",
 }
-
-
-def check_error(error: str, function: str, named: str) -> None:
-    assert named in error and function in error and "'1+1='" in error
-    assert "worker.py" not in error  # the user's frames only
 
 
 def test_failed_functions_score_zero_with_an_error_that_names_them(open_pool: Open) -> None:
@@ -219,15 +208,8 @@ def test_failed_functions_score_zero_with_an_error_that_names_them(open_pool: Op
     ((scores, errors, *_),) = score(pool)
     assert scores == [[1.0, 1.0]] + [[0.0, 0.0]] * len(INVALID)
     for error, (function, named) in zip(errors, INVALID.items(), strict=True):
-        check_error(error, function, named)
-
-
-@pytest.mark.parametrize("function", LOST)
-def test_failed_call_is_skipped_with_an_error_that_names_it(open_pool: Open, function: str) -> None:
-    pool = open_pool(function, reward__on_error="skip_group", reward__timeout_seconds=2)
-    ((scores, (error,), *_),) = score(pool)
-    assert not scores
-    check_error(error, function, LOST[function])
+        assert function in error and named in error and "'1+1='" in error
+        assert "worker.py" not in error  # the user's frames only
 
 
 def test_failed_call_stops_the_run_by_default(open_pool: Open) -> None:
@@ -248,10 +230,13 @@ def test_reward_file_that_does_not_load_is_an_error(own: Path, open_pool: Open) 
 
 def test_lost_process_costs_its_own_call_and_is_replaced(open_pool: Open) -> None:
     pool = open_pool("by_prompt", reward__on_error="skip_group", reward__timeout_seconds=2)
-    prompts = ["good", "exits", "good", "raises", "good", "hangs", "exits", "good"]
-    scored = score(pool, *prompts)
-    assert [bool(each.scores) for each in scored] == [prompt == "good" for prompt in prompts]
-    assert [len(each.errors) for each in scored] == [int(prompt != "good") for prompt in prompts]
+    prompts = [prompt for lost in LOST for prompt in ("good", lost)]
+    for prompt, (scores, errors, *_) in zip(prompts, score(pool, *prompts), strict=True):
+        if prompt == "good":
+            assert scores and not errors
+        else:
+            assert not scores and len(errors) == 1
+            assert f"'{prompt}'" in errors[0] and LOST[prompt] in errors[0]
 
 
 def test_process_killed_between_two_calls_costs_nothing(open_pool: Open) -> None:

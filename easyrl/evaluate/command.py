@@ -28,7 +28,7 @@ from easyrl.data.datasets import (
     with_eval_data,
 )
 from easyrl.data.presets import eval_sampling, with_long_problems
-from easyrl.evaluate.figures import Lines, compare, summarize
+from easyrl.evaluate.figures import Answers, Lines, compare, summarize
 from easyrl.evaluate.folder import EvalFolder, read_evaluation
 from easyrl.evaluate.view import EvalView, show_comparison, show_results
 from easyrl.model.export import ModelSource, find_model
@@ -75,11 +75,8 @@ class Plan:
 
 
 def make_plan(config: Config, base: str | None = None) -> Plan:
-    """Check what an evaluation needs: model, problems, rewards, devices, prompts, memory.
-
-    `base`: the model that an adapter belongs to. Raises ValueError, with the key to change, for
-    what would not work.
-    """
+    """Check what an evaluation needs: model, problems, rewards, devices, prompts, memory. Raises
+    ValueError, with the key to change, for what would not work."""
     source = find_model(config.model.path, base)
     config = with_eval_data(config)
     config = config.model_copy(update={"data": with_long_problems(config.data)})
@@ -152,7 +149,9 @@ def evaluate(
             answers, num = folder.answers, len(plan.problems)
             try:
                 with view.bar:
-                    view.start(plan.settings, folder.path, describe(plan.placement), num, answers)
+                    view.start(
+                        plan.settings, folder.path, describe(plan.placement), num, len(answers)
+                    )
                     num_tokens, seconds = _answer_the_rest(plan, folder, view)
                 results = _results(plan, answers, num_tokens, seconds)
                 folder.write_results(results)
@@ -163,10 +162,9 @@ def evaluate(
             except Interrupted as stop:
                 exit_code = SIGNALLED + stop.signum
                 message = f"stopped by {stop}: {len(answers)} of {num} problems are answered"
-            except WorkerFailure as failure:
-                exit_code, message = USER_ERROR if failure.is_user_error else FAILED, str(failure)
-            except OSError as error:  # a full disk
-                exit_code, message = FAILED, str(error)
+            except (WorkerFailure, OSError) as error:  # OSError: a full disk
+                is_user_error = isinstance(error, WorkerFailure) and error.is_user_error
+                exit_code, message = USER_ERROR if is_user_error else FAILED, str(error)
             resume = f"To continue: the same command with --output {folder.path}"
             print_end(exit_code, f"{message}\n{resume}")
             return exit_code
@@ -248,9 +246,7 @@ def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvalua
     return lines
 
 
-def _results(
-    plan: Plan, answers: Mapping[str, Lines], num_tokens: int, seconds: float
-) -> dict[str, Any]:
+def _results(plan: Plan, answers: Answers, num_tokens: int, seconds: float) -> dict[str, Any]:
     """The content of `eval.json`. `num_tokens`, `seconds`: of this command's answers."""
     # In the problems' order, so that sums do not depend on the order of arrival.
     ordered = [answers[problem] for problem in plan.problems]
@@ -265,9 +261,7 @@ def _results(
     }
 
 
-def _compare(
-    folder: EvalFolder, results: Mapping[str, Any], other: Mapping[str, Lines], name: str
-) -> None:
+def _compare(folder: EvalFolder, results: Mapping[str, Any], other: Answers, name: str) -> None:
     figures, problems = compare(folder.answers, other, results["correct_reward"])
     folder.write_results({**results, "comparison": finite({"with": name, **figures})})
     file = folder.path / "comparison.jsonl"

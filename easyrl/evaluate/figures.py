@@ -8,6 +8,7 @@ sections 2.1 and 2.2).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,15 @@ from easyrl.runtime.metrics import is_correct, mean_and_error
 
 Bools = npt.NDArray[np.bool_]
 Lines = Sequence[Mapping[str, Any]]  # the lines of `samples.jsonl` for one problem: [S]
+Answers = Mapping[str, Lines]  # by problem
 NUM_RESAMPLES = 99_999
 """All 2^n sign flips are counted for up to 16 problems that differ; above, this many are drawn."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that one of `k` samples is correct: 1 - C(n - c, k) / C(n, k), which is unbiased
-    (arXiv 2107.03374, equation 1)."""
-    assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples
-    if num_samples - num_correct < k:
-        return 1.0
-    terms = np.arange(num_samples - num_correct + 1, num_samples + 1)
-    return float(1.0 - np.prod(1.0 - k / terms))
+    """Unbiased estimate of the probability that one of `k` samples is correct (arXiv 2107.03374,
+    equation 1)."""
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
 def pass_at_every_k(correct: Bools) -> dict[str, float]:
@@ -85,7 +83,7 @@ def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]
 
 
 def compare(
-    here: Mapping[str, Lines], there: Mapping[str, Lines], correct_reward: float
+    here: Answers, there: Answers, correct_reward: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the comparison as a whole, and of each common problem, the largest difference first.
 
@@ -110,8 +108,6 @@ def compare(
     (accuracy, error), (other_accuracy, other_error) = map(mean_and_error, means)
     figures = {
         "num_problems": len(common),
-        "num_only_here": len(scored[0]) - len(common),
-        "num_only_there": len(scored[1]) - len(common),
         "accuracy": accuracy,
         "accuracy_standard_error": error,
         "other_accuracy": other_accuracy,
@@ -167,6 +163,5 @@ def paired(first: Bools, second: Bools) -> dict[str, Any]:
         "p_value": p_value,
         "num_better": better,
         "num_worse": worse,
-        "num_equal": len(differences) - better - worse,
         "test": f"two-sided sign-flip permutation test over problems, {how}",
     }

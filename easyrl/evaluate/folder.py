@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from easyrl.config import Config, ConfigError, to_commented_yaml
-from easyrl.evaluate.figures import Lines
+from easyrl.evaluate.figures import Answers, Lines
 from easyrl.runtime.run_folder import finite, folder_of, lock_folder, read_lines
 
 SETTINGS, SAMPLES = "settings.json", "samples.jsonl"
@@ -47,7 +47,7 @@ class EvalFolder:
         except OSError as error:
             raise ConfigError(f"{KEY}: cannot write '{self.path}': {error.strerror}") from None
 
-    def _read(self, settings: Mapping[str, Any]) -> dict[str, Lines]:
+    def _read(self, settings: Mapping[str, Any]) -> Answers:
         if not any(self.path.iterdir()):
             return {}
         file = self.path / SETTINGS
@@ -89,14 +89,14 @@ def _as_text(lines: Lines) -> str:
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
-def _by_problem(lines: Lines) -> dict[str, Lines]:
+def _by_problem(lines: Lines) -> Answers:
     answers: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         answers.setdefault(line["problem"], []).append(line)
-    return {**answers}
+    return answers
 
 
-def read_evaluation(path: Path) -> dict[str, Lines]:
+def read_evaluation(path: Path) -> Answers:
     """Read the answers of an evaluation by problem, from its folder, its `eval.json` or its
     `samples.jsonl`. Raises ConfigError if there are none."""
     file = path if path.suffix == ".jsonl" else (path if path.is_dir() else path.parent) / SAMPLES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from easyrl import events
-from easyrl.evaluate.figures import Lines, accuracy_of
+from easyrl.evaluate.figures import Answers, accuracy_of
 from easyrl.events import Event
 from easyrl.formatting import counted
 from easyrl.observe.report import with_error
 from easyrl.observe.text import clock, is_live_terminal, safe, say, say_rich, shown
+
+Named = Mapping[str, Any]  # values by the keys of `eval.json`
 
 
 class EvalView:
@@ -29,23 +31,17 @@ class EvalView:
         self._shown: set[str] = set()
         self._next_report = 0.0
 
-    def start(
-        self,
-        settings: Mapping[str, Any],
-        folder: Path,
-        placement: str,
-        num_problems: int,
-        answers: Sized,
-    ) -> None:
-        """`placement`: its description; `answers`: those of earlier commands."""
-        self._correct_reward = settings["correct_reward"]
-        self._num_problems, self._num_before = num_problems, len(answers)
-        self.bar.add_task("", total=num_problems, completed=len(answers), figures="")
+    def start(self, about: Named, folder: Path, placement: str, total: int, num_done: int) -> None:
+        """`about`: the settings; `placement`: its description; `total`: problems."""
+        self._correct_reward = about["correct_reward"]
+        self._total, self._num_before = total, num_done
+        self.bar.add_task("", total=total, completed=num_done, figures="")
         say(
-            f"evaluation of {settings['model']} on {settings['dataset']}: "
-            f"{counted(num_problems, 'problem')}, {_sampling(settings)}\nfolder {folder}"
+            f"evaluation of {about['model']} on {about['dataset']}: {counted(total, 'problem')}, "
+            f"{_sampling(about)}\nfolder {folder}\n{placement}"
         )
-        say(f"{len(answers)} of them are already answered" if answers else placement)
+        if num_done:
+            say(f"{num_done} of them are already answered")
 
     def observe(self, event: Event) -> None:
         """Show what the workers report."""
@@ -61,9 +57,9 @@ class EvalView:
             case events.Note(text) | events.NoEvents(warning=text) if text:
                 say(safe(text))
 
-    def show_progress(self, seconds: float, answers: Mapping[str, Lines], num_tokens: int) -> None:
+    def show_progress(self, seconds: float, answers: Answers, num_tokens: int) -> None:
         """`answers`: all so far; `seconds`, `num_tokens`: of the answers of this command."""
-        num_left = self._num_problems - len(answers)
+        num_left = self._total - len(answers)
         if seconds < self._next_report and num_left:
             return
         self._next_report = seconds + (1.0 if self._is_live else 5.0)
@@ -73,10 +69,10 @@ class EvalView:
         figures = f"accuracy {accuracy}  {speed}  ETA {remaining}"
         self.bar.update(self.bar.task_ids[0], completed=len(answers), figures=figures)
         if not self._is_live:
-            say(f"{len(answers)}/{self._num_problems}  {figures}")
+            say(f"{len(answers)}/{self._total}  {figures}")
 
 
-def show_results(folder: Path, results: Mapping[str, Any]) -> None:
+def show_results(folder: Path, results: Named) -> None:
     """Print the figures of an `eval.json`."""
     table = _grid("", "")
     table.add_row("accuracy", with_error(results["accuracy"], results["standard_error"]))
@@ -101,7 +97,7 @@ def show_results(folder: Path, results: Mapping[str, Any]) -> None:
     say_rich(Text(f"in {folder}: eval.json, samples.jsonl", style="dim"))
 
 
-def show_comparison(figures: Mapping[str, Any], other: str, file: Path) -> None:
+def show_comparison(figures: Named, other: str, file: Path) -> None:
     """Print the figures of `figures.compare`; `file` lists the problems."""
     table = _grid("", "this one", other)
     table.add_row(
@@ -123,7 +119,7 @@ def _grid(*headings: str) -> Table:
     return table
 
 
-def _sampling(about: Mapping[str, Any]) -> str:
+def _sampling(about: Named) -> str:
     if about["temperature"] == 0:
         return "one greedy answer each"
     text = f"{counted(about['num_samples'], 'sample')} each at temperature {about['temperature']:g}"

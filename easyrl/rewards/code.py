@@ -138,8 +138,8 @@ def _read_asserts(sources: Sequence[str], columns: Mapping[str, Any]) -> Suite:
         for node in statements
     ):
         raise ValueError(
-            "column tests: expected an assert, a call, a function test_*, or check(candidate) with "
-            f"a column entry_point that names the candidate, got {sources[0]!r:.80}"
+            "column tests: expected an assert, a call, a function test_*, or check(candidate) and "
+            f"a column entry_point, got {sources[0]!r:.80}"
         )
     setup = [_as_text(columns.get(name) or "") for name in OPTIONAL_COLUMNS[1:]]
     tests = ["\n".join([*setup, test]) for test in sources]

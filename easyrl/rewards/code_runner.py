@@ -5,11 +5,11 @@ the program failed, up to the first failure. Imports nothing but the standard li
 sandbox has no EasyRL.
 
 Each test runs in a child process. The job has inputs but no expected outputs, so nothing here needs
-protection from the program. Only tests made of asserts run in the program's own interpreter: they
-end with the job's random token, which a program that exits early does not print.
+protection from the program. Only asserts run in the program's own interpreter: they end with the
+job's random token, which a program that exits early does not print.
 
-Exit codes: 0, or PROGRAM_FAULT after an error that the program caused; any other means that the
-sandbox does not work.
+Exit codes: 0, or PROGRAM_FAULT after an error of the program; any other means that the sandbox does
+not work.
 """
 
 from __future__ import annotations

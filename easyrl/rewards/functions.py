@@ -37,8 +37,7 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 class RewardError(RuntimeError):
-    """A reward function failed or returned an invalid value. The message names the function and the
-    prompt, and contains the function's own traceback."""
+    """A reward function failed; the message has its name, its traceback and the prompt."""
 
 
 def exact_match(
@@ -100,9 +99,7 @@ def countdown(
 
 
 def _solves(text: str, numbers: Sequence[int], target: int) -> bool:
-    answers = COUNTDOWN_ANSWER.findall(text)
-    if not answers:
-        return False
+    answers = COUNTDOWN_ANSWER.findall(text) or [""]
     expression = answers[-1].strip()
     if len(expression) > COUNTDOWN_MAX_LENGTH or not COUNTDOWN_CHARACTERS.fullmatch(expression):
         return False

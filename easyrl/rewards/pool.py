@@ -54,9 +54,9 @@ class RewardPool:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._names = reward_names(config)
-        specs = reward_specs(config)
-        self._per_completion = [n for n, spec in enumerate(specs) if spec in PER_COMPLETION]
-        self._per_group = [n for n, spec in enumerate(specs) if spec not in PER_COMPLETION]
+        specs = list(enumerate(reward_specs(config)))
+        self._per_completion = [n for n, spec in specs if spec in PER_COMPLETION]
+        self._per_group = [n for n, spec in specs if spec not in PER_COMPLETION]
         self._timeout_seconds = config.reward.timeout_seconds or config.runtime.timeout_seconds
         self._groups: dict[Hashable, list[_Task]] = {}  # being scored
         self._num_restarts = 0
@@ -64,8 +64,7 @@ class RewardPool:
         self._pool = self._start_pool()
 
     def submit(self, key: Hashable, group: Call) -> None:
-        """Score the G completions of one prompt by all functions; `key` identifies the group in
-        `finished`."""
+        """Score the completions of one prompt by all functions."""
         size = len(group.completions)
         parts = [(self._per_group, slice(0, size))] if self._per_group else []
         parts += [([f], slice(n, n + 1)) for f in self._per_completion for n in range(size)]
@@ -159,7 +158,6 @@ class RewardPool:
                 group.errors.append(f"reward ({names}): None for completion {index} from all")
         if not group.errors:
             return group
-        # One endless program per completion is one error.
         prompt = f"for the prompt {tasks[0].call.prompt!r:.200}"
         errors = [f"{error}\n{prompt}" for error in dict.fromkeys(group.errors)]
         if self._config.reward.on_error == "stop":

@@ -50,7 +50,6 @@ ENVIRONMENT = {
 FIRST_USER, NUM_USERS = 61184, 4336
 """User numbers for programs when EasyRL runs as root: systemd's range for dynamic users."""
 PROBE = {"kind": "stdin", "program": "print(1)", "tests": [""]}
-PROBE_SECONDS = 20.0
 PR_SET_CHILD_SUBREAPER = 36
 REMEDY = (
     "install bubblewrap (apt-get install bubblewrap) and allow namespaces (docker run "
@@ -65,11 +64,8 @@ class SandboxError(RuntimeError):
 
 
 def run(job: dict[str, Any], kind: Kind, timeout_seconds: float) -> list[str | None]:
-    """The output of each test up to the first that failed (None) or was not reached.
-
-    `job` has the keys kind, program and tests, and of other kinds than stdin function and token
-    (see `code_runner`). Raises SandboxError.
-    """
+    """Return the output of each test up to the first that failed (None) or was not reached. `job`:
+    see `code.Suite`. Raises SandboxError."""
     return _run(job, find_variant(kind), timeout_seconds)
 
 
@@ -83,7 +79,7 @@ def find_variant(kind: Kind) -> str:
     is_root = os.geteuid() == 0
     for variant in (kind, "bwrap as root") if is_root and kind == "bwrap" else (kind,):
         try:
-            if _run(PROBE, variant, PROBE_SECONDS) == ["1\n"]:
+            if _run(PROBE, variant, 20.0) == ["1\n"]:
                 return variant
             reason = "a program that prints 1 printed something else"
         except SandboxError as error:

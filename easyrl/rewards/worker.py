@@ -129,8 +129,7 @@ def run_call(call: Call) -> Scored:
         """Log a number to metrics.jsonl, averaged over the iteration's groups."""
         logged[str(name)] = [*logged.get(str(name), []), float(value)]
 
-    services: dict[str, Any] = {"log_extra": log_extra, "log_metric": log_metric}
-    services["trainer_state"] = call.trainer_state
+    services = {"log_extra": log_extra, "log_metric": log_metric}
     for index, returned in zip(call.functions, _call_all(call, services), strict=True):
         try:
             result.scores.append(_as_scores(returned, num_completions))
@@ -145,14 +144,11 @@ def run_call(call: Call) -> Scored:
 def _call_all(call: Call, services: Mapping[str, Any]) -> list[Any]:
     """Return the result of each function, or its exception. Each gets its own copy of the
     arguments."""
-    num_completions = len(call.completions)
-    is_chat = not isinstance(call.prompt, str)
-    data = {column: [value] * num_completions for column, value in call.columns.items()}
-    data["prompts"] = [call.prompt] * num_completions
-    data["completions"] = [
-        [{"role": "assistant", "content": text}] if is_chat else text for text in call.completions
-    ]
-    data["completion_ids"] = call.completion_ids
+    texts, is_chat = call.completions, not isinstance(call.prompt, str)
+    chat = [[{"role": "assistant", "content": text}] for text in texts]
+    data: dict[str, Any] = {name: [value] * len(texts) for name, value in call.columns.items()}
+    data |= {"prompts": [call.prompt] * len(texts), "completions": chat if is_chat else texts}
+    data |= {"completion_ids": call.completion_ids, "trainer_state": call.trainer_state}
     returned: list[Any] = []
     for function in (_functions[index] for index in call.functions):
         _BoundedOutput.num_left = MAX_OUTPUT_CHARACTERS
