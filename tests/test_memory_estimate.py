@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -38,7 +38,6 @@ from easyrl.runtime.memory import (
 )
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.preflight import check_run, describe_memory
-from easyrl.types import MicroBatch
 from easyrl.workers.learner import Learner
 from runs import command
 
@@ -62,36 +61,22 @@ FULL = (
 """Prompts and completions of full length."""
 
 
-def qwen3(sizes: tuple[int, ...], head_size: int = 64, *, is_tied: bool = True) -> Qwen3Config:
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    names = (*names, "num_key_value_heads", "vocab_size")
-    return Qwen3Config(
-        **dict(zip(names, sizes, strict=True)),
-        head_dim=head_size,
-        tie_word_embeddings=is_tied,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-
-
-def save_model(name: str, folder: Path) -> None:
+def save_model(
+    folder: Path, sizes: tuple[int, ...], head_size: int = 64, *, is_tied: bool = True
+) -> Qwen3Config:
     """Save a model with random weights, whose completions hardly ever end early."""
     torch.manual_seed(0)
-    config = qwen3(SIZES[name], is_tied=name != "13M")
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    named = zip((*names, "num_key_value_heads", "vocab_size"), sizes, strict=True)
+    ends = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    config = Qwen3Config(**dict(named), head_dim=head_size, tie_word_embeddings=is_tied, **ends)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     for file in Path(resolve_model("tiny")).glob("tok*"):
         shutil.copy(file, folder)
+    return config
 
 
 # -- the formula of a micro-batch
-
-
-def full_micro_batch(vocabulary: int) -> MicroBatch:
-    """Eight completions of 60 tokens, of a prompt of 60."""
-    tokens = np.random.default_rng(0).integers(3, vocabulary, (9, 60)).astype(np.int32)
-    logprobs, mask = np.full(60, -5.0, np.float32), np.ones(60, np.bool_)
-    return pack([Rollout(0, tokens[0], tokens[i], logprobs, mask, 1.0 - i) for i in range(1, 9)])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -99,12 +84,13 @@ def full_micro_batch(vocabulary: int) -> MicroBatch:
 def test_micro_batch_formula_equals_measured_allocations(
     vocabulary: int, checkpointing: bool, tmp_path: Path
 ) -> None:
-    model_config = qwen3((64, 256, 3, 4, 2, vocabulary), head_size=16)
-    Qwen3ForCausalLM(model_config).save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path))
+    model_config = save_model(tmp_path, (64, 256, 3, 4, 2, vocabulary), head_size=16)
     config = load_config(words=[f"train.activation_checkpointing={str(checkpointing).lower()}"])
-    learner = Learner(policy, config)
-    batch = full_micro_batch(vocabulary)
+    learner = Learner(Policy.load(str(tmp_path)), config)
+    # Eight completions of 60 tokens, of a prompt of 60.
+    tokens = np.random.default_rng(0).integers(3, vocabulary, (9, 60)).astype(np.int32)
+    logprobs, mask = np.full(60, -5.0, np.float32), np.ones(60, np.bool_)
+    batch = pack([Rollout(0, tokens[0], tokens[i], logprobs, mask, 1.0 - i) for i in range(1, 9)])
     learner.accumulate(batch)  # what is made once is there
     taken = peak_bytes(lambda: learner.accumulate(batch), torch.device("cpu"))
     size = model_size(model_config.to_dict(), num_weights=0)
@@ -117,38 +103,29 @@ def test_micro_batch_formula_equals_measured_allocations(
 # -- the whole estimate
 
 
-def peak_of(pid: int) -> int:
-    """Return the peak resident size of a process (VmHWM) in bytes; 0 if it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-
 def measured_peaks(*words: str) -> list[int]:
     """Return the peaks of a run's workers in bytes, rollout before train."""
     process = subprocess.Popen(
         command("--no-live", *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
-    found: dict[int, int] = {}
+    peaks: dict[int, int] = {}
     while process.poll() is None:
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):
             for child in psutil.Process(process.pid).children():
-                if "spawn_main" in " ".join(child.cmdline()):
-                    found[child.pid] = max(found.get(child.pid, 0), peak_of(child.pid))
+                peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{child.pid}/status").read_text())
+                if peak and "spawn_main" in " ".join(child.cmdline()):
+                    peaks[child.pid] = 1024 * int(peak[1])
         time.sleep(0.05)
     _, err = process.communicate()
     assert process.returncode == 0, err
-    assert len(found) == 2
-    return [found[pid] for pid in sorted(found)]
+    assert len(peaks) == 2
+    return [peaks[pid] for pid in sorted(peaks)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(SIZES))
 def test_estimate_equals_the_measured_peak(name: str, tmp_path: Path) -> None:
-    save_model(name, tmp_path / "model")
+    save_model(tmp_path / "model", SIZES[name], is_tied=name != "13M")
     (tmp_path / "reward.py").write_text(
         "def hashed(completion_ids, **_):\n"
         "    return [float(sum(ids) % 7) for ids in completion_ids]\n"
