@@ -20,7 +20,6 @@ import torch
 from test_updates import (  # noqa: F401
     BASE,
     GROUPS,
-    ITERATION,
     LONGEST_COMPLETION,
     LONGEST_PROMPT,
     LOSSES,
@@ -28,6 +27,8 @@ from test_updates import (  # noqa: F401
     SHUFFLED,
     model,
     train,
+    train_iteration,
+    whole_gradients,
 )
 from torch import Tensor, nn
 
@@ -45,8 +46,6 @@ from tiny_models import largest_gradient_gap
 torch.set_num_threads(1)
 
 NUM_RANKS = 2
-
-
 Case = tuple[tuple[str, ...], list[RolloutGroup]]
 """Words of the config, and the groups in order of arrival."""
 
@@ -56,73 +55,44 @@ class Outcome:
     """What one rank did."""
 
     gradients: list[dict[str, Tensor]]
-    after_one_step: dict[str, Tensor]
-    """Gradients of the first micro-step, not normalised yet."""
     metrics: dict[str, float]
     batches: list[MicroBatch]
     owned_bytes: int
     """Trained weights, their gradients and optimizer state."""
     all_bytes: int
     """All weights, frozen ones included."""
-
-
-def shake(worker: TrainWorker, scale: float) -> None:
-    """`test_updates.shake` for a sharded policy."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in worker.learner.policy.model.parameters():
-            assert isinstance(weight, DTensor)
-            noise = torch.randn(weight.shape, generator=generator)
-            own = distribute_tensor(noise, weight.device_mesh, weight.placements)
-            weight.add_(own, alpha=scale)
+    after_one_step: dict[str, Tensor]
+    """Gradients of the first micro-step, not normalised yet."""
 
 
 def run_case(case: Case, settings: WorkerSettings, port: RingPort, producer: RingPort) -> Outcome:
     words, arrivals = case
-    config, num_groups = load_config(words=[*BASE, *words]), len(arrivals)
     theirs, control = multiprocessing.Pipe()
+    config = load_config(words=[*BASE, *words])
     worker = TrainWorker(replace(settings, config=config), port, control)
-    learner = worker.learner
-    outcome = Outcome([], {}, {}, [], 0, 0)
+    learner, step = worker.learner, worker.learner.optimizer.step
+    accumulate, first = learner.accumulate, dict[str, Tensor]()
 
-    def arrive() -> None:
-        assert producer.put(arrivals.pop(0), 0.0), "the ring is full"
-
-    def note_batch(batch: MicroBatch) -> None:
-        outcome.batches.append(batch)
+    def note_first(batch: MicroBatch) -> None:
         accumulate(batch)
-        outcome.after_one_step = outcome.after_one_step or whole_gradients()
+        first.update(first or whole_gradients(learner.policy))
 
-    def whole_gradients() -> dict[str, Tensor]:
-        named = learner.policy.model.named_parameters()
-        return {n: whole(cast(Tensor, p.grad)).clone() for n, p in named if p.requires_grad}
-
-    def descend() -> None:
-        outcome.gradients.append(whole_gradients())
-        with torch.no_grad():
-            for weight in learner.policy.trained_parameters():
-                own_part(weight).sub_(own_part(cast(Tensor, weight.grad)), alpha=0.02)
-
-    worker._wait_for_group = arrive  # type: ignore[method-assign]
-    accumulate, learner.accumulate = learner.accumulate, note_batch  # type: ignore[method-assign]
-    step = learner.optimizer.step
-    learner.optimizer.step = descend  # type: ignore[method-assign, assignment]
-    shake(worker, 0.02)
-    trained = worker._train(ITERATION)
-    outcome.metrics = dict(trained.metrics)
-    assert trained.groups_trained == (num_groups if settings.rank == 0 else 0)
-    assert not arrivals or settings.rank > 0
+    learner.accumulate = note_first  # type: ignore[method-assign]
+    trained = train_iteration(worker, producer, arrivals)
     step()
+    theirs.close()
+    control.close()
     parameters = learner.policy.trained_parameters()
     states = [t for state in learner.optimizer.state.values() for t in state.values()]
     gradients = [cast(Tensor, p.grad) for p in parameters]
-    outcome.owned_bytes = sum(own_part(t).nbytes for t in (*parameters, *gradients, *states))
-    outcome.all_bytes = sum(own_part(p).nbytes for p in learner.policy.model.parameters())
-    theirs.close()
-    control.close()
-    return outcome
+    return Outcome(
+        trained.gradients,
+        trained.metrics,
+        [batch for update in trained.batches for batch, _ in update],
+        owned_bytes=sum(own_part(t).nbytes for t in (*parameters, *gradients, *states)),
+        all_bytes=sum(own_part(p).nbytes for p in learner.policy.model.parameters()),
+        after_one_step=first,
+    )
 
 
 def rank_main(

@@ -16,17 +16,20 @@ import pytest
 import torch
 from test_packing import NUM_GENERATIONS, VOCABULARY
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
+from easyrl.channels.ring_buffer import RingPort
 from easyrl.config import Config, load_config
 from easyrl.model import tri_model
 from easyrl.model.attention import PackedGroups
 from easyrl.model.logprobs import token_logprobs
 from easyrl.model.policy import Policy
+from easyrl.model.sharding import own_part, whole
 from easyrl.model.tri_model import OtherWeights
-from easyrl.types import RolloutGroup, Weight
+from easyrl.types import MicroBatch, RolloutGroup, Weight
 from easyrl.workers.train import TrainWorker
 from own_workers import make_ring, settings_on_cpu
 from tiny_models import largest_gradient_gap, tiny_model
@@ -93,7 +96,7 @@ class Trained:
 
     config: Config
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    batches: list[list[tuple[Any, LossInputs]]] = field(default_factory=lambda: [[]])
+    batches: list[list[tuple[MicroBatch, LossInputs]]] = field(default_factory=lambda: [[]])
     weights_before: list[dict[str, Tensor]] = field(default_factory=list)  # and after the last
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -103,65 +106,72 @@ def state_of(policy: Policy) -> dict[str, Tensor]:
 
 
 def shake(policy: Policy, scale: float) -> None:
-    """Move the policy away from its reference."""
+    """Move the policy, which may be sharded, away from its reference."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in policy.model.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=scale)
+            noise = torch.randn(weight.shape, generator=generator)
+            if isinstance(weight, DTensor):
+                noise = distribute_tensor(noise, weight.device_mesh, weight.placements)
+            weight.add_(noise, alpha=scale)
+
+
+def whole_gradients(policy: Policy) -> dict[str, Tensor]:
+    named = policy.model.named_parameters()
+    return {n: whole(cast(Tensor, p.grad)).clone() for n, p in named if p.requires_grad}
 
 
 def train(*words: str, order: tuple[int, ...] | None = None) -> Trained:
-    """Train one iteration; groups arrive in this order, one for each wait."""
+    """Train one iteration; groups arrive in this order."""
     config = load_config(words=[f"model.path={MODEL}", *BASE, *words])
     ring = make_ring(NUM_GROUPS)
-    producer = ring.attach(1)
-    arrivals = [GROUPS[index] for index in order or range(NUM_GROUPS)]
-
-    def arrive() -> None:
-        assert producer.put(arrivals.pop(0), 0.0), "the ring is full"
-
     theirs, ours = multiprocessing.Pipe()
     try:
         worker = TrainWorker(settings_on_cpu("train-0", config), ring.attach(0), ours)
-        worker._wait_for_group = arrive  # type: ignore[method-assign]
-        trained = Trained(config)
-        watch(worker, trained)
-        shake(worker.learner.policy, 0.02)
-        trained.weights_before.append(state_of(worker.learner.policy))
-        event = worker._train(ITERATION)
-        trained.metrics = dict(event.metrics)
-        assert event.groups_trained == NUM_GROUPS and not arrivals
-        assert event.policy_version == config.train.updates_per_iteration
-        trained.batches.pop()
-        return trained
+        arrivals = [GROUPS[index] for index in order or range(NUM_GROUPS)]
+        return train_iteration(worker, ring.attach(1), arrivals)
     finally:
         ring.close()
         theirs.close()
         ours.close()
 
 
-def watch(worker: TrainWorker, trained: Trained) -> None:
-    """Note batches and gradients. Steps are plain descent: Adam's first steps have the same size
-    for any gradient, which amplifies rounding."""
-    learner = worker.learner
+def train_iteration(
+    worker: TrainWorker, producer: RingPort, arrivals: list[RolloutGroup]
+) -> Trained:
+    """Groups arrive one for each wait. Steps are plain descent: Adam's first steps have the same
+    size for any gradient, which amplifies rounding."""
+    learner, trained = worker.learner, Trained(worker.config)
     loss_inputs = learner._loss_inputs
-    named = {n: p for n, p in learner.policy.model.named_parameters() if p.requires_grad}
 
-    def note_batch(batch: Any) -> LossInputs:
+    def arrive() -> None:
+        assert producer.put(arrivals.pop(0), 0.0), "the ring is full"
+
+    def note_batch(batch: MicroBatch) -> LossInputs:
         inputs = loss_inputs(batch)
         trained.batches[-1].append((batch, inputs))
         return inputs
 
     def descend() -> None:
-        trained.gradients.append({name: cast(Tensor, p.grad).clone() for name, p in named.items()})
+        trained.gradients.append(whole_gradients(learner.policy))
         with torch.no_grad():
-            for weight in named.values():
-                weight.sub_(cast(Tensor, weight.grad), alpha=0.02)
+            for weight in learner.policy.trained_parameters():
+                own_part(weight).sub_(own_part(cast(Tensor, weight.grad)), alpha=0.02)
         trained.weights_before.append(state_of(learner.policy))
         trained.batches.append([])
 
+    worker._wait_for_group = arrive  # type: ignore[method-assign]
     learner._loss_inputs = note_batch  # type: ignore[method-assign]
     learner.optimizer.step = descend  # type: ignore[method-assign, assignment]
+    shake(learner.policy, 0.02)
+    trained.weights_before.append(state_of(learner.policy))
+    event = worker._train(ITERATION)
+    trained.metrics = dict(event.metrics)
+    is_reader = worker.is_first_rank  # of the ring
+    assert event.groups_trained == (NUM_GROUPS if is_reader else 0) and is_reader != bool(arrivals)
+    assert event.policy_version == worker.config.train.updates_per_iteration
+    trained.batches.pop()
+    return trained
 
 
 # -- by definition --------------------------------------------------------------------------------
