@@ -83,14 +83,6 @@ def test_learning_rate(kind, warmup, expected):
     assert factors(kind, 4, warmup) == pytest.approx(expected)
 
 
-@given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(1, 60), st.integers(0, 70))
-def test_the_learning_rate_rises_then_falls_and_never_stops_a_run(kind, num_iterations, warmup):
-    course = factors(kind, num_iterations, warmup)
-    assert all(0.0 < factor <= 1.0 for factor in course)
-    assert course[:warmup] == sorted(course[:warmup])
-    assert course[warmup:] == sorted(course[warmup:], reverse=True)
-
-
 # Log-probabilities.
 
 
