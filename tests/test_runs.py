@@ -112,17 +112,6 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
     assert ends["sync"] == ends["periodic"]
 
 
-@pytest.mark.long
-def test_the_seed_decides_the_run(tmp_path: Path) -> None:
-    hashes = []
-    for number, seed in enumerate(("1", "1", "2")):
-        folder = tmp_path / str(number)
-        words = ("runtime.deterministic=true", *SMALL, "rollout.max_completion_length=100")
-        assert finish("--output", str(folder), "--iterations", "2", "--seed", seed, *words)[0] == 0
-        hashes.append(summary_of(folder)["weights_sha256"])
-    assert hashes[0] == hashes[1] != hashes[2]
-
-
 def test_a_runs_own_config_starts_a_new_run(finished_run: Finished, tmp_path: Path) -> None:
     """Here with two rollout workers, a ring of one slot, and sampling from a part of the tokens."""
     old, folder = finished_run.folder, tmp_path / "run"
@@ -214,31 +203,6 @@ def test_an_update_that_is_not_finite_is_dropped_counted_and_shown(tmp_path: Pat
     assert "not finite" in out
     after = load_file(folder / "model" / "model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in after.items())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("more", ["algorithm.dynamic_sampling=true", "model.lora.rank=4"])
-def test_evaluations_during_training_change_no_bit(tmp_path: Path, more: str) -> None:
-    """Two rollout workers, two updates, other problems than the task's."""
-    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 30)]
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ends = {}
-    for every in (0, 1, 2):
-        folder = tmp_path / str(every)
-        words = ["runtime.deterministic=true", "train.updates_per_iteration=2", more]
-        words += [f"train.eval_every={every}", f"eval.dataset={tmp_path / 'd.jsonl'}"]
-        code, _, err = finish(
-            *("--output", str(folder), "--iterations", "4", "--infer-devices", "cpu:2"),
-            *(*SMALL[:-1], *words, "rollout.max_completion_length=64"),
-        )
-        assert (code, err) == (0, "")
-        metrics = [plain(line) for line in lines_of(folder / "metrics.jsonl")]
-        num_evaluations = sum(bool(take_evaluation(line)) for line in metrics)
-        assert num_evaluations == (4 // every if every else 0)
-        summary = summary_of(folder)
-        assert summary["accuracy_before"] is not None and summary["accuracy_after"] is not None
-        ends[every] = summary["weights_sha256"], metrics
-    assert ends[0] == ends[1] == ends[2]
 
 
 @pytest.mark.long
