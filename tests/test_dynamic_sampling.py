@@ -159,13 +159,14 @@ def test_metrics_include_replaced_groups() -> None:
     for group in arrivals:
         record.add_group("rollout-0", group)
     record.trained = events.IterationTrained(0, 1, 2, 0, 16, 0.0, {})
-    metrics = record.metrics(["score"])
+    metrics = record.metrics(["score"], {"num_tokens": 4}, seconds=2.0, num_devices=2)
     assert metrics["reward"] == pytest.approx(2.5 / 3)
     assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
     assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (1, 1)
     assert metrics["replacement_rounds"] == 2
-    assert record.num_generated_tokens == 24
-    assert record.infer_seconds == 4.0
+    assert (metrics["num_tokens"], metrics["num_generated_tokens"]) == (20, 24)
+    assert metrics["perf/tokens_per_second_per_device"] == 4.0
+    assert metrics["perf/infer_seconds"] == 4.0
 
 
 # -- runs -----------------------------------------------------------------------------------------

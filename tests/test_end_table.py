@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from pathlib import Path
 
 import pytest
 
-from easyrl import events
 from easyrl.config import load_config
 from easyrl.observe.report import end_table, print_end
 from easyrl.observe.text import say_rich
-from easyrl.runtime.metrics import IterationRecord, Totals
+from easyrl.runtime.metrics import summarize
 from easyrl.runtime.resume import SavedState
-from easyrl.runtime.run_folder import finite
 
 SUMMARY = {
     "accuracy_before": 0.5,
@@ -67,16 +64,11 @@ def test_shows_figures_and_what_went_wrong(capsys: Capture) -> None:
 
 
 def test_gap_is_the_largest_one_that_was_compared(capsys: Capture) -> None:
-    totals = Totals(2, 0.0)
-    for gap, largest in ((math.nan, None), (1e-6, 1e-6), (math.nan, 1e-6), (3e-6, 3e-6)):
-        record = IterationRecord(0)
-        counts = ("groups_skipped", "groups_replaced", "groups_not_replaced", "reward_errors")
-        metrics = dict.fromkeys(("num_updates_not_finite", *counts), 0.0)
-        metrics |= {"reward": 0.5, "sampling/sampling_logp_difference/max": gap}
-        record.trained = events.IterationTrained(0, 1, 4, 0, 10, 1.0, metrics)
-        totals.add_iteration(record, metrics, 2.0)
-        state = SavedState(1, 1)
-        summary = finite(totals.summary(load_config().train, state, None, "a" * 64))
+    lines: list[dict[str, float | None]] = []
+    for gap, largest in ((None, None), (1e-6, 1e-6), (None, 1e-6), (3e-6, 3e-6)):
+        tokens = {"num_tokens": 10, "num_generated_tokens": 10, "perf/iteration_seconds": 2.0}
+        lines.append({"reward": 0.5, "sampling/sampling_logp_difference/max": gap, **tokens})
+        summary = summarize(lines, load_config(), SavedState(1, 1), num_devices=2)
         assert summary["sampling_logp_difference_max"] == largest
     assert "at most none" in show(capsys, sampling_logp_difference_max=None)
 

@@ -357,13 +357,14 @@ def test_skipped_groups_are_counted_and_have_no_reward() -> None:
     skipped["rewards_by_function"] = []
     record.add_group("rollout-0", group_scored(1, [nan, nan], **skipped))
     record.trained = events.IterationTrained(0, 1, 2, 0, 16, 0.0, {})
-    metrics = record.metrics(["score"])
+    metrics = record.metrics(["score"], {}, seconds=1.0, num_devices=2)
     assert (metrics["groups_skipped"], metrics["reward_errors"]) == (1, 1)
     assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (0, 1)
     assert metrics["reward"] == metrics["rewards/score/mean"] == 0.5
     assert metrics["completions/mean_length"] == 4.0
     record.groups.pop(0)
-    assert str(record.metrics(["score"])["reward"]) == "nan"
+    metrics = record.metrics(["score"], {}, seconds=1.0, num_devices=2)
+    assert str(metrics["reward"]) == "nan"
 
 
 def test_logged_metrics_are_averaged_over_the_groups_that_have_them() -> None:

@@ -49,11 +49,11 @@ from easyrl.config.sections import REPLACEMENT_ROUNDS
 from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.dispatch import Dispatcher, Rounds
-from easyrl.runtime.metrics import IterationRecord, Totals, evaluation_metrics
+from easyrl.runtime.metrics import IterationRecord, evaluation_metrics, summarize
 from easyrl.runtime.placement import device_names
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
-from easyrl.runtime.run_folder import RunFolder
+from easyrl.runtime.run_folder import RunFolder, finite
 from easyrl.runtime.supervisor import Interrupted, Supervisor, Worker
 from easyrl.runtime.workers import Workers
 
@@ -85,10 +85,10 @@ class Controller:
         self.resumed = resumed
         before = resumed.state if resumed is not None else SavedState()
         values, identity = config.model_dump(mode="json"), checked.identity
-        # At the last boundary; `totals` is set when it is saved.
+        # At the last boundary; `wall_seconds` is set when it is saved.
         self.state = replace(before, config=values, identity=identity)
-        num_devices = count_devices(device_names(checked.placement).values())
-        self.totals = Totals(num_devices, started, self.state.totals)
+        self._metrics = (folder.read_metrics() or [{}])[-1]  # of the newest iteration
+        self._num_devices = count_devices(device_names(checked.placement).values())
         self._accuracy_after: float | None = None
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
@@ -121,7 +121,17 @@ class Controller:
         except Interrupted as interrupted:
             self._save_last_boundary(interrupted)
             raise
-        return self.totals.summary(self.config.train, self.state, self._accuracy_after, sha256)
+        lines = self.folder.read_metrics()
+        return {
+            **summarize(lines, self.config, self.state, num_devices=self._num_devices),
+            "accuracy_after": self._accuracy_after,
+            "wall_seconds": self._wall_seconds,
+            "weights_sha256": sha256,
+        }
+
+    @property
+    def _wall_seconds(self) -> float:
+        return self.state.wall_seconds + time.monotonic() - self.started
 
     # -- phases of a run --------------------------------------------------------------------------
 
@@ -202,16 +212,22 @@ class Controller:
         self, record: IterationRecord, trained: events.IterationTrained, seconds: float
     ) -> None:
         expected, version = self.config.train.prompts_per_iteration, trained.policy_version
-        if trained.groups_trained != expected:
-            raise RuntimeError(f"expected {expected} trained groups, got {trained.groups_trained}")
+        counts = trained.groups_trained, trained.groups_off_policy
+        if counts != (expected, 0):
+            raise RuntimeError(f"expected {expected} trained groups, 0 off-policy, got {counts}")
         number = record.iteration + 1
         self.state = replace(self.state, policy_version=version, num_iterations=number)
-        metrics = record.metrics(reward_names(self.config))
-        metrics |= self.totals.add_iteration(record, metrics, seconds)
-        metrics |= self._evaluate_iteration()
-        line = {"iteration": record.iteration, "policy_version": version, **metrics}
+        line: dict[str, Any] = {"iteration": record.iteration, "policy_version": version}
+        line |= record.metrics(
+            reward_names(self.config),
+            self._metrics,
+            seconds=seconds,
+            num_devices=self._num_devices,
+        )
+        line |= self._evaluate_iteration()
         line |= record.logged(taken=line.keys())
-        self.notify(events.IterationFinished(time.monotonic(), line))
+        self._metrics = finite(line)
+        self.notify(events.IterationFinished(time.monotonic(), self._metrics))
 
     def _evaluate(self, round_: int) -> dict[str, float]:
         """Sample one completion of each held-out problem with the current weights."""
@@ -286,7 +302,7 @@ class Controller:
             note = "training waits until the previous checkpoint is written (train.save_every)"
             self.notify(events.Note(note))
             self._wait_for_checkpoint()
-        state = replace(self.state, totals=self.totals.state())
+        state = replace(self.state, wall_seconds=self._wall_seconds)
         version, best = state.policy_version, state.best
         self._newest_checkpoint, self._is_writing = version, True
         path = str(self.folder.checkpoints / str(version))

@@ -6,7 +6,6 @@ Shapes: N groups or problems, G completions of a group, S samples of a problem.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from easyrl import events
-from easyrl.config.sections import TrainConfig
+from easyrl.config import Config
 from easyrl.runtime.resume import SavedState
 
 LAST_ITERATIONS = 5
@@ -42,23 +41,27 @@ class IterationRecord:
             group.busy_seconds, self._engine_seconds.get(worker, 0.0)
         )
 
-    @property
-    def num_generated_tokens(self) -> int:
-        """Completion tokens, including those of rejected groups."""
-        return sum(sum(group.completion_lengths) for group in self.groups)
-
-    @property
-    def infer_seconds(self) -> float:
-        """Busy time per engine, mean over the engines."""
-        return sum(self._engine_seconds.values()) / max(1, len(self._engine_seconds))
-
-    def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
-        """Metrics, with TRL's names where it has one.
+    def metrics(
+        self,
+        reward_names: Sequence[str],
+        before: Mapping[str, Any],
+        *,
+        seconds: float,
+        num_devices: int,
+    ) -> dict[str, float]:
+        """Metrics of the iteration, with TRL's names where it has one.
 
         Rewards and lengths cover all generated groups, also rejected ones, as in TRL: they describe
         the policy, not the selection that is trained.
+
+        Args:
+            before: Metrics of the previous iteration, if any.
+            seconds: Duration of the iteration.
+            num_devices: Number of devices of both roles.
         """
         assert self.trained is not None
+        num_tokens = self.trained.completion_tokens
+        busy_seconds = list(self._engine_seconds.values())
         # Events come in order of arrival: sort, so that sums do not depend on it.
         groups = sorted(self.groups, key=lambda group: group.prompt_index)
         lengths = np.concatenate([group.completion_lengths for group in groups])
@@ -74,6 +77,14 @@ class IterationRecord:
             "completions/max_length": float(lengths.max()),
             "completions/clipped_ratio": sum(g.num_truncated for g in groups) / lengths.size,
             **self.trained.metrics,
+            "num_tokens": before.get("num_tokens", 0) + num_tokens,
+            "num_generated_tokens": before.get("num_generated_tokens", 0) + int(lengths.sum()),
+            "perf/iteration_seconds": seconds,
+            "perf/infer_seconds": float(np.mean(busy_seconds)),
+            "perf/train_seconds": self.trained.busy_seconds,
+            "perf/weights_seconds": self.weights_seconds,
+            "perf/tokens_per_second": num_tokens / seconds,
+            "perf/tokens_per_second_per_device": num_tokens / seconds / num_devices,
         }
 
     def logged(self, taken: Collection[str]) -> dict[str, float]:
@@ -109,102 +120,43 @@ def _reward_metrics(
 
 
 BUSY = ("infer_seconds", "train_seconds", "weights_seconds")
-SUMS = (
-    *("_iteration_seconds", *BUSY, "completion_tokens", "generated_tokens"),
-    *("groups_trained", "groups_off_policy", "groups_skipped", "groups_replaced"),
-    *("groups_not_replaced", "reward_errors", "updates_not_finite"),
-)
-"""Sums over iterations, as summary.json names them."""
+COUNTS = ("groups_skipped", "groups_replaced", "groups_not_replaced", "reward_errors")
 
 
-class Totals:
-    """Sums over the iterations of a run; a checkpoint keeps them."""
+def summarize(
+    lines: Sequence[Mapping[str, Any]], config: Config, state: SavedState, *, num_devices: int
+) -> dict[str, Any]:
+    """Return what `summary.json` says about the iterations, whose metrics are `lines`."""
 
-    def __init__(
-        self, num_devices: int, started: float, before: Mapping[str, Any] | None = None
-    ) -> None:
-        """`started`: `time.monotonic` at the command's start. `before`: the `state` of the
-        checkpoint that a run resumes from; older versions lack some values."""
-        self._num_devices = num_devices
-        self._started = started
-        self._values: dict[str, Any] = {
-            "largest_logp_difference": None,
-            "_rewards": [],
-            "_earlier_seconds": 0.0,  # of earlier commands
-            **dict.fromkeys(SUMS, 0),
-            **(before or {}),
-        }
+    def total(name: str) -> float:  # a metric may be missing in lines of an older version
+        return sum(line.get(name) or 0 for line in lines)
 
-    def state(self) -> dict[str, Any]:
-        """The sums so far, for JSON."""
-        return {**self._values, "_earlier_seconds": self._wall_seconds}
-
-    @property
-    def _wall_seconds(self) -> float:
-        earlier: float = self._values["_earlier_seconds"]
-        return earlier + time.monotonic() - self._started
-
-    def add_iteration(
-        self, record: IterationRecord, metrics: Mapping[str, float], seconds: float
-    ) -> dict[str, float]:
-        """Add a finished iteration with its `metrics`; return its `perf/*` metrics."""
-        trained, values = record.trained, self._values
-        assert trained is not None
-        if not math.isnan(metrics["reward"]):  # NaN: every group was skipped
-            values["_rewards"].append(metrics["reward"])
-        difference = metrics["sampling/sampling_logp_difference/max"]
-        if not math.isnan(difference):  # NaN: no group had a gradient
-            largest = values["largest_logp_difference"] or 0.0
-            values["largest_logp_difference"] = max(difference, largest)
-        added = {
-            "_iteration_seconds": seconds,
-            "infer_seconds": record.infer_seconds,
-            "train_seconds": trained.busy_seconds,
-            "weights_seconds": record.weights_seconds,
-            "completion_tokens": trained.completion_tokens,
-            "generated_tokens": record.num_generated_tokens,
-            "groups_trained": trained.groups_trained,
-            "groups_off_policy": trained.groups_off_policy,
-            "updates_not_finite": int(metrics["num_updates_not_finite"]),
-        }
-        for name in SUMS:
-            values[name] += added[name] if name in added else metrics[name]
-        tokens_per_second = trained.completion_tokens / seconds
-        return {
-            "num_tokens": values["completion_tokens"],
-            "num_generated_tokens": values["generated_tokens"],
-            "perf/iteration_seconds": seconds,
-            **{f"perf/{name}": added[name] for name in BUSY},
-            "perf/tokens_per_second": tokens_per_second,
-            "perf/tokens_per_second_per_device": tokens_per_second / self._num_devices,
-        }
-
-    def summary(
-        self, train: TrainConfig, state: SavedState, accuracy_after: float | None, sha256: str
-    ) -> dict[str, Any]:
-        """The contents of `summary.json`."""
-        values = self._values
-        first, last = values["_rewards"][:LAST_ITERATIONS], values["_rewards"][-LAST_ITERATIONS:]
-        seconds = values["_iteration_seconds"]
-        return {
-            "iterations": train.iterations,
-            "updates_per_iteration": train.updates_per_iteration,  # the first is strictly on-policy
-            "policy_version": state.policy_version,
-            "wall_seconds": self._wall_seconds,
-            "reward_first": sum(first) / len(first) if first else math.nan,
-            "reward_last": sum(last) / len(last) if last else math.nan,
-            "tokens_per_second_per_device": values["completion_tokens"]
-            / seconds
-            / self._num_devices,
-            "accuracy_before": state.accuracy_before,
-            "accuracy_after": accuracy_after,
-            "accuracy_best": state.best["accuracy"] if state.best else None,
-            "iterations_best": state.best["num_iterations"] if state.best else None,
-            "overlap": overlap(**{name: values[name] for name in BUSY}, wall_seconds=seconds),
-            **{name: values[name] for name in SUMS if name != "_iteration_seconds"},
-            "sampling_logp_difference_max": values["largest_logp_difference"],
-            "weights_sha256": sha256,
-        }
+    rewards = [line["reward"] for line in lines if line["reward"] is not None]
+    first, last = rewards[:LAST_ITERATIONS], rewards[-LAST_ITERATIONS:]
+    differences = [line["sampling/sampling_logp_difference/max"] for line in lines]
+    differences = [value for value in differences if value is not None]  # None: no gradient
+    seconds, num_tokens = total("perf/iteration_seconds"), lines[-1]["num_tokens"]
+    busy = {name: total(f"perf/{name}") for name in BUSY}
+    return {
+        "iterations": config.train.iterations,
+        "updates_per_iteration": config.train.updates_per_iteration,
+        "policy_version": state.policy_version,
+        "reward_first": sum(first) / len(first) if first else None,
+        "reward_last": sum(last) / len(last) if last else None,
+        "tokens_per_second_per_device": num_tokens / seconds / num_devices,
+        "accuracy_before": state.accuracy_before,
+        "accuracy_best": state.best["accuracy"] if state.best else None,
+        "iterations_best": state.best["num_iterations"] if state.best else None,
+        "overlap": overlap(**busy, wall_seconds=seconds),
+        **busy,
+        **{name: total(name) for name in COUNTS},
+        "updates_not_finite": int(total("num_updates_not_finite")),
+        "completion_tokens": num_tokens,
+        "generated_tokens": lines[-1]["num_generated_tokens"],
+        "groups_trained": state.num_iterations * config.train.prompts_per_iteration,
+        "groups_off_policy": 0,  # checked in each iteration, as is the number before
+        "sampling_logp_difference_max": max(differences, default=None),
+    }
 
 
 def overlap(

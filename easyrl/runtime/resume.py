@@ -56,7 +56,8 @@ class SavedState:
     accuracy_before: float | None = None
     best: Mapping[str, Any] | None = None
     """Accuracy, iteration and policy version of the best evaluation."""
-    totals: Mapping[str, Any] = field(default_factory=dict)
+    wall_seconds: float = 0.0
+    """Time of the commands so far."""
     file_sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the growing files of the run folder: what follows is discarded on resume."""
 

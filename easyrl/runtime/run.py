@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
@@ -21,7 +20,7 @@ from easyrl.runtime.controller import Controller
 from easyrl.runtime.placement import describe, device_names, ring_layout
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
-from easyrl.runtime.run_folder import RunFolder, RunFolderLost, read_lines
+from easyrl.runtime.run_folder import RunFolder, RunFolderLost
 from easyrl.runtime.supervisor import (
     SIGNALLED,
     Interrupted,
@@ -100,14 +99,9 @@ def _train(controller: Controller) -> events.RunEnded:
 def _announce(controller: Controller) -> None:
     """Send the first events of a run."""
     config, checked, resumed = controller.config, controller.checked, controller.resumed
-    past: dict[str, Any] = {}
-    if resumed is not None:
-        metrics = resumed.folder / "metrics.jsonl"
-        lines = read_lines(metrics) if metrics.is_file() else []
-        measured = [(line["iteration"] + 1, line.get("eval/accuracy")) for line in lines]
-        measured.insert(0, (0, resumed.state.accuracy_before))
-        accuracies = [(number, value) for number, value in measured if value is not None]
-        past = {"earlier": lines, "accuracies": accuracies}
+    lines = controller.folder.read_metrics()  # of a resumed run
+    measured = [(line["iteration"] + 1, line.get("eval/accuracy")) for line in lines]
+    measured.insert(0, (0, controller.state.accuracy_before))
     controller.notify(
         events.RunStarted(
             controller.started,
@@ -116,7 +110,8 @@ def _announce(controller: Controller) -> None:
             devices=device_names(checked.placement),
             description="\n".join([*_notes(config, checked, resumed), describe(checked.placement)]),
             num_iterations=controller.state.num_iterations,
-            **past,
+            earlier=lines,
+            accuracies=[(number, value) for number, value in measured if value is not None],
         )
     )
 

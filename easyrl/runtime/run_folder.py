@@ -72,6 +72,11 @@ class RunFolder:
         files = {name: self.path / name for name in GROWING}
         return {name: file.stat().st_size for name, file in files.items() if file.exists()}
 
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`: one per completed iteration."""
+        file = self.path / "metrics.jsonl"
+        return read_lines(file) if file.exists() else []
+
     @property
     def checkpoints(self) -> Path:
         return self.path / CHECKPOINTS
