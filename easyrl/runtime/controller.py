@@ -38,6 +38,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -49,7 +50,7 @@ from easyrl.config.sections import REPLACEMENT_ROUNDS
 from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.dispatch import Dispatcher, Rounds
-from easyrl.runtime.metrics import IterationRecord, evaluation_metrics, summarize
+from easyrl.runtime.metrics import IterationRecord, best_of, evaluation_metrics, summarize
 from easyrl.runtime.placement import device_names
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
@@ -87,7 +88,9 @@ class Controller:
         values, identity = config.model_dump(mode="json"), checked.identity
         # At the last boundary; `wall_seconds` is set when it is saved.
         self.state = replace(before, config=values, identity=identity)
-        self._metrics = (folder.read_metrics() or [{}])[-1]  # of the newest iteration
+        lines = folder.read_metrics()
+        self._metrics: Mapping[str, Any] = lines[-1] if lines else {}  # of the newest iteration
+        self._best = best_of(lines)  # metrics of the iteration with the highest accuracy
         self._num_devices = count_devices(device_names(checked.placement).values())
         self._accuracy_after: float | None = None
         self._newest_checkpoint = before.policy_version  # written, or being written
@@ -217,16 +220,12 @@ class Controller:
             raise RuntimeError(f"expected {expected} trained groups, 0 off-policy, got {counts}")
         number = record.iteration + 1
         self.state = replace(self.state, policy_version=version, num_iterations=number)
-        line: dict[str, Any] = {"iteration": record.iteration, "policy_version": version}
-        line |= record.metrics(
-            reward_names(self.config),
-            self._metrics,
-            seconds=seconds,
-            num_devices=self._num_devices,
-        )
+        names, num_devices = reward_names(self.config), self._num_devices
+        line = record.metrics(names, self._metrics, seconds=seconds, num_devices=num_devices)
         line |= self._evaluate_iteration()
         line |= record.logged(taken=line.keys())
         self._metrics = finite(line)
+        self._best = best_of([self._best, self._metrics])
         self.notify(events.IterationFinished(time.monotonic(), self._metrics))
 
     def _evaluate(self, round_: int) -> dict[str, float]:
@@ -254,13 +253,8 @@ class Controller:
         except Interrupted as interrupted:
             self._begin_to_stop(interrupted)
             return {}
-        accuracy, best = metrics["eval/accuracy"], self.state.best
         if is_last:
-            self._accuracy_after = accuracy
-        if accuracy > (best["accuracy"] if best else -math.inf):
-            version = self.state.policy_version
-            best = {"accuracy": accuracy, "num_iterations": number, "policy_version": version}
-            self.state = replace(self.state, best=best)
+            self._accuracy_after = metrics["eval/accuracy"]
         return metrics
 
     def _save_model(self) -> str:
@@ -291,9 +285,9 @@ class Controller:
             self.notify(events.Note(note))
 
     def _is_checkpoint_due(self) -> bool:
-        number, train, best = self.state.num_iterations, self.config.train, self.state.best
+        number, train = self.state.num_iterations, self.config.train
         is_due = number == train.iterations or number % (train.save_every or math.inf) == 0
-        is_best = best is not None and best["num_iterations"] == number
+        is_best = self._best is self._metrics
         return train.keep_checkpoints > 0 and (is_due or is_best)
 
     def _save_boundary(self) -> None:
@@ -303,10 +297,10 @@ class Controller:
             self.notify(events.Note(note))
             self._wait_for_checkpoint()
         state = replace(self.state, wall_seconds=self._wall_seconds)
-        version, best = state.policy_version, state.best
+        version = state.policy_version
         self._newest_checkpoint, self._is_writing = version, True
         path = str(self.folder.checkpoints / str(version))
-        best_version = best["policy_version"] if best else None
+        best_version = self._best.get("policy_version")
         self.workers.rank0.send(events.SaveCheckpoint(path, version, asdict(state), best_version))
 
     def _wait_for_checkpoint(self) -> None:

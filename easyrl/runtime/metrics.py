@@ -6,7 +6,7 @@ Shapes: N groups or problems, G completions of a group, S samples of a problem.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,8 @@ class IterationRecord:
         groups = sorted(self.groups, key=lambda group: group.prompt_index)
         lengths = np.concatenate([group.completion_lengths for group in groups])
         return {
+            "iteration": self.iteration,
+            "policy_version": self.trained.policy_version,
             **_reward_metrics([group for group in groups if not group.is_skipped], reward_names),
             "groups_skipped": sum(group.is_skipped for group in groups),
             "groups_replaced": sum(group.is_rejected for group in groups),
@@ -136,7 +138,7 @@ def summarize(
     differences = [line["sampling/sampling_logp_difference/max"] for line in lines]
     differences = [value for value in differences if value is not None]  # None: no gradient
     seconds, num_tokens = total("perf/iteration_seconds"), lines[-1]["num_tokens"]
-    busy = {name: total(f"perf/{name}") for name in BUSY}
+    busy, best = {name: total(f"perf/{name}") for name in BUSY}, best_of(lines)
     return {
         "iterations": config.train.iterations,
         "updates_per_iteration": config.train.updates_per_iteration,
@@ -145,8 +147,8 @@ def summarize(
         "reward_last": sum(last) / len(last) if last else None,
         "tokens_per_second_per_device": num_tokens / seconds / num_devices,
         "accuracy_before": state.accuracy_before,
-        "accuracy_best": state.best["accuracy"] if state.best else None,
-        "iterations_best": state.best["num_iterations"] if state.best else None,
+        "accuracy_best": best.get("eval/accuracy"),
+        "iterations_best": best["iteration"] + 1 if best else None,
         "overlap": overlap(**busy, wall_seconds=seconds),
         **busy,
         **{name: total(name) for name in COUNTS},
@@ -157,6 +159,13 @@ def summarize(
         "groups_off_policy": 0,  # checked in each iteration, as is the number before
         "sampling_logp_difference_max": max(differences, default=None),
     }
+
+
+def best_of(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the metrics with the highest held-out accuracy, the first of equals; empty if no
+    iteration was evaluated."""
+    measured = [line for line in lines if line.get("eval/accuracy") is not None]
+    return max(measured, key=lambda line: line["eval/accuracy"], default={})
 
 
 def overlap(

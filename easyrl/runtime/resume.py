@@ -54,8 +54,6 @@ class SavedState:
     """Fingerprints of the model and the data (`preflight`)."""
     next_prompt_index: int = 0
     accuracy_before: float | None = None
-    best: Mapping[str, Any] | None = None
-    """Accuracy, iteration and policy version of the best evaluation."""
     wall_seconds: float = 0.0
     """Time of the commands so far."""
     file_sizes: Mapping[str, int] = field(default_factory=dict)
