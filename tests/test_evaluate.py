@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from easyrl import cli, events
 from easyrl.config import ConfigError, load_config
-from easyrl.config.sections import SamplingChoice
+from easyrl.config.rollout import SamplingChoice
 from easyrl.data.datasets import with_eval_data
 from easyrl.data.tasks import ARITHMETIC
 from easyrl.evaluate import command

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from easyrl.config import ConfigError, load_config
-from easyrl.config.sections import LoraConfig
+from easyrl.config.model import LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
 from easyrl.model.export import export_checkpoint

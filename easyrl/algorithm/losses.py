@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easyrl.config import Config
-from easyrl.config.sections import AlgorithmConfig
+from easyrl.config import AlgorithmConfig, Config
 
 
 @dataclass(frozen=True, slots=True)

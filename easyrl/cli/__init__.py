@@ -11,7 +11,10 @@ from typing import Annotated
 import typer
 
 from easyrl import __version__
-from easyrl.cli import commands
+from easyrl.cli import tools
+from easyrl.cli.bench import bench
+from easyrl.cli.eval import evaluate
+from easyrl.cli.grpo import grpo
 from easyrl.devices import NO_AUTOLOAD
 
 app = typer.Typer(
@@ -41,14 +44,14 @@ def _root(
     pass
 
 
-app.command()(commands.grpo)
-app.command("eval")(commands.evaluate)
-app.command()(commands.samples)
-app.command()(commands.watch)
-app.command()(commands.doctor)
-app.command()(commands.export)
-app.command("config")(commands.print_config)
-app.command()(commands.bench)
+app.command()(grpo)
+app.command("eval")(evaluate)
+app.command()(tools.samples)
+app.command()(tools.watch)
+app.command()(tools.doctor)
+app.command()(tools.export)
+app.command("config")(tools.print_config)
+app.command()(bench)
 
 
 def main() -> None:

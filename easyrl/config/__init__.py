@@ -25,27 +25,44 @@ from typing import Any, Literal, Self, get_origin
 import yaml
 from pydantic import ValidationError, model_validator
 
-from easyrl.config import sections
+from easyrl.config.algorithm import AlgorithmConfig
 from easyrl.config.changed_keys import put, update_old_keys
+from easyrl.config.data import DataConfig
 from easyrl.config.devices import DevicesConfig
-from easyrl.config.sections import ConfigError, Section, is_section, kinds
+from easyrl.config.eval import EvalConfig
+from easyrl.config.model import ModelConfig
+from easyrl.config.reward import RewardConfig
+from easyrl.config.rollout import RolloutConfig
+from easyrl.config.runtime import OutputConfig, RuntimeConfig
+from easyrl.config.section import ConfigError, Section, is_section, kinds
+from easyrl.config.train import TrainConfig
 
-__all__ = ["Config", "ConfigError", "load_config", "settings_markdown", "to_commented_yaml"]
+__all__ = [
+    "AlgorithmConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "RewardConfig",
+    "TrainConfig",
+    "load_config",
+    "settings_markdown",
+    "to_commented_yaml",
+]
 
 
 class Config(Section):
     """All sections."""
 
-    model: sections.ModelConfig = sections.ModelConfig()
-    data: sections.DataConfig = sections.DataConfig()
-    reward: sections.RewardConfig = sections.RewardConfig()
-    rollout: sections.RolloutConfig = sections.RolloutConfig()
-    algorithm: sections.AlgorithmConfig = sections.AlgorithmConfig()
-    train: sections.TrainConfig = sections.TrainConfig()
-    eval: sections.EvalConfig = sections.EvalConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
     devices: DevicesConfig = DevicesConfig()
-    runtime: sections.RuntimeConfig = sections.RuntimeConfig()
-    output: sections.OutputConfig = sections.OutputConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    output: OutputConfig = OutputConfig()
 
     @property
     def learning_rate(self) -> float:

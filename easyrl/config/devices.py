@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from easyrl.config.sections import ConfigError, Section
+from easyrl.config.section import ConfigError, Section
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from easyrl.config import Config, ConfigError
-from easyrl.config.sections import DataConfig
+from easyrl.config import Config, ConfigError, DataConfig
 from easyrl.data.hub import reach_hub
 from easyrl.data.presets import PRESETS, TRAINED, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from easyrl.config import ConfigError
-from easyrl.config.sections import DataConfig
+from easyrl.config import ConfigError, DataConfig
 from easyrl.data import tasks
 from easyrl.data.tasks import Task
 

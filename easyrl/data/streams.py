@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from easyrl.config import ConfigError
-from easyrl.config.sections import DataConfig
+from easyrl.config import ConfigError, DataConfig
 from easyrl.data.presets import Preset
 from easyrl.types import Messages, Prompt
 

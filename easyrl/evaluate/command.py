@@ -19,7 +19,7 @@ from typing import Any
 
 from easyrl import __version__, events
 from easyrl.config import Config
-from easyrl.config.sections import SamplingChoice
+from easyrl.config.rollout import SamplingChoice
 from easyrl.data.datasets import (
     identity_of,
     open_prompts,

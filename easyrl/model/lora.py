@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from easyrl.config import ConfigError
-from easyrl.config.sections import LoraConfig
+from easyrl.config.model import LoraConfig
 from easyrl.model.files import meta_model
 from easyrl.model.sharding import whole
 from easyrl.types import Weight

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from easyrl.config import ConfigError
-from easyrl.config.sections import AttentionMode, DType, LoraConfig
+from easyrl.config.model import AttentionMode, DType, LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import AttentionLayout, PackedGroups, register_attention
 from easyrl.model.cpu_layers import speed_up_linear_layers, speed_up_rms_norms

@@ -33,8 +33,8 @@ from rich.table import Table
 from rich.text import Text
 
 from easyrl import events
+from easyrl.config import TrainConfig
 from easyrl.config.devices import count_devices
-from easyrl.config.sections import TrainConfig
 from easyrl.events import WORKING, Activity, Event, FromWorker, Span, SpanKind, UnderWay
 from easyrl.formatting import counted
 from easyrl.observe.report import PROBLEMS, end_table, print_end, problems_in

@@ -25,8 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from easyrl.config import Config, ConfigError
-from easyrl.config.sections import RewardConfig
+from easyrl.config import Config, ConfigError, RewardConfig
 from easyrl.rewards import sandbox
 from easyrl.rewards.functions import Completions, text_of
 

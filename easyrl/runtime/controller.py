@@ -45,8 +45,8 @@ from typing import Any
 from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
+from easyrl.config.algorithm import REPLACEMENT_ROUNDS
 from easyrl.config.devices import count_devices
-from easyrl.config.sections import REPLACEMENT_ROUNDS
 from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.dispatch import Dispatcher, Rounds

@@ -21,7 +21,7 @@ from typing import Any
 from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
-from easyrl.config.sections import SamplingChoice
+from easyrl.config.rollout import SamplingChoice
 from easyrl.events import Observer
 from easyrl.runtime.launch import worker_main
 from easyrl.runtime.placement import Placement

@@ -22,7 +22,7 @@ from easyrl import events
 from easyrl.algorithm.advantages import group_advantages
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.config import Config
-from easyrl.config.sections import SamplingChoice
+from easyrl.config.rollout import SamplingChoice
 from easyrl.data.chat import render_prompt
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Literal
 
 from easyrl.config import Config
-from easyrl.config.sections import SamplingChoice
+from easyrl.config.rollout import SamplingChoice
 from easyrl.workers.core_sharing import CoreSharing
 
 if TYPE_CHECKING:

@@ -1,0 +1,61 @@
+"""`easyrl bench`: measure."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Annotated, Literal
+
+import typer
+from typer import Option
+
+from easyrl.cli.common import InferDevices, TrainDevices, Words, command
+
+Suite = Literal["attention", "engine", "loop", "pipeline", "ring", "weights"]
+
+
+@command
+def bench(
+    suite: Annotated[Suite, typer.Argument(metavar="SUITE", help="One of these.")],
+    *,
+    words: Words = None,
+    infer_devices: InferDevices = None,
+    train_devices: TrainDevices = None,
+    model: Annotated[
+        Literal["0.6B", "1.7B", "small"] | None, Option(help="Of loop; default: as devices allow.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, Option(help="Of loop and weights.")
+    ] = None,
+    prompts: Annotated[
+        int | None, Option(min=2, help="Prompts per iteration of pipeline; default: 64.")
+    ] = None,
+    json: Annotated[
+        typer.FileTextWrite | None,
+        Option(metavar="FILE", lazy=False, help="Also write the results here."),
+    ] = None,
+) -> int:
+    """Measure a part or whole runs (docs/benchmarks.md).
+
+    attention: groups that store their prompt once against groups that repeat it;
+    engine: the embedded engine against transformers' generate;
+    loop: whole runs on random models of real shapes (takes devices and any setting);
+    pipeline: whole iterations under four schedules;
+    ring: the ring buffer against a queue;
+    weights: a weight update against bare broadcasts (takes devices).
+    """
+    from easyrl.bench.harness import run_suite
+
+    given = {
+        "infer_devices": infer_devices,
+        "train_devices": train_devices,
+        "model": model,
+        "dtype": dtype,
+        "prompts": prompts,
+        "words": words,
+    }
+    options = {name: value for name, value in given.items() if value}
+    run = import_module(f"easyrl.bench.{suite}").run
+    if others := options.keys() - inspect.signature(run).parameters.keys():
+        raise ValueError(f"bench {suite}: takes no {', '.join(sorted(others))}")
+    return run_suite(suite, run(**options), json)

@@ -1,0 +1,48 @@
+"""Options and errors that the commands share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+USER_ERROR = 2
+"""Exit code of errors that the user can fix, Typer's usage errors included."""
+
+ConfigFile = Annotated[
+    Path | None, Option("--config", metavar="FILE.yaml", help="Config file; see `config`.")
+]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Any setting; these win over all else."),
+]
+Reward = Annotated[
+    list[str] | None,
+    Option(help="exact_match, file.py:function or package.module:function; repeatable."),
+]
+InferDevices = Annotated[
+    str | None, Option(help="Devices that generate: 0-3, 0,2,5, cpu or cpu:2.")
+]
+TrainDevices = Annotated[str | None, Option(help="Devices that train.")]
+Seed = Annotated[int | None, Option(help="Same seed, same data and sampling.")]
+NoLive = Annotated[bool, Option("--no-live", help="Plain lines instead of the live view.")]
+
+
+def command(function: Callable[..., int | None]) -> Callable[..., None]:
+    """Exit with what the function returns. Print a ValueError, which the user can fix, without a
+    traceback."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> None:
+        try:
+            code = function(*arguments, **options)
+        except ValueError as error:
+            typer.echo("easyrl: " + str(error).replace("\n", "\n        "), err=True)
+            code = USER_ERROR
+        raise typer.Exit(code or 0)
+
+    return run

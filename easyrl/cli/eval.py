@@ -1,0 +1,56 @@
+"""`easyrl eval`: evaluate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from easyrl.cli.common import ConfigFile, InferDevices, NoLive, Reward, Seed, Words, command
+
+
+@command
+def evaluate(
+    *,
+    config: ConfigFile = None,
+    model: Annotated[
+        str | None, Option(help="`tiny`, a folder, a hub id, a run, a checkpoint or an adapter.")
+    ] = None,
+    base: Annotated[
+        str | None, Option(metavar="MODEL", help="The model that an adapter belongs to.")
+    ] = None,
+    dataset: Annotated[str | None, Option(help="A preset, file, folder or hub id.")] = None,
+    reward: Reward = None,
+    num_samples: Annotated[int | None, Option(help="Completions per problem.")] = None,
+    engine: Annotated[str | None, Option(help="vllm or embedded.")] = None,
+    infer_devices: InferDevices = None,
+    output: Annotated[
+        str | None, Option(metavar="DIR", help="Folder of the results; a stopped one continues.")
+    ] = None,
+    seed: Seed = None,
+    compare: Annotated[
+        Path | None, Option(metavar="RUN_OR_FILE", help="Compare with this evaluation.")
+    ] = None,
+    no_live: NoLive = False,
+    words: Words = None,
+) -> int:
+    """Evaluate a model: accuracy with its standard error, pass@k."""
+    flags = {
+        "model.path": model,
+        "data.dataset": dataset,
+        "reward.functions": reward or None,
+        "eval.num_samples": num_samples,
+        "rollout.engine": engine,
+        "devices.infer": infer_devices,
+        "output.dir": output,
+        "runtime.seed": seed,
+    }
+    from easyrl.config import load_config
+    from easyrl.evaluate.command import evaluate
+    from easyrl.evaluate.view import EvalView
+
+    if dataset is not None:  # --dataset wins over eval.dataset of the config file
+        words = ["eval.dataset=null", *(words or ())]
+    resolved = load_config(config, flags, words)
+    return evaluate(resolved, EvalView(live=not no_live), base=base, other=compare)

@@ -1,0 +1,92 @@
+"""The commands with few options: samples, watch, export, config, doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from easyrl.cli.common import ConfigFile, NoLive, Words, command
+
+
+@command
+def samples(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run or an evaluation.")
+    ],
+    min_reward: Annotated[float | None, Option(help="With at least this reward.")] = None,
+    max_reward: Annotated[float | None, Option(help="With at most this reward.")] = None,
+    iteration: Annotated[
+        str | None, Option(metavar="N", help="Only these iterations: 3 or 3-5.")
+    ] = None,
+    limit: Annotated[int | None, Option(min=1, help="At most this many.")] = None,
+) -> None:
+    """Print prompts, completions, rewards and advantages."""
+    from easyrl.observe.samples import show_samples
+
+    show_samples(folder, min_reward, max_reward, iteration, limit)
+
+
+@command
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    no_live: NoLive = False,
+) -> int:
+    """Watch a run, or see one that has ended, from its folder alone."""
+    from easyrl.observe.trace import watch
+
+    return watch(folder, live=not no_live)
+
+
+@command
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run: its newest one.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
+) -> None:
+    """Write a checkpoint as a model that transformers and vLLM load."""
+    from easyrl.model.export import export_checkpoint
+
+    typer.echo(export_checkpoint(checkpoint, folder))
+
+
+@command
+def print_config(
+    config: ConfigFile = None,
+    diff: Annotated[
+        Path | None,
+        Option(metavar="RUN", help="Only what this run folder or config file sets differently."),
+    ] = None,
+    markdown: Annotated[
+        bool, Option("--markdown", help="All settings as Markdown: docs/settings.md.")
+    ] = False,
+    words: Words = None,
+) -> None:
+    """Print every setting with its meaning, as YAML that --config takes."""
+    from easyrl.config import load_config, settings_markdown, to_commented_yaml
+
+    if diff is not None and config is not None:
+        raise ValueError("--config, --diff: expected one of them, got both")
+    if markdown:
+        text = settings_markdown()
+    elif diff is None:
+        text = to_commented_yaml(load_config(config, {}, words))
+    else:
+        resolved = load_config(diff / "config.yaml" if diff.is_dir() else diff, {}, words)
+        changes = to_commented_yaml(resolved, only_changes=True)
+        heading = "What differs from the defaults" if changes else "Every setting has its default"
+        text = f"# {heading}: {diff}\n{changes}"
+    typer.echo(text, nl=False)
+
+
+@command
+def doctor(
+    json: Annotated[bool, Option("--json", help="Print the facts and lines as JSON.")] = False,
+) -> int:
+    """Check what EasyRL can use on this machine, and how to fix the rest."""
+    from easyrl.doctor import run_doctor
+
+    return run_doctor(as_json=json)

@@ -1,0 +1,77 @@
+"""Section `algorithm`. `easyrl.algorithm` has the formulas and their sources."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from easyrl.config.section import Section
+
+CISPO_EPSILON_HIGH = 5.0
+"""Recommended by ScaleRL (arXiv 2510.13786)."""
+
+REPLACEMENT_ROUNDS = 3
+"""Most rounds of fresh prompts per iteration, for groups with equal rewards (dynamic_sampling) and
+for groups that `reward.on_error=skip_group` skips."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages and the loss (GRPO and its family)."""
+
+    advantage_estimator: Literal["group", "rloo"] = "group"
+    """Baseline of a reward: the mean of its group (`group`) or of the group's other rollouts
+    (`rloo`; as published with scale_rewards: none)."""
+    scale_rewards: Literal["group", "none"] = "group"
+    """Divide a group's advantages by the standard deviation of its rewards (`group`), or not."""
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "grpo"
+    """Average of token losses: over each completion, then over completions (`grpo`); over all
+    tokens of an update (`dapo`); as if each completion had `rollout.max_completion_length` tokens
+    (`dr_grpo`; as published with scale_rewards: none). `cispo` averages like `dapo`, but clips the
+    ratio's weight, so that every token keeps its gradient."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Probability ratio of policy and old policy: of each token, or the geometric mean over a
+    completion (`sequence`: GSPO, as published with loss_type: grpo)."""
+    epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
+    """The probability ratio is clipped below at 1 - epsilon (not by `cispo`). With one update per
+    iteration (`train.updates_per_iteration`) the ratio is 1 and nothing is clipped."""
+    epsilon_high: float | None = Field(default=None, gt=0.0)
+    """The ratio is clipped above at 1 + epsilon_high, with epsilon_high under 1; for `cispo` at
+    epsilon_high itself, at least 1. Null: epsilon, for `cispo` 5."""
+    beta: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL divergence from the reference, the model at the start of the run."""
+    entropy_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of a bonus for the entropy of each token's distribution, averaged as the loss is."""
+    mask_truncated_completions: bool = False
+    """Do not train completions that were cut off, as at `rollout.max_completion_length`. They still
+    count in their group's advantages, and in the loss as completions; their tokens do not."""
+    importance_sampling_correction: Literal["none", "truncate", "mask", "auto"] = "auto"
+    """Weight each token by its probability in the trainer over that in the engine: at most
+    importance_sampling_cap (`truncate`), or 0 beyond it (`mask`). `auto`: none in float32."""
+    importance_sampling_cap: float = Field(default=3.0, gt=1.0)
+    """Largest weight of importance_sampling_correction."""
+    dynamic_sampling: bool = False
+    """Replace groups with equal rewards, whose advantages are 0, by fresh prompts at the same
+    weights (DAPO), in at most three rounds per iteration. Those left count with advantage 0."""
+
+    @property
+    def resolved_epsilon_high(self) -> float:
+        """`epsilon_high` with its default."""
+        if self.epsilon_high is not None:
+            return self.epsilon_high
+        return CISPO_EPSILON_HIGH if self.loss_type == "cispo" else self.epsilon
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether a rollout with advantage 0 has a gradient: of the KL term or entropy bonus."""
+        return self.beta > 0.0 or self.entropy_coef > 0.0
+
+    @model_validator(mode="after")
+    def _epsilon_high_fits(self) -> Self:
+        # The two ranges do not meet, so that a value meant for the other kind of loss is noticed.
+        if (self.resolved_epsilon_high >= 1.0) != (self.loss_type == "cispo"):
+            raise ValueError(
+                "algorithm.epsilon_high: expected null, at least 1 with algorithm.loss_type=cispo, "
+                f"or under 1 with any other, got {self.epsilon_high} with {self.loss_type}"
+            )
+        return self

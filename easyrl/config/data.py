@@ -1,0 +1,65 @@
+"""Section `data`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from easyrl.config.section import EACH_ONCE, Section
+from easyrl.formatting import counted
+
+
+class DataConfig(Section):
+    """Sources of the prompts."""
+
+    dataset: Annotated[str | list[str], EACH_ONCE] = Field(default="arithmetic", min_length=1)
+    """A preset (`arithmetic`, `countdown`, `gsm8k`, `math`), a .jsonl, .csv or .parquet file, a
+    folder of `save_to_disk`, or a hub id (`owner/name:subset:split`); a list of them is mixed."""
+    preset: str | None = Field(default=None, min_length=1)
+    """A preset whose settings apply to rows of your own that have its columns. Null: none."""
+    weights: list[PositiveFloat] | None = Field(default=None, min_length=1)
+    """Shares of a list of data sets, exact to a thousandth; null: equal shares."""
+    prompt_column: str | None = Field(default=None, min_length=1)
+    """Column with the prompt: a string, or chat messages. All other columns go to the rewards.
+    Null: the preset's, else `prompt`."""
+    prompt_template: str | None = None
+    """Makes the prompt from the row's columns instead: "Solve: {question}"; {{ and }} are braces.
+    Null: the preset's, else none."""
+    system_prompt: str | None = None
+    """System message before a prompt without one; it makes a chat of a string. Null: none."""
+    chat: bool | None = None
+    """Whether a prompt that is a string goes through the model's chat template as a user's message
+    or to the model as it is. Null: the preset's, else false unless there is a system_prompt."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Columns renamed for the rewards: {answer: solution} passes `solution` as `answer`."""
+    shuffle: bool = True
+    """Visit the rows in a new random order every epoch, seeded by `runtime.seed`."""
+    num_held_out: int | None = Field(default=None, ge=0)
+    """Number of the data set's held-out problems that accuracy is measured on; null: all."""
+    max_prompt_length: int = Field(default=512, ge=1)
+    """Longest prompt in tokens; in `easyrl eval` by default the preset's."""
+    long_prompts: Literal["stop", "skip"] = "stop"
+    """Name a longer prompt and do not start (`stop`), or leave its row out (`skip`)."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the model's chat template, as in {enable_thinking: false}."""
+
+    @property
+    def datasets(self) -> list[str]:
+        """`dataset` as a list, of one or several."""
+        return [self.dataset] if isinstance(self.dataset, str) else self.dataset
+
+    @property
+    def shown(self) -> str:
+        """`dataset` as one line of text."""
+        return " + ".join(self.datasets)
+
+    @model_validator(mode="after")
+    def _one_weight_per_data_set(self) -> Self:
+        weights, num = self.weights, len(self.datasets)
+        if weights and (len(weights) != num or min(weights) * 1000 < sum(weights)):
+            raise ValueError(
+                f"data.weights: expected one for each of {counted(num, 'data set')}, at least a "
+                f"thousandth of their sum, got {weights}"
+            )
+        return self

@@ -1,0 +1,37 @@
+"""Section `eval`."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from easyrl.config.section import Section
+
+
+class EvalConfig(Section):
+    """How a model is evaluated by `easyrl eval`. Evaluations during training use `dataset` and
+    `correct_reward` alone, with one completion per problem, sampled as `rollout` says."""
+
+    dataset: str | None = Field(default=None, min_length=1)
+    """Data set that accuracy is measured on, in the forms of `data.dataset`. Null: the held-out
+    problems of `data.dataset`; in `easyrl eval` all of its rows if it has none. A preset uses its
+    own prompts; any other data set is read as `data` says."""
+    num_samples: int | None = Field(default=None, ge=1)
+    """Completions per problem; null: the preset's number, else 1."""
+    temperature: float | None = Field(default=None, ge=0.0)
+    """Sampling temperature; 0: greedy. Null: the preset's, else 0 for one sample per problem and
+    `rollout.temperature` for several."""
+    max_completion_length: int | None = Field(default=None, ge=1)
+    """Longest completion in tokens; null: the preset's, else `rollout.max_completion_length`."""
+    correct_reward: float = 1.0
+    """A completion is correct from this reward on, the weighted sum of all functions."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.temperature == 0.0 and (self.num_samples or 1) > 1:
+            raise ValueError(
+                "eval.num_samples: expected 1 with eval.temperature=0 (all samples of a problem "
+                f"are the same), got {self.num_samples}"
+            )
+        return self

@@ -1,0 +1,54 @@
+"""Section `model`, with `model.lora`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from easyrl.config.section import EACH_ONCE, Section
+
+AttentionMode = Literal["auto", "shared_prompt", "repeated"]
+DType = Literal["float32", "bfloat16"]
+
+
+class LoraConfig(Section):
+    """LoRA: train small adapters beside the linear layers instead of the model's own weights.
+    Needs peft: pip install 'easyrl[lora]'. Without dropout, as engines sample without it."""
+
+    rank: int | None = Field(default=None, ge=1)
+    """Rank of the adapters; null: no LoRA, all weights are trained."""
+    alpha: int | None = Field(default=None, ge=1)
+    """An adapter's output is multiplied by alpha / rank; null: twice the rank."""
+    target_modules: Annotated[list[str] | None, EACH_ONCE] = Field(default=None, min_length=1)
+    """Linear layers that get an adapter, by the ends of their names ([q_proj, v_proj]); null: all
+    except the head."""
+
+    @model_validator(mode="after")
+    def _has_rank(self) -> Self:
+        for key in ("alpha", "target_modules"):
+            if self.rank is None and (value := getattr(self, key)) is not None:
+                raise ValueError(f"model.lora.{key}: expected model.lora.rank too, got {value}")
+        return self
+
+    @property
+    def resolved_alpha(self) -> int:
+        """`alpha` with its default. There must be a rank."""
+        assert self.rank is not None
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+
+class ModelConfig(Section):
+    """The policy that is trained."""
+
+    path: str = Field(default="tiny", min_length=1)
+    """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-countdown`)."""
+    dtype: DType = "float32"
+    """Data type of the computation. The trainer keeps weights, sums of gradients, optimizer state
+    and log-probabilities in float32."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+    attention: AttentionMode = "auto"
+    """Train a group's prompt once for all completions (`shared_prompt`) or once for each
+    (`repeated`), with the same result. `auto`: shared where the model's layers support it."""
+    lora: LoraConfig = LoraConfig()

@@ -1,0 +1,67 @@
+"""Section `reward`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from easyrl.config.section import Section
+
+
+class RewardConfig(Section):
+    """Reward functions (docs/rewards.md)."""
+
+    functions: list[str] | None = None
+    """List of `exact_match`, `math`, `gsm8k`, `code`, `regex`, `format`, `countdown`,
+    `length_penalty`, `file.py:function`, `package.module:function`; null: the preset's."""
+    weights: list[float] | None = None
+    """One weight per function, in their order; null: 1 each."""
+    pattern: str | None = None
+    """Python's regular expression that the function `regex` searches a completion for."""
+    code_timeout_seconds: float = Field(default=10.0, gt=0.0, le=3600.0)
+    """Longest time of one program with all of its tests, in seconds."""
+    code_sandbox: Literal["bwrap", "limits"] = "bwrap"
+    """Isolation of programs: bubblewrap (`bwrap`), or resource limits alone (`limits`), for
+    containers that allow no namespaces and are the sandbox themselves."""
+    num_workers: int = Field(default=2, ge=1, le=512)
+    """Processes that score in parallel, per rollout worker."""
+    timeout_seconds: float | None = Field(default=None, gt=0.0)
+    """Longest time of one reward call, in seconds; null: `runtime.timeout_seconds`."""
+    memory_limit_gib: float | None = Field(default=4.0, ge=0.25)
+    """Memory that each reward process may allocate, in GiB; null: no limit."""
+    on_error: Literal["stop", "skip_group", "zero"] = "stop"
+    """After a reward call that raises, returns an invalid value, takes too long, needs too much
+    memory or ends its process: end the run (`stop`), replace the group (`skip_group`), or let its
+    completions score 0 in that function (`zero`). The last two log to reward_errors.jsonl."""
+
+    @field_validator("code_sandbox", mode="before")
+    @classmethod
+    def _accept_old_sandbox(cls, value: Any) -> Any:
+        """The values of easyrl 0.1, accepted for one release."""
+        return {"strict": "bwrap", "best_effort": "limits"}.get(str(value), value)
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_regular_expression(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"expected a regular expression ({error})") from None
+        return value
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        functions = self.functions or ["the preset's"]
+        if self.weights is not None and len(self.weights) != len(functions):
+            raise ValueError(
+                f"reward.weights: expected one for each of {', '.join(functions)}, got "
+                f"{self.weights}"
+            )
+        if ("regex" in functions) != (self.pattern is not None):
+            raise ValueError(
+                "reward.pattern: expected a regular expression with the reward function regex, and "
+                f"null without it, got {self.pattern!r}"
+            )
+        return self

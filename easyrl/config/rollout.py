@@ -1,0 +1,73 @@
+"""Section `rollout`, and how an engine samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from easyrl.config.eval import EvalConfig
+from easyrl.config.section import EACH_ONCE, Section
+
+
+class RolloutConfig(Section):
+    """How completions are sampled."""
+
+    num_generations: int = Field(default=8, ge=2)
+    """Completions per prompt: the group whose rewards are compared."""
+    max_completion_length: int = Field(default=256, ge=1)
+    """Longest completion in tokens; a longer one is cut off."""
+    stop: Annotated[list[str], EACH_ONCE] = Field(default_factory=list)
+    """Strings that end a completion, as in ["\\n\\n", END]. Their own tokens are trained, and
+    rewards see them."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Sampling temperature, of generation and of the trained distribution alike."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample only from this many most probable tokens; 0: all, as the trained distribution."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample only from the most probable tokens with this sum of probabilities; 1: all."""
+    max_concurrent_groups: int | None = Field(default=None, ge=1)
+    """Groups in flight per engine; null: chosen from `train.prompts_per_iteration`."""
+    ring_slots: int | None = Field(default=None, ge=1)
+    """Finished groups that the ring buffer holds; null: `train.prompts_per_iteration`."""
+    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    """Inference engine: `vllm`, or EasyRL's own engine over transformers' model code (`embedded`).
+    `auto`: vLLM on accelerators where a suitable one is installed; the run prints which."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that one vLLM engine spans: a divisor of their number."""
+    memory_fraction: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Fraction of its accelerator's memory that a rollout worker may take for weights and KV cache.
+    Null: 0.9, or 0.5 of an accelerator that it shares with a train worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingChoice:
+    """How an engine samples completions."""
+
+    num_samples: int
+    """Maximum number per prompt."""
+    max_completion_length: int
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @classmethod
+    def of_training(cls, rollout: RolloutConfig) -> Self:
+        length, temperature = rollout.max_completion_length, rollout.temperature
+        return cls(rollout.num_generations, length, temperature, rollout.top_k, rollout.top_p)
+
+    @classmethod
+    def of_evaluation(
+        cls, config: EvalConfig, rollout: RolloutConfig, of_preset: Mapping[str, Any]
+    ) -> Self:
+        """Settings of the user, else of the preset (by the keys of `eval`), else of training."""
+        values: dict[str, Any] = {"num_samples": 1, "temperature": 0.0}
+        values |= {"max_completion_length": rollout.max_completion_length, "top_p": rollout.top_p}
+        values |= of_preset
+        values |= {key: value for key, value in config if value is not None}
+        if values["temperature"] == 0.0 and values["num_samples"] > 1:
+            values["temperature"] = rollout.temperature
+        names = ("num_samples", "max_completion_length", "temperature", "top_p")
+        return cls(top_k=rollout.top_k, **{name: values[name] for name in names})

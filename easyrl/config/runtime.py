@@ -1,0 +1,39 @@
+"""Sections `runtime` and `output`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from easyrl.config.section import EACH_ONCE, Section
+
+
+class RuntimeConfig(Section):
+    """How the run is driven."""
+
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the data's order, the sampling, the generated problems and LoRA's first weights."""
+    schedule: Literal["periodic", "sync"] = "periodic"
+    """`periodic` trains on groups while others are generated; `sync` waits for all of them."""
+    deterministic: bool = False
+    """The same config gives the same weights to the last bit, under either schedule; slower."""
+    resume: Literal["never", "auto"] = "never"
+    """`auto`: resume from the newest whole checkpoint in output.dir, or start a new run if there is
+    none, so that one command serves for the start and for every restart."""
+    timeout_seconds: float = Field(default=120.0, gt=0.0)
+    """Longest time, in seconds, of a weight transfer's steps, of a step that train workers take
+    together, and of a reward call (then see `reward.on_error`). After it the run stops and says
+    why. Waits for groups have no bound."""
+
+
+class OutputConfig(Section):
+    """Files and trackers that a run writes to."""
+
+    dir: str | None = Field(default=None, min_length=1)
+    """The run folder; null: runs/<time>-<task>."""
+    log_to: Annotated[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], EACH_ONCE] = (
+        Field(default_factory=list)
+    )
+    """Trackers that also get the metrics: a list of `tensorboard`, `wandb` (Weights & Biases),
+    `trackio`, `mlflow`; each needs its extra, as in pip install 'easyrl[wandb]'."""

@@ -1,0 +1,54 @@
+"""The base of all sections, and what several of them check."""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import Any, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
+
+
+class ConfigError(ValueError):
+    """An error in a user's settings. The message has one line per problem: the key, what was
+    expected, and what it got."""
+
+
+class Section(BaseModel):
+    """Frozen, and without unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        use_attribute_docstrings=True,
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_type(cls, value: Any, info: Any) -> Any:
+        annotation = cls.model_fields[info.field_name].annotation
+        if value is None and is_section(annotation):
+            return {}  # a section whose keys are all commented out
+        if isinstance(value, bool) and {int, float} & {*kinds(annotation)}:
+            raise ValueError("expected a number")
+        return value
+
+
+def kinds(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type."""
+    return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _check_each_once(value: Any) -> Any:
+    if isinstance(value, list) and (len(set(value)) < len(value) or "" in value):
+        raise ValueError("expected each name once, and none empty")
+    return value
+
+
+EACH_ONCE = AfterValidator(_check_each_once)
+"""Refuses a list that has a string twice, or an empty one."""

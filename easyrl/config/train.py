@@ -1,0 +1,56 @@
+"""Section `train`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from easyrl.config.section import EACH_ONCE, Section
+
+
+class TrainConfig(Section):
+    """Iterations and the optimizer (AdamW)."""
+
+    iterations: int = Field(default=60, ge=1)
+    """Iterations of the run: weights out, groups in, `train.updates_per_iteration` steps."""
+    prompts_per_iteration: int = Field(default=16, ge=1)
+    """Prompts, and so groups, per iteration."""
+    updates_per_iteration: int = Field(default=1, ge=1)
+    """Optimizer steps per iteration, each on an equal share of its prompts. Only the first is
+    strictly on-policy: the others train on rollouts of the policy before it."""
+    learning_rate: float | None = Field(default=None, ge=0.0)
+    """Peak learning rate; null: 3e-4 for a built-in model, 1e-6 for any other, and ten times that
+    with LoRA (`model.lora.rank`)."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    """Course of the learning rate after warm-up; linear and cosine fall to 0."""
+    warmup_iterations: int = Field(default=2, ge=0)
+    """Iterations in which the learning rate rises linearly to its peak."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """The gradient's norm is clipped to this."""
+    max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
+    """Tokens trained at a time, a group's prompt counted once. It does not change the result."""
+    activation_checkpointing: bool = False
+    """Compute each layer again in the backward pass: far less memory for a third more time. It does
+    not change the result."""
+    offload: Annotated[list[Literal["reference", "old", "optimizer"]], EACH_ONCE] = Field(
+        default_factory=list
+    )
+    """List of what to keep in host memory, which costs time: weights of the `reference` (with
+    algorithm.beta) and of the `old` policy (updates_per_iteration over 1); the `optimizer`, which
+    then steps on the CPU, with gradients and the policy's float32 weights."""
+    save_every: int | None = Field(default=10, ge=1)
+    """Iterations between checkpoints; null: none in between. The last iteration of a run, also of a
+    stopped one, is always saved."""
+    keep_checkpoints: int = Field(default=2, ge=0)
+    """Newest checkpoints to keep, each three times the trained weights in size; 0: none is written,
+    and the run cannot be resumed."""
+    eval_every: int = Field(default=0, ge=0)
+    """Iterations between evaluations on held-out problems (`eval.dataset`, `data.num_held_out`); 0:
+    only before the first iteration and after the last. The checkpoint with the highest accuracy is
+    kept as checkpoints/best."""
+
+    @property
+    def keep_best(self) -> bool:
+        """Whether the checkpoint with the highest accuracy is kept beside the newest ones."""
+        return self.eval_every > 0 and self.keep_checkpoints > 0
