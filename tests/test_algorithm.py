@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl.algorithm.advantages import group_advantages
-from easyrl.algorithm.schedule import learning_rate_factor
 from easyrl.model.logprobs import token_logprobs
+from easyrl.workers.learner import learning_rate_factor
 
 torch.set_num_threads(1)
 

@@ -84,13 +84,8 @@ class Feed:
         assert self.producer.put(self.arrivals.pop(0), 0.0), "the ring is full: slots were kept"
 
     def reader(self, num_groups: int, **config: Any) -> GroupReader:
-        return GroupReader(
-            config_of(num_groups, **config),
-            self.consumer,
-            iteration=ITERATION,
-            policy_version=VERSION,
-            wait_for_group=self.arrive,
-        )
+        own = config_of(num_groups, **config)
+        return GroupReader(own, self.consumer, (ITERATION, VERSION), self.arrive)
 
     def batches(
         self, num_groups: int, *, shares_prompts: bool = True, **config: Any

@@ -20,7 +20,7 @@ from test_attention import FAMILIES, largest_gradient_gap, tiny_model
 from easyrl.bench import attention as bench
 from easyrl.bench import weights as bench_weights
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
-from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
+from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import AttentionSettings, SharedPrompt
@@ -120,12 +120,6 @@ def test_a_run_on_one_shared_gpu_is_deterministic(schedule, tmp_path: Path):
     assert len({summary_of(folder)["weights_sha256"] for folder in folders}) == 1
 
 
-def test_a_memory_fraction_that_is_too_small_is_reported(tmp_path: Path):
-    small = ("--output", str(tmp_path / "small"), "rollout.memory_fraction=0.00001")
-    code, _, err = finish(*SHARED, *small)
-    assert code == 2 and "rollout.memory_fraction" in err
-
-
 def test_worker_sees_one_gpu_and_its_part_of_the_memory():
     last = torch.cuda.device_count() - 1
     script = """
@@ -152,13 +146,6 @@ except torch.OutOfMemoryError as error:
     )
     uuid = torch.cuda.get_device_properties(last).uuid
     assert done.stdout.splitlines() == [f"1 {uuid}", "out of memory"]
-
-
-@pytest.mark.parametrize(("dtype", "used"), [(torch.bfloat16, "_flex"), (torch.float32, "_blocks")])
-def test_half_precision_trains_with_flex_attention(dtype, used):
-    layout = PackedGroups(GROUPS, "cuda")
-    layout.attend(*tensors(dtype), AttentionSettings(0, 0.2, None, None))
-    assert {"_flex", "_blocks"} & set(vars(layout)) == {used}
 
 
 # -- weights: device to device, and over NCCL ------------------------------------------------------

@@ -81,7 +81,6 @@ class RankPipes:
         rank: int,
         pipes: Sequence[Connection],
         control: Connection,
-        *,
         timeout_seconds: float,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -137,19 +136,17 @@ class GroupReader:
         self,
         config: Config,
         port: RingPort,
-        *,
-        iteration: int,
-        policy_version: int,
+        expected: tuple[int, int],
         wait_for_group: Callable[[], None],
     ) -> None:
-        """`policy_version` is the one that was broadcast at the iteration's start.
+        """`expected`: the iteration, and the policy version that was broadcast at its start.
         `wait_for_group` returns when the ring may hold another group."""
         train = config.train
         self.groups_per_update = train.prompts_per_iteration // train.updates_per_iteration
         self.num_read = 0  # groups handed out so far
         self.completion_tokens = 0  # of these groups
         self.port = port
-        self._expected = iteration, policy_version
+        self._expected = expected
         self._wait_for_group = wait_for_group
         self._is_ordered = config.runtime.deterministic
         self._waits_for_all = config.runtime.schedule == "sync"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from torch.distributed import ReduceOp
 
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
-from easyrl.algorithm.schedule import learning_rate_factor
 from easyrl.config import Config
 from easyrl.model.attention import PackedGroups
 from easyrl.model.checkpoint import copy_of_training, read_tensors
@@ -209,3 +209,25 @@ class Learner:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 own_part(parameter.grad).zero_()
+
+
+def learning_rate_factor(
+    iteration: int,
+    *,
+    num_iterations: int,
+    warmup_iterations: int,
+    kind: Literal["constant", "linear", "cosine"],
+) -> float:
+    """Return the factor of the peak learning rate in `iteration` (from 0).
+
+    Warm-up rises linearly and reaches 1 in iteration `warmup_iterations`. `linear` and `cosine`
+    then fall to 0, which they would reach just after the last iteration.
+    """
+    if iteration < warmup_iterations:
+        return (iteration + 1) / (warmup_iterations + 1)
+    progress = (iteration - warmup_iterations) / max(1, num_iterations - warmup_iterations)
+    if kind == "constant":
+        return 1.0
+    if kind == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -55,12 +55,9 @@ class TrainWorker:
         self.timeline = Timeline(self._send)
         self._sending = threading.Lock()  # the saver reports from a thread
         self.is_first_rank = settings.rank == 0
+        timeout_seconds = self.config.runtime.timeout_seconds
         self.pipes = RankPipes(
-            settings.rank,
-            settings.pipes,
-            control,
-            timeout_seconds=self.config.runtime.timeout_seconds,
-            waiting=self._waiting,
+            settings.rank, settings.pipes, control, timeout_seconds, self._waiting
         )
         self.ranks = self._join_ranks()
         keep = self.config.train.keep_checkpoints
@@ -195,13 +192,8 @@ class TrainWorker:
                 self._send(events.Halted())
 
     def _train(self, iteration: int) -> events.IterationTrained:
-        reader = GroupReader(
-            self.config,
-            self.port,
-            iteration=iteration,
-            policy_version=self.learner.policy_version,
-            wait_for_group=self._wait_for_group,
-        )
+        expected = iteration, self.learner.policy_version
+        reader = GroupReader(self.config, self.port, expected, self._wait_for_group)
         batches = MicroBatches(
             self.config,
             reader,
