@@ -69,9 +69,18 @@ def test_shared_prompt_is_refused_for_an_unsupported_model(model_type, tmp_path)
         load(tmp_path, model_type, changes, attention="shared_prompt")
 
 
-def test_encoder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"model\.path.*no causal language model"):
-        load(tmp_path, "bert", {})
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("bert", {}, "no causal language model"),
+        ("rwkv", {"attention_hidden_size": 32, "context_length": 64}, "changes its weights"),
+    ],
+)
+def test_encoders_and_models_that_change_their_weights_are_refused(
+    model_type, changes, reason, tmp_path
+):
+    with pytest.raises(ValueError, match=rf"model\.path.*{reason}"):
+        load(tmp_path, model_type, changes)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "roberta"])

@@ -106,6 +106,10 @@ UNSHARED = {
         {**GROUPED, **EXPERTS, "layer_types": ["full_attention"] * 3},
         "layer 0 has attention sinks",
     ),
+    "llama4_text": (
+        {**GROUPED, **EXPERTS, "intermediate_size_mlp": 48, "attention_chunk_size": 4},
+        "layer 0 is of type chunked_attention",
+    ),
     # It learns which keys are visible.
     "doge": (
         {"num_key_value_heads": 2, "keep_window_size": 64},
@@ -114,6 +118,8 @@ UNSHARED = {
     # Differential attention: two per layer.
     "diffllama": ({"num_key_value_heads": 2}, "the engine needs one call from each layer"),
     "bloom": (OLD_SIZES, NO_INTERFACE),
+    "gptj": (OLD_SIZES, NO_INTERFACE),
+    "falcon": ({}, NO_INTERFACE),
     # Windows that are only in the mask that transformers builds.
     "qwen2_moe": (
         {
@@ -125,6 +131,10 @@ UNSHARED = {
             "shared_expert_intermediate_size": 16,
         },
         "does not pass its sliding window",
+    ),
+    "phimoe": (
+        {"num_key_value_heads": 2, **EXPERTS, "sliding_window": WINDOW},
+        "layer 0 does not pass its sliding window",
     ),
     # It computes positions from the tokens themselves.
     "roberta": ({"is_decoder": True}, "a packed row gives other results"),

@@ -39,8 +39,11 @@ SIZES: dict[str, dict[str, Any]] = {
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
+    "L40S": 362e12,
 }
 """Dense bfloat16 by the vendors' data sheets. The first name that is part of a device's counts."""
 ON_ACCELERATORS = {

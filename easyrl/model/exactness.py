@@ -47,8 +47,13 @@ def attend_packed(model: Any) -> str | None:
 
 
 def check_causal(model: Any, path: str) -> None:
-    """Raise ConfigError if a token's logits depend on later tokens."""
-    if (reason := _best_of_draws(_looks_ahead, model)) is not None:
+    """Raise ConfigError if a token's logits depend on later tokens, or if running the model changes
+    its weights."""
+    before = [parameter._version for parameter in model.parameters()]
+    reason = _best_of_draws(_looks_ahead, model)
+    if before != [parameter._version for parameter in model.parameters()]:
+        reason = "its forward changes its weights, so the engine's could not be kept equal"
+    if reason is not None:
         raise ConfigError(f"{KEY}: {path} ({type(model).__name__}): {reason}; use another model")
 
 
