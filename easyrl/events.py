@@ -272,16 +272,12 @@ class NoEvents(Event):
 
 
 class EvaluationStarted(Event):
-    """Round 0: before training, 1: after training, 1 + n: after the n-th iteration."""
-
     time: float
-    round: int
     num_prompts: int
 
 
 class Evaluated(Event):
     time: float
-    round: int
     accuracy: float
     num_prompts: int
     standard_error: float

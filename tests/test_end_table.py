@@ -48,19 +48,11 @@ def test_commands_can_be_pasted_whatever_the_folder_is_called(capsys: Capture, n
 
 
 def test_shows_figures_and_what_went_wrong(capsys: Capture) -> None:
-    counts = {"groups_not_replaced": 7, "reward_errors": 1, "accuracy_after": None}
-    shown = " ".join(show(capsys, **counts).split())
-    for text in (
-        "reward 0.500 -> 0.750",
-        "1,234,567 tokens",
-        "960 trained, 0 off-policy",
-        "2 updates dropped",
-        "7 groups without advantages",
-        "1 reward call failed",
-    ):
+    shown = " ".join(show(capsys, groups_not_replaced=7, accuracy_after=None).split())
+    for text in ("reward 0.500 -> 0.750", "1,234,567 tokens", "960 trained, 0 off-policy"):
         assert text in shown
-    assert "accuracy" not in shown
-    assert "none -> 0.500" in show(capsys, accuracy_before=None)
+    assert "2 updates dropped" in shown and "7 groups without advantages" in shown
+    assert "accuracy" not in shown and "none -> 0.500" in show(capsys, accuracy_before=None)
 
 
 def test_gap_is_the_largest_one_that_was_compared(capsys: Capture) -> None:

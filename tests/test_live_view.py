@@ -42,8 +42,8 @@ def state_after(*more: Event, num_rollout: int = 1) -> ViewState:
         [
             start,
             *(FromWorker(worker, 102.0, events.Ready()) for worker in start.devices),
-            events.EvaluationStarted(104.0, 0, 10),
-            events.Evaluated(106.0, 0, 0.125, 10, 0.1, num_iterations=0),
+            events.EvaluationStarted(104.0, 10),
+            events.Evaluated(106.0, 0.125, 10, 0.1, num_iterations=0),
             events.IterationStarted(108.0, 0),
             events.IterationFinished(118.0, METRICS),
             events.IterationStarted(118.0, 1),
@@ -141,7 +141,7 @@ def test_fits_into_any_terminal() -> None:
 @pytest.mark.parametrize(
     ("event", "text"),
     [
-        (events.EvaluationStarted(122.0, 2, 10), "held-out problems 0/10"),
+        (events.EvaluationStarted(122.0, 10), "held-out problems 0/10"),
         (events.SavingModel(122.0), "saving the model, 2.0 s"),
         (events.RunEnded(0, ""), "finished after 1/4 iterations"),
         (events.RunEnded(1, "killed"), "ended after 1/4 iterations"),
@@ -152,7 +152,11 @@ def test_shows_what_the_run_does(event: Event, text: str) -> None:
 
 
 def test_resumed_run_shows_its_earlier_iterations() -> None:
-    past = {"num_iterations": 1, "earlier": [METRICS], "accuracies": [(0, 0.1), (1, 0.9)]}
+    past: dict[str, Any] = {
+        "num_iterations": 1,
+        "earlier": [METRICS],
+        "accuracies": [(0, 0.1), (1, 0.9)],
+    }
     shown = picture(state_of([replace(run_started(), **past), events.RunEnded(1, "")]))
     assert "after 1/4" in shown and "reward 0.250" in shown and "0.100 -> 0.900" in shown
 

@@ -62,13 +62,12 @@ def track(folder: Path, kind: str = "wandb", num_iterations: int = 0) -> Any:
     """A tracked run that has started: a function for its next events, and all notes."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     config = load_config(None, {}, [f"output.log_to=[{kind}]"])
+    tracker = Trackers(config)
     notes: list[Note] = []
 
-    def keep(event: Event) -> None:
-        if isinstance(event, Note):
-            notes.append(event)
+    def notify(event: Event) -> None:
+        notes.extend(filter(None, [tracker(event)]))
 
-    notify = events.combine_observers([Trackers(config), keep])
     notify(events.RunStarted(0.0, folder, config, {}, "", num_iterations=num_iterations))
     return notify, notes
 
@@ -104,9 +103,9 @@ def test_steps_never_decrease_and_evaluations_follow_their_iteration(
     tmp_path: Path, wandb: Wandb
 ) -> None:
     notify, notes = track(tmp_path)
-    notify(events.Evaluated(0.0, 0, 0.1, 8, 0.01, num_iterations=0))
+    notify(events.Evaluated(0.0, 0.1, 8, 0.01, num_iterations=0))
     for number, accuracy in enumerate((0.2, math.nan)):
-        notify(events.Evaluated(0.0, 2 + number, accuracy, 8, 0.02, num_iterations=number + 1))
+        notify(events.Evaluated(0.0, accuracy, 8, 0.02, num_iterations=number + 1))
         notify(finished(number, **{"eval/accuracy": accuracy}))
     notify(events.RunEnded(1, "no more memory"))
     assert wandb.calls[1:] == [

@@ -148,7 +148,7 @@ def test_numbers_that_are_not_finite_are_null_in_the_trace_and_none_on_the_scree
     run = [
         run[0],
         group(now, 5, rewards=[nan, nan]),
-        events.Evaluated(now, 2, nan, 2, nan, num_iterations=1),
+        events.Evaluated(now, nan, 2, nan, num_iterations=1),
         events.IterationFinished(now, {**METRICS, "reward": nan, "loss": nan}),
     ]
     write(run)

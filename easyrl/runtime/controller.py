@@ -232,12 +232,12 @@ class Controller:
         """Sample one completion of each held-out problem with the current weights."""
         self._exchange_weights()
         held_out = self.checked.held_out
-        self.notify(events.EvaluationStarted(time.monotonic(), round_, len(held_out)))
+        self.notify(events.EvaluationStarted(time.monotonic(), len(held_out)))
         answers = list(self.dispatcher.evaluate(round_, held_out, self._next_event))
         metrics, num_problems = evaluation_metrics(answers, self.config.eval.correct_reward)
         accuracy, error = metrics["eval/accuracy"], metrics["eval/standard_error"]
         figures = accuracy, num_problems, error, self.state.num_iterations
-        self.notify(events.Evaluated(time.monotonic(), round_, *figures))
+        self.notify(events.Evaluated(time.monotonic(), *figures))
         return metrics
 
     def _evaluate_iteration(self) -> dict[str, float]:
