@@ -152,13 +152,9 @@ def test_shows_what_the_run_does(event: Event, text: str) -> None:
 
 
 def test_resumed_run_shows_its_earlier_iterations() -> None:
-    past: dict[str, Any] = {
-        "num_iterations": 1,
-        "earlier": [METRICS],
-        "accuracies": [(0, 0.1), (1, 0.9)],
-    }
-    shown = picture(state_of([replace(run_started(), **past), events.RunEnded(1, "")]))
-    assert "after 1/4" in shown and "reward 0.250" in shown and "0.100 -> 0.900" in shown
+    run = replace(run_started(), num_iterations=1, earlier=[METRICS], accuracies=[(1, 0.9)])
+    shown = picture(state_of([run, events.RunEnded(1, "")]))
+    assert "after 1/4" in shown and "reward 0.250" in shown and "accuracy 0.900" in shown
 
 
 # Observers that fail.
