@@ -1,4 +1,4 @@
-"""EasyRL against the sources of vLLM, vllm-ascend and torch_npu: names and keywords that it uses.
+"""EasyRL against the sources of vLLM, vllm-ascend and torch_npu: names and signatures.
 
 Nothing of the packages is built, installed or imported, so that no device is needed. The long tests
 fetch the sources from the package index, and are skipped where it does not have them."""
@@ -11,9 +11,11 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
@@ -22,7 +24,9 @@ from packaging.version import Version
 from easyrl.engines.vllm import platforms
 
 ROOT = Path(__file__).parent.parent
-ENGINE, WORKER = (ROOT / f"easyrl/engines/vllm/{name}.py" for name in ("engine", "worker"))
+ENGINE, WORKER = (
+    (ROOT / f"easyrl/engines/vllm/{name}.py").read_text() for name in ("engine", "worker")
+)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 FETCH = """
 import sys
@@ -82,23 +86,59 @@ def missing(texts: dict[str, str], wanted: Iterable[Wanted]) -> list[Wanted]:
     ]
 
 
-def calls(*receivers: str) -> dict[str, set[str]]:
-    """Functions that the engine calls on (or as) one of these, with their keywords."""
-    found: dict[str, set[str]] = {}
-    for node in ast.walk(ast.parse(ENGINE.read_text())):
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Call(NamedTuple):
+    name: str
+    num_positional: int
+    keywords: frozenset[str]
+
+
+def calls(text: str, receivers: str) -> list[Call]:
+    """Calls of these functions, or of any function of these objects or classes (a pattern)."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call):
             owner, _, name = ast.unparse(node.func).rpartition(".")
-            if (owner or name) in receivers:
-                keywords = {keyword.arg for keyword in node.keywords if keyword.arg}
-                found[name] = found.get(name, set()) | keywords
+            if re.fullmatch(receivers, owner or name):
+                keywords = frozenset(keyword.arg for keyword in node.keywords if keyword.arg)
+                found.append(Call(name, len(node.args), keywords))
+    assert found, receivers
     return found
 
 
-def methods(module: str, used: dict[str, set[str]]) -> Iterator[Wanted]:
-    for name, keywords in used.items():
-        yield module, rf"def {name}\("
-        for keyword in keywords:
-            yield module, rf"def {name}\((?:(?!\bdef\b).)*\b{keyword}\b"
+def functions(text: str, class_name: str | None = None) -> dict[str, Function]:
+    """Functions of a module, or methods of one of its classes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes
+        body = ast.parse(text).body
+    if class_name is not None:
+        classes = [n for n in body if isinstance(n, ast.ClassDef) and n.name == class_name]
+        body = [node for each in classes for node in each.body]
+    return {node.name: node for node in body if isinstance(node, Function)}
+
+
+def misfits(functions: dict[str, Function], calls: Iterable[Call]) -> list[str]:
+    """Calls that their function does not accept: number of positional arguments, keywords, and
+    whether all required parameters are given."""
+    found = []
+    for call in calls:
+        if (function := functions.get(call.name)) is None:
+            found.append(f"{call.name}: missing")
+            continue
+        args = function.args
+        names = [a.arg for a in (*args.posonlyargs, *args.args) if a.arg not in ("self", "cls")]
+        only = {
+            a.arg: default for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+        }
+        required = {*names[: len(names) - len(args.defaults)]}
+        required |= {name for name, default in only.items() if default is None}
+        too_many = call.num_positional > len(names) and not args.vararg
+        unknown = set() if args.kwarg else call.keywords - {*names[call.num_positional :], *only}
+        if too_many or unknown or required - {*names[: call.num_positional]} - call.keywords:
+            found.append(f"{call}: expected ({ast.unparse(args)})")
+    return found
 
 
 def fields(module: str, names: Iterable[str]) -> list[Wanted]:
@@ -107,36 +147,44 @@ def fields(module: str, names: Iterable[str]) -> list[Wanted]:
 
 # -- vLLM -----------------------------------------------------------------------------------------
 
+ASYNC_LLM = "vllm.v1.engine.async_llm"
+ENGINE_CALLS = calls(ENGINE, r"engine|self\._engine|AsyncLLM")
 TRANSFER = "vllm.distributed.weight_transfer.base"
 SAMPLING = "temperature logprobs stop_token_ids stop detokenize output_kind top_k top_p"
 
 
 def used_of_vllm() -> Iterator[Wanted]:
-    for file in (ENGINE, WORKER):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for text in (ENGINE, WORKER):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
                 yield from ((node.module or "", rf"\b{alias.name}\b") for alias in node.names)
-    yield from methods("vllm.v1.engine.async_llm", calls("engine", "self._engine"))
-    arguments = calls("AsyncEngineArgs")["AsyncEngineArgs"]
+    (arguments,), (parameters,) = calls(ENGINE, "AsyncEngineArgs"), calls(ENGINE, "SamplingParams")
+    yield from fields("vllm.engine.arg_utils", arguments.keywords)
     for kind in ("cpu", "npu"):
-        arguments |= platforms.device_arguments(kind, 1).keys()
-    yield from fields("vllm.engine.arg_utils", arguments)
-    keywords = calls("SamplingParams")["SamplingParams"]
-    yield from fields("vllm.sampling_params", keywords | set(SAMPLING.split()))
-    transfer = ast.parse(WORKER.read_text())
-    (ours,) = (n for n in transfer.body if isinstance(n, ast.ClassDef) and n.name.endswith("fer"))
-    overrides = {n.name for n in ours.body if isinstance(n, ast.FunctionDef)} - {"__init__", "load"}
-    yield from methods(TRANSFER, {name: set() for name in overrides})
+        yield from fields("vllm.engine.arg_utils", platforms.device_arguments(kind, 1))
+    yield from fields("vllm.sampling_params", parameters.keywords | {*SAMPLING.split()})
+    for request in calls(ENGINE, "WeightTransfer(Init|Update)Request"):
+        yield from fields(TRANSFER, request.keywords)
+    overrides = functions(WORKER, "BucketTransfer").keys() - {"__init__", "load"}
+    yield from ((TRANSFER, rf"def {name}\(") for name in overrides)
     yield from ((TRANSFER, rf"self\.{n} = ") for n in ("model", "model_config", "vllm_config"))
     for executor in ("uniproc", "multiproc"):
         yield f"vllm.v1.executor.{executor}_executor", r"def _init_executor\("
-    yield TRANSFER.replace("base", "factory"), r"def register_engine\("
+    yield ASYNC_LLM, r"def errored\("
+
+
+def misfits_of_vllm(texts: dict[str, str]) -> list[str]:
+    factory = "WeightTransferEngineFactory"
+    registry = functions(texts[TRANSFER.replace("base", "factory")], factory)
+    found = misfits(functions(texts[ASYNC_LLM], "AsyncLLM"), ENGINE_CALLS)
+    return found + misfits(registry, calls(WORKER, factory))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("version", ["0.28.0", "0.30.0", "0.32.0", "0.33.0"])
 def test_vllm_has_what_our_code_uses(tmp_path: Path, version: str) -> None:
-    assert missing(fetch("vllm", version, tmp_path), used_of_vllm()) == []
+    vllm = fetch("vllm", version, tmp_path)
+    assert missing(vllm, used_of_vllm()) == [] and misfits_of_vllm(vllm) == []
 
 
 # -- vllm-ascend and torch_npu --------------------------------------------------------------------
@@ -153,28 +201,43 @@ USED_OF_ASCEND = [
     (SAMPLER, r"self\.topk_topp_sampler = .*AscendTopKTopPSampler.*logprobs_mode"),
     ("vllm_ascend.ascend_config", "weight_nz_mode.*enable_cpu_binding"),
     ("vllm_ascend.patch.platform", "DYNAMIC_EPLB.*EXPERT_MAP_RECORD"),
-    *((ASCEND_WORKER, rf"def {name}_weight") for name in ("start", "update", "finish")),
-    (ASCEND_WORKER, r"def init_weight_transfer_engine\("),
 ]
+
+
+def calls_of_workers(vllm: dict[str, str]) -> Iterator[Call]:
+    """Methods that AsyncLLM calls by name in each worker, in those of its methods that we call."""
+    methods = functions(vllm[ASYNC_LLM], "AsyncLLM")
+    for name in {call.name for call in ENGINE_CALLS}:
+        for node in ast.walk(methods[name]):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.collective_rpc":
+                kwargs = [k.value for k in node.keywords if k.arg == "kwargs"]
+                keys = [ast.literal_eval(key) for d in kwargs for key in getattr(d, "keys", ())]
+                yield Call(ast.literal_eval(node.args[0]), 0, frozenset(keys))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("version", ["0.30.0rc2", "0.28.0rc1", "0.29.0rc1"])
 def test_vllm_ascend_has_what_our_code_uses(tmp_path: Path, version: str) -> None:
-    texts = fetch("vllm-ascend", version, tmp_path)
-    assert missing(texts, USED_OF_ASCEND) == []
-    assert "def easyrl_" not in texts[ASCEND_WORKER]
-    assert missing(fetch("vllm", Version(version).base_version, tmp_path), used_of_vllm()) == []
+    ascend = fetch("vllm-ascend", version, tmp_path)
+    vllm = fetch("vllm", Version(version).base_version, tmp_path)
+    assert missing(ascend, USED_OF_ASCEND) == []
+    assert missing(vllm, used_of_vllm()) == [] and misfits_of_vllm(vllm) == []
+    assert "def easyrl_" not in ascend[ASCEND_WORKER]
+    called = list(calls_of_workers(vllm))
+    assert {"init_weight_transfer_engine", "update_weights"} <= {call.name for call in called}
+    assert misfits(functions(ascend[ASCEND_WORKER], "NPUWorker"), called) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("version", ["2.10.0.post4", "2.13.0"])
 def test_torch_npu_has_what_our_code_uses(tmp_path: Path, version: str) -> None:
     texts = fetch("torch-npu", version, tmp_path, WHEEL)
-    ours = "".join(path.read_text() for path in (ROOT / "easyrl").rglob("*.py"))
-    functions = re.findall(r"device_module\([^)]*\)\.(\w+)\(", ours)
-    assert {"is_available", "device_count", "set_rng_state"} <= {*functions}
-    assert missing(texts, [("torch_npu.npu", rf"\b{name}\b") for name in functions]) == []
+    called = calls((ROOT / "easyrl/devices.py").read_text(), r"device_module\(.*\)")
+    assert {"is_available", "device_count"} <= {call.name for call in called}
+    theirs = [functions(text) for name, text in texts.items() if name.startswith("torch_npu.npu")]
+    defined = {name: function for each in theirs for name, function in each.items()}
+    assert misfits(defined, called) == []
+    assert missing(texts, [("torch_npu.npu", rf"\b{call.name}\b") for call in called]) == []
     everything = "\n".join(texts.values())
     names = "ProcessGroupHCCL.Options( _timeout _new_shared_npu _share_npu_ total_memory"
     assert all(name in everything for name in (*names.split(), "ASCEND_RT_VISIBLE_DEVICES"))

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -248,15 +248,21 @@ def checksum(values: Tensor) -> int:
     return sum(int((c if on_device else c.cpu()).sum(dtype=torch.int64)) for c in chunks)
 
 
+def _compared(num_columns: int) -> Tensor:
+    """Indices of the compared columns: all, or MAX_COLUMNS evenly spaced ones."""
+    return torch.linspace(0, num_columns - 1, min(num_columns, MAX_COLUMNS)).long()
+
+
 def _columns(weight: Tensor) -> Tensor:
     """The compared columns of a weight [N, K]: [N, C]. Adding 0 makes negative zeros positive."""
-    return weight[:, :MAX_COLUMNS] + 0.0
+    return weight[:, _compared(weight.shape[1])] + 0.0
 
 
 def _packed_columns(module: Any) -> Tensor:
     """The compared columns of the packed weight [N, K], transposed: [C, N]."""
-    size = getattr(module, "input_size_per_partition", None) or module.input_size
-    one_hot = torch.eye(min(size, MAX_COLUMNS), size, dtype=module.weight.dtype)
+    names = "input_size_per_partition", "input_size", "embedding_dim"  # before 0.31: of a head
+    num_columns = next(size for name in names if (size := getattr(module, name, None)))
+    one_hot = nn.functional.one_hot(_compared(num_columns), num_columns).to(module.weight.dtype)
     product: Tensor = module.cpu_linear(one_hot, module.weight, None)
     return product + 0.0
 
