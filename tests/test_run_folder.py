@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from easyrl import events
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.observe.report import PlainLines
+from easyrl.runtime import run_folder
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.run import FAILED, run
-from easyrl.runtime.run_folder import RunFolder, lock_folder, read_lines
+from easyrl.runtime.run_folder import RunFolder, RunFolderLost, lock_folder, read_lines
 from runs import SMALL
 
 
@@ -62,23 +65,75 @@ def test_internal_error_is_short_on_the_screen_and_complete_in_the_log(
     assert "in lose" in log.read_text()
 
 
-@pytest.mark.parametrize("cause", ["removed", "full"])
-def test_run_ends_if_its_folder_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], cause: str
+class FullFile:
+    """A file on a full disk: it takes seven bytes, and then none for the next `num_failures`."""
+
+    def __init__(self, file: Any, num_failures: int) -> None:
+        self._file, self._rest, self._num_failures = file, 7, num_failures
+        self.tell, self.truncate = file.tell, file.truncate
+
+    def __enter__(self) -> FullFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, content: bytes) -> int:
+        if self._rest:
+            content, self._rest = content[: self._rest], 0
+        elif self._num_failures:
+            self._num_failures -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return int(self._file.write(content))
+
+
+def test_disk_that_is_full_for_a_moment_loses_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a checkpoint that does not fit fills the disk, until it is removed."""
+    folder, num_failures, open_file = RunFolder(config_for(tmp_path / "run")), 1, Path.open
+
+    def open_full(path: Path, *mode: Any, **options: Any) -> Any:
+        file = open_file(path, *mode, **options)
+        return FullFile(file, num_failures) if path.name == "metrics.jsonl" else file
+
+    folder.observe(finished(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_full)
+        folder.observe(finished(1))
+        num_failures = 1000
+        patch.setattr(run_folder, "FULL_DISK_SECONDS", 0.1)
+        with pytest.raises(RunFolderLost, match=r"No space left"):
+            folder.observe(finished(2))
+    assert [line["iteration"] for line in read_lines(folder.path / "metrics.jsonl")] == [0, 1]
+    assert (folder.path / "metrics.jsonl").read_bytes().endswith(b"\n")
+
+
+def test_run_ends_if_its_folder_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
 
-    def write(controller: Controller) -> None:
-        if cause == "removed":
-            shutil.rmtree(folder)
-        else:
-            (folder / "metrics.jsonl").symlink_to("/dev/full")
+    def remove(controller: Controller) -> None:
+        shutil.rmtree(folder)
         controller.notify(finished(0))
 
-    monkeypatch.setattr(Controller, "run", write)
+    monkeypatch.setattr(Controller, "run", remove)
     assert run(config_for(folder), [PlainLines()]) == FAILED
     _, err = capfd.readouterr()
     assert f"'{folder}' cannot be written any more" in err and "Traceback" not in err
+
+
+def test_folder_whose_config_cannot_be_written_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(ConfigError, match=r"output.dir.*No space left"):
+        RunFolder(config_for(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def begun(tmp_path: Path) -> tuple[Path, dict[str, int]]:
@@ -122,3 +177,8 @@ def test_folder_has_one_writer(tmp_path: Path) -> None:
         lock_folder(folder.path)
     folder.close()
     os.close(lock_folder(folder.path))
+
+
+def test_folder_that_cannot_be_opened_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"output.dir"):
+        lock_folder(tmp_path / "removed")

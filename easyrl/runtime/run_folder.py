@@ -11,10 +11,12 @@ summary.json         the result                                (at the end)
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from itertools import chain, count
@@ -26,6 +28,8 @@ from easyrl.config import Config, ConfigError, to_commented_yaml
 from easyrl.events import Event
 from easyrl.model.checkpoint_files import CHECKPOINTS
 
+FULL_DISK_SECONDS = 2.0
+"""How long a write is retried on a full disk: a checkpoint that does not fit is soon removed."""
 UNFINISHED_CONFIG = "config.yaml.unfinished"
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl")
 """Files that grow by whole lines; a resumed run cuts them back to its checkpoint."""
@@ -43,11 +47,12 @@ class RunFolder:
     ) -> None:
         """Create the folder; or open that of a resumed run, locked by `lock`, and cut its growing
         files back to `sizes` (in bytes). Raises ConfigError if it cannot be created or written."""
-        self.path = folder_of(config)
+        self.path, is_new = folder_of(config), lock is None
         try:
             if lock is None:
                 self.path.mkdir(parents=True)
-            self._lock = lock_folder(self.path) if lock is None else lock
+                lock = lock_folder(self.path)
+            self._lock = lock
             (self.path / "logs").mkdir(exist_ok=True)
             new = self.path / UNFINISHED_CONFIG
             new.write_text(to_commented_yaml(config))
@@ -58,10 +63,11 @@ class RunFolder:
                 os.truncate(file, file.read_bytes()[:size].rfind(b"\n") + 1)
             (self.path / "summary.json").unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError(
-                "output.dir (--output, --resume): expected a folder that can be written, got "
-                f"'{self.path}': {error.strerror}"
-            ) from None
+            if lock is not None:
+                os.close(lock)
+                if is_new:
+                    shutil.rmtree(self.path, ignore_errors=True)
+            raise _unusable(self.path, error) from None
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -132,9 +138,20 @@ class RunFolder:
         self._write(name, json.dumps(finite(line), allow_nan=False), mode="a")
 
     def _write(self, name: str, text: str, *, mode: str) -> None:
+        """Write the text as a whole line or, if possible, nothing."""
+        deadline, rest = time.monotonic() + FULL_DISK_SECONDS, f"{text}\n".encode()
         try:
-            with (self.path / name).open(mode) as file:
-                file.write(text + "\n")
+            with (self.path / name).open(f"{mode}b", buffering=0) as file:
+                size = file.tell()
+                while rest:
+                    try:
+                        rest = rest[file.write(rest) :]
+                    except OSError as error:
+                        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                        if not is_full or time.monotonic() > deadline:
+                            file.truncate(size)
+                            raise
+                        time.sleep(0.05)
         except OSError as error:
             raise RunFolderLost(
                 f"the run folder '{self.path}' cannot be written any more: {error.strerror} "
@@ -182,8 +199,11 @@ def folder_of(config: Config, kind: str = "") -> Path:
 
 def lock_folder(folder: Path) -> int:
     """Lock the folder until the descriptor is closed or the process ends. Raises ConfigError if
-    another process has locked it."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    another process has locked it, or if it cannot be opened."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise _unusable(folder, error) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -216,6 +236,13 @@ def refuse_existing(folder: Path) -> None:
             f"output.dir (--output): '{folder}' exists; expected a new folder, so that no run is "
             "overwritten (to continue a run: --resume)"
         )
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        "output.dir (--output, --resume): expected a folder that can be read and written, got "
+        f"'{folder}': {error.strerror}"
+    )
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
