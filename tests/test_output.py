@@ -1,4 +1,4 @@
-"""A closed output pipe does not change a run."""
+"""Closed output pipes and closed standard streams do not change a run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def in_a_shell(line: str) -> subprocess.CompletedProcess[str]:
     [
         pytest.param("COMMAND | head -n 1; exit ${PIPESTATUS[0]}", marks=pytest.mark.long),
         "COMMAND 2>&1 | true; exit ${PIPESTATUS[0]}",
+        "COMMAND >&- 2>&- <&-",
     ],
 )
-def test_run_with_a_closed_output_pipe_ends_as_any_other(tmp_path: Path, line: str) -> None:
+def test_run_with_closed_output_ends_as_any_other(tmp_path: Path, line: str) -> None:
     folder = tmp_path / "run"
     run = shlex.join(command("--output", str(folder), "--iterations", "2", *SMALL))
     done = in_a_shell(line.replace("COMMAND", run))
