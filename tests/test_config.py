@@ -212,6 +212,8 @@ def test_all_problems_are_reported_at_once() -> None:
     [
         ("train:\n  iterations: [1\nmodel: {}\n", "config.yaml:3"),
         ("train: 3\n", "train"),
+        ("train.iterations: 3\ntrain: {save_every: 5}\n", "train: {iterations: ...}"),
+        ("model: {lora.rank: 3}\n", "model: {lora: {rank: ...}}"),
         ("modl: {lora: {rank: 16}}\n", "did you mean model?"),
         ("just text\n", "config.yaml"),
         ("train:\n  iterations: 1\n  iterations: 2\n", "config.yaml:3"),

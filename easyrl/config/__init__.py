@@ -161,11 +161,10 @@ def load_config(
     `flags` are named flags by `section.key`; None means that the flag was not given. `words` are
     `section.key=value`. Raises ConfigError with one line for every problem found.
     """
-    given = _read_file(file) if file is not None else {}
-    given |= {name: value for name, value in (flags or {}).items() if value is not None}
-    values: dict[str, Any] = {}
-    for name, value in given.items():
-        put(values, name, value)
+    values = _read_file(file) if file is not None else {}
+    for name, value in (flags or {}).items():
+        if value is not None:
+            put(values, name, value)
     problems: list[str] = []
     for word in words or ():
         try:
@@ -256,6 +255,9 @@ def _problem(details: Any) -> str:
     name = ".".join(map(str, details["loc"]))
     message = str(details["msg"]).removeprefix("Value error, ")
     if details["type"] == "extra_forbidden":
+        if name in KEYS or name in SECTIONS:  # a full name in a file
+            nested = name.replace(".", ": {") + ": ..." + "}" * name.count(".")
+            return f"{name}: expected in its section, as in {nested}"
         near = difflib.get_close_matches(name, [*SECTIONS, *KEYS], n=1)
         hint = f"did you mean {near[0]}?" if near else "`easyrl config` prints every key"
         return f"{name}: unknown setting; {hint}"
