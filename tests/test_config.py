@@ -338,6 +338,7 @@ def test_removed_key_that_is_set_is_refused_with_its_reason() -> None:
         ("data.dataset=a/b data.subset=main", "data.dataset=a/b:main"),
         ("eval.dataset=a/b eval.subset=7 eval.split=test", "eval.dataset=a/b:7:test"),
         ("data.dataset=a/b data.split=test", "data.dataset=a/b::test"),
+        ("data.dataset=[a,b] data.subset=s data.split=t", "data.dataset=[a:s:t, b:s:t]"),
     ],
 )
 def test_renamed_key_works_with_a_warning(

@@ -71,18 +71,19 @@ def update_old_keys(settings: dict[str, Any]) -> list[str]:
     for section in ("data", "eval"):
         subset, split = (given.get(f"{section}.{key}", "") for key in ("subset", "split"))
         if subset or split:
-            dataset = settings[section].get("dataset")
-            if not isinstance(dataset, str):
-                raise ValueError(
-                    f"{section}.dataset: expected a name with {section}.subset, .split"
-                )
-            is_folder = Path(dataset).expanduser().is_dir()  # of save_to_disk
-            new = f"/{split}" if is_folder else f":{subset}:{split}".rstrip(":")
-            settings[section]["dataset"] = dataset + new
-            warnings.append(
-                f"{section}.subset, {section}.split: use {section}.dataset={dataset + new}"
-            )
+            dataset = _with_split(settings[section].get("dataset"), section, subset, split)
+            settings[section]["dataset"] = dataset
+            warnings.append(f"{section}.subset, {section}.split: use {section}.dataset={dataset}")
     return warnings
+
+
+def _with_split(dataset: Any, section: str, subset: str, split: str) -> Any:
+    if isinstance(dataset, list):
+        return [_with_split(name, section, subset, split) for name in dataset]
+    if not isinstance(dataset, str):
+        raise ValueError(f"{section}.dataset: expected a name with {section}.subset, .split")
+    is_folder = Path(dataset).expanduser().is_dir()  # of save_to_disk
+    return dataset + (f"/{split}" if is_folder else f":{subset}:{split}".rstrip(":"))
 
 
 def put(settings: dict[str, Any], name: str, value: Any, *, replace: bool = True) -> None:
