@@ -78,6 +78,11 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
         {"fn_name": "pair", "inputs": [[1, "x"], [[], None]], "outputs": [[1, "x"], [[[], None]]]},
         {},
     ),
+    "a function of one argument": (
+        "def inc(n): return n + 1",
+        {"fn_name": "inc", "inputs": [5, 7], "outputs": [6, 8]},
+        {},
+    ),
     "recursion": (
         "import sys\nsys.setrecursionlimit(20000)\n"
         "def depth(n): return 0 if n == 0 else 1 + depth(n - 1)",

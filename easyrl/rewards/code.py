@@ -150,12 +150,15 @@ def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | N
         raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
     if function is None:
         return Suite("stdin", list(map(_as_text, inputs)), list(map(_as_text, outputs)))
-    arguments = [
-        # In a string they are JSON, one per line.
-        [_as_value(line) for line in each.splitlines()] if isinstance(each, str) else each
-        for each in inputs
-    ]
-    return Suite("function", arguments, list(map(_as_value, outputs)), function)
+    arguments, expected = list(map(_as_arguments, inputs)), list(map(_as_value, outputs))
+    return Suite("function", arguments, expected, function)
+
+
+def _as_arguments(value: Any) -> list[Any]:
+    """A list of arguments; in a string they are JSON, one per line."""
+    if isinstance(value, str):
+        return [_as_value(line) for line in value.splitlines()]
+    return value if isinstance(value, list) else [value]
 
 
 def _as_text(value: Any) -> str:
