@@ -195,6 +195,13 @@ def test_run_is_refused_before_it_starts() -> None:
         check_rewards(config_of("code"), Prompt(0, "q", {"tests": "assert add("}))
 
 
+@pytest.mark.parametrize("key", ["reward__timeout_seconds", "runtime__timeout_seconds"])
+def test_time_of_a_program_is_less_than_that_of_a_call(key: str) -> None:
+    config = config_of("code", reward__code_timeout_seconds=9, **{key: 9})
+    with pytest.raises(ConfigError, match=r"^reward.code_timeout_seconds: .*\(reward.timeout_"):
+        check_rewards(config, Prompt(0, "q", {"tests": "assert add(1, 2) == 3"}))
+
+
 def test_code_reward_refuses_to_start_without_its_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_bwrap_command", lambda variant: ["no-such-bwrap"])
     monkeypatch.setattr(sandbox, "find_variant", sandbox.find_variant.__wrapped__)

@@ -90,12 +90,20 @@ def program_of(text: str) -> str:
 
 
 def check_code(config: Config, columns: Mapping[str, Any]) -> None:
-    """Check the first row and the sandbox before a run. Raises ConfigError."""
+    """Check the time limits, the first row and the sandbox before a run. Raises ConfigError."""
+    reward = config.reward
+    limit = reward.timeout_seconds or config.runtime.timeout_seconds
+    if reward.code_timeout_seconds >= limit:
+        raise ConfigError(
+            f"reward.code_timeout_seconds: expected less than {limit:g}, the limit of a call "
+            "(reward.timeout_seconds, by default runtime.timeout_seconds), got "
+            f"{reward.code_timeout_seconds:g}"
+        )
     try:
         read_tests(columns["tests"], columns)
-        sandbox.find_variant(config.reward.code_sandbox)
+        sandbox.find_variant(reward.code_sandbox)
     except sandbox.SandboxError as error:
-        raise ConfigError(f"reward.code_sandbox={config.reward.code_sandbox}: {error}") from None
+        raise ConfigError(f"reward.code_sandbox={reward.code_sandbox}: {error}") from None
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
