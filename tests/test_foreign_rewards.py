@@ -167,6 +167,7 @@ def test_verl_function_is_called_for_each_completion(tmp_path: Path) -> None:
     [
         ("def f(completions, level, **_): ...", "'level'"),
         ("def f(completions, *, level): ...", "'level'"),
+        ("def f(solution_str, ground_truth): ...", "ground_truth, reward_model, answer"),
     ],
 )
 def test_missing_column_is_an_error_before_the_run(source: str, named: str, tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {
 """Each binds a function to its settings."""
 PER_COMPLETION = ("code", "math")
 """Slow ones: each completion is a call of its own."""
-VERL_COLUMNS = ("data_source", "extra_info", "reward_model", "ground_truth", "answer")
+TRUTH_COLUMNS = ("ground_truth", "reward_model", "answer")
+VERL_COLUMNS = ("data_source", "extra_info", *TRUTH_COLUMNS)
 FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:function, or package.module:function"
 
 
@@ -81,6 +82,9 @@ def check_rewards(config: Config, example: Prompt) -> None:
         given = dict.fromkeys([*RESERVED_COLUMNS, *example.columns])
         try:
             inspect.signature(function).bind(**accepted_arguments(function, given))
+            is_verl = getattr(function, "func", None) is _call_verl
+            if is_verl and example.columns.keys().isdisjoint(TRUTH_COLUMNS):
+                raise TypeError(f"expected one of the columns {', '.join(TRUTH_COLUMNS)}")
         except TypeError as error:
             raise ConfigError(
                 f"{KEY}: '{spec}': {error}; the data has: {', '.join(example.columns) or 'none'} "
@@ -102,7 +106,8 @@ def load_reward(spec: str, config: Config) -> RewardFunction:
         parameters = inspect.signature(function).parameters
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{KEY}: cannot load '{spec}':\n{user_traceback(error)}") from error
-    return _from_verl(function) if "solution_str" in parameters else function
+    is_verl = "solution_str" in parameters
+    return functools.partial(_call_verl, function) if is_verl else function
 
 
 @functools.cache  # entries of the same file share one module
@@ -137,26 +142,24 @@ def user_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
 
 
-def _from_verl(compute_score: Callable[..., Any]) -> RewardFunction:
-    """Wrap a function in verl's form, which returns a number or a mapping with `score`.
+async def _call_verl(
+    compute_score: Callable[..., Any], /, completions: Sequence[Any], **columns: Sequence[Any]
+) -> list[Any]:
+    """Call a function in verl's form, which returns a number or a mapping with `score`.
 
     It is called for each completion with the row's `data_source` and `extra_info`. `ground_truth`
     is the column of its name, else that in `reward_model`, else `answer`.
     """
-
-    async def score(completions: Sequence[Any], **columns: Sequence[Any]) -> list[Any]:
-        scores = []
-        given = [name for name in VERL_COLUMNS if name in columns]
-        for index, completion in enumerate(completions):
-            row: dict[str, Any] = {"data_source": "", "extra_info": {}}
-            row |= {name: columns[name][index] for name in given}
-            if "ground_truth" not in row:
-                source = row.get("reward_model") or {"ground_truth": row["answer"]}
-                row["ground_truth"] = source["ground_truth"]
-            row["solution_str"] = text_of(completion)
-            result = compute_score(**accepted_arguments(compute_score, row))
-            result = await result if inspect.isawaitable(result) else result
-            scores.append(result["score"] if isinstance(result, Mapping) else result)
-        return scores
-
-    return score
+    scores = []
+    given = [name for name in VERL_COLUMNS if name in columns]
+    for index, completion in enumerate(completions):
+        row: dict[str, Any] = {"data_source": "", "extra_info": {}}
+        row |= {name: columns[name][index] for name in given}
+        if "ground_truth" not in row:
+            source = row.get("reward_model") or {"ground_truth": row["answer"]}
+            row["ground_truth"] = source["ground_truth"]
+        row["solution_str"] = text_of(completion)
+        result = compute_score(**accepted_arguments(compute_score, row))
+        result = await result if inspect.isawaitable(result) else result
+        scores.append(result["score"] if isinstance(result, Mapping) else result)
+    return scores
