@@ -199,11 +199,3 @@ def test_invalid_logging_or_a_missing_score_fails_the_function(tmp_path: Path) -
     errors = call(config, Prompt(0, "q", {"answer": "4"}), TEXTS).errors
     for error, (name, cause) in zip(errors, named.items(), strict=True):
         assert name in error and cause in error
-
-
-@pytest.mark.parametrize("name", ["trainer_state", "log_extra", "log_metric", "completions"])
-def test_column_with_the_name_of_an_argument_is_refused(name: str, tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"prompt": "q", name: 1}) + "\n")
-    with pytest.raises(ConfigError, match=f"column '{name}' .*has the name of an argument"):
-        open_prompts(config_of("format", data__dataset=data))

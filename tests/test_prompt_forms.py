@@ -112,6 +112,7 @@ def test_a_column_with_the_name_of_an_argument_must_be_renamed(tmp_path: Path) -
     row = {"prompt": "a", "completions": "b"}
     assert first(tmp_path, row).columns == {}
     assert first(tmp_path, row, columns={"of_data": "completions"}).columns == {"of_data": "b"}
+    assert error_of(tmp_path, row, columns={"prompts": "completions"}).startswith("data.columns: ")
 
 
 # The chat template's variables.

@@ -65,7 +65,13 @@ class RowForm:
         self.prompt_columns = columns if template else [self.prompt_column]
 
     def check_columns(self, names: Collection[str], dataset: str) -> None:
-        """Raise ConfigError for a column that the config names and the data does not have."""
+        """Raise ConfigError for a column that the config names and the data does not have, and for
+        a new name that is reserved."""
+        if reserved := sorted(RESERVED_COLUMNS & self.renamed.keys()):
+            raise ConfigError(
+                "data.columns: expected names that no other argument of a reward function has, got "
+                f"{', '.join(reserved)}"
+            )
         key = "data.prompt_column" if self.template is None else "data.prompt_template"
         needed = [(key, name) for name in self.prompt_columns]
         needed += [(f"data.columns.{argument}", name) for argument, name in self.renamed.items()]
