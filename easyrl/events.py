@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Message:
-    """Its subclasses are frozen dataclasses."""
+    """Base of all messages. Subclasses become frozen dataclasses."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True)(cls)
@@ -135,7 +135,7 @@ class Span(Message):
 
 
 class UnderWay(Message):
-    """Started and not ended; `score`: the worker waits for rewards."""
+    """Work that has started and not ended; `score`: the worker waits for rewards."""
 
     kind: SpanKind
     started: float
@@ -190,7 +190,7 @@ class GroupScored(WorkerEvent):
 
 
 class PromptEvaluated(WorkerEvent):
-    """Shapes: S samples of the prompt."""
+    """A problem of an evaluation has its rewards. Shapes: S samples."""
 
     evaluation_round: int
     prompt_index: int

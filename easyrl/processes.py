@@ -1,4 +1,4 @@
-"""This process: its CPU cores, end with its parent, heap, random delays for tests. No torch."""
+"""Settings of the current process: CPU cores, end with its parent, heap, delays. No torch."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ def keep_freed_memory() -> None:
     spends about a tenth of its time on page faults. The cost is fragmentation: the peak grew from
     1014 to 1291 MiB with 13 million parameters. Does nothing with another C library.
     """
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_THRESHOLD)
         libc.mallopt(M_TRIM_THRESHOLD, LARGEST_THRESHOLD)
 

@@ -163,7 +163,7 @@ def test_every_bit_of_the_weights_arrives_on_a_gpu(train, size, dtype):
     if train == "0":
         assert row["unsupported_reason"] is None
     else:
-        assert row["share_of_bare"] >= bench_weights.MIN_SHARE, row
+        assert row["share_of_bare"] >= 0.7, row  # the goal in docs/benchmarks.md
 
 
 def trainer_channel(size: int, timeout_seconds: float) -> WeightChannel:

@@ -65,8 +65,8 @@ def run(repetitions: int = 5) -> Iterator[Row]:
 def compare(
     shape: Shape, size: Mapping[str, Any], dtype: torch.dtype, kind: str, repetitions: int
 ) -> Row:
-    """Errors are in nats, and relative to max(|g|, 1e-4 |all g|) for gradients; memory is that
-    beside the model and its gradients."""
+    """Measure one shape. Errors are in nats, and relative to max(|g|, 1e-4 |all g|) for gradients;
+    memory is that beside the model and its gradients."""
     device = torch.device(kind)
     register_attention()
     with device:
@@ -105,7 +105,7 @@ def draw_rollouts(shape: Shape, vocab_size: int) -> list[Rollout]:
 
 
 def each_alone(group: Sequence[Rollout], policy: Policy) -> Result:
-    """By transformers' own attention, in float64, unpadded, one sequence after another."""
+    """Compute the result with transformers' own attention in float64, one sequence at a time."""
     model = copy.deepcopy(policy.model).double()
     model.set_attn_implementation("eager")
     model.zero_grad()
@@ -146,7 +146,7 @@ def packed(
 
 
 def _backward(logprobs: Tensor, weights: Tensor, model: Any) -> Result:
-    """Gradients of the weighted sum are added to those that the model has."""
+    """Add the gradients of the weighted sum to the model's."""
     (logprobs * weights).sum().backward()  # type: ignore[no-untyped-call]
     return Result(logprobs.detach(), {n: p.grad for n, p in model.named_parameters()})
 

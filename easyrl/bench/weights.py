@@ -38,9 +38,6 @@ from easyrl.runtime.supervisor import Supervisor
 from easyrl.runtime.workers import worker_settings
 from easyrl.workers.settings import WorkerSettings
 
-MIN_SHARE = 0.7
-"""The goal: the share of the bare rate."""
-
 
 def run(
     infer_devices: str | None = None,
@@ -68,7 +65,7 @@ def run(
             raise RuntimeError("bench weights: an engine's weights differ from those sent")
 
         def seconds(method: str) -> float:
-            """From the trainer's start to the last one's end."""
+            """Return the seconds from the trainer's start to the last process's end."""
             spans = call(method)
             return float(max(end for _, end in spans) - spans[0][0])
 

@@ -294,7 +294,8 @@ class WeightChannel:
         if self._is_shared:
             self._signal(f"{self._name_of(number)} is filled", root=0)
         else:
-            if len(pieces) == 1 and (own := memory_of(pieces[0].name)) is not None:
+            own = memory_of(pieces[0].name) if len(pieces) == 1 else None
+            if own is not None:
                 part = own[pieces[0].start : pieces[0].start + pieces[0].count]
                 if self._is_sent_directly(pieces[0], part):
                     values, content = [part], part

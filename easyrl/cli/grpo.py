@@ -62,7 +62,8 @@ def grpo(
     from easyrl.config import load_config
 
     if resume is not None:
-        config, flags["output.dir"] = _resumed(resume, config, output), str(resume)
+        config = _resumed(resume, config, output)
+        flags["output.dir"] = str(resume)
     resolved = load_config(config, flags, words)
     if dry_run:
         from easyrl.runtime.resume import with_absolute_paths
@@ -75,13 +76,14 @@ def grpo(
 
 
 def _resumed(run: Path, config: Path | None, output: str | None) -> Path:
-    """The config file of a run to resume, which keeps its folder and its settings."""
+    """Return the config file of the run to resume, which keeps its folder and its settings."""
     if config is not None or output is not None:
         raise ValueError(
             "--resume: expected neither --config nor --output: a resumed run keeps its folder and "
             "the settings in its config.yaml"
         )
-    if not (file := run / "config.yaml").is_file():
+    file = run / "config.yaml"
+    if not file.is_file():
         raise ValueError(f"--resume: expected a run folder, but there is no {file}")
     return file
 

@@ -84,7 +84,7 @@ def print_config(
 
 @command
 def doctor(
-    json: Annotated[bool, Option("--json", help="Print the facts and lines as JSON.")] = False,
+    json: Annotated[bool, Option("--json", help="Print the lines as JSON.")] = False,
 ) -> int:
     """Check what EasyRL can use on this machine, and how to fix the rest."""
     from easyrl.doctor import run_doctor

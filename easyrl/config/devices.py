@@ -51,8 +51,8 @@ def _check(text: str | None) -> str | None:
 
 
 class DevicesConfig(Section):
-    """Which devices generate and which train: `0-3`, `0,2,5`, `cpu` (one worker) or `cpu:3` (three
-    workers)."""
+    """Devices that generate and devices that train: `0-3`, `0,2,5`, `cpu` (one worker) or `cpu:3`
+    (three workers)."""
 
     infer: Annotated[str | None, AfterValidator(_check)] = None
     """Devices that generate; null: chosen from what the machine has."""

@@ -10,7 +10,7 @@ from easyrl.config.section import Section
 
 
 class EvalConfig(Section):
-    """How a model is evaluated by `easyrl eval`. Evaluations during training use `dataset` and
+    """Evaluations of a model by `easyrl eval`. Evaluations during training use `dataset` and
     `correct_reward` alone, with one completion per problem, sampled as `rollout` says."""
 
     dataset: str | None = Field(default=None, min_length=1)

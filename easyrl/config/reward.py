@@ -39,7 +39,7 @@ class RewardConfig(Section):
     @field_validator("code_sandbox", mode="before")
     @classmethod
     def _accept_old_sandbox(cls, value: Any) -> Any:
-        """The values of easyrl 0.1, accepted for one release."""
+        """Accept the values of easyrl 0.1 for one release."""
         return {"strict": "bwrap", "best_effort": "limits"}.get(str(value), value)
 
     @field_validator("pattern")

@@ -1,4 +1,4 @@
-"""Section `rollout`, and how an engine samples."""
+"""Section `rollout`, and the sampling settings of training and evaluations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from easyrl.config.section import EACH_ONCE, Section
 
 
 class RolloutConfig(Section):
-    """How completions are sampled."""
+    """Sampling of completions, and the engine that samples them."""
 
     num_generations: int = Field(default=8, ge=2)
     """Completions per prompt: the group whose rewards are compared."""
@@ -44,7 +44,7 @@ class RolloutConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class SamplingChoice:
-    """How an engine samples completions."""
+    """Sampling settings of training, or of an evaluation."""
 
     num_samples: int
     """Maximum number per prompt."""

@@ -10,7 +10,7 @@ from easyrl.config.section import EACH_ONCE, Section
 
 
 class RuntimeConfig(Section):
-    """How the run is driven."""
+    """Schedule, seed and time limits of the run."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the data's order, the sampling, the generated problems and LoRA's first weights."""

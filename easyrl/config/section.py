@@ -1,4 +1,4 @@
-"""The base of all sections, and what several of them check."""
+"""The base of all sections, and checks that several of them use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    """Frozen, and without unknown keys."""
+    """Base of all sections: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -36,7 +36,7 @@ class Section(BaseModel):
 
 
 def kinds(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union, or the type."""
+    """Return the types of a union, or the one type."""
     return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
 
 
@@ -51,4 +51,4 @@ def _check_each_once(value: Any) -> Any:
 
 
 EACH_ONCE = AfterValidator(_check_each_once)
-"""Refuses a list that has a string twice, or an empty one."""
+"""Refuses a list that has a string twice, or an empty string."""

@@ -110,7 +110,8 @@ def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:
 
 def open_hub(name: str) -> Any:
     """Open a split of a data set on the hub."""
-    repository, subset, split = (*name.split(":"), "", "")[:3]
+    repository, _, rest = name.partition(":")
+    subset, _, split = rest.partition(":")
     advice = "" if reach_hub() else " Check the name and the network (HF_ENDPOINT names a mirror)"
     return _load(
         name,
@@ -167,7 +168,7 @@ def _json_rows(file: TextIO) -> NumberedRows:
 
 
 def _csv_rows(file: TextIO) -> NumberedRows:
-    """As `_json_rows`. Every value stays the text that it is: an answer of 007 is not 7."""
+    """Yield line numbers and rows. Every value stays text: an answer of 007 is not 7."""
     reader = csv.DictReader(file, restkey="", strict=True)
     try:
         for row in reader:

@@ -34,8 +34,12 @@ NUM_DIGESTED = 100_000
 NUM_TASK_EXAMPLES = 256
 """Generated training prompts that are checked before a run."""
 RESERVED_COLUMNS = {
-    *("prompts", "completions", "completion_ids"),
-    *("trainer_state", "log_extra", "log_metric"),
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
 }
 """Arguments of a reward function that are not columns."""
 BLOCK = 1000
@@ -45,7 +49,7 @@ SOURCE_COLUMN = "data_source"
 
 
 class RowForm:
-    """How rows become prompts: by the user's keys of the section `data`, else the preset's."""
+    """Turn a row into a prompt: by the user's keys of the section `data`, else the preset's."""
 
     def __init__(self, data: DataConfig, preset: Preset | None) -> None:
         preset = preset or Preset(reward="")
@@ -199,7 +203,7 @@ class DataSet:
 
     def without(self, examples: Collection[str]) -> DataSet:
         """The data set without the rows at these locations, held-out ones included."""
-        held_out = self.held_out and self.held_out.without(examples)
+        held_out = None if self.held_out is None else self.held_out.without(examples)
         num_examples = self.num_rows or NUM_TASK_EXAMPLES
         kept = [row for row in range(num_examples) if self.location(row) not in examples]
         if len(kept) == num_examples:
@@ -266,14 +270,13 @@ class PromptStream:
         return replace(prompt, index=index, columns=columns)
 
     def held_out(self) -> list[Prompt]:
-        """Prompts that are never trained; of several data sets in turn: the first few are from
-        each."""
-        found = [
-            (index, number, held_out.prompt(index))
-            for number, each in enumerate(self._data)
-            if (held_out := each.held_out) is not None
-            for index in range(held_out.epoch_length or 0)
-        ]
+        """The prompts that are never trained. Several data sets take turns, so that the first few
+        prompts are from each."""
+        found = []
+        for number, data in enumerate(self._data):
+            if data.held_out is not None:
+                for index in range(data.held_out.epoch_length or 0):
+                    found.append((index, number, data.held_out.prompt(index)))
         in_turn = sorted(found, key=lambda each: each[:2])
         return [
             self._with_source(prompt, number, index)

@@ -54,7 +54,8 @@ class Task:
 
     def held_out_rows(self) -> list[dict[str, Any]]:
         """Return the rows, the same in every run, that accuracy is measured on."""
-        held_out, chosen = filter(self._is_held_out, self._drawn("held out")), dict[Any, None]()
+        held_out = filter(self._is_held_out, self._drawn("held out"))
+        chosen: dict[Any, None] = {}  # a set that keeps the order
         while len(chosen) < self.num_held_out:
             chosen[next(held_out)] = None
         return [self.row(problem) for problem in chosen]

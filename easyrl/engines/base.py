@@ -21,7 +21,7 @@ from easyrl.types import Completion, WeightPiece
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """How every engine samples and ends completions. `config.rollout` explains the keys."""
+    """Sampling settings of an engine. `config.rollout` explains the keys."""
 
     max_prompt_length: int
     max_completion_length: int

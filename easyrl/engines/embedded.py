@@ -295,10 +295,12 @@ class EmbeddedEngine(PolicyEngine):
         assert sequence is not None
         tokens, logprobs = (state[name][: state["count"]] for name in ("tokens", "logprobs"))
         self._complete(sequence, tokens.copy(), logprobs.copy(), is_stopped=is_stopped)
-        if (replacement := self._next_ready()) is not None:
+        replacement = self._next_ready()
+        if replacement is not None:
             self._start_row(row, replacement)
             return
-        self.num_active = last = self.num_active - 1
+        last = self.num_active - 1
+        self.num_active = last
         if row != last:
             self._cache.move_row(last, row, int(self._rows["position"][last]))
             self._rows[row] = self._rows[last]
@@ -322,7 +324,8 @@ class EmbeddedEngine(PolicyEngine):
     def _start_ready_rows(self) -> None:
         """Fill free rows."""
         while self.num_active < self._cache.num_rows:
-            if (sequence := self._next_ready()) is None:
+            sequence = self._next_ready()
+            if sequence is None:
                 return
             self.num_active += 1
             self._start_row(self.num_active - 1, sequence)

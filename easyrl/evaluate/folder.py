@@ -36,8 +36,11 @@ class EvalFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # Without the problem that was being written when the evaluation was killed.
-            whole, answers = settings["num_samples"], self._read(settings).items()
-            self.answers = {problem: lines for problem, lines in answers if len(lines) == whole}
+            self.answers = {
+                problem: lines
+                for problem, lines in self._read(settings).items()
+                if len(lines) == settings["num_samples"]
+            }
             self._lock = lock_folder(self.path)
             self._write(SAMPLES, "".join(map(_as_text, self.answers.values())))
             self._write(SETTINGS, json.dumps(settings, indent=2) + "\n")

@@ -105,5 +105,6 @@ def _allocate_state(model: nn.Module, optimizer: Optimizer, stored: Iterable[str
     for name, parameter in _trained(model):
         prefix = f"optimizer.{name}."
         for kind in (key.removeprefix(prefix) for key in stored if key.startswith(prefix)):
-            like = torch.empty((), device=parameter.device) if kind == "step" else parameter
-            optimizer.state[parameter][kind] = torch.zeros_like(like)
+            is_step = kind == "step"  # a number; all other state has the parameter's shape
+            reference = torch.empty((), device=parameter.device) if is_step else parameter
+            optimizer.state[parameter][kind] = torch.zeros_like(reference)

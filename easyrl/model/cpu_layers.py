@@ -139,7 +139,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With s = 1 / sqrt(mean(x²) + eps), n = x s and g the gradient of weight · n:
+    """RMSNorm with its gradient. With s = 1 / sqrt(mean(x²) + eps), n = x s, g the gradient of
+    weight · n:
 
     d / d weight = Σ g n;   d / d x = s (g weight - n mean(g weight n)).
     """

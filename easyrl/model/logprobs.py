@@ -71,7 +71,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """With p = softmax(logits / T): log p of the target, and the entropy H = -Σ p log p.
+    """Log-probability and entropy. With p = softmax(logits / T), H = -Σ p log p, target t:
 
     d log p_t / d logits = (1[target] - p) / T;   dH / d logits = -p (log p + H) / T.
     """

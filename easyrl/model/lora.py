@@ -52,7 +52,6 @@ class Adapter:
         import peft
 
         assert lora.rank is not None
-        self._model = model
         config = peft.LoraConfig(
             r=lora.rank,
             lora_alpha=lora.resolved_alpha,

@@ -220,7 +220,9 @@ class Policy:
         """Turn the module's tensors into the weights of the model without adapters."""
         if self.adapter is not None:
             return self.adapter.weights(named)
-        return [Weight.stored(*weight, is_trained=weight[1].requires_grad) for weight in named]
+        return [
+            Weight.stored(name, tensor, is_trained=tensor.requires_grad) for name, tensor in named
+        ]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Materialize `weights` one at a time."""

@@ -263,8 +263,8 @@ def attend_block_backward(
 
 
 def _is_fused(block: Block, settings: AttentionSettings) -> bool:
-    """PyTorch's kernel for CPUs supports neither soft-capping nor values of another size than keys
-    (multi-head latent attention)."""
+    """Return whether PyTorch's kernel for CPUs computes the block. It supports neither soft-capping
+    nor values of another size than keys (multi-head latent attention)."""
     has_one_size = block.query.shape[-1] == block.value.shape[-1]
     return block.query.device.type == "cpu" and settings.softcap is None and has_one_size
 

@@ -1,1 +1,1 @@
-"""Those who watch a run: records in, lines, pictures and files out."""
+"""Observers of a run: events in, lines, pictures and files out."""

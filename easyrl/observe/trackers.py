@@ -30,7 +30,7 @@ Tracker = tuple[Callable[..., Any], Callable[[int], Any]]
 
 
 def tensorboard(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
-    """Event files in the run folder: `tensorboard --logdir runs`."""
+    """Write event files to the run folder: `tensorboard --logdir runs`."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -49,7 +49,7 @@ def tensorboard(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
 
 
 def wandb(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
-    """WANDB_MODE=offline keeps the files in RUN/wandb for `wandb sync`."""
+    """Log to W&B. WANDB_MODE=offline keeps the files in RUN/wandb for `wandb sync`."""
     import wandb
 
     id_file = run.folder / "logs" / "wandb.id"  # so that a resumed run is the same run there
@@ -67,7 +67,7 @@ def wandb(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
 
 
 def trackio(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
-    """TRACKIO_DIR and TRACKIO_SPACE_ID set where it writes."""
+    """Log to trackio, which writes where TRACKIO_DIR and TRACKIO_SPACE_ID say."""
     import trackio
 
     resume = "allow" if run.num_iterations else "never"
@@ -78,7 +78,7 @@ def trackio(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
 
 
 def mlflow(run: events.RunStarted, config: Mapping[str, Any]) -> Tracker:
-    """MLFLOW_TRACKING_URI sets where it writes."""
+    """Log to MLflow, which writes where MLFLOW_TRACKING_URI says."""
     from mlflow import MlflowClient
 
     client = MlflowClient()
@@ -138,14 +138,16 @@ class Trackers:
                     self._log(self._num_iterations, values)
             case events.IterationFinished(_, metrics):
                 self._num_iterations = metrics["iteration"] + 1
-                for is_eval, step in (False, metrics["iteration"]), (True, self._num_iterations):
-                    own = {k: v for k, v in metrics.items() if k.startswith("eval/") == is_eval}
-                    self._log(step, own)
+                of_eval = {k: v for k, v in metrics.items() if k.startswith("eval/")}
+                of_iteration = {k: v for k, v in metrics.items() if k not in of_eval}
+                self._log(metrics["iteration"], of_iteration)
+                self._log(self._num_iterations, of_eval)
             case events.RunEnded(exit_code) if self._trackers:
                 self._queue.put((None, exit_code))
                 self._thread.join(END_SECONDS)
-                for late in list(self._trackers) if self._thread.is_alive() else ():
-                    self._disable(late, f"not everything was sent in {END_SECONDS:g} s")
+                if self._thread.is_alive():
+                    for late in list(self._trackers):
+                        self._disable(late, f"not everything was sent in {END_SECONDS:g} s")
         failures = [self._failures.get() for _ in range(self._failures.qsize())]
         text = f"warning: tracker disabled ({'; '.join(failures)}); metrics.jsonl has all metrics"
         return Note(text) if failures else None
@@ -161,7 +163,10 @@ class Trackers:
             values, number = self._queue.get()
             for name, (log, finish) in list(self._trackers.items()):
                 try:
-                    finish(number) if values is None else log(values, step=number)
+                    if values is None:
+                        finish(number)
+                    else:
+                        log(values, step=number)
                 except (Exception, SystemExit) as error:
                     self._disable(name, repr(error))
 

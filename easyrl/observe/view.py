@@ -86,7 +86,7 @@ class WorkerState:
     def seconds_by_kind(
         self, since: float, slice_seconds: float, num_slices: int
     ) -> list[defaultdict[SpanKind, float]]:
-        """For each slice of time, the seconds of each kind of work."""
+        """Return the seconds of each kind of work in each slice of time."""
         slices: list[defaultdict[SpanKind, float]] = [defaultdict(float) for _ in range(num_slices)]
         spans = [
             span
@@ -137,7 +137,8 @@ class ViewState:
                 }
                 # `easyrl watch` has seen the earlier iterations, and some that are undone now.
                 earlier = event.earlier or self.lines.values()
-                lines = {n: line for line in earlier if (n := line["iteration"]) < done}
+                lines = {line["iteration"]: line for line in earlier if line["iteration"] < done}
+                # Reset every other field to its default.
                 self.__init__(event, workers, lines=lines, newest=started)  # type: ignore[misc]
                 self.accuracies = dict(event.accuracies)
             case FromWorker(name, time, worker_event):
@@ -188,8 +189,9 @@ class ViewState:
 
     @property
     def rewards(self) -> list[float]:
-        """Of each iteration; NaN (null in the file) if all its groups were skipped."""
-        return [math.nan if (r := line["reward"]) is None else r for line in self.lines.values()]
+        """Reward of each iteration; NaN (null in the file) if all its groups were skipped."""
+        rewards = [line["reward"] for line in self.lines.values()]
+        return [math.nan if reward is None else reward for reward in rewards]
 
     @property
     def problems(self) -> Counter[str]:
@@ -331,9 +333,12 @@ def _header(state: ViewState, run: events.RunStarted, now: float) -> Iterator[Re
         seconds = {f"{name}_seconds": metrics[f"perf/{name}_seconds"] for name in names}
         share = overlap(**seconds, wall_seconds=metrics["perf/iteration_seconds"])
         yield _line(
-            *("tokens/s ", (f"{speed:,.0f}", "bold")),
-            *("  per device ", (f"{speed / max(1, num_devices):,.0f}", "bold")),
-            *("  overlap ", (f"{share:.0%}", "bold")),
+            "tokens/s ",
+            (f"{speed:,.0f}", "bold"),
+            "  per device ",
+            (f"{speed / max(1, num_devices):,.0f}", "bold"),
+            "  overlap ",
+            (f"{share:.0%}", "bold"),
         )
 
 

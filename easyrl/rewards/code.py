@@ -52,7 +52,7 @@ class Suite:
     function: str | None = None  # to call; of asserts the entry point for `check`
 
     def passes(self, program: str, settings: RewardConfig) -> bool:
-        """Whether the program passes all tests. Raises SandboxError where nothing can be run."""
+        """Run all tests; return whether all passed. Raises SandboxError if nothing can be run."""
         token = secrets.token_hex(16)  # asserts end with it
         job = {"kind": self.kind, "tests": self.tests, "function": self.function}
         job |= {"program": program, "token": token}
@@ -73,8 +73,8 @@ def code(
     tests: Sequence[Any],
     **columns: Sequence[Any],
 ) -> list[float]:
-    """1.0 where all tests pass, else 0.0. Raises ValueError for tests that cannot be used, and
-    SandboxError where nothing can be run."""
+    """Score 1.0 where all tests pass, else 0.0. Raises ValueError for tests that cannot be used,
+    and SandboxError if nothing can be run."""
     scores = []
     for index, completion in enumerate(completions):
         row = {name: columns[name][index] for name in OPTIONAL_COLUMNS if name in columns}
@@ -84,7 +84,7 @@ def code(
 
 
 def program_of(text: str) -> str:
-    """The last ```python block, closed or not; without one the whole text."""
+    """Return the last ```python block, closed or not; without one the whole text."""
     blocks = BLOCK.findall(text)
     return str(blocks[-1]) if blocks else text
 
@@ -136,14 +136,14 @@ def _read_asserts(sources: Sequence[str], columns: Mapping[str, Any]) -> Suite:
         statements = [node for source in sources for node in ast.parse(source).body]
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{FORMS}, got {sources!r:.80} ({error})") from None
-    passive = (ast.Import, ast.ImportFrom, ast.Assign)
     called = ("test", "check") if entry_point else ("test",)
-    if not any(
-        node.name.startswith(called)
-        if isinstance(node, ast.FunctionDef)
-        else not isinstance(node, passive)
-        for node in statements
-    ):
+
+    def runs_something(node: ast.stmt) -> bool:
+        if isinstance(node, ast.FunctionDef):
+            return node.name.startswith(called)
+        return not isinstance(node, (ast.Import, ast.ImportFrom, ast.Assign))
+
+    if not any(map(runs_something, statements)):
         raise ValueError(
             "column tests: expected an assert, a call, a function test_*, or check(candidate) and "
             f"a column entry_point, got {sources[0]!r:.80}"
@@ -184,12 +184,18 @@ def _as_value(value: Any) -> Any:
 def same_text(output: str, expected: str) -> bool:
     """Compare line by line and word by word. Where a number is expected with a decimal point, a
     number within TOLERANCE is accepted."""
-    lines, wanted = (
-        [line.split() for line in text.strip().splitlines()] for text in (output, expected)
+    lines, wanted_lines = _words_by_line(output), _words_by_line(expected)
+    if list(map(len, lines)) != list(map(len, wanted_lines)):
+        return False
+    return all(
+        _same_word(word, wanted)
+        for words, wanted_words in zip(lines, wanted_lines, strict=True)
+        for word, wanted in zip(words, wanted_words, strict=True)
     )
-    return list(map(len, lines)) == list(map(len, wanted)) and all(
-        all(map(_same_word, *pair)) for pair in zip(lines, wanted, strict=True)
-    )
+
+
+def _words_by_line(text: str) -> list[list[str]]:
+    return [line.split() for line in text.strip().splitlines()]
 
 
 def _same_word(word: str, wanted: str) -> bool:

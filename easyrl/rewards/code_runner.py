@@ -108,7 +108,7 @@ def run_program(job: dict[str, Any], test: Any, stdin: IO[bytes], output: IO[byt
 
 
 def call(names: dict[str, Any], name: str, arguments: list[Any]) -> str:
-    """The value of a function, or of a method of the class Solution, as JSON."""
+    """Call a function, or a method of the class Solution; return its value as JSON."""
     function = names[name] if name in names else getattr(names["Solution"](), name)
     # `tolist` is that of NumPy, `list` is for sets.
     return json.dumps(

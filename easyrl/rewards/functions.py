@@ -43,8 +43,8 @@ class RewardError(RuntimeError):
 def exact_match(
     completions: Completions, answer: Sequence[Any], **_: Sequence[Any]
 ) -> list[float | None]:
-    """1.0 where the whole completion equals the answer, ignoring surrounding white space; else 0.0.
-    None where the row has no answer."""
+    """Score 1.0 where the whole completion equals the answer, ignoring surrounding white space;
+    else 0.0. None where the row has no answer."""
     return [
         None if right is None else float(text_of(completion).strip() == str(right).strip())
         for completion, right in zip(completions, answer, strict=True)
@@ -52,14 +52,17 @@ def exact_match(
 
 
 def regex(pattern: str, /, completions: Completions, **_: Sequence[Any]) -> list[float]:
-    """1.0 where `pattern` is found in the completion, else 0.0."""
+    """Score 1.0 where `pattern` is found in the completion, else 0.0."""
     compiled = re.compile(pattern)
     return [float(compiled.search(text_of(completion)) is not None) for completion in completions]
 
 
 def format_(completions: Completions, **_: Sequence[Any]) -> list[float]:
-    """1.0 where the completion is `<think> ... </think> <answer> ... </answer>` and nothing else,
-    with each tag once; else 0.0. (Format reward of DeepSeek-R1, arXiv 2501.12948, section 2.2.)"""
+    """Score 1.0 where the completion is `<think> ... </think> <answer> ... </answer>` and nothing
+    else, with each tag once; else 0.0.
+
+    The format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2).
+    """
     texts = [text_of(completion).strip() for completion in completions]
     return [
         float(FORMAT.fullmatch(text) is not None and all(text.count(tag) == 1 for tag in TAGS))
@@ -70,7 +73,7 @@ def format_(completions: Completions, **_: Sequence[Any]) -> list[float]:
 def length_penalty(
     max_completion_length: int, /, completion_ids: Sequence[Sequence[int]], **_: Sequence[Any]
 ) -> list[float]:
-    """0 up to `max_completion_length - cache` tokens, falling to -1 at `max_completion_length`.
+    """Score 0 up to `max_completion_length - cache` tokens, falling to -1 at the maximum length.
 
     The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13), with its cache of a fifth;
     lengths include the end-of-sequence token.
@@ -86,8 +89,8 @@ def countdown(
     target: Sequence[int | None],
     **_: Sequence[Any],
 ) -> list[float | None]:
-    """1.0 where the last `<answer>` is an expression that uses each of `nums` exactly once and
-    equals `target`, else 0.0; None where the row has no numbers or no target.
+    """Score 1.0 where the last `<answer>` is an expression that uses each of `nums` exactly once
+    and equals `target`, else 0.0; None where the row has no numbers or no target.
 
     The rule of TinyZero. The expression may contain whole numbers, + - * / and parentheses. It is
     parsed, never evaluated as code, and computed in exact fractions.
@@ -112,7 +115,7 @@ def _solves(text: str, numbers: Sequence[int], target: int) -> bool:
 
 
 def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
-    """The exact value; appends each number of the expression to `used`."""
+    """Return the exact value; append each number of the expression to `used`."""
     match node:
         case ast.Constant(value=int(number)):
             used.append(number)

@@ -32,8 +32,8 @@ THIN_SPACE = re.compile(r"\\[,!]|[\u202f\u2009]")
 
 
 def math(completions: Completions, answer: Sequence[Any], **_: Sequence[Any]) -> list[float | None]:
-    r"""1.0 where math-verify finds the completion's answer equal to the row's, else 0.0; None where
-    the row has none.
+    r"""Score 1.0 where math-verify finds the completion's answer equal to the row's, else 0.0.
+    None where the row has no answer.
 
     The completion's answer is searched after the last `</think>`: the last `\boxed{...}`, else what
     follows "answer is" or "answer:", else the last formula or number. The library's own timeouts
@@ -100,7 +100,7 @@ def _gold(answer: str) -> list[Any]:
 def gsm8k(
     completions: Completions, answer: Sequence[Any], **_: Sequence[Any]
 ) -> list[float | None]:
-    r"""1.0 where the completion's number equals the row's, else 0.0; None where the row has none.
+    r"""Score 1.0 where the completion's number equals the row's, else 0.0; None without an answer.
 
     The number is the first one after the last `####`, as in the data; else the last one in the last
     `\boxed{...}`; else the last one, as in lm-evaluation-harness's `flexible-extract`. Thousands

@@ -124,9 +124,10 @@ class RewardPool:
             raise RewardError(f"the reward processes ended {self._num_restarts} times")
         self._stop_pool()
         self._pool = self._start_pool()
-        for task in (task for tasks in self._groups.values() for task in tasks):
-            if not _is_over(task):
-                task.future = self._schedule(task.call)
+        for tasks in self._groups.values():
+            for task in tasks:
+                if not _is_over(task):
+                    task.future = self._schedule(task.call)
 
     def _schedule(self, call: Call) -> Future[Scored]:
         future: Future[Scored] = Future()

@@ -35,8 +35,16 @@ from easyrl.rewards import code_runner
 
 Kind = Literal["bwrap", "limits"]
 SYSTEM_FILES = (
-    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store"),
-    *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/nix/store",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/alternatives",
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 TMP_BYTES = 128 << 20
@@ -71,7 +79,7 @@ def run(job: dict[str, Any], kind: Kind, timeout_seconds: float) -> list[str | N
 
 @functools.cache
 def find_variant(kind: Kind) -> str:
-    """The first way to start programs that works here. Raises SandboxError if there is none.
+    """Return the first way to start programs that works here. Raises SandboxError if there is none.
 
     As root, bwrap is started as another user; where that user cannot read this Python environment
     (in /root), it is started as root and changes the user inside.
@@ -168,8 +176,8 @@ def _read_only_paths() -> list[str]:
 
 @contextlib.contextmanager
 def _killing_remaining() -> Iterator[None]:
-    """At the end kill what the program left running: all that became children of this process
-    meanwhile, since Linux hands orphans to a subreaper."""
+    """Kill what the program left running, at the end of the block: all processes that became
+    children of this one meanwhile, since Linux hands orphans to a subreaper."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = _descendants(os.getpid())
     try:
@@ -195,7 +203,7 @@ def _descendants(pid: int, without: Collection[int] = ()) -> set[int]:
 
 
 def _count_own_threads() -> int:
-    """RLIMIT_NPROC counts all threads of a user."""
+    """Count the threads of this process's user, all of which count for RLIMIT_NPROC."""
     count = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

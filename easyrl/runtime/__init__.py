@@ -1,1 +1,1 @@
-"""Places, spawns, watches, stops: the runtime knows no tensor."""
+"""Place, spawn, watch and stop the workers. The runtime knows no tensor."""

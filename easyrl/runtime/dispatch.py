@@ -73,7 +73,7 @@ class Rounds:
         ]
 
     def add(self, group: events.GroupScored) -> None:
-        """A group of this round has arrived."""
+        """Record a group of this round that has arrived."""
         self._pending.remove(group.group_index)
         if group.is_rejected:
             assert not self.is_last
@@ -107,7 +107,7 @@ class Dispatcher:
         num_samples: int = 1,
         with_texts: bool = False,
     ) -> Iterator[events.PromptEvaluated]:
-        """Have problems answered by whichever worker is free; yield the answers as they arrive."""
+        """Send problems to whichever worker is free; yield the answers as they arrive."""
         num_sequences = self._ahead * self._num_generations
         self._hand_out(
             prompts,
@@ -134,6 +134,6 @@ class Dispatcher:
                 worker.send(command(share))
 
     def on_group(self, worker: Worker) -> None:
-        """`worker` has finished a group, or a prompt of an evaluation: send it the next prompt."""
+        """Send the next prompt to `worker`, which has finished one."""
         if self._left:
             worker.send(self._command([self._left.popleft()]))

@@ -121,7 +121,9 @@ def estimate_memory(config: Config, placement: Placement, model: ModelSize) -> l
     controller = partial(Part, "controller, rewards", "cpu")
     parts += [
         controller("Python", CONTROLLER_BYTES + num_rewards * REWARD_BYTES, keys),
-        controller("ring buffer", ring_bytes, f"rollout.ring_slots={config.ring_slots}", True),
+        controller(
+            "ring buffer", ring_bytes, f"rollout.ring_slots={config.ring_slots}", is_certain=True
+        ),
     ]
     return [part for part in parts if part.num_bytes > 0]
 
@@ -145,11 +147,16 @@ def _rollout_parts(
     model_keys = "model.path, model.dtype, rollout.memory_fraction, --infer-devices"
     cache_keys = f"{in_flight}, rollout.num_generations, rollout.max_completion_length"
     return [
-        part("Python and torch", WORKER_BYTES * on_cpu),
-        part(f"weights ({dtype})", weights, model_keys, True),
-        part("KV cache", cached * config.max_sequence_length * per_token, cache_keys, True),
+        part("Python and torch", WORKER_BYTES if on_cpu else 0),
+        part(f"weights ({dtype})", weights, model_keys, is_certain=True),
+        part(
+            "KV cache",
+            cached * config.max_sequence_length * per_token,
+            cache_keys,
+            is_certain=True,
+        ),
         part("engine's step, buckets", step, in_flight),
-        Part(worker, "cpu", "weights being loaded", weights * (not on_cpu)),
+        Part(worker, "cpu", "weights being loaded", 0 if on_cpu else weights),
     ]
 
 
@@ -160,25 +167,25 @@ def _train_parts(
     dtype_bytes, is_cast = DTYPE_BYTES[config.model.dtype], config.model.dtype != "float32"
     whole, is_lora = FLOAT_BYTES * model.num_weights, model.num_trained is not None
     trained = FLOAT_BYTES * (model.num_trained or 0) // ranks if is_lora else whole // ranks
-    weights = whole // ranks + trained * is_lora
+    weights = whole // ranks + (trained if is_lora else 0)
     has_reference = config.algorithm.beta > 0.0 and not is_lora
     has_old = train.updates_per_iteration > 1
     part, on_host = partial(Part, worker, memory), partial(Part, worker, "cpu")
-    parts = [part("Python and torch", WORKER_BYTES * on_cpu)]
+    parts = [part("Python and torch", WORKER_BYTES if on_cpu else 0)]
     model_keys = "model.path, rollout.memory_fraction, --train-devices"
     for what, num_bytes, keys, group in (
         ("weights (float32)", weights, model_keys, "optimizer"),
         ("gradients (float32)", trained, "model.lora.rank", "optimizer"),
         ("AdamW's two moments", 2 * trained, "model.lora.rank", "optimizer"),
-        ("reference policy", trained * has_reference, "algorithm.beta", "reference"),
-        ("old policy", trained * has_old, "train.updates_per_iteration", "old"),
+        ("reference policy", trained if has_reference else 0, "algorithm.beta", "reference"),
+        ("old policy", trained if has_old else 0, "train.updates_per_iteration", "old"),
     ):
         held = on_host if group in train.offload else part
-        parts.append(held(what, num_bytes, f"{keys}, train.offload=[{group}]", True))
-    saved = COPIES_TO_SAVE * trained * (train.keep_checkpoints > 0)
+        parts.append(held(what, num_bytes, f"{keys}, train.offload=[{group}]", is_certain=True))
+    saved = COPIES_TO_SAVE * trained if train.keep_checkpoints > 0 else 0
     saved += min(saved, FILE_BYTES)  # a file of it, as it is written
-    parts.append(on_host("checkpoint's copy", saved, "train.keep_checkpoints=0", on_cpu))
-    loading = (whole - bytes_by_memory(parts)["cpu"]) * (not on_cpu)
+    parts.append(on_host("checkpoint's copy", saved, "train.keep_checkpoints=0", is_certain=on_cpu))
+    loading = 0 if on_cpu else whole - bytes_by_memory(parts)["cpu"]
     parts.append(on_host("weights being loaded", loading))
 
     buffers = 0
@@ -250,12 +257,15 @@ def micro_batch_bytes(
 
     num_chunks = -(-num_targets * model.vocabulary_size * FLOAT_BYTES // CHUNK_BYTES)
     chunk = -(-num_targets // num_chunks) * model.vocabulary_size * FLOAT_BYTES
-    head = dtype_bytes * model.vocabulary_size * model.width * (model.num_trained is None)
+    head = 0  # bytes of the head's gradient
+    if model.num_trained is None:
+        head = dtype_bytes * model.vocabulary_size * model.width
     stream = dtype_bytes * (model.width + 2 * model.mlp_width) + (layer if checkpointing else 0)
     return kept, max(  # three moments that never coincide
         3 * chunk,  # the logits of a chunk (`logprobs`), forward
         2 * chunk + 2 * head,  # backward: with the sum of the chunks' gradients, and one of them
-        num_tokens * stream + head * model.is_tied,  # the first MLP; the head's gradient waits
+        # The first MLP in backward; a tied head's gradient waits for the embedding's.
+        num_tokens * stream + (head if model.is_tied else 0),
     )
 
 

@@ -1,5 +1,4 @@
-"""Which engine a run uses, and which worker runs on which device, with how many threads and groups
-in flight."""
+"""Choose the engine, and the device, threads and groups in flight of each worker."""
 
 from __future__ import annotations
 
@@ -109,7 +108,7 @@ def _wanted(text: str | None) -> DeviceSet | None:
 
 def _accelerators(*wanted: DeviceSet | None) -> tuple[str, int]:
     """Kind and number of accelerators. Torch is not loaded if only CPUs are wanted."""
-    kinds = {each and each.kind for each in wanted}
+    kinds = {None if each is None else each.kind for each in wanted}
     if kinds == {"cpu"}:
         return "cpu", 0
     return devices.accelerator(is_asked="accelerator" in kinds)

@@ -27,14 +27,29 @@ from easyrl.runtime.run_folder import UNFINISHED_CONFIG, folder_of, lock_folder
 
 MAY_CHANGE = (
     "model.attention",
-    *("reward.code_sandbox", "reward.num_workers", "reward.on_error", "reward.timeout_seconds"),
+    "reward.code_sandbox",
+    "reward.num_workers",
+    "reward.on_error",
+    "reward.timeout_seconds",
     "reward.memory_limit_gib",
-    *("rollout.max_concurrent_groups", "rollout.memory_fraction", "rollout.ring_slots"),
-    *("train.iterations", "train.save_every", "train.keep_checkpoints", "train.eval_every"),
-    *("train.activation_checkpointing", "train.offload", "train.max_tokens_per_micro_batch"),
-    *("eval.num_samples", "eval.temperature", "eval.max_completion_length"),
-    *("devices.*", "output.*"),
-    *("runtime.schedule", "runtime.resume", "runtime.timeout_seconds"),
+    "rollout.max_concurrent_groups",
+    "rollout.memory_fraction",
+    "rollout.ring_slots",
+    "train.iterations",
+    "train.save_every",
+    "train.keep_checkpoints",
+    "train.eval_every",
+    "train.activation_checkpointing",
+    "train.offload",
+    "train.max_tokens_per_micro_batch",
+    "eval.num_samples",
+    "eval.temperature",
+    "eval.max_completion_length",
+    "devices.*",
+    "output.*",
+    "runtime.schedule",
+    "runtime.resume",
+    "runtime.timeout_seconds",
 )
 """Settings that decide how long, where and how fast the run is, but not what is trained."""
 
@@ -187,7 +202,7 @@ def _absolute(value: Any) -> Any:
     """The absolute path of a file, a folder or `file.py:function`, or those of a list. Symbolic
     links are kept, because they may change."""
     if not isinstance(value, str):
-        return value and [_absolute(each) for each in value]
+        return None if value is None else [_absolute(each) for each in value]
     file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
     path = Path(file).expanduser()
     is_path = path.exists() and value not in PRESETS

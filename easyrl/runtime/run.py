@@ -43,7 +43,8 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         os.close(resumed.lock)
         done = f"has finished its {counted(config.train.iterations, 'iteration')}"
         hint = "nothing to do (train more with a higher --iterations)"
-        combine_observers(observers)(events.RunEnded(FINISHED, f"{resumed.folder} {done}; {hint}"))
+        notify = combine_observers(observers)
+        notify(events.RunEnded(FINISHED, f"{resumed.folder} {done}; {hint}"))
         return FINISHED
     checked = check_run(config, resumed)
     ring = RingBuffer(ring_layout(config, checked.placement))
@@ -73,7 +74,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
 
 
 def _train(controller: Controller) -> events.RunEnded:
-    """Run to the end, whatever that is; at the end no worker is left."""
+    """Run, and return how the run ended. No worker is left then."""
     folder = controller.folder
     try:
         _announce(controller)

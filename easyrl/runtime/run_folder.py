@@ -129,7 +129,7 @@ class RunFolder:
             self._append("reward_errors.jsonl", line)
 
     def write_log(self, text: str) -> None:
-        """A log that cannot be written does not end the run."""
+        """Add to the log. If it cannot be written, the run continues."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text.rstrip()}\n"
         with contextlib.suppress(OSError), self.log.open("a", errors="backslashreplace") as file:
             file.write(line)

@@ -88,7 +88,7 @@ class Worker:
         self._sender.start()
 
     def send(self, command: events.Command) -> None:
-        """Never wait, and never raise if the worker is dead: `Supervisor.wait` reports that."""
+        """Send without waiting. A dead worker is no error here: `Supervisor.wait` reports it."""
         self._commands.put(command)
 
     def _send_commands(self) -> None:
@@ -189,7 +189,8 @@ class Supervisor:
         deadline = time.monotonic() + CAUSE_SECONDS
         while time.monotonic() < deadline:
             for worker in self._workers:
-                if (code := worker.process.exitcode or 0) < 0:
+                code = worker.process.exitcode or 0
+                if code < 0:
                     name = signal.Signals(-code).name
                     return WorkerFailure(f"{worker.name} was killed by {name}")
             time.sleep(0.02)

@@ -71,7 +71,7 @@ class Workers:
                 sampling=sampling,
                 store_path=store_path,
                 log_file=str(log_of(f"{role}-{number}")),
-                core_sharing=board and _core_sharing(board, placement, role, number),
+                core_sharing=_core_sharing(board, placement, role, number),
                 pipes=pipes,
                 checkpoint=str(checkpoint) if checkpoint is not None else None,
                 policy_version=resumed.state.policy_version if resumed is not None else 0,
@@ -80,13 +80,16 @@ class Workers:
 
         self.rollout = [spawn("rollout", number) for number in range(num_rollout)]
         pairs = [Pipe() for _ in range(1, num_train)]  # train rank 0 and each other rank
-        pipes = [tuple(ours for ours, _ in pairs), *((theirs,) for _, theirs in pairs)]
+        of_rank0 = tuple(ours for ours, _ in pairs)
+        pipes = [of_rank0, *((theirs,) for _, theirs in pairs)]  # by rank
         self.train = [spawn("train", rank, pipes[rank]) for rank in range(num_train)]
         # Workers have descriptors of their own. A rank would not notice the death of another one
         # while this process held the pipe's end.
-        for shared in (ring, *(end for pair in pairs for end in pair)):
-            if shared is not None:
-                shared.close()
+        for ours, theirs in pairs:
+            ours.close()
+            theirs.close()
+        if ring is not None:
+            ring.close()
         self._received: deque[tuple[Worker, events.WorkerEvent]] = deque()
         self._watchdog = Watchdog()
         self._needed, self._deadline = self.all, math.inf
@@ -133,8 +136,8 @@ class Workers:
             self._notify(events.NoEvents(time.monotonic(), warning))
 
     def begin_to_stop(self) -> None:
-        """The run stops once its last checkpoint is written: from now on only the death of a train
-        worker is a failure, and LAST_CHECKPOINT_SECONDS are left."""
+        """Wait only for the last checkpoint from now on: only the death of a train worker is a
+        failure, and LAST_CHECKPOINT_SECONDS are left."""
         self._needed, self._deadline = self.train, time.monotonic() + LAST_CHECKPOINT_SECONDS
 
 
@@ -172,8 +175,12 @@ class Watchdog:
         return f"no event from any worker for {self._seconds:.0f} s: {', '.join(states)}"
 
 
-def _core_sharing(board: IdleBoard, placement: Placement, role: str, number: int) -> CoreSharing:
-    """Each worker uses the cores of every n-th worker of the other role while that waits."""
+def _core_sharing(
+    board: IdleBoard | None, placement: Placement, role: str, number: int
+) -> CoreSharing | None:
+    """Let a worker use the cores of every n-th worker of the other role while that one waits."""
+    if board is None:
+        return None
     owner_id = owner_id_of(placement, role, number)
     if role == "rollout" and placement.engine.name == "vllm":
         return CoreSharing(board, owner_id, shared=())

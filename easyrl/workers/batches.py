@@ -106,7 +106,8 @@ class RankPipes:
         """Wait for the next message of rank 0, or of the controller, which sends `Stop` to every
         rank."""
         sources = [*self._pipes, self._control]
-        if not (ready := wait(sources, timeout=0.0)):
+        ready = wait(sources, timeout=0.0)
+        if not ready:
             with self._waiting():
                 ready = wait(sources)
         return (self._control if self._control in ready else self._pipes[0]).recv()
@@ -180,7 +181,7 @@ class GroupReader:
         return next(of_update, None)
 
     def _check(self, group: RolloutGroup) -> None:
-        """On-policy and exactly once (docs/design.md, Invariants)."""
+        """Check that the group is on-policy and arrives once (docs/design.md, Invariants)."""
         got = group.iteration, group.policy_version
         if got != self._expected:
             raise RuntimeError(
@@ -222,7 +223,8 @@ class MicroBatches:
         self._check_commands = check_commands
 
     def __iter__(self) -> Iterator[MicroBatch | UpdateEnd]:
-        """Raises RuntimeError for a group that is off-policy or arrives twice, and Dropped."""
+        """Yield them. Raises RuntimeError for a group that is off-policy or arrives twice, and
+        Dropped for a dropped iteration."""
         for step in self._planned() if self._pipes.rank == 0 else self._received():
             if isinstance(step, UpdateEnd):
                 yield step
@@ -260,7 +262,8 @@ class MicroBatches:
         mask_truncated = self._config.algorithm.mask_truncated_completions
         num_left = self._reader.groups_per_update
         new_rows = partial(Rows, max_tokens, shares_prompts=self._shares_prompts)
-        rows, leases = new_rows(), list[Lease]()
+        rows = new_rows()
+        leases: list[Lease] = []
         while num_left:
             # Do not wait while this process holds every slot: no group could arrive.
             should_wait = rows.num_tokens < enough_tokens and len(leases) < num_slots

@@ -107,7 +107,8 @@ class Learner:
         difference = torch.where(
             inputs.loss_mask, (inputs.old_logprobs - inputs.rollout_logprobs).abs(), 0.0
         )
-        for name, value in (*outputs.metrics.items(), ("logp_difference", difference.sum())):
+        sums = outputs.metrics | {"logp_difference": difference.sum()}
+        for name, value in sums.items():
             self._sums[name] += value
         self._largest_difference = torch.maximum(self._largest_difference, difference.max())
 

@@ -213,7 +213,8 @@ class RolloutWorker:
     def _finish_group(self, key: Key, scored: Scored) -> None:
         kind, number, _ = key
         finished, started = self._being_scored.pop(key)
-        _, prompt = indexed = self._prompts.pop(key)
+        indexed = self._prompts.pop(key)
+        _, prompt = indexed
         self.timeline.add("score", started)
         rewards = np.full(len(finished.completions), np.nan, dtype=np.float32)  # of a skipped one
         if scored.scores:
@@ -275,7 +276,8 @@ class RolloutWorker:
             truncated=np.array([c.finish_reason == "length" for c in completions]),
         )
         samples = []
-        if is_sample := group_index < SAMPLE_GROUPS and not is_rejected:
+        is_sample = group_index < SAMPLE_GROUPS and not is_rejected
+        if is_sample:
             for n, text in enumerate(self._texts(finished)):
                 columns = {name: values[n] for name, values in scored.columns.items()}
                 advantage = float(group.advantages[n])

@@ -44,12 +44,14 @@ class CheckpointSaver:
         reported the one before it.
         """
         if self._thread is not None:
-            self._thread.join()  # rank 0 reports as its thread's last act, after the others wrote
+            self._thread.join()  # rank 0 reports at the end of its thread, after the others wrote
         self._thread = threading.Thread(target=self._write, args=(command, tensors), daemon=True)
         self._thread.start()
 
     def _write(self, command: SaveCheckpoint, tensors: Mapping[str, Tensor]) -> None:
-        path, began, error = Path(command.path), time.monotonic(), ""
+        path = Path(command.path)
+        began = time.monotonic()
+        error = ""
         try:
             write_tensors(unfinished_name(path), tensors, self._ranks.group_for_files)
             if self._ranks.rank == 0:
@@ -66,7 +68,7 @@ class CheckpointSaver:
 
 
 def _reason(error: BaseException) -> str:
-    """In one line; torch wraps what happened on each rank."""
+    """Return the error in one line. torch wraps the errors of all ranks; the first is returned."""
     failures: Any = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

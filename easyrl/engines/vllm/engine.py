@@ -117,7 +117,6 @@ class VllmEngine(Engine):
         num_rows, max_tokens = max_concurrent_groups * num_generations, sampling.max_sequence_length
         executor = "OneProcessExecutor" if tensor_parallel_size == 1 else "ManyProcessesExecutor"
         logprobs_mode = "raw_logprobs" if sampling.truncates else "processed_logprobs"
-        shared_part = memory_fraction if is_device_shared else None
         self._cleanup = Cleanup()
         try:
             arguments = AsyncEngineArgs(
@@ -133,7 +132,12 @@ class VllmEngine(Engine):
                 async_scheduling=False if is_deterministic else None,
                 enable_prefix_caching=True,
                 kv_cache_memory_bytes=cache_bytes(
-                    *(model, dtype, num_rows, max_tokens), device=device, shared_part=shared_part
+                    model,
+                    dtype,
+                    num_rows,
+                    max_tokens,
+                    device=device,
+                    shared_part=memory_fraction if is_device_shared else None,
                 ),
                 gpu_memory_utilization=memory_fraction,
                 tensor_parallel_size=tensor_parallel_size,
@@ -276,8 +280,9 @@ class VllmEngine(Engine):
             while not wait([future], POLL_SECONDS).done:
                 if self._engine is not None and self._engine.errored:  # it will not answer
                     raise self._log.end_error()
-                if (now := Path(self._cleanup.folder).stat().st_mtime_ns) != last:
-                    last, changed_at = now, time.monotonic()
+                newest = Path(self._cleanup.folder).stat().st_mtime_ns
+                if newest != last:
+                    last, changed_at = newest, time.monotonic()
                 if time.monotonic() - changed_at > timeout_seconds:
                     raise TimeoutError(
                         "weight update: the rollout worker waits for vLLM, which has made no "

@@ -52,7 +52,7 @@ class Cleanup:
         os.environ[FOLDER] = self.folder
 
     def stop_marking(self) -> None:
-        """Processes started from now on do not belong to vLLM."""
+        """Do not mark the processes that are started from now on as vLLM's."""
         del os.environ[FOLDER]
 
     def close(self) -> None:

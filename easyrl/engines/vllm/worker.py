@@ -179,8 +179,9 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
 
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
             name = names[module.weight]
-            columns = self._sent_columns[name], checksum(_packed_columns(module))
-            self.held.append(ParameterChecksum(f"{name} (packed)", True, *columns))
+            sent, held = self._sent_columns[name], checksum(_packed_columns(module))
+            packed = ParameterChecksum(f"{name} (packed)", is_matrix=True, sent=sent, held=held)
+            self.held.append(packed)
 
     def shutdown(self) -> None:
         self._channel = None
@@ -261,7 +262,8 @@ def _columns(weight: Tensor) -> Tensor:
 def _packed_columns(module: Any) -> Tensor:
     """The compared columns of the packed weight [N, K], transposed: [C, N]."""
     names = "input_size_per_partition", "input_size", "embedding_dim"  # before 0.31: of a head
-    num_columns = next(size for name in names if (size := getattr(module, name, None)))
+    sizes = [getattr(module, name, None) for name in names]
+    num_columns = next(size for size in sizes if size)
     one_hot = nn.functional.one_hot(_compared(num_columns), num_columns).to(module.weight.dtype)
     product: Tensor = module.cpu_linear(one_hot, module.weight, None)
     return product + 0.0
