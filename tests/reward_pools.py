@@ -23,8 +23,8 @@ def config_of(*functions: object, **settings: object) -> Config:
 
 
 def call(config: Config, prompt: Prompt, completions: list[str]) -> Scored:
-    """What a reward process does with a group, in this process. Completion n has n + 1 tokens, of
-    the update 5 of 20."""
+    """Score a group in this process, as a reward process does. Completion n has n + 1 tokens, and
+    5 of 20 updates are done."""
     ids = [[7] * (index + 1) for index in range(len(completions))]
     functions = list(range(len(config.reward.functions or ())))
     state = TrainerState(global_step=5, max_steps=20)

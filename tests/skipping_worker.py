@@ -27,5 +27,5 @@ BucketTransfer.load = load_but
 
 class WorkerExtension(vllm_worker.WorkerExtension):
     def easyrl_skip(self, parts: list[str]) -> None:
-        """From now on weights with one of these in their name are acknowledged, and not loaded."""
+        """Acknowledge weights with one of these in their name from now on, without loading them."""
         SKIPPED[:] = parts

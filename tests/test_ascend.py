@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def python(script: str, **environment: str) -> Any:
-    """What `script` prints, as JSON; in it torch_npu is the stand-in."""
+    """Run `script`, in which torch_npu is the stand-in; return what it prints, read as JSON."""
     paths = os.pathsep.join(map(str, (ROOT, STAND_IN)))
     done = subprocess.run(
         [sys.executable, "-c", script],

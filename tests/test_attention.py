@@ -153,7 +153,7 @@ def test_any_shared_row_equals_its_sequences_alone(shapes, seed, family):
 
 
 def test_attention_gradients_agree_with_finite_differences():
-    """In float64, through padding, a window and shared key heads."""
+    """Cover padding, a window and shared key heads, in float64."""
     layout = PackedGroups.of_sequences([3, 1, 4])
     attention = AttentionSettings(layer=0, scaling=0.7, sliding_window=2, softcap=None)
     shapes = [(8, 4, 3), (8, 2, 3), (8, 2, 3)]

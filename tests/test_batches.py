@@ -1,4 +1,4 @@
-"""From the ring to micro-batches: every group checked, every rollout once, in any order."""
+"""Micro-batches from the ring: every group is checked, every rollout is in one, in any order."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_an_off_policy_group_stops_the_run(
 def test_a_group_that_is_not_due_stops_the_run(
     feed: Any, wrong: RolloutGroup, deterministic: bool
 ) -> None:
-    """At once, even if delivery in order would never come to it."""
+    """The run stops at once, even if delivery in order would never reach the group."""
     source = feed([make_group(FIRST), wrong, make_group(FIRST + 1)])
     with pytest.raises(RuntimeError, match=rf"prompt {wrong.prompt_index}\b"):
         drain(source.reader(2, deterministic=deterministic), 2)
@@ -306,7 +306,7 @@ def test_periodic_never_waits_while_it_holds_every_slot(feed: Any) -> None:
 
 
 def test_a_slot_is_free_before_its_micro_batch_is_trained(feed: Any) -> None:
-    """With a ring of one slot the next group can be written while this one is trained."""
+    """A ring of one slot then takes the next group while this one is trained."""
     source = feed([make_group(FIRST + index) for index in range(4)], num_slots=1)
     for _ in source.batches(4):
         assert source.num_free == 1
@@ -324,7 +324,7 @@ def test_a_group_cut_by_the_budget_keeps_its_slot_until_its_last_rollout(feed: A
 
 @pytest.fixture(scope="module")
 def learner() -> Learner:
-    """In float64: in float32 rounding alone can exceed the bound below, in 1 of 1,000 draws."""
+    """A float64 learner: float32 rounding exceeds the bound below in 1 of 1,000 draws."""
     policy = Policy.load("tiny")
     policy.model.double()
     return Learner(policy, Config())

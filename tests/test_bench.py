@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say, on small sizes."""
+"""The benchmarks on small sizes: they measure what their figures' names say."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_peak_memory_counts_tensors_that_live_at_the_same_time() -> None:
 
 
 def test_weights_counts_the_bytes_of_an_update() -> None:
-    """With a cast on the way. The suite itself compares every bit."""
+    """The weights are cast to bfloat16. The suite itself compares every bit."""
     size = SMALL | {"num_hidden_layers": 2, "vocab_size": 40_000}
     (row,) = weights.run("cpu", "cpu", "bfloat16", repetitions=1, size=size)
     layer = 256 * (256 + 2 * 128 + 256 + 3 * 768) + 2 * 256 + 2 * 64

@@ -212,7 +212,7 @@ def test_code_reward_refuses_to_start_without_its_sandbox(monkeypatch: pytest.Mo
 
 @needs_bwrap
 def test_slow_programs_of_a_group_cost_only_their_own_score() -> None:
-    """With default settings 16 completions would take longer than the limit of a call."""
+    """Together the 16 completions would take longer than the limit of a call."""
     config = config_of("code", reward__code_timeout_seconds=2, reward__timeout_seconds=10)
     completions = [fenced("while True: pass"), fenced(ADD)] * 8
     prompt: Messages = [{"role": "user", "content": "q"}]

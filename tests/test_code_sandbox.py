@@ -42,7 +42,7 @@ needs_bwrap = pytest.mark.skipif(bwrap_problem() is not None, reason=str(bwrap_p
 
 
 class Surroundings:
-    """What a program might reach: a folder, listeners, this process and its environment."""
+    """Things that a program might reach: a folder, listeners, this process, its environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -34,7 +34,7 @@ def board() -> IdleBoard:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What a worker asked for: cores, then threads."""
+    """Recorded requests of a worker: cores, then threads."""
     asked: list[Any] = []
     monkeypatch.setattr(core_sharing, "pin", lambda mask: asked.append(sorted(mask)))
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
@@ -159,7 +159,7 @@ def test_cores_are_shared_on_cpus_unless_threads_or_bits_are_fixed() -> None:
 
 @pytest.mark.usefixtures("eight_cores")
 def test_vllm_shares_its_cores_and_uses_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It computes in a process of its own, whose threads are set once."""
+    """vLLM computes in a process of its own, whose threads are set once."""
     monkeypatch.setattr(placement_module, "unsupported_reason", lambda *about: None)
     placement = placed(
         *("devices.infer=cpu", "devices.train=cpu", "rollout.engine=vllm"),

@@ -132,7 +132,7 @@ class OtherEpsRMSNorm(Qwen3RMSNorm):
 
 @pytest.mark.parametrize("weight", [0.0, 1e-7, 1.0])
 def test_norm_that_computes_something_else_is_not_replaced(weight: float) -> None:
-    """Whatever its weights are: zeros or ones may hide the difference."""
+    """Its weights may be zeros or ones, which can hide the difference."""
     others = [
         Gemma3RMSNorm(32),  # multiplies by 1 + weight
         OtherEpsRMSNorm(32, eps=1e-2),

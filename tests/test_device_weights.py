@@ -43,7 +43,7 @@ class Backend:
 
 
 class Work:
-    """A broadcast."""
+    """Stub of a broadcast."""
 
     def __init__(self, backend: Backend, number: int) -> None:
         self._backend, self._number, self._polls = backend, number, backend.polls

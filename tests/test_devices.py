@@ -1,4 +1,4 @@
-"""What a machine has, and what of it each worker gets: cores, devices, memory."""
+"""Cores, devices and memory of a machine, and each worker's part of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_num_cores_respects_a_containers_quota(
 def test_a_gpu_is_found_by_its_device_node_without_a_driver_library(
     node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On some systems only torch's libraries know where the driver is."""
+    """Some systems have the driver where only torch's libraries find it."""
     monkeypatch.setattr(devices, "DEVICE_NODES", tmp_path)
     monkeypatch.setattr(devices, "CUDA_DRIVER", "libnone.so")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""Which engine a run uses. vLLM itself is not needed here."""
+"""The choice of a run's engine. vLLM itself is not needed here."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def test_pass_at_k_is_the_mean_over_problems() -> None:
 
 @pytest.mark.parametrize("num_samples", [1, 4])
 def test_standard_error_is_the_spread_of_repeated_evaluations(num_samples: int) -> None:
-    """On new problems each time. Samples of one problem are correlated: an error with samples as
-    the unit would be a third too small with four of them."""
+    """Each evaluation has new problems. Samples of one problem are correlated: an error with
+    samples as the unit would be a third too small with four of them."""
     rng = np.random.default_rng(1)
     accuracies, errors = [], []
     for _ in range(4000):

@@ -1,4 +1,4 @@
-"""What `easyrl eval` prints: lines or a bar, then tables."""
+"""Output of `easyrl eval`: lines or a bar, then tables."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def test_stopped_evaluation_continues(
 def test_incomplete_problem_is_answered_again(
     workers: Workers, tmp_path: Path, num_lines: float
 ) -> None:
-    """After a kill: half a line, or whole lines of a problem that lacks others."""
+    """A kill leaves half a line, or whole lines of a problem that lacks others."""
     folder, words = tmp_path / "ev", ("--num-samples", "3", *SMALL)
     before, file = evaluated(folder, *words), folder / "samples.jsonl"
     lines = lines_of(file)

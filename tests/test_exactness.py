@@ -159,7 +159,7 @@ def test_logprobs_equal_those_of_separate_sequences(model_type):
 
 @pytest.mark.parametrize("model_type", UNSHARED)
 def test_gradients_equal_those_of_separate_sequences(model_type):
-    """In float64 (except for the gated delta rule, which computes in float32)."""
+    """Both are computed in float64 (the gated delta rule in float32)."""
     policy, sequences = policy_of(model_type), draw_sequences(LENGTHS)
     model = copy.deepcopy(policy.model).double()
     model.set_experts_implementation("eager")  # the fused one has no float64

@@ -1,4 +1,4 @@
-"""What a run resumes from, and what it refuses, before anything starts."""
+"""The checkpoint that a run resumes from, and refusals before anything starts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def finished(folder: Path, *versions: int) -> Path:
 def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(
     tmp_path: Path, versions: tuple[int, ...]
 ) -> None:
-    """One of train.keep_checkpoints=0 has none, and must not start over."""
+    """A run with train.keep_checkpoints=0 has no checkpoint, and must not start over."""
     folder = finished(tmp_path / "run", *versions)
     there = sorted(folder.rglob("*"))
     for words, resume in ((AUTO, None), ((), folder)):

@@ -174,7 +174,7 @@ def trainer_channel(size: int, timeout_seconds: float) -> WeightChannel:
 
 
 def test_the_channel_broadcasts_over_nccl():
-    """With one rank, the most that NCCL supports on one GPU: in buckets, direct, cast, repeated."""
+    """NCCL supports one rank per GPU. Weights in buckets, direct, cast, repeated."""
     channel = trainer_channel(1, 10.0)
     big = torch.randn(3 * 2**20, device="cuda")
     tensors = {"big": big, "half": big[:999].bfloat16(), "scalar": torch.tensor(1.0).cuda()}
@@ -207,7 +207,7 @@ def test_missing_nccl_rank_is_waited_for_until_the_timeout():
     ids=" ".join,
 )
 def test_rollout_and_trainer_share_a_gpu(words, tmp_path: Path):
-    """In bfloat16 the trainer's weights are float32, gathered as bfloat16, a layer at a time."""
+    """The trainer's weights are float32. In bfloat16 a layer at a time is gathered as bfloat16."""
     segments = set(Path("/dev/shm").iterdir())
     more = ("--iterations", "3", *ANSWERS, "rollout.memory_fraction=0.4", *words)
     printed = run(tmp_path / "run", *SHARED, *more, timeout=600)

@@ -213,7 +213,7 @@ if __name__ == "__main__":
 
 
 def test_terminal_is_restored_after_a_finished_run(tmp_path: Path) -> None:
-    """Whatever else the process prints."""
+    """The process prints other text meanwhile."""
     (tmp_path / "noisy.py").write_text(NOISY)
     folder = tmp_path / "run"
     words = grpo(folder, "--iterations", "2")[3:]

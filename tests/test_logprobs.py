@@ -155,7 +155,7 @@ def test_entropy_bonus_raises_the_entropy_with_an_impossible_token(weight):
 
 @pytest.mark.parametrize("family", HEADS)
 def test_chunks_run_the_whole_head_of_the_model(family, monkeypatch):
-    """With soft caps and scales: log-probabilities and every weight's gradient."""
+    """Heads with soft caps and scales give equal log-probabilities and gradients."""
     policy = make_policy(family)
     policy._check_head(family)
     ids = torch.randint(VOCABULARY, (17,), generator=torch.Generator().manual_seed(3))

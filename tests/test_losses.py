@@ -97,7 +97,7 @@ def check(
     ],
 )
 def test_one_token(*, level, loss_type, ratio, advantage, loss, gradient, clipped):
-    """Of a completion of one token all clipped losses are the same, and both levels."""
+    """All clipped losses, at both levels, are the same for a completion of one token."""
     algorithm = {"loss_type": loss_type, "importance_sampling_level": level}
     counted = {"clipped_low": clipped[0], "clipped_high": clipped[1], "tokens": 1}
     check({"ratios": [ratio], "advantages": [advantage]}, algorithm, loss, [gradient], **counted)

@@ -143,7 +143,7 @@ def test_estimate_equals_the_measured_peak(name: str, tmp_path: Path) -> None:
 
 
 def placed(config: Config) -> Placement:
-    """On the devices that the config names, without looking for accelerators."""
+    """Place a run on the devices that the config names, without looking for accelerators."""
     sets = [
         parse_device_set(each or "cpu") for each in (config.devices.infer, config.devices.train)
     ]

@@ -1,4 +1,4 @@
-"""How a row becomes a prompt and a reward's columns: templates, system prompts, chats, names."""
+"""Rows as prompts and as columns for rewards: templates, system prompts, chats, names."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ SUM = [{"role": "user", "content": "1+1="}]
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """It puts `<pad>` before a text."""
+    """Tokenizer that puts `<pad>` before a text."""
     tokenizer = load_tokenizer("tiny")
     tokenizer.chat_template = TEMPLATE
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(

@@ -36,7 +36,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What recipes name of the user's own, and the hub's rows."""
+    """Make the user's files that recipes name, and the hub's rows."""
     monkeypatch.chdir(tmp_path)
     put_in_place_of_the_hub(monkeypatch)
     monkeypatch.setattr(

@@ -42,7 +42,7 @@ SMALL_AND_SAME = (*SMALL, *SAME)
 
 
 def outcome_of(folder: Path) -> tuple[Any, ...]:
-    """What two equal runs have in common: metrics, samples, summary."""
+    """Return what two equal runs have in common: metrics, samples, summary."""
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
     summary = {
         name: value
@@ -299,7 +299,7 @@ def test_another_number_of_ranks_continues_to_the_same_weights(
 
 
 def wait_for_saving(process: subprocess.Popen[str], folder: Path, beyond: int) -> None:
-    """Until a checkpoint later than the iteration `beyond` is being written."""
+    """Wait until a checkpoint later than the iteration `beyond` is being written."""
     deadline = time.monotonic() + 120
     while not any(
         int(path.name.removesuffix(UNFINISHED)) > beyond

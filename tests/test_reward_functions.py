@@ -76,7 +76,7 @@ def test_format_is_thinking_then_an_answer(text: str, score: float) -> None:
 
 
 def test_length_penalty_is_that_of_dapo() -> None:
-    """With the paper's numbers: 20,480 tokens, of which the last 4,096 cost."""
+    """The paper's numbers: 20,480 tokens, of which the last 4,096 cost."""
     lengths = [0, 1, 16_384, 16_385, 18_432, 20_479, 20_480, 20_481]
     expected = [0, 0, 0, -1 / 4096, -0.5, -4095 / 4096, -1, -1]
     found = scores(

@@ -109,7 +109,7 @@ def own(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_pool(own: Path) -> Iterator[Open]:
-    """Of names of FUNCTIONS and built-in names."""
+    """Function that opens a pool for names of FUNCTIONS and built-in names."""
     with ExitStack() as opened:
 
         def make(*names: str, **settings: object) -> RewardPool:

@@ -405,7 +405,7 @@ OUTCOMES = {  # what arrives, is unfinished, is redelivered: from the first line
 @pytest.mark.parametrize("event_kind", ["line", pytest.param("opcode", marks=pytest.mark.long)])
 @pytest.mark.parametrize("operation", OUTCOMES)
 def test_process_killed_anywhere_loses_no_slot_and_no_group(new_ring, operation, event_kind):
-    """From one point on a group is safe; once released it is never delivered again."""
+    """A published group is never lost, and a released one is never delivered again."""
     ring = new_ring()
     living, outcomes = ring.attach(0), []
     for step in range(1, 5000):

@@ -149,7 +149,7 @@ def sometimes(completions, **columns):
 
 
 def make_model(folder: Path) -> None:
-    """A model of one's own, with a chat template."""
+    """The user's model has a chat template."""
     untied_model(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = CHAT_TEMPLATE

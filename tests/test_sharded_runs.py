@@ -59,7 +59,7 @@ def test_two_train_ranks_end_in_the_weights_of_one(tmp_path: Path, words: tuple[
 
 
 def train_workers(pid: int) -> list[psutil.Process]:
-    """By rank: the workers are spawned one after another, the rollout worker first."""
+    """Return the train workers by rank: workers are spawned in order, the rollout worker first."""
     workers = [p for p in psutil.Process(pid).children() if is_worker(p)]
     return sorted(workers, key=lambda p: p.create_time())[1:]
 

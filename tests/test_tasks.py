@@ -69,7 +69,7 @@ def test_held_out_problems_are_never_trained_on(task: Task) -> None:
 
 
 def is_solvable(nums: tuple[int, ...], target: int, operations: str) -> bool:
-    """By trying everything."""
+    """Try every order and every operation."""
     if len(nums) == 1:
         return nums[0] == target
     for left, right, *others in permutations(nums):

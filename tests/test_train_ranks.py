@@ -52,7 +52,7 @@ Case = tuple[tuple[str, ...], list[RolloutGroup]]
 
 @dataclass
 class Outcome:
-    """What one rank did."""
+    """Results of one rank."""
 
     gradients: list[dict[str, Tensor]]
     metrics: dict[str, float]
@@ -222,7 +222,7 @@ def test_two_ranks_have_the_gradients_of_one_with_lora(ranks: Ranks, lora: str) 
 def test_a_rank_that_dies_while_the_others_load_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by Gloo's message alone."""
+    """The error has more than Gloo's message."""
 
     def lose_the_others(*_: Any) -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")

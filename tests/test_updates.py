@@ -264,7 +264,7 @@ WAYS: list[tuple[tuple[str, ...], tuple[int, ...] | None]] = [
 @pytest.mark.parametrize("num_updates", [1, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_gradient_is_that_of_the_formula_in_any_order(loss: str, num_updates: int) -> None:
-    """In any order, streamed or all at once."""
+    """Groups arrive in any order, and are streamed or trained all at once."""
     words = (*LOSSES[loss], f"train.updates_per_iteration={num_updates}")
     expected = train(*words, "runtime.schedule=sync")
     assert len(expected.gradients) == num_updates
@@ -355,7 +355,7 @@ def test_other_weights_leave_the_module_as_it_was() -> None:
 def test_offloaded_weights_are_not_written_before_the_device_has_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It reads parts of a sharded model after the forward that needs them has returned here."""
+    """The device reads parts of a sharded model after the forward has returned on the host."""
     policy = Policy.load(MODEL)
     weight = next(policy.model.parameters())
     policy.device = torch.device("meta")  # stands for an accelerator

@@ -88,7 +88,7 @@ class Trained:
         return all_groups(self.engine)
 
     def logprobs(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-        """What is trained: log-probabilities of the whole vocabulary at the temperature, [R, V]."""
+        """Return the whole vocabulary's log-probabilities at the temperature, [R, V]."""
         ids = torch.tensor([*prompt, *tokens])
         at = torch.arange(len(prompt) - 1, len(ids) - 1)
         layout = PackedGroups.of_sequences([len(ids)], ids.device)

@@ -64,7 +64,7 @@ def content(state: ViewState) -> str:
 
 
 def test_trace_gives_the_same_state_as_the_events(written: Written) -> None:
-    """After each event, as one who follows the run, and all at once, as one who comes late."""
+    """The trace is read after each event, as during the run, and once at the end."""
     folder, run = written
     notify = TraceWriter()
     files: RunFiles | None = None

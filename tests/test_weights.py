@@ -53,7 +53,7 @@ def make_weights(version):
 
 
 def digests(weights):
-    """Of the weights that have elements."""
+    """Hash the weights that have elements."""
     return {
         name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in weights.items()
@@ -105,7 +105,7 @@ class Peer:
         return self.channel.not_shared_reason
 
     def first_byte(self, value=None):
-        """Of the bucket, which is set to `value`."""
+        """Set the first byte of the bucket to `value`, if given; return it."""
         if value is not None:
             self.channel._buckets[0][0] = value
         return int(self.channel._buckets[0][0])

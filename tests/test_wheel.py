@@ -1,4 +1,4 @@
-"""The wheel contains all that the demo needs."""
+"""The wheel: it contains all files that the demo needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.long
 def test_demo_runs_from_the_wheel_outside_the_checkout(tmp_path: Path) -> None:
-    """In an environment with EasyRL's dependencies, but without EasyRL."""
+    """The environment has EasyRL's dependencies, but not EasyRL."""
 
     def run(*command: str | Path, cwd: Path = tmp_path) -> str:
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

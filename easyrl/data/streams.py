@@ -110,7 +110,7 @@ class RowForm:
         return messages
 
     def reward_columns(self, row: Row) -> dict[str, Any]:
-        """The columns of a row that rewards get. One with a reserved name must be renamed."""
+        """Return the columns of a row for rewards, without reserved names that are not renamed."""
         away = {self.prompt_column, *self.renamed.values(), *RESERVED_COLUMNS}
         kept = {name: value for name, value in row.items() if name not in away}
         return kept | {argument: row[name] for argument, name in self.renamed.items()}
