@@ -157,7 +157,7 @@ def open_memory(handle: str, device: torch.device) -> Tensor:
 
 
 def mkl_misses_avx512() -> bool:
-    """Whether torch uses MKL on an AVX-512 CPU that is not Intel's: MKL then uses AVX2 at most."""
+    """Return whether torch uses MKL on an AVX-512 CPU that is not Intel's: MKL then uses AVX2."""
     import torch
 
     return (
@@ -177,12 +177,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def adds_integers(device: torch.device) -> bool:
-    """Whether the device can sum integers of every width (unknown for NPUs)."""
+    """Return whether the device can sum integers of every width (unknown for NPUs)."""
     return device.type in ("cpu", "cuda")
 
 
 def trains_flex_attention(device: torch.device) -> bool:
-    """Whether FlexAttention has a backward on the device (it has none on CPUs and NPUs)."""
+    """Return whether FlexAttention has a backward on the device (it has none on CPUs and NPUs)."""
     return device.type == "cuda"
 
 

@@ -133,7 +133,7 @@ def test_loop_makes_a_run_that_passes_every_check(tmp_path: Path) -> None:
 
 
 def test_loop_counts_six_operations_per_weight_and_token() -> None:
-    """And those of attention."""
+    """The operations of attention are added."""
     words = ["train.prompts_per_iteration=32", "rollout.num_generations=16"]
     config = load_config(None, {"data.max_prompt_length": 256}, words)
     flops = loop.training_flops(loop.SIZES["1.7B"], 1_720_000_000, config, 300 * 32 * 16)

@@ -118,7 +118,7 @@ def hostile(kind: str, surroundings: Surroundings, python: str, user: int | None
 
 
 def can_start(python: str, user: int) -> bool:
-    """Whether this user can start this Python and read this code."""
+    """Return whether this user can start this Python and read this code."""
     if os.geteuid() != 0:
         return False
     code = f"import sys; sys.path[:0] = {[str(TESTS.parent), str(TESTS)]}; import hostile_code"

@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 0.4
 
 
 class Backend:
-    """Stands for a process group on an accelerator. A broadcast is done after `polls` polls, or
+    """Stub of a process group on an accelerator. A broadcast is done after `polls` polls, or
     never (None)."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ def test_ranks_on_accelerators_wait_for_each_other_on_the_store(
 def test_a_bucket_is_done_on_the_device_before_it_is_filled_again(
     store: str, backend: Backend
 ) -> None:
-    """And the device's next work is ordered after each broadcast (`wait`)."""
+    """The device's next work is ordered after each broadcast (`wait`)."""
     channel = join(store, bucket_bytes=2**20)
     backend.log.clear()
     channel.send(0, weights(8, num_elements=2**17))  # two per bucket

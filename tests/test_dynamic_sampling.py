@@ -100,7 +100,7 @@ def test_rejected_indices_get_the_next_prompts_in_ascending_order() -> None:
 
 
 class Mailbox:
-    """Stands for a worker: keeps what it is sent."""
+    """Stub of a worker that keeps what it is sent."""
 
     def __init__(self) -> None:
         self.commands: list[events.Generate] = []

@@ -61,7 +61,7 @@ def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summar
 
 
 def take_evaluation(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Out of the metrics of an iteration, what is of its evaluation."""
+    """Remove the evaluation's part from an iteration's metrics, and return it."""
     return {name: metrics.pop(name) for name in list(metrics) if name.startswith("eval/")}
 
 
@@ -113,7 +113,7 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
 
 
 def test_a_runs_own_config_starts_a_new_run(finished_run: Finished, tmp_path: Path) -> None:
-    """Here with two rollout workers, a ring of one slot, and sampling from a part of the tokens."""
+    """Two rollout workers, a ring of one slot, and sampling from a part of the tokens."""
     old, folder = finished_run.folder, tmp_path / "run"
     before = {path: path.stat().st_mtime_ns for path in old.rglob("*")}
     words = ("rollout.ring_slots=1", "rollout.top_p=0.9", "rollout.top_k=3")

@@ -334,7 +334,7 @@ class OneExpertEach(nn.Module):
 
 
 def train_own_expert(ranks: TrainRanks) -> list[Tensor]:
-    """Twice, and then the other rank's."""
+    """Train this rank's expert twice, and then the other rank's."""
     own = OneExpertEach()
     ranks.shard(own, [own.experts], dtype=torch.float32)
     for step in (0, 0, 1):

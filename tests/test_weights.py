@@ -62,7 +62,7 @@ def digests(weights):
 
 
 def share_cpu_memory(buffer):
-    """Stands for a device's: the bytes move into an anonymous file."""
+    """Stub of `devices.share_memory`: move the bytes into an anonymous file."""
     fd, size = buffer.untyped_storage()._share_fd_cpu_()
     return json.dumps([f"/proc/{os.getpid()}/fd/{os.dup(fd)}", size])
 

@@ -99,9 +99,9 @@ def compare(
 
 def draw_rollouts(shape: Shape, vocab_size: int) -> list[Rollout]:
     """Draw a group. A completion's advantage is the weight of its tokens in the loss."""
-    bounds = shape.shortest, shape.longest, shape.num_generations
-    lengths = np.random.default_rng(0).integers(*bounds, endpoint=True).tolist()
-    return split_group(random_group(shape.prompt_len, lengths, vocab_size))
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(shape.shortest, shape.longest, shape.num_generations, endpoint=True)
+    return split_group(random_group(shape.prompt_len, lengths.tolist(), vocab_size))
 
 
 def each_alone(group: Sequence[Rollout], policy: Policy) -> Result:

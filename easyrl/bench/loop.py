@@ -86,7 +86,10 @@ def run(
         "rollout.memory_fraction": 0.3,  # of a shared device: a trainer needs several times as much
         "train.activation_checkpointing": placement.shares_device,
     }
-    for name in [model] if model is not None else ["small"] if on_cpu else ["0.6B", "1.7B"]:
+    names = ["small"] if on_cpu else ["0.6B", "1.7B"]
+    if model is not None:
+        names = [model]
+    for name in names:
         yield {"model": name} | _measure(SIZES[name], flags, words, iterations)
 
 

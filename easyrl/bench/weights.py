@@ -99,8 +99,10 @@ def _spawn(
     store_path = f"/proc/{os.getpid()}/fd/{os.memfd_create('easyrl-store')}"
     names = [("train", 0), *(("rollout", n) for n in range(placement.num_rollout_workers))]
     workers = []
-    for rank, name in enumerate(names):
-        settings = worker_settings(config, placement, *name, store_path=store_path, log_file=None)
+    for rank, (role, number) in enumerate(names):
+        settings = worker_settings(
+            config, placement, role, number, store_path=store_path, log_file=None
+        )
         member = (__name__, "_Member", settings, settings.weight_endpoint(rank, len(names)), size)
         workers.append(supervisor.spawn(settings.name, run_worker, *member))
 
@@ -147,8 +149,12 @@ class _Member:
         self._policy = Policy(model, device)
 
     def run(self) -> None:
-        while isinstance(call := self._control.recv(), tuple):
-            self._control.send((getattr(self, *call)(),))
+        while True:
+            message = self._control.recv()
+            if not isinstance(message, tuple):  # Stop
+                return
+            (method,) = message
+            self._control.send((getattr(self, method)(),))
 
     def prepare(self) -> tuple[int, int, str, str | None]:
         """Join the channel and update once. Returns the peak of bytes that both take, the bytes

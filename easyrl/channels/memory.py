@@ -29,7 +29,8 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 def _cgroup_memory_bytes(root: Path) -> Iterator[int]:
     """Yield the available memory of each cgroup of this process, up to the topmost visible one."""
     own, mount = root / "proc/self/cgroup", root / "sys/fs/cgroup"
-    for line in own.read_text().splitlines() if own.exists() else ():
+    lines = own.read_text().splitlines() if own.exists() else []
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
             base, limit, usage, prefix = mount, "memory.max", "memory.current", ""

@@ -282,7 +282,7 @@ class WeightChannel:
         return self._buckets[number % len(self._buckets)]
 
     def _is_sent_directly(self, piece: PlannedPiece, part: Tensor) -> bool:
-        """Whether `part` itself can be broadcast for a piece."""
+        """Return whether `part` itself can be broadcast for a piece."""
         return not self._is_shared and (part.dtype, part.device) == (piece.dtype, self._device)
 
     def _expect_bucket(

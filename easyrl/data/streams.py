@@ -223,7 +223,8 @@ class DataSet:
         digested = range(0, self.num_rows, -(-self.num_rows // NUM_DIGESTED))
         digest = hashlib.sha256(f"{self.num_rows} {self.epoch_length}".encode())
         is_list = isinstance(self.rows, list)
-        for row in self.rows[:: digested.step] if is_list else self.rows.select(digested):
+        rows = self.rows[:: digested.step] if is_list else self.rows.select(digested)
+        for row in rows:
             digest.update(json.dumps(row, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 

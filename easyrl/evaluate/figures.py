@@ -77,7 +77,7 @@ def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]
         "pass_at_k": pass_at_every_k(correct),
         "reward": reward,
         "reward_standard_error": reward_error,
-        "rewards": {name: float(np.mean(all_)) for name, all_ in by_function.items() if all_},
+        "rewards": {name: float(np.mean(values)) for name, values in by_function.items() if values},
         **of_samples,
     }
 

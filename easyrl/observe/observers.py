@@ -38,7 +38,9 @@ class Guard:
         except Exception:
             if self._run is None:
                 raise
-            failed, self._observer, self._fallback = self._observer, self._fallback, _ignore
+            failed = self._observer
+            self._observer = self._fallback
+            self._fallback = _ignore
             with contextlib.suppress(Exception):  # most have nothing to close
                 failed.close()  # type: ignore[attr-defined]
             self._observer(self._run)

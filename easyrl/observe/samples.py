@@ -31,12 +31,15 @@ def show_samples(
 
     `iteration`: `3` or `3-5`, counted from 1.
     """
-    numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", iteration or "0")
-    oldest, newest = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
-    if iteration is not None and not 1 <= oldest <= newest:
-        raise ValueError(
-            f"--iteration: expected a number from 1, or a range like 3-5, got '{iteration}'"
-        )
+    oldest = newest = 0
+    if iteration is not None:
+        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", iteration)
+        if numbers is not None:
+            oldest, newest = int(numbers[1]), int(numbers[2] or numbers[1])
+        if not 1 <= oldest <= newest:
+            raise ValueError(
+                f"--iteration: expected a number from 1, or a range like 3-5, got '{iteration}'"
+            )
     file = folder / SAMPLES
     if not file.is_file():
         raise ValueError(

@@ -147,6 +147,7 @@ class RewardPool:
         group = Scored([[0.0] * num_completions for _ in self._names], [], {}, {})
         for task in tasks:
             result = self._result_of(task)
+            # A call that did not return has no scores: they stay 0.
             for function, scores in zip(task.call.functions, result.scores, strict=False):
                 group.scores[function][task.completions] = scores
             group.errors.extend(result.errors)
@@ -191,5 +192,5 @@ def weighted_sum(scores: Sequence[Sequence[float | None]], weights: Sequence[flo
 
 
 def _is_over(task: _Task) -> bool:
-    """Whether the call is over, and not lost with a broken pool."""
+    """Return whether the call is over, and not lost with a broken pool."""
     return task.future.done() and not isinstance(task.future.exception(), BrokenProcessPool)

@@ -84,8 +84,10 @@ def find_variant(kind: Kind) -> str:
     As root, bwrap is started as another user; where that user cannot read this Python environment
     (in /root), it is started as root and changes the user inside.
     """
-    is_root = os.geteuid() == 0
-    for variant in (kind, "bwrap as root") if is_root and kind == "bwrap" else (kind,):
+    variants: list[str] = [kind]
+    if kind == "bwrap" and os.geteuid() == 0:
+        variants.append("bwrap as root")
+    for variant in variants:
         try:
             if _run(PROBE, variant, 20.0) == ["1\n"]:
                 return variant

@@ -85,9 +85,10 @@ class Controller:
         self.started = started
         self.resumed = resumed
         before = resumed.state if resumed is not None else SavedState()
-        values, identity = config.model_dump(mode="json"), checked.identity
         # At the last boundary; `wall_seconds` is set when it is saved.
-        self.state = replace(before, config=values, identity=identity)
+        self.state = replace(
+            before, config=config.model_dump(mode="json"), identity=checked.identity
+        )
         lines = folder.read_metrics()
         self._metrics: Mapping[str, Any] = lines[-1] if lines else {}  # of the newest iteration
         self._best = best_of(lines)  # metrics of the iteration with the highest accuracy
@@ -236,8 +237,11 @@ class Controller:
         answers = list(self.dispatcher.evaluate(round_, held_out, self._next_event))
         metrics, num_problems = evaluation_metrics(answers, self.config.eval.correct_reward)
         accuracy, error = metrics["eval/accuracy"], metrics["eval/standard_error"]
-        figures = accuracy, num_problems, error, self.state.num_iterations
-        self.notify(events.Evaluated(time.monotonic(), *figures))
+        self.notify(
+            events.Evaluated(
+                time.monotonic(), accuracy, num_problems, error, self.state.num_iterations
+            )
+        )
         return metrics
 
     def _evaluate_iteration(self) -> dict[str, float]:

@@ -66,7 +66,8 @@ class Rounds:
         assert self.is_over and not self.is_complete and not self.is_last
         self.number += 1
         self._pending, self._missing = self._missing, set()
-        first, self.next_index = self.next_index, self.next_index + len(self._pending)
+        first = self.next_index
+        self.next_index += len(self._pending)
         return [
             (group_index, self._prompts.prompt(first + number))
             for number, group_index in enumerate(sorted(self._pending))

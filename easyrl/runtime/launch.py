@@ -6,6 +6,7 @@ This module imports no torch: the environment must be set before torch is loaded
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing.util
 import os
 import signal
@@ -47,7 +48,7 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
         _log_to(settings.log_file)
         control.send(Starting("importing torch and transformers"))
         _set_up_environment(settings)
-        worker_class = getattr(__import__(module, fromlist=[name]), name)
+        worker_class = getattr(importlib.import_module(module), name)
         worker = worker_class(settings, *arguments)
         control.send(Ready())
         worker.run()

@@ -197,8 +197,8 @@ def _train_parts(
         outer, layer = model.outer_weights, model.layer_weights
         buffers += dtype_bytes * (outer + 2 * layer)
         buffers += (dtype_bytes + FLOAT_BYTES) * max(outer, layer)
-    tokens = _micro_batch_tokens(config, ranks)
-    kept, transient = micro_batch_bytes(config, model, *tokens, on_cpu=on_cpu)
+    num_tokens, num_targets = _micro_batch_tokens(config, ranks)
+    kept, transient = micro_batch_bytes(config, model, num_tokens, num_targets, on_cpu=on_cpu)
     keys = f"train.max_tokens_per_micro_batch={train.max_tokens_per_micro_batch}"
     if not train.activation_checkpointing:
         keys += ", train.activation_checkpointing=true"

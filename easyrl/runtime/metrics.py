@@ -181,7 +181,7 @@ def overlap(
 
 
 def is_correct(rewards: npt.ArrayLike, bound: float) -> npt.NDArray[np.bool_]:
-    """Whether each reward reaches `bound`; NaN does not."""
+    """Return whether each reward reaches `bound`; NaN does not."""
     correct: npt.NDArray[np.bool_] = np.asarray(rewards, dtype=np.float64) >= bound - TOLERANCE
     return correct
 

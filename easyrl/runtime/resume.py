@@ -95,7 +95,7 @@ class Resume:
     """Newer checkpoints that cannot be read, with the error of each."""
 
     def is_finished(self, config: Config) -> bool:
-        """Whether the run has all its iterations and its final model."""
+        """Return whether the run has all its iterations and its final model."""
         try:
             summary = json.loads((self.folder / "summary.json").read_text())
         except (OSError, ValueError):  # none, or a truncated one
@@ -148,8 +148,8 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
 
 
 def _is_begun(folder: Path) -> bool:
-    """Whether a run has begun in this folder. An empty folder counts: a scheduler may have created
-    it, or a run may have been killed right after."""
+    """Return whether a run has begun in this folder. An empty folder counts: a scheduler may have
+    created it, or a run may have been killed right after."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"no folder"}
     return "config.yaml" in names or names <= {"logs", UNFINISHED_CONFIG}
 

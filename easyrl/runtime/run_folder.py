@@ -109,8 +109,9 @@ class RunFolder:
                 self.write_log(f"{worker}: {what}")
             case events.FromWorker(_, _, events.GroupScored(iteration, _, prompt) as group):
                 self._append_errors(iteration, prompt, group.errors)
-                for sample in [] if group.is_rejected else group.samples:
-                    self._append("samples.jsonl", sample_line(group, sample))
+                if not group.is_rejected:
+                    for sample in group.samples:
+                        self._append("samples.jsonl", sample_line(group, sample))
             case events.FromWorker(_, _, events.PromptEvaluated(_, prompt) as evaluated):
                 self._append_errors(None, prompt, evaluated.errors)
             case events.IterationFinished(metrics=metrics):

@@ -225,7 +225,8 @@ class MicroBatches:
     def __iter__(self) -> Iterator[MicroBatch | UpdateEnd]:
         """Yield them. Raises RuntimeError for a group that is off-policy or arrives twice, and
         Dropped for a dropped iteration."""
-        for step in self._planned() if self._pipes.rank == 0 else self._received():
+        steps = self._planned() if self._pipes.rank == 0 else self._received()
+        for step in steps:
             if isinstance(step, UpdateEnd):
                 yield step
                 continue
@@ -330,7 +331,7 @@ class Rows:
         self._num_free = 0  # tokens of the last row
 
     def fits(self, rollout: Rollout) -> bool:
-        """Whether the last row has space for it."""
+        """Return whether the last row has space for it."""
         return bool(self.rows) and self._added_by(rollout, self.rows[-1][-1]) <= self._num_free
 
     def add(self, rollout: Rollout) -> None:

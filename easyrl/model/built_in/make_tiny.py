@@ -150,14 +150,15 @@ def search(problem: CountdownProblem, rng: random.Random, give_up: float) -> str
     """Return tries in random order, up to a correct one or until giving up, and the answer."""
     candidates = list(tries(problem))
     rng.shuffle(candidates)
-    wrong = [each for each in candidates if not each[2]]
-    correct = next(each for each in candidates if each[2])
-    text = ""
-    for each in [*wrong[: rng.randrange(MAX_TRIES)], correct]:
-        text += each[0]
-        if each is correct or rng.random() < give_up:
+    wrong = [candidate for candidate in candidates if not candidate[2]]
+    correct = next(candidate for candidate in candidates if candidate[2])
+    text = answer = ""
+    for working, expression, is_correct in [*wrong[: rng.randrange(MAX_TRIES)], correct]:
+        text += working
+        answer = expression
+        if is_correct or rng.random() < give_up:
             break
-    return f"{text}<answer>{each[1]}</answer>"
+    return f"{text}<answer>{answer}</answer>"
 
 
 if __name__ == "__main__":
