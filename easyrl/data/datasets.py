@@ -198,8 +198,8 @@ def with_eval_data(config: Config) -> Config:
 
 
 def problems_of(stream: PromptStream, config: Config) -> dict[str, Prompt]:
-    """The held-out problems where there are some, else every row once, by their locations: at most
-    `data.num_held_out`. Raises ConfigError where there are none."""
+    """Return at most `data.num_held_out` problems, by their locations: the held-out ones if there
+    are any, else every row. Raises ConfigError if there are none."""
     data = config.data
     if data.num_held_out == 0:
         raise ConfigError("data.num_held_out: expected 1 or more problems to evaluate, got 0")

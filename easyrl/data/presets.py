@@ -1,4 +1,4 @@
-"""The presets: where a task's prompts come from, how they are asked, which reward scores them.
+"""The presets: sources of a task's prompts, their form, and the reward that scores them.
 
 A preset gives values for keys of the section `data` that are null, and for `reward.functions`; what
 the user sets wins. Rows are on the hub, or generated from a seed by a module of this package. The
@@ -109,8 +109,8 @@ TRAINED = [name for name, preset in PRESETS.items() if preset.task or preset.row
 
 
 def preset_of(name: str, data: DataConfig) -> Preset | None:
-    """The preset that gives a data set its prompts and reward: itself, or for the user's own rows
-    `data.preset`; None without one."""
+    """Return the preset that gives a data set its prompts and reward: itself, or for the user's own
+    rows `data.preset`; None without one."""
     if name not in PRESETS and data.preset not in (None, *PRESETS):
         raise ConfigError(f"data.preset: expected {', '.join(PRESETS)}, got '{data.preset}'")
     return PRESETS.get(name) or PRESETS.get(data.preset or "")

@@ -186,8 +186,8 @@ class DataSet:
         return Prompt(index, self.form.content(row), self.form.reward_columns(row))
 
     def examples(self) -> dict[str, str | Messages]:
-        """The prompts to check before a run, by their locations: those of all rows, or the first
-        generated ones, and the held-out ones. Raises ConfigError for a row without a prompt."""
+        """Return the prompts to check before a run, by their locations: those of all rows, or the
+        first generated ones, and the held-out ones. Raises ConfigError if a row has none."""
         rows = self.rows
         if callable(rows):
             rows = map(rows, range(NUM_TASK_EXAMPLES))
@@ -202,7 +202,7 @@ class DataSet:
         return found if self.held_out is None else found | self.held_out.examples()
 
     def without(self, examples: Collection[str]) -> DataSet:
-        """The data set without the rows at these locations, held-out ones included."""
+        """Return the data set without the rows at these locations, held-out ones included."""
         held_out = None if self.held_out is None else self.held_out.without(examples)
         num_examples = self.num_rows or NUM_TASK_EXAMPLES
         kept = [row for row in range(num_examples) if self.location(row) not in examples]
@@ -247,7 +247,7 @@ class PromptStream:
             for before in range(count)
         ]
         self._turns = [turn[1:] for turn in sorted(turns)]
-        """Of each position in a block: the data set, and its prompts earlier in the block."""
+        """For each position in a block: the data set, and the number of its prompts before."""
         self._columns = dict.fromkeys(name for each in self._data for name in each.reward_columns)
 
     @property
@@ -285,7 +285,7 @@ class PromptStream:
         ]
 
     def examples(self) -> dict[str, str | Messages]:
-        """The examples of all data sets. Raises ConfigError where only some are strings."""
+        """Return the examples of all data sets. Raises ConfigError where only some are strings."""
         found = {location: c for each in self._data for location, c in each.examples().items()}
         kinds = {type(content): location for location, content in found.items()}
         if len(kinds) > 1:
@@ -296,8 +296,8 @@ class PromptStream:
         return found
 
     def without(self, examples: Collection[str]) -> PromptStream:
-        """The stream without the rows at these locations. Raises ConfigError where prompts are
-        generated or none are left."""
+        """Return the stream without the rows at these locations. Raises ConfigError where prompts
+        are generated or none are left."""
         fewer = copy(self)
         fewer._data = [each.without(examples) for each in self._data]
         return fewer

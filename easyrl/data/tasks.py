@@ -8,8 +8,8 @@
 
 In `arithmetic` two to eight two-digit numbers are added. Each line of the working adds one number,
 its tens first and then its units. In `countdown` an expression of the given numbers, each used
-once, must have the given value. Such numbers are combined at random, so that every problem has a
-solution. The prompt is the bare statement; a preset says how a model is asked.
+once, must have the given value. A problem is made by combining its numbers at random, so that every
+problem has a solution. The prompt is the bare statement; a preset adds the instructions.
 
 Problems are a function of seed and index, on every machine. A hash of the problem decides whether
 it is for training or held out: the two never overlap, whatever the seed.

@@ -127,14 +127,14 @@ def _load(path: str) -> ModuleType:
 def accepted_arguments(
     function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Those of the arguments that the function has parameters for."""
+    """Return the arguments that the function has parameters for."""
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without EasyRL's and importlib's frames at its start."""
+    """Format the traceback without EasyRL's and importlib's frames at its start."""
     frame = error.__traceback__
     ignored = (str(Path(__file__).parent), importlib.__file__, "<frozen importlib")
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ignored):

@@ -52,8 +52,8 @@ def math(completions: Completions, answer: Sequence[Any], **_: Sequence[Any]) ->
 
 @contextlib.contextmanager
 def _cpu_limit(seconds: int) -> Iterator[None]:
-    """Let the kernel end this process (SIGXCPU) after so much more processor time. An alarm would
-    not be seen within one multiplication of huge numbers."""
+    """Let the kernel end this process (SIGXCPU) after this much more processor time. Python would
+    not handle an alarm during one multiplication of huge numbers."""
     before = resource.getrlimit(resource.RLIMIT_CPU)
     limit = mathematics.ceil(time.process_time()) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, before[1]))

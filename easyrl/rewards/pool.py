@@ -75,7 +75,7 @@ class RewardPool:
             self._groups[key].append(_Task(call, part, self._schedule(call)))
 
     def finished(self) -> list[tuple[Hashable, Scored]]:
-        """The groups scored since the last call, without waiting.
+        """Return the groups scored since the last call, without waiting.
 
         Raises RewardError where a function failed and `reward.on_error` is `stop`.
         """

@@ -187,7 +187,7 @@ def _as_scores(returned: Any, num_completions: int) -> list[float | None]:
 
 
 def _as_json(value: Any) -> Any:
-    """The value as JSON represents it; arrays as lists, NaN and infinity as null, else its text."""
+    """Convert a value to JSON: arrays to lists, NaN and infinity to null, other types to text."""
 
     # `tolist` is that of NumPy and torch.
     text = json.dumps(value, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x))

@@ -27,7 +27,7 @@ IdleBoard = Array[c_bool]
 
 
 def make_idle_board(num_workers: int) -> IdleBoard:
-    """Every worker is busy at first. The memory has no name, so that nothing is left behind."""
+    """Make a board on which every worker is busy. Its memory has no name that could be left."""
     board: IdleBoard = RawArray(c_bool, num_workers)
     return board
 
