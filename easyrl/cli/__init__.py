@@ -68,8 +68,8 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open closed ones (`>&-`) to /dev/null. Otherwise the next file opened gets their number, and
-    receives what this process and the workers print."""
+    """Open closed standard streams (`>&-`) on /dev/null. Otherwise the next file opened gets
+    their number, and receives what this process and the workers print."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)

@@ -78,10 +78,14 @@ def update_old_keys(settings: dict[str, Any]) -> list[str]:
 
 
 def _with_split(dataset: Any, section: str, subset: str, split: str) -> Any:
+    """Return the name of a data set, or a list of names, with subset and split in it."""
     if isinstance(dataset, list):
         return [_with_split(name, section, subset, split) for name in dataset]
     if not isinstance(dataset, str):
-        raise ValueError(f"{section}.dataset: expected a name with {section}.subset, .split")
+        raise ValueError(
+            f"{section}.dataset: expected a name, as {section}.subset or {section}.split is set, "
+            f"got {dataset!r}"
+        )
     is_folder = Path(dataset).expanduser().is_dir()  # of save_to_disk
     return dataset + (f"/{split}" if is_folder else f":{subset}:{split}".rstrip(":"))
 

@@ -29,7 +29,7 @@ from easyrl.events import Event
 from easyrl.model.checkpoint_files import CHECKPOINTS
 
 FULL_DISK_SECONDS = 2.0
-"""How long a write is retried on a full disk: a checkpoint that does not fit is soon removed."""
+"""Retry a write on a full disk for this long: a checkpoint that does not fit is soon removed."""
 UNFINISHED_CONFIG = "config.yaml.unfinished"
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl")
 """Files that grow by whole lines; a resumed run cuts them back to its checkpoint."""
