@@ -177,9 +177,11 @@ def test_estimate_follows_the_settings() -> None:
     assert 2 * of(small, "rollout-0")["KV cache"] == rollout["KV cache"]
     assert 2 * of(small, "rollout-0")["weights (bfloat16)"] == WEIGHTS
     assert of(small, "train-0")["weights (float32)"] == WEIGHTS
-    on_gpus = estimated("devices.infer=0-3", "devices.train=4", "train.keep_checkpoints=0")
-    assert of(on_gpus, "rollout-3")["weights being loaded"] == WEIGHTS  # on the host
-    assert of(on_gpus, "train-0")["weights being loaded"] == WEIGHTS
+    on_gpus = ("devices.infer=0-3", "devices.train=4", "train.keep_checkpoints=0")
+    for dtype, share in (("float32", 1), ("bfloat16", 2)):
+        parts = estimated(*on_gpus, f"model.dtype={dtype}")
+        assert share * of(parts, "rollout-3")["weights being loaded"] == WEIGHTS  # on the host
+        assert of(parts, "train-0")["weights being loaded"] == WEIGHTS
 
 
 def test_estimated_kv_cache_equals_the_allocated_one() -> None:

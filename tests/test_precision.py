@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from test_train_ranks import Ranks, ranks
 from test_updates import model, train
 
 from easyrl.config import load_config
+from easyrl.config.model import DType
 from easyrl.model.attention import PackedGroups
 from easyrl.model.policy import Policy
 from runs import SMALL, finish, lines_of, summary_of
@@ -123,6 +126,26 @@ def test_policy_of_the_engine_is_bfloat16_with_float32_positions() -> None:
     assert {weight.dtype for weight in policy.model.parameters()} == {torch.bfloat16}
     floats = [buffer for buffer in policy.model.buffers() if buffer.is_floating_point()]
     assert floats and all(buffer.dtype == torch.float32 for buffer in floats)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_weights_are_loaded_in_their_final_dtype(
+    stored: DType, dtype: DType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The host never holds the whole model in another one."""
+    loaded: set[torch.dtype] = set()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        model, found = load(*arguments, **options)
+        loaded.update(weight.dtype for weight in model.parameters())
+        return model, found
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", spy)
+    tiny_model("qwen3", None).to(getattr(torch, stored)).save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path), dtype=dtype)
+    kept = {weight.dtype for weight in policy.model.parameters()}
+    assert loaded == kept == {getattr(torch, dtype)}
 
 
 def test_check_of_a_bfloat16_model_equals_that_of_the_float32_model(
