@@ -36,6 +36,12 @@ TREES = {
     for module in sorted(PACKAGE.rglob("*.py"))
 }
 """Modules by the parts of their names below `easyrl`."""
+CHANGING = {
+    *("recv", "receive", "send", "get", "put", "pop", "popleft", "popitem", "submit", "wait"),
+    *("add", "append", "discard", "extend", "insert", "remove", "update", "setdefault", "next"),
+    *("acquire", "release", "close", "join", "read", "write", "step", "next_event", "unlink"),
+}
+"""Functions and methods that change something, or may."""
 each_module = pytest.mark.parametrize("module", TREES, ids=".".join)
 
 
@@ -63,6 +69,25 @@ def test_a_module_imports_from_its_own_or_lower_layers(module: tuple[str, ...]) 
 def test_packages_without_tensors_import_no_torch(module: tuple[str, ...]) -> None:
     if module[0] in NO_TORCH:
         assert not any(name.split(".")[0] == "torch" for name in imports_of(module))
+
+
+def changes_in_asserts(tree: ast.Module) -> list[str]:
+    """Asserts that `python -O` must not leave out."""
+    checks = [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    return [
+        ast.unparse(check)
+        for check in checks
+        for node in ast.walk(check)
+        if isinstance(node, ast.NamedExpr)
+        or (isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in CHANGING)
+    ]
+
+
+def test_no_assert_has_a_side_effect() -> None:
+    for check in ("assert pipe.recv() == PACKED", "assert all([p.pop() for p in parts])"):
+        assert changes_in_asserts(ast.parse(check)) == [check]
+    for module, tree in TREES.items():
+        assert not changes_in_asserts(tree), module
 
 
 @each_module

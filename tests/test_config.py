@@ -283,6 +283,10 @@ def test_every_sampling_key_reaches_the_engine() -> None:
         got = sampling_settings(Config.model_validate({"rollout": {key: value}}))
         expected = tuple(value) if isinstance(value, list) else value
         assert getattr(got, key) == expected != getattr(default, key)
+    others = {"num_generations", "max_concurrent_groups", "ring_slots", "engine"}
+    others |= {"tensor_parallel_size", "memory_fraction"}
+    assert set(Config().rollout.model_dump()) == set(changes) | others
+    assert sampling_settings(of("runtime.seed=7")).seed == 7 != default.seed
 
 
 # Device sets.
