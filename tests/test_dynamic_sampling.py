@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 from easyrl import events
 from easyrl.config import load_config
+from easyrl.runtime.controller import Controller
 from easyrl.runtime.dispatch import Dispatcher, Rounds
 from easyrl.runtime.metrics import IterationRecord
+from easyrl.runtime.resume import SavedState
 from easyrl.types import IndexedPrompt, Prompt
 from runs import finish, lines_of, summary_of, without_timing
 
@@ -167,6 +170,17 @@ def test_metrics_include_replaced_groups() -> None:
     assert (metrics["num_tokens"], metrics["num_generated_tokens"]) == (20, 24)
     assert metrics["perf/tokens_per_second_per_device"] == 4.0
     assert metrics["perf/infer_seconds"] == 4.0
+
+
+@pytest.mark.parametrize(("num_trained", "num_off_policy"), [(3, 0), (5, 0), (4, 1)])
+def test_an_iteration_with_wrong_counts_ends_the_run(num_trained: int, num_off_policy: int) -> None:
+    trained = events.IterationTrained(0, 1, num_trained, num_off_policy, 16, 0.0, {})
+    controller: Any = SimpleNamespace(
+        config=load_config(words=["train.prompts_per_iteration=4"]), state=SavedState()
+    )
+    with pytest.raises(RuntimeError, match=r"expected 4 trained groups, 0 off-policy"):
+        Controller._finish_iteration(controller, IterationRecord(0), trained, 1.0)
+    assert controller.state == SavedState()
 
 
 # -- runs -----------------------------------------------------------------------------------------

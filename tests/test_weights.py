@@ -413,7 +413,7 @@ def test_a_sender_that_stops_while_a_receiver_loads_is_a_timeout(peers):
 
 
 @pytest.mark.parametrize("killed", [0, 2])
-def test_a_killed_rank_is_noticed(peers, killed):
+def test_a_killed_rank_is_noticed_and_the_others_make_a_channel_without_it(peers, killed):
     peers.join(3)
     os.kill(peers.processes[killed].pid, signal.SIGKILL)
     peers.processes[killed].join()
@@ -422,6 +422,14 @@ def test_a_killed_rank_is_noticed(peers, killed):
     for outcome in peers.outcomes(*commands):
         # The two left may still reach each other for a while; nobody waits past the bound.
         assert_bounded(outcome, (ConnectionError, TimeoutError), "of 3")
+    store_path, left = peers.new_store(), [number for number in range(3) if number != killed]
+    for rank, number in enumerate(left):
+        peers.command(number, "join", store_path, rank, 2)
+    assert [peers.answer(number)[0] for number in left] == [None, None]
+    peers.command(left[0], "send", 4)
+    peers.command(left[1], "receive", 4)
+    peers.answer(left[0])
+    assert peers.answer(left[1])[0][0] == digests(make_weights(4))
 
 
 # -- one device for both ends ---------------------------------------------------------------------
