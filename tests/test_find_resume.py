@@ -87,10 +87,13 @@ def test_relative_paths_of_a_run_work_from_another_folder(
         run.run(config)
 
 
-def test_changed_rows_are_refused(tmp_path: Path) -> None:
-    data, folder = tmp_path / "data.jsonl", tmp_path / "run"
-    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    words = (f"data.dataset={data}", "reward.functions=[exact_match]", *AUTO)
+@pytest.mark.parametrize("changed", ["data.dataset", "eval.dataset"])
+def test_changed_rows_are_refused(tmp_path: Path, changed: str) -> None:
+    files = {key: tmp_path / f"{key}.jsonl" for key in ("data.dataset", "eval.dataset")}
+    for file in files.values():
+        file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = [f"{key}={file}" for key, file in files.items()]
+    words, folder = [*words, "reward.functions=[exact_match]", *AUTO], tmp_path / "run"
     config = config_of(folder, *words)
     identity = check_run(config).identity
     make_run(folder, {10: {"identity": identity, "config": config.model_dump(mode="json")}})
@@ -102,8 +105,8 @@ def test_changed_rows_are_refused(tmp_path: Path) -> None:
         check_run(config, found)
 
     check()
-    data.write_text('{"prompt": "1+1=", "answer": "3"}\n')
-    with pytest.raises(ConfigError, match=r"^data\.dataset: .*changed"):
+    files[changed].write_text('{"prompt": "1+1=", "answer": "3"}\n')
+    with pytest.raises(ConfigError, match=rf"^{changed}: .*changed"):
         check()
 
 

@@ -37,6 +37,7 @@ def easyrl(*words: object) -> None:
 def test_an_older_run_resumes_exports_and_evaluates(run: Path) -> None:
     file = run / "checkpoints" / "2" / "state.json"
     content = json.loads(file.read_text())
+    seconds_before = content["state"]["totals"]["_earlier_seconds"]
     content["state"]["config"]["reward"]["code_tests_column"] = "answer"  # renamed since
     del content["state"]["accuracy_before"]  # of a still older release
     file.write_text(json.dumps(content))
@@ -47,6 +48,7 @@ def test_an_older_run_resumes_exports_and_evaluates(run: Path) -> None:
     assert [line["iteration"] for line in lines_of(run / "metrics.jsonl")] == [0, 1, 2, 3]
     summary = summary_of(run)
     assert summary["groups_trained"] == 8 and summary["reward_errors"] == 0
+    assert summary["wall_seconds"] > seconds_before > 0
     assert (run / "checkpoints" / "4").is_dir()
     exported, evaluated = run.parent / "exported", run.parent / "eval"
     easyrl("export", run, exported)

@@ -10,7 +10,13 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.data.chat import check_prompts
-from easyrl.data.datasets import open_prompts, problems_of, with_eval_data
+from easyrl.data.datasets import (
+    identity_of,
+    open_prompts,
+    problem_ids,
+    problems_of,
+    with_eval_data,
+)
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.data.streams import PromptStream
@@ -40,7 +46,7 @@ class Preflight:
     placement: Placement
     num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
     identity: Mapping[str, Any]
-    """Digests of model and data, which a resumed run must have again."""
+    """Digests of model, data and held-out problems, which a resumed run must have again."""
     held_out: Sequence[Prompt]  # problems that accuracy is measured on; may be empty
     warnings: Sequence[str]
 
@@ -65,8 +71,11 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     is_small = resume is not None or num_trained is not None
     num_kept = config.train.keep_checkpoints + config.train.keep_best
     memory.check_disk(folder_of(config), files, 0 if is_small else num_kept)
-    model, data = fingerprint(config.model.path), prompts.fingerprint()
-    identity = {"model.path": model, "data.dataset": data}
+    identity = {
+        "model.path": fingerprint(config.model.path),
+        "data.dataset": prompts.fingerprint(),
+        "eval.dataset": identity_of(problem_ids(held_out)),
+    }
     for key, found in identity.items():
         if resume and resume.state.identity.get(key, found) != found:
             raise ConfigError(

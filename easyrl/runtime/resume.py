@@ -66,7 +66,7 @@ class SavedState:
     """Completed iterations."""
     config: Mapping[str, Any] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """Fingerprints of the model and the data (`preflight`)."""
+    """Fingerprints of the model, the data and the held-out problems (`preflight`)."""
     next_prompt_index: int = 0
     accuracy_before: float | None = None
     wall_seconds: float = 0.0
@@ -76,8 +76,10 @@ class SavedState:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Self:
-        names = {each.name for each in fields(cls)}
-        return cls(**{name: value for name, value in checkpoint.state.items() if name in names})
+        names, state = {each.name for each in fields(cls)}, checkpoint.state
+        seconds = state.get("totals", {}).get("_earlier_seconds", 0.0)  # of a run of 0.1
+        known = {name: value for name, value in state.items() if name in names}
+        return cls(**{"wall_seconds": seconds, **known})
 
 
 @dataclass(frozen=True, slots=True)
