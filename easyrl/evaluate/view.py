@@ -15,7 +15,7 @@ from easyrl.evaluate.figures import Answers, accuracy_of
 from easyrl.events import Event
 from easyrl.formatting import counted
 from easyrl.observe.report import with_error
-from easyrl.observe.text import clock, is_live_terminal, safe, say, say_rich, shown
+from easyrl.observe.text import clock, is_live_terminal, safe, say, say_rich
 
 Named = Mapping[str, Any]  # values by the keys of `eval.json`
 
@@ -91,8 +91,8 @@ def show_results(folder: Path, results: Named) -> None:
     table.add_row("problems", problems)
     length = f"{results['mean_completion_length']:.1f} tokens"
     table.add_row("mean length", f"{length}, {results['truncated_share']:.1%} truncated")
-    speed = f"{shown(results['tokens_per_second'], ',.0f')} tokens/s"
-    table.add_row("speed", f"{speed} for {shown(results['wall_seconds'], '.1f')} s")
+    if (speed := results["tokens_per_second"]) is not None:  # None: nothing was left to answer
+        table.add_row("speed", f"{speed:,.0f} tokens/s for {results['wall_seconds']:.1f} s")
     say_rich(table)
     say_rich(Text(f"in {folder}: eval.json, samples.jsonl", style="dim"))
 

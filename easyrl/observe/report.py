@@ -155,5 +155,6 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     ):
         yield "warning", problem
     gap = shown(summary["sampling_logp_difference_max"], ".1e")
-    yield "engine and trainer", f"log-probabilities differ by at most {gap}"
+    if gap != "none":  # else no group had a gradient
+        yield "engine and trainer", f"log-probabilities differ by at most {gap}"
     yield "weights", f"sha256 {summary['weights_sha256'][:16]}"

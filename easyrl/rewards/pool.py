@@ -157,7 +157,9 @@ class RewardPool:
             if set(values) == {None}:
                 group.scores[0][index] = 0.0
                 names = ", ".join(self._names)
-                group.errors.append(f"reward ({names}): None for completion {index} from all")
+                group.errors.append(
+                    f"reward ({names}): every function returned None for completion {index}"
+                )
         if not group.errors:
             return group
         prompt = f"for the prompt {tasks[0].call.prompt!r:.200}"
