@@ -71,6 +71,10 @@ SCHEDULED = {
     "ten iterations": (10, ()),
     "two rollout workers": (4, (*HARDER, "--infer-devices", "cpu:2")),
     "two train ranks": (4, (*HARDER, "--train-devices", "cpu:2")),
+    "other problems": (
+        4,
+        (*HARDER, "model.lora.rank=4", "algorithm.dynamic_sampling=true", "eval.dataset={}"),
+    ),
 }
 
 
@@ -84,12 +88,15 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
     """Deterministic mode, random delays in engine, rewards, ring and trainer; and one of the two is
     evaluated on its way, which changes nothing either."""
     iterations, more = SCHEDULED[case]
+    problems = tmp_path / "problems.jsonl"  # of the case with another eval.dataset
+    rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 30)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ends = {}
     for schedule in ("sync", "periodic"):
         folder = tmp_path / schedule
         words = [*SMALL, "train.prompts_per_iteration=6", "rollout.max_completion_length=48"]
         words += ["runtime.deterministic=true", "rollout.max_concurrent_groups=2"]
-        words += ["train.max_tokens_per_micro_batch=100", *more]
+        words += ["train.max_tokens_per_micro_batch=100", *(word.format(problems) for word in more)]
         words += ["train.eval_every=2"] * (schedule == "periodic")
         code, out, err = finish(
             *("--output", str(folder), "--iterations", str(iterations), "--schedule", schedule),
