@@ -62,7 +62,7 @@ def test_gap_is_the_largest_one_that_was_compared(capsys: Capture) -> None:
         lines.append({"reward": 0.5, "sampling/sampling_logp_difference/max": gap, **tokens})
         summary = summarize(lines, load_config(), SavedState(1, 1), num_devices=2)
         assert summary["sampling_logp_difference_max"] == largest
-    assert "at most none" in show(capsys, sampling_logp_difference_max=None)
+    assert "log-probabilities" not in show(capsys, sampling_logp_difference_max=None)
 
 
 def test_error_text_cannot_take_over_the_terminal(capsys: Capture) -> None:
