@@ -24,6 +24,7 @@ SUMMARY = {
     "overlap": 0.75,
     "groups_trained": 960,
     "groups_off_policy": 0,
+    "updates_per_iteration": 2,
     "sampling_logp_difference_max": 1.5e-5,
     "updates_not_finite": 2,
     "reward_errors": 0,

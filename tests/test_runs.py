@@ -98,7 +98,7 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
         words += ["runtime.deterministic=true", "rollout.max_concurrent_groups=2"]
         words += ["train.max_tokens_per_micro_batch=100", *(word.format(problems) for word in more)]
         words += ["train.eval_every=2"] * (schedule == "periodic")
-        code, _, err = finish(
+        code, out, err = finish(
             *("--output", str(folder), "--iterations", str(iterations), "--schedule", schedule),
             *words,
             EASYRL_RANDOM_DELAYS="0.01",
@@ -108,6 +108,7 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
         assert summary["groups_trained"] == 6 * iterations and summary["groups_off_policy"] == 0
         metrics = [plain(line) for line in lines_of(folder / "metrics.jsonl")]
         if more[:3] == HARDER:
+            assert "only the first is strictly on-policy" in out
             assert summary["policy_version"] == 8 and all(line["kl"] > 0 for line in metrics[1:])
         evaluations = [take_evaluation(line) for line in metrics]
         due = [schedule == "periodic" and number % 2 == 1 for number in range(iterations)]

@@ -150,6 +150,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "groups",
         f"{summary['groups_trained']} trained, {summary['groups_off_policy']} off-policy",
     )
+    if (updates := summary["updates_per_iteration"]) > 1:
+        yield "updates", f"{updates} per iteration: only the first is strictly on-policy"
     for problem in problems_in(
         {**summary, "num_updates_not_finite": summary["updates_not_finite"]}
     ):
