@@ -34,7 +34,7 @@ NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Set before torch is imported: `import torch` fails without it if torch_npu is installed but
 Ascend's libraries are not. `load_backend` loads the backend that is needed."""
 AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-"""For processes of other programs, which do not call `load_backend`."""
+"""Variables for processes of other programs, which do not call `load_backend`."""
 
 LOOPBACK_ENVIRONMENT = {f"{name}_SOCKET_IFNAME": "lo" for name in ("GLOO", "NCCL", "HCCL")}
 """Set in every worker before torch is imported: nothing listens beyond loopback."""

@@ -60,6 +60,12 @@ def test_empty_files_and_sections_are_the_defaults(tmp_path: Path) -> None:
     assert load_config(file, words=["train.iterations=3"]).train.iterations == 3
 
 
+def test_section_that_is_no_mapping_is_refused_beside_a_flag(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("train: 3\n")
+    with pytest.raises(ConfigError, match="train"):
+        load_config(tmp_path / "c.yaml", {"train.iterations": 7})
+
+
 def test_keys_of_a_nested_section_are_words_flags_and_yaml(tmp_path: Path) -> None:
     file = write(tmp_path, "model:\n  path: m\n  lora:\n    rank: 16\n    alpha: 4\n")
     config = load_config(file, {"model.lora.alpha": 5}, ["model.lora.target_modules=[q, v]"])

@@ -127,7 +127,7 @@ class WeightChannel:
         self._entries: list[Entry] = []
         self._plan: list[list[PlannedPiece]] = []
         self.not_shared_reason: str | None = None
-        """Why the bucket cannot be shared on the device; None: it is, or no device is shared."""
+        """Reason why no bucket is shared on the device; None: it is, or no device is shared."""
         store = PrefixStore("weights", FileStore(endpoint.store_path, -1))
         store.set_timeout(self._timeout)
         self._group = self._bounded("making the process group", lambda: self._init_group(store))

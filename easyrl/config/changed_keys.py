@@ -92,11 +92,13 @@ def _with_split(dataset: Any, section: str, subset: str, split: str) -> Any:
 
 def put(settings: dict[str, Any], name: str, value: Any, *, replace: bool = True) -> None:
     """Set a key, by its full name, in sections with their keys. Unless `replace`, a value that is
-    set stays."""
+    set stays. A section that is no mapping is left for the validation to refuse."""
     *sections, key = name.split(".")
     for section in sections:
-        if not isinstance(settings.get(section), dict):
+        if settings.get(section) is None:
             settings[section] = {}
         settings = settings[section]
+        if not isinstance(settings, dict):
+            return
     if replace or settings.get(key) is None:
         settings[key] = value

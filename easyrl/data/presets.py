@@ -51,7 +51,7 @@ class Preset:
     prompt_template: str | None = None
     chat: bool | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """How completions are sampled in an evaluation that is comparable with published ones, by keys
+    """Sampling of the completions in an evaluation that is comparable with published ones, by keys
     of the section `eval`; top_p; and `data.max_prompt_length`, where the default is too short."""
 
 
@@ -103,7 +103,7 @@ PRESETS: Mapping[str, Preset] = {
         MATH_500, held_out="HuggingFaceH4/aime_2024", sampling={**REASONING, "num_samples": 64}
     ),
 }
-"""By name."""
+"""All presets by name."""
 TRAINED = [name for name, preset in PRESETS.items() if preset.task or preset.rows]
 """Presets that can be trained on."""
 

@@ -247,7 +247,7 @@ class PromptStream:
             for before in range(count)
         ]
         self._turns = [turn[1:] for turn in sorted(turns)]
-        """For each position in a block: the data set, and the number of its prompts before."""
+        """The data set at each position in a block, and the number of its prompts before."""
         self._columns = dict.fromkeys(name for each in self._data for name in each.reward_columns)
 
     @property

@@ -160,4 +160,4 @@ def applied(operation: str, left: int, right: int) -> int | None:
 ARITHMETIC = Arithmetic()
 COUNTDOWN = Countdown("countdown full ", 256, (3, 4), 99, "+-*/", range(10, 101), 10_000)
 COUNTDOWN_SMALL = Countdown("countdown small ", 128, (3,), 9, "+-*", range(1, 51), 50)
-"""For a model of half a million parameters."""
+"""The level for a model of half a million parameters."""

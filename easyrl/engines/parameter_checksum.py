@@ -34,7 +34,7 @@ class ChecksumVerifier:
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[int, int, bool]] = {}
-        """By parameter: sent, held, and whether they differed at the first update."""
+        """Checksums sent and held of each parameter, and whether they differed at first."""
 
     def check(self, policy_version: int, ranks: Sequence[Sequence[ParameterChecksum]]) -> None:
         """Raise RuntimeError if a parameter is not what was sent. `ranks`: the checksums of each

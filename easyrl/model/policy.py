@@ -49,7 +49,7 @@ class Policy:
         self.model = model
         self.device = device
         self.no_packing_reason = no_packing_reason
-        """Why its layers cannot attend in packed rows exactly; None: they can."""
+        """Reason why its layers cannot attend in packed rows exactly; None: they can."""
         self.shares_prompts = no_packing_reason is None and attention != "repeated"
         """Whether the trainer packs a group's prompt once."""
         self.adapter: Adapter | None = None

@@ -32,7 +32,7 @@ from torch import Tensor
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 Groups = Sequence[tuple[int, Sequence[int]]]
-"""For each group its P, and the R of each completion (none: a whole sequence)."""
+"""P of each group, and R of each of its completions (none: a whole sequence)."""
 HIDDEN = -1e30
 """Added to hidden scores. Finite, because a query may have no visible key in a block."""
 

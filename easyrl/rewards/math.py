@@ -22,7 +22,7 @@ from easyrl.rewards.functions import Completions, text_of
 MAX_CPU_SECONDS = 3
 """Longest comparison of one answer. Real answers take a few hundredths; `9^{9^{9}}` never ends."""
 FORMULA = re.compile(r"\\boxed|\$|\\\(|\\\[")
-"""How math-verify recognizes a formula; an answer without one is parsed as a formula as a whole."""
+"""Marks of a formula for math-verify; an answer without one is parsed as a formula as a whole."""
 NUMBER = re.compile(
     r"(?:(?<![\d)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
 )

@@ -35,7 +35,7 @@ MAX_TRIES = 8
 BATCH_SIZE, SORTED_ROWS = 32, 512
 NUM_STEPS = {"tiny": (1500, 150), "tiny-countdown": (700, 80)}
 LEARNING_RATES = 3e-3, 5e-4
-"""Of the two stages, like the steps."""
+"""Steps and learning rates of the two stages."""
 
 
 def make(name: str, output: Path, num_steps: Sequence[int]) -> None:
