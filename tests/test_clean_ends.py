@@ -68,6 +68,15 @@ def test_a_signal_ends_everything_without_an_error(tmp_path: Path, signum: signa
     assert not any(path.exists() for path in semaphores)
 
 
+def test_a_signal_while_workers_start_ends_everything_without_a_warning(tmp_path: Path) -> None:
+    process = start("--output", str(tmp_path / "run"), *ENDLESS)
+    while len(processes := descendants(process.pid)) < 4:  # with the tracker and a reward process
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    returned, _, err = end(process, processes)
+    assert returned == 130 and err == ""
+
+
 def test_a_second_signal_ends_a_run_whose_trainer_hangs(tmp_path: Path) -> None:
     process, processes = started(tmp_path)
     (trainer,) = [p for p in processes if "train-0" in str(log_of(p))]
@@ -174,4 +183,3 @@ def test_an_exception_in_a_worker_is_reported_once_with_its_traceback(tmp_path: 
     assert err.count("easyrl: ") == 1
     last = err.strip().splitlines()[-1]
     assert "Error" in last and err.count(last) == 1
-    assert "resource_tracker" not in err

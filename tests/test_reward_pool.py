@@ -192,7 +192,7 @@ INVALID = {
     "nothing": "None",
     "a_set": "{1.0, 2.0}",
     "a_dict": "{0: 1.0, 1: 2.0}",
-    "eats": "MemoryError",
+    "eats": "memory_limit_gib",
 }
 LOST = {
     "exits": "exit code 3",

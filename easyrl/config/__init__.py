@@ -263,6 +263,8 @@ def _problem(details: Any) -> str:
         return f"{name}: unknown setting; {hint}"
     if details["type"] == "value_error" and name in ("", *SECTIONS):
         return message  # of a check of several keys, which names them
+    if details["type"] == "model_type":
+        message = "expected keys of this section"
     value = json.dumps(details["input"], ensure_ascii=False, default=str)
     return f"{name}: {message}, got {value}"
 

@@ -136,7 +136,10 @@ def run_call(call: Call) -> Scored:
         except BaseException as error:  # SystemExit too: the process belongs to the rewards
             result.scores.append([0.0] * num_completions)
             name = reward_names(_config)[index]
-            result.errors.append(f"reward '{name}' failed:\n{user_traceback(error)}")
+            limit = ""
+            if isinstance(error, MemoryError):
+                limit = f"\n(reward.memory_limit_gib is {_config.reward.memory_limit_gib})"
+            result.errors.append(f"reward '{name}' failed:\n{user_traceback(error)}{limit}")
     result.metrics.update({name: sum(values) / len(values) for name, values in logged.items()})
     return result
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import multiprocessing.util
 import os
 import signal
 import sys
@@ -58,7 +57,6 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
         exit_code = 1
         with contextlib.suppress(OSError):
             control.send(_describe(error))
-        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # named semaphores
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # without waiting for a process group that is stuck in a collective

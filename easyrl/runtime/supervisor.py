@@ -13,10 +13,12 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
@@ -136,6 +138,7 @@ class Supervisor:
         from_terminal = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, from_terminal)
         try:
+            _start_resource_tracker()
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -217,3 +220,13 @@ class Supervisor:
             worker.process.join()
             worker.close()
         self._workers.clear()
+
+
+def _start_resource_tracker() -> None:
+    """Start multiprocessing's resource tracker without its warning at the end.
+
+    It removes the semaphores of workers that end at once; the user need not hear of them.
+    """
+    sys.warnoptions.append("ignore:resource_tracker")
+    resource_tracker.ensure_running()
+    sys.warnoptions.pop()
