@@ -1,3 +1,3 @@
 """EasyRL: strictly on-policy reinforcement learning of language models at asynchronous speed."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

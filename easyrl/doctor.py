@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -78,7 +77,7 @@ def check() -> Iterator[Line]:
 
 
 def _package(name: str) -> Line:
-    bounds, version = SUPPORTED[name], _version(name)
+    bounds, version = SUPPORTED[name], platforms.package_version(name)
     remedy = f"pip install '{name}{bounds}'"
     if version is None and name in OPTIONAL:
         return Line(name, "ok", f"not installed; only {OPTIONAL[name]} needs it")
@@ -92,13 +91,6 @@ def _package(name: str) -> Line:
     except Exception as error:  # any: a broken installation raises many types
         return Line(name, "failed", f"{version} cannot be imported: {_one_line(error)}", remedy)
     return Line(name, "ok", version)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _accelerators() -> tuple[str, list[Line]]:

@@ -145,7 +145,6 @@ class Activity(WorkerEvent):
     """A worker's work since its last report."""
 
     spans: Sequence[Span]
-    num_tokens: int  # completion tokens generated (rollout worker) or trained (train worker)
     num_groups: int  # groups that the train worker has read from the ring
     under_way: UnderWay | None = None  # work started now that may take long
 

@@ -49,7 +49,7 @@ class Completion:
     token_ids: Int32  # [R], with the end-of-sequence token or stop string
     logprobs: Float32  # [R], of softmax(logits / temperature)
     finish_reason: Literal["stop", "length"]
-    """`stop`: end token or stop string; `length`: cut off by a limit of length or time."""
+    """`stop`: end token or stop string; `length`: cut off at the maximum length."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def group(time_: float, prompt_index: int, iteration: int = 0, **more: Any) -> F
 
 def active(worker: str, *spans: Span, **more: Any) -> FromWorker:
     now = spans[-1].ended if spans else more["under_way"].started
-    return FromWorker(worker, now, replace(Activity(spans, 0, 0), **more))
+    return FromWorker(worker, now, replace(Activity(spans, 0), **more))
 
 
 def run_events(folder: Path, config: Config) -> list[Event]:
@@ -55,16 +55,16 @@ def run_events(folder: Path, config: Config) -> list[Event]:
         events.Evaluated(t + 6, 0.5, 2, 0.2, num_iterations=0),
         events.IterationStarted(t + 7, 0),
         active("rollout-0", Span("weights", t + 7, t + 7.1), Span("generate", t + 7.1, t + 8),
-               Span("score", t + 7.5, t + 8.5), num_tokens=300),
+               Span("score", t + 7.5, t + 8.5)),
         group(t + 8, 0, prompt="2+3=", samples=[sample]),
         group(t + 8.1, 1, errors=[error]),
         group(t + 8.3, 2, is_rejected=True),
         events.Note("a note"),
-        active("train-0", Span("train", t + 8, t + 9), num_tokens=200, num_groups=1),
+        active("train-0", Span("train", t + 8, t + 9), num_groups=1),
         active("rollout-0", under_way=UnderWay("wait", t + 9.1)),
         active("train-0", under_way=UnderWay("train", t + 9.3)),
         events.NoEvents(t + 70.4, "no events for 60 s"),
-        active("train-0", Span("train", t + 9.3, t + 71), num_tokens=20),
+        active("train-0", Span("train", t + 9.3, t + 71)),
         events.EvaluationStarted(t + 70.5, 2),
         events.Evaluated(t + 70.8, 0.7, 2, 0.1, num_iterations=1),
         events.IterationFinished(t + 71, METRICS),

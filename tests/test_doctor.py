@@ -35,7 +35,7 @@ class Machine:
         self.free_bytes = {"/dev/shm": GIB // 16}
         self.vllm: str | None = None
         self.set = monkeypatch.setattr
-        self.set(doctor, "_version", self.versions.get)
+        self.set(platforms, "package_version", self.versions.get)
         self.set(doctor, "_free_bytes", lambda path: self.free_bytes.get(str(path), 100 * GIB))
         self.set(doctor, "available_memory_bytes", lambda: 20 * GIB)
         self.set(sandbox, "find_variant", lambda kind: kind)

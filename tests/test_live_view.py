@@ -48,7 +48,7 @@ def state_after(*more: Event, num_rollout: int = 1) -> ViewState:
             events.IterationFinished(118.0, METRICS),
             events.IterationStarted(118.0, 1),
             active("rollout-0", Span("weights", 118.0, 118.1)),
-            active("rollout-0", Span("generate", 118.2, 121.0), num_tokens=2800),
+            active("rollout-0", Span("generate", 118.2, 121.0)),
             active(
                 "train-0", Span("wait", 118.0, 120.0), Span("train", 120.0, 121.0), num_groups=1
             ),

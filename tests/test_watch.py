@@ -120,7 +120,7 @@ def test_trace_is_bounded_and_still_valid_and_followed(
     spans = [Span("train", began + number, began + number + 0.5) for number in range(2000)]
     run[first:-1] = [
         *(events.IterationFinished(began, {**METRICS, "iteration": n}) for n in range(10)),
-        *(active("train-0", span, num_tokens=1) for span in spans),
+        *(active("train-0", span) for span in spans),
     ]
     live, follower, notify = state_of(run), ViewState(), TraceWriter()
     files = None

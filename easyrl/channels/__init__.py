@@ -7,5 +7,5 @@ Knows no model, loss or engine.
 BUCKET_BYTES, NUM_BUCKETS = 64 * 2**20, 2
 """Buckets of weights: one is broadcast while the other is filled, or loaded."""
 ALONE_BYTES = 2**20
-"""A weight of this size or more skips the buckets on the CPU, where a copy of its bytes costs more
-than the 0.1 ms of a broadcast of its own. Between accelerators a bucket's size decides."""
+"""A weight of this size or more is broadcast without a bucket on the CPU: copying it into one costs
+more than the 0.1 ms of another broadcast. On accelerators the limit is BUCKET_BYTES."""

@@ -16,16 +16,16 @@ Suite = Literal["attention", "engine", "loop", "pipeline", "ring", "weights"]
 
 @command
 def bench(
-    suite: Annotated[Suite, typer.Argument(metavar="SUITE", help="One of these.")],
+    suite: Annotated[Suite, typer.Argument(metavar="SUITE", help="One of the suites above.")],
     *,
     words: Words = None,
     infer_devices: InferDevices = None,
     train_devices: TrainDevices = None,
     model: Annotated[
-        Literal["0.6B", "1.7B", "small"] | None, Option(help="Of loop; default: as devices allow.")
+        Literal["0.6B", "1.7B", "small"] | None, Option(help="Model of `loop`; default: by device.")
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, Option(help="Of loop and weights.")
+        Literal["float32", "bfloat16"] | None, Option(help="Data type of `loop`, `weights`.")
     ] = None,
     prompts: Annotated[
         int | None, Option(min=2, help="Prompts per iteration of pipeline; default: 64.")
@@ -57,5 +57,6 @@ def bench(
     options = {name: value for name, value in given.items() if value}
     run = import_module(f"easyrl.bench.{suite}").run
     if others := options.keys() - inspect.signature(run).parameters.keys():
-        raise ValueError(f"bench {suite}: takes no {', '.join(sorted(others))}")
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(others))
+        raise ValueError(f"bench {suite}: takes no {names.replace('--words', 'settings')}")
     return run_suite(suite, run(**options), json)

@@ -14,7 +14,7 @@ USER_ERROR = 2
 """Exit code of errors that the user can fix, Typer's usage errors included."""
 
 ConfigFile = Annotated[
-    Path | None, Option("--config", metavar="FILE.yaml", help="Config file; see `config`.")
+    Path | None, Option("--config", metavar="FILE.yaml", help="YAML file, as `config` prints it.")
 ]
 Words = Annotated[
     list[str] | None,

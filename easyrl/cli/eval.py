@@ -30,7 +30,7 @@ def evaluate(
     ] = None,
     seed: Seed = None,
     compare: Annotated[
-        Path | None, Option(metavar="RUN_OR_FILE", help="Compare with this evaluation.")
+        Path | None, Option(metavar="EVAL", help="Compare with this evaluation (its folder).")
     ] = None,
     no_live: NoLive = False,
     words: Words = None,

@@ -34,7 +34,7 @@ def watch(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     no_live: NoLive = False,
 ) -> int:
-    """Watch a run, or see one that has ended, from its folder alone."""
+    """Show the live view of a running or finished run, from its folder."""
     from easyrl.observe.trace import watch
 
     return watch(folder, live=not no_live)
@@ -58,7 +58,7 @@ def print_config(
     config: ConfigFile = None,
     diff: Annotated[
         Path | None,
-        Option(metavar="RUN", help="Only what this run folder or config file sets differently."),
+        Option(metavar="RUN", help="Only what differs from the defaults in this run or file."),
     ] = None,
     markdown: Annotated[
         bool, Option("--markdown", help="All settings as Markdown: docs/settings.md.")

@@ -43,11 +43,12 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of a bonus for the entropy of each token's distribution, averaged as the loss is."""
     mask_truncated_completions: bool = False
-    """Do not train completions that were cut off, as at `rollout.max_completion_length`. They still
+    """Do not train completions that were cut off at `rollout.max_completion_length`. They still
     count in their group's advantages, and in the loss as completions; their tokens do not."""
     importance_sampling_correction: Literal["none", "truncate", "mask", "auto"] = "auto"
     """Weight each token by its probability in the trainer over that in the engine: at most
-    importance_sampling_cap (`truncate`), or 0 beyond it (`mask`). `auto`: none in float32."""
+    importance_sampling_cap (`truncate`), or 0 beyond it (`mask`). `auto`: `none` in float32, else
+    `truncate`."""
     importance_sampling_cap: float = Field(default=3.0, gt=1.0)
     """Largest weight of importance_sampling_correction."""
     dynamic_sampling: bool = False

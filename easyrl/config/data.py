@@ -24,13 +24,13 @@ class DataConfig(Section):
     """Column with the prompt: a string, or chat messages. All other columns go to the rewards.
     Null: the preset's, else `prompt`."""
     prompt_template: str | None = None
-    """Makes the prompt from the row's columns instead: "Solve: {question}"; {{ and }} are braces.
+    """Template that makes the prompt from columns: "Solve: {question}"; {{ and }} are braces.
     Null: the preset's, else none."""
     system_prompt: str | None = None
     """System message before a prompt without one; it makes a chat of a string. Null: none."""
     chat: bool | None = None
-    """Whether a prompt that is a string goes through the model's chat template as a user's message
-    or to the model as it is. Null: the preset's, else false unless there is a system_prompt."""
+    """Send a prompt that is a string through the model's chat template, as a user's message. False:
+    to the model as it is. Null: the preset's, else false. A system_prompt always makes a chat."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Columns renamed for the rewards: {answer: solution} passes `solution` as `answer`."""
     shuffle: bool = True

@@ -25,7 +25,7 @@ class EvalConfig(Section):
     max_completion_length: int | None = Field(default=None, ge=1)
     """Longest completion in tokens; null: the preset's, else `rollout.max_completion_length`."""
     correct_reward: float = 1.0
-    """A completion is correct from this reward on, the weighted sum of all functions."""
+    """Smallest reward (the weighted sum of all functions) of a correct completion."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:

@@ -36,7 +36,7 @@ class RolloutConfig(Section):
     """Inference engine: `vllm`, or EasyRL's own engine over transformers' model code (`embedded`).
     `auto`: vLLM on accelerators where a suitable one is installed; the run prints which."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that one vLLM engine spans: a divisor of their number."""
+    """Devices that one vLLM engine spans: a divisor of the number of inference devices."""
     memory_fraction: float | None = Field(default=None, gt=0.0, le=1.0)
     """Fraction of its accelerator's memory that a rollout worker may take for weights and KV cache.
     Null: 0.9, or 0.5 of an accelerator that it shares with a train worker."""

@@ -29,7 +29,7 @@ def resolve_model(path: str) -> str:
 
 
 def describe_model(path: str) -> str:
-    """Say which model `path` names, for the run's plan."""
+    """Describe the model that `path` names, for the run's plan."""
     is_folder = Path(path).expanduser().is_dir()
     kind = "folder" if is_folder else "Hugging Face hub"
     return f"model: {path} ({'built-in' if path in BUILT_IN_MODELS else kind})"

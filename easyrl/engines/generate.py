@@ -36,7 +36,7 @@ root of the dtype's precision: 1e-3 in float32."""
 
 
 class GenerateEngine(PolicyEngine):
-    """Generates one group at a time (see `engines.base.Engine`)."""
+    """Engine that generates one group at a time (see `engines.base.Engine`)."""
 
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:
@@ -105,7 +105,7 @@ class GenerateEngine(PolicyEngine):
 
 
 class _Draw(LogitsProcessor):  # type: ignore[misc]
-    """Draws a token for every row and masks all others."""
+    """Processor that draws a token for every row and masks all others."""
 
     def __init__(self, uniforms: Tensor, sampling: SamplingSettings) -> None:
         self._uniforms, self._sampling = uniforms, sampling  # [G, R]
@@ -119,7 +119,7 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
 
 
 class _End(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row at an end-of-sequence token, a stop string or its limit."""
+    """Criterion that ends a row at an end-of-sequence token, a stop string or its limit."""
 
     def __init__(
         self, num_prompt: int, limits: Sequence[int], eos: Sequence[int], stop: StopStrings | None

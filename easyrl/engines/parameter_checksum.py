@@ -4,12 +4,12 @@ An engine that acknowledges an update without loading it would sample from an ol
 new version. So after every update each tensor-parallel rank reports two sums for each parameter:
 over the weights that were sent for it, and over what it holds now.
 
-    one rank          the two are equal
-    several ranks     each holds a shard, or all of it, or (few key/value heads) part of it: the
-                      sums over the ranks are equal, or change whenever what is sent changes
+    one rank          the two sums must be equal
+    several ranks     the sum over the ranks (shards), or that of each rank (copies), must be equal
 
-A vector may be stored as something computed from it (e.g. a decay rate). If it differs at the first
-update, it has to change from then on whenever what is sent changes.
+Two kinds of parameters may differ at the first update: those that several ranks hold in part (few
+key/value heads), and vectors that are stored as something computed from them (a decay rate). These
+must change from then on exactly when what is sent changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class ChecksumVerifier:
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[int, int, bool]] = {}
-        """Checksums sent and held of each parameter, and whether they differed at first."""
+        """By parameter: its sums at the last update, sent and held, and whether the two differed at
+        the first update."""
 
     def check(self, policy_version: int, ranks: Sequence[Sequence[ParameterChecksum]]) -> None:
         """Raise RuntimeError if a parameter is not what was sent. `ranks`: the checksums of each

@@ -49,7 +49,10 @@ from easyrl.runtime.preflight import check_positions, short_problems
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite
 from easyrl.runtime.supervisor import (
+    FAILED,
+    FINISHED,
     SIGNALLED,
+    USER_ERROR,
     Interrupted,
     Supervisor,
     WorkerFailure,
@@ -58,13 +61,11 @@ from easyrl.runtime.supervisor import (
 from easyrl.runtime.workers import Workers
 from easyrl.types import Prompt
 
-FINISHED, FAILED, USER_ERROR = 0, 1, 2
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    config: Config  # its section `data` says where the problems are
-    worker_config: Config  # the same as if training sampled this way
+    config: Config  # section `data` names the problems
+    worker_config: Config  # section `rollout` has the evaluation's number of samples and length
     source: ModelSource
     problems: Mapping[str, Prompt]  # by id
     num_skipped: int  # problems whose prompts are too long (`data.long_prompts=skip`)

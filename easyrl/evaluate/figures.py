@@ -85,7 +85,8 @@ def summarize(answers: Sequence[Lines], correct_reward: float) -> dict[str, Any]
 def compare(
     here: Answers, there: Answers, correct_reward: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the comparison as a whole, and of each common problem, the largest difference first.
+    """Return the figures of the comparison, and a line for each common problem, those with the
+    largest differences first.
 
     The answers of two evaluations are matched by their problems' ids (`data.datasets.problem_ids`).
     Problems with missing samples or rewards are left out. Raises ConfigError if none is left.

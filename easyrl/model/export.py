@@ -26,7 +26,7 @@ from typing import Literal
 from easyrl.config import Config, ConfigError
 from easyrl.data.hub import BUILT_IN_MODELS, KEY, resolve_model
 from easyrl.model.checkpoint_files import STATE, find_checkpoint
-from easyrl.model.files import fingerprint, load_tokenizer, read_model_files
+from easyrl.model.files import fingerprint, load_tokenizer, quieten_transformers, read_model_files
 
 ADAPTER = "adapter"
 """Name of the adapter's folder beside a LoRA run's `model/`."""
@@ -66,7 +66,7 @@ def export_checkpoint(source: Path, folder: Path) -> str:
             f"model.path: the files of {model.path} have changed since the run of "
             f"'{checkpoint.path}' started; restore them"
         )
-    _quieten_transformers()
+    quieten_transformers()
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     policy = Policy.load(model.path, trust_remote_code=model.trust_remote_code)
     if model.lora.rank is not None:
@@ -116,7 +116,7 @@ class ModelSource:
         import torch
         from transformers import AutoModelForCausalLM
 
-        _quieten_transformers()
+        quieten_transformers()
         base = AutoModelForCausalLM.from_pretrained(resolve_model(self.base), dtype=torch.float32)
         try:
             import peft
@@ -171,10 +171,3 @@ def _adapter(folder: Path, base: str | None) -> ModelSource:
             f"on; use --base MODEL, or the model/ folder of its run\n{error}"
         ) from None
     return ModelSource("adapter", str(folder), base)
-
-
-def _quieten_transformers() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -215,3 +215,11 @@ def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         return auto.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def quieten_transformers() -> None:
+    """Turn off its warnings and progress bars: EasyRL raises errors for what matters."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ PROBLEMS = {
     "groups_not_replaced": ("group", "without advantages"),
     "num_updates_not_finite": ("update", "dropped, not finite (lower train.learning_rate)"),
 }
-"""Counts in the metrics that a user should be warned about: of what, and what happened to it."""
+"""Metrics that count problems: name -> (what is counted, what happened to it)."""
 
 
 def problems_in(counts: Mapping[str, Any]) -> list[str]:

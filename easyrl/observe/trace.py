@@ -81,8 +81,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(fields: dict[str, Any]) -> Any:
-    """Return the message again: the `object_hook` of `json.loads`. Raises TypeError if it is one
-    of another version."""
+    """Turn an encoded message back into a message (`object_hook` of `json.loads`). Raises TypeError
+    for a message of another version."""
     kind = TYPES.get(fields.get("type", ""))
     return fields if kind is None else kind(**{k: v for k, v in fields.items() if k != "type"})
 
@@ -147,7 +147,7 @@ class TraceWriter:
 
     def _worker_lines(self, event: FromWorker, process: int) -> Iterator[Line]:
         match event.event:
-            case events.Activity(spans, _, num_groups):
+            case events.Activity(spans, num_groups):
                 for span in spans:
                     thread = REWARDS if span.kind == "score" else WORK
                     more = {"pid": process, "tid": thread}
@@ -175,8 +175,8 @@ class TraceWriter:
 
 
 def _shorten(path: Path, max_bytes: int) -> None:
-    """Keep names, starts of commands, the newest lines up to `max_bytes`, and older results up to
-    half as much again. Published by one rename."""
+    """Shorten the trace to names, RunStarted and the newest lines, `max_bytes` in all. Older
+    iterations and evaluations may take half as much again. Published by one rename."""
     kept: list[str] = []
     num_bytes = 0
     for line in reversed(path.read_text().splitlines(keepends=True)):

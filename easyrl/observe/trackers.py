@@ -107,7 +107,7 @@ class Trackers:
     """An observer that feeds the trackers of `output.log_to` from a thread."""
 
     def __init__(self, config: Config) -> None:
-        """Raises ValueError if one is not installed."""
+        """Raises ValueError if a tracker of `output.log_to` is not installed."""
         for name in config.output.log_to:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Runs inside the sandbox, as `python -c SOURCE`: execute a program with each of its tests.
+"""Execute a program with each of its tests, inside the sandbox (as `python -c SOURCE`).
 
 Reads a job as JSON from stdin and writes a line `{"output": ...}` per test to stdout, null where
 the program failed, up to the first failure. Imports nothing but the standard library, since the

@@ -1,4 +1,4 @@
-"""Runs in a reward process: call reward functions on completions of one prompt, check their scores.
+"""Call reward functions on completions of one prompt, in a reward process, and check their scores.
 
 A function that fails affects its own scores only: they become 0, and the error is returned beside
 them. Asynchronous functions are awaited together, on one event loop for the process's lifetime, so

@@ -59,7 +59,7 @@ from easyrl.runtime.supervisor import Interrupted, Supervisor, Worker
 from easyrl.runtime.workers import Workers
 
 BEFORE, AFTER = 0, 1
-"""Evaluation rounds; that after the n-th iteration, which is not the last, is AFTER + n."""
+"""Evaluation rounds. The round after iteration n (from 1), unless it is the last, is AFTER + n."""
 
 
 class Controller:
@@ -85,7 +85,7 @@ class Controller:
         self.started = started
         self.resumed = resumed
         before = resumed.state if resumed is not None else SavedState()
-        # At the last boundary; `wall_seconds` is set when it is saved.
+        # The state after the newest complete iteration; `wall_seconds` is set when it is saved.
         self.state = replace(
             before, config=config.model_dump(mode="json"), identity=checked.identity
         )

@@ -19,6 +19,7 @@ from easyrl import devices
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.engines.vllm import platforms as vllm_platforms
 from easyrl.events import Failed, Ready, Starting
+from easyrl.model.files import quieten_transformers
 from easyrl.processes import die_with_parent, spin_environment
 from easyrl.rewards.functions import RewardError
 from easyrl.workers.settings import WorkerSettings
@@ -104,10 +105,8 @@ def _set_up_environment(settings: WorkerSettings) -> None:
         os.environ.update(devices.DETERMINISTIC_ENVIRONMENT)
 
     import torch
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    quieten_transformers()
     torch.set_num_threads(settings.num_threads)
     devices.load_backend(kind)
     if settings.memory_fraction is not None and not is_vllm:  # vLLM's own processes have limits

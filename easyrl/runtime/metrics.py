@@ -20,7 +20,7 @@ from easyrl.runtime.resume import SavedState
 LAST_ITERATIONS = 5
 """`reward_first` and `reward_last` are means over this many iterations."""
 TOLERANCE = 1e-6
-"""Rewards are sums in float32: a reward below the bound by less than this reaches it."""
+"""A reward that is below the bound by less than this is correct: rewards are sums in float32."""
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ def summarize(
         "completion_tokens": num_tokens,
         "generated_tokens": lines[-1]["num_generated_tokens"],
         "groups_trained": state.num_iterations * config.train.prompts_per_iteration,
-        "groups_off_policy": 0,  # checked in each iteration, as is the number before
+        "groups_off_policy": 0,  # the controller checks both counts after each iteration
         "sampling_logp_difference_max": max(differences, default=None),
     }
 

@@ -194,8 +194,8 @@ def describe(placement: Placement) -> str:
 
 
 def _max_concurrent_groups(config: Config, num_engines: int, *, borrows: bool) -> int:
-    """Enough rows to keep the engine efficient, few enough that groups finish one by one, and at
-    most an engine's share of the prompts. More where the waiting trainer's cores are used."""
+    """Return the groups in flight per engine: enough for an efficient engine, few enough that
+    groups finish one by one, more if it `borrows` cores; at most its share of the prompts."""
     per_engine = -(-config.train.prompts_per_iteration // num_engines)
     if config.rollout.max_concurrent_groups is not None:
         return min(config.rollout.max_concurrent_groups, per_engine)

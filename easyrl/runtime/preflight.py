@@ -27,6 +27,7 @@ from easyrl.model.files import (
     load_tokenizer,
     max_positions,
     meta_model,
+    quieten_transformers,
     read_model_files,
 )
 from easyrl.rewards.loading import check_rewards
@@ -46,7 +47,7 @@ class Preflight:
     placement: Placement
     num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
     identity: Mapping[str, Any]
-    """Digests of model, data and held-out problems, which a resumed run must have again."""
+    """Digests of model, data and held-out problems; those of a resumed run must be the same."""
     held_out: Sequence[Prompt]  # problems that accuracy is measured on; may be empty
     warnings: Sequence[str]
 
@@ -187,8 +188,5 @@ def _num_trained(config: Config) -> int | None:
 
 
 def _model_config(config: Config) -> Any:
-    """Load transformers' configuration without its warnings, which are errors of ours."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    quieten_transformers()
     return load_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)

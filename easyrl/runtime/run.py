@@ -22,13 +22,14 @@ from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
 from easyrl.runtime.run_folder import RunFolder, RunFolderLost
 from easyrl.runtime.supervisor import (
+    FAILED,
+    FINISHED,
     SIGNALLED,
+    USER_ERROR,
     Interrupted,
     WorkerFailure,
     signals_as_interrupts,
 )
-
-FINISHED, FAILED, USER_ERROR = 0, 1, 2  # exit codes; a signal's is SIGNALLED + its number
 
 
 def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None = None) -> int:

@@ -30,6 +30,8 @@ from easyrl import events
 STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed
 CAUSE_SECONDS = 0.5
 """After a worker failed, look for the first cause for this long: its death makes others fail."""
+FINISHED, FAILED, USER_ERROR = 0, 1, 2
+"""Exit codes of a command."""
 SIGNALLED = 128
 """Exit code of a command that a signal ended, without the signal's number (130 after Ctrl-C)."""
 

@@ -49,7 +49,7 @@ class Workers:
         resumed: Resume | None = None,
         sampling: SamplingChoice | None = None,
     ) -> None:
-        """Spawn them. Closes this process's copy of `ring`.
+        """Spawn the workers, and close this process's copy of `ring`.
 
         Args:
             log_of: Path of a worker's log file, by its name.

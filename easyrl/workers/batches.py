@@ -131,7 +131,7 @@ class RankPipes:
 
 
 class GroupReader:
-    """Reads one iteration's groups from the ring: each exactly once, all of one policy."""
+    """Reader of one iteration's groups from the ring: each exactly once, all of one policy."""
 
     def __init__(
         self,
@@ -223,8 +223,8 @@ class MicroBatches:
         self._check_commands = check_commands
 
     def __iter__(self) -> Iterator[MicroBatch | UpdateEnd]:
-        """Yield them. Raises RuntimeError for a group that is off-policy or arrives twice, and
-        Dropped for a dropped iteration."""
+        """Yield the micro-batches. Raises RuntimeError for a group that is off-policy or arrives
+        twice, and Dropped for a dropped iteration."""
         steps = self._planned() if self._pipes.rank == 0 else self._received()
         for step in steps:
             if isinstance(step, UpdateEnd):

@@ -26,7 +26,6 @@ class Timeline:
         self._newest: dict[SpanKind, int] = {}  # of each kind, its index in _spans
         self._seconds: dict[SpanKind, float] = {}  # of each kind, the length of the last span
         self._past: dict[SpanKind, float] = {}  # of each kind, the end of the span before
-        self._num_tokens = 0
         self._num_groups = 0
         self._reported = time.monotonic()
 
@@ -37,15 +36,12 @@ class Timeline:
             self.report(UnderWay(kind, started))
         return started
 
-    def add(
-        self, kind: SpanKind, started: float, num_tokens: int = 0, num_groups: int = 0
-    ) -> float:
-        """End a span that began at `started`; return its length in seconds. `num_tokens` were
-        generated or trained, `num_groups` read from the ring."""
+    def add(self, kind: SpanKind, started: float, num_groups: int = 0) -> float:
+        """End a span that began at `started`; return its length in seconds. `num_groups` groups
+        were read from the ring."""
         ended = time.monotonic()
         self._note(kind, started, ended)
         self._seconds[kind] = ended - started
-        self._num_tokens += num_tokens
         self._num_groups += num_groups
         if ended - self._reported >= REPORT_SECONDS:
             self.report()
@@ -79,6 +75,6 @@ class Timeline:
         if self._spans or self._num_groups or under_way is not None:
             for kind, index in self._newest.items():
                 self._past[kind] = self._spans[index].ended
-            self._send(Activity(tuple(self._spans), self._num_tokens, self._num_groups, under_way))
-        self._spans, self._newest, self._num_tokens, self._num_groups = [], {}, 0, 0
+            self._send(Activity(tuple(self._spans), self._num_groups, under_way))
+        self._spans, self._newest, self._num_groups = [], {}, 0
         self._reported = time.monotonic()

@@ -33,7 +33,7 @@ from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, gathered
 from easyrl.processes import keep_freed_memory, maybe_sleep, pin
-from easyrl.workers.batches import EMPTY, Dropped, GroupReader, MicroBatches, RankPipes, UpdateEnd
+from easyrl.workers.batches import Dropped, GroupReader, MicroBatches, RankPipes, UpdateEnd
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
@@ -207,18 +207,17 @@ class TrainWorker:
         for batch in batches:
             if isinstance(batch, UpdateEnd):
                 self.cores.use_available()
-                started, num_tokens = time.monotonic(), 0
+                started = time.monotonic()
                 self.learner.step(num_completions=num_completions, num_tokens=batch.num_loss_tokens)
             else:
                 started = self.timeline.begin("train")
-                num_tokens = 0 if batch is EMPTY else len(batch.targets)
                 maybe_sleep()
                 self.cores.use_available()
                 self.learner.accumulate(batch)
                 # Otherwise queued device work counts as waiting, and groups are taken too early.
                 devices.synchronize(self.device)
             num_new, num_groups = reader.num_read - num_groups, reader.num_read
-            busy_seconds += self.timeline.add("train", started, num_tokens, num_new)
+            busy_seconds += self.timeline.add("train", started, num_new)
         self.timeline.report()
         return events.IterationTrained(
             iteration=iteration,

