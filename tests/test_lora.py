@@ -353,8 +353,6 @@ def test_both_schedules_end_in_the_same_bits_with_lora(tmp_path: Path, devices: 
         assert 0 < summary["sampling_logp_difference_max"] <= 1e-4
         ends[schedule] = summary["weights_sha256"], metrics
     assert ends["sync"] == ends["periodic"]
-    end = out.partition("\nfinished\n")[2]
-    assert "adapter/" in end and "the adapter merged" in end
     assert_model_and_adapter_were_trained(folder)
 
 
