@@ -15,12 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from easyrl.rewards import sandbox
+from easyrl.rewards import code_runner, sandbox
 from easyrl.rewards.sandbox import SandboxError
 from hostile_code import ATTACKS, SECRET
 
 pytestmark = pytest.mark.alone
 TESTS = Path(__file__).parent
+RUNNER = str(code_runner.__doc__).splitlines()[0]
 SYSTEM_PYTHON = "/usr/bin/python3"
 """One that any user can start, where the tests' own is in /root."""
 NOT_STOPPED_BY_LIMITS = {
@@ -79,7 +80,7 @@ def sandboxed_processes() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "name", "status"]):
         words = " ".join(process.info["cmdline"] or [])
-        is_ours = "Runs inside the sandbox" in words or "easyrl-hostile" in process.info["name"]
+        is_ours = RUNNER in words or "easyrl-hostile" in process.info["name"]
         if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
