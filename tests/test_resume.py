@@ -295,7 +295,6 @@ def test_another_number_of_ranks_continues_to_the_same_weights(
         moved = float((start_weights[name] - weight).norm() / weight.norm())
         assert gap <= 1e-5 and gap < moved / 100, name
     assert summary_of(twice)["groups_trained"] == summary_of(once)["groups_trained"] == 24
-    assert summary_of(twice)["groups_off_policy"] == 0
 
 
 def wait_for_saving(process: subprocess.Popen[str], folder: Path, beyond: int) -> None:

@@ -356,7 +356,7 @@ def test_skipped_groups_are_counted_and_have_no_reward() -> None:
     skipped = {"errors": ["why"], "is_skipped": True, "is_unwanted": True}
     skipped["rewards_by_function"] = []
     record.add_group("rollout-0", group_scored(1, [nan, nan], **skipped))
-    record.trained = events.IterationTrained(0, 1, 2, 0, 16, 0.0, {})
+    record.trained = events.IterationTrained(0, 1, 2, 16, 0.0, {})
     metrics = record.metrics(["score"], {}, seconds=1.0, num_devices=2)
     assert (metrics["groups_skipped"], metrics["reward_errors"]) == (1, 1)
     assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (0, 1)

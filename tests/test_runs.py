@@ -28,7 +28,7 @@ def test_a_run_writes_metrics_samples_and_summary(finished_run: Finished) -> Non
     assert positions == sorted(positions) and positions[-1] < out.index("\niteration 1/3")
     summary = summary_of(folder)
     assert summary["reward_last"] is not None and summary["tokens_per_second_per_device"] > 0
-    assert summary["groups_trained"] == 12 and summary["groups_off_policy"] == 0
+    assert summary["groups_trained"] == 12
     assert summary["policy_version"] == 3
     metrics = lines_of(folder / "metrics.jsonl")
     assert [line["iteration"] for line in metrics] == [0, 1, 2]
@@ -105,7 +105,7 @@ def test_sync_and_periodic_end_in_the_same_bits_whatever_the_timing(
         )
         assert (code, err) == (0, "")
         summary = summary_of(folder)
-        assert summary["groups_trained"] == 6 * iterations and summary["groups_off_policy"] == 0
+        assert summary["groups_trained"] == 6 * iterations
         metrics = [plain(line) for line in lines_of(folder / "metrics.jsonl")]
         if more[:3] == HARDER:
             assert "only the first is strictly on-policy" in out
@@ -136,7 +136,7 @@ def test_a_runs_own_config_starts_a_new_run(finished_run: Finished, tmp_path: Pa
         # Log-probabilities are of the whole distribution; of 3 tokens they would differ much.
         assert 0 < line["sampling/sampling_logp_difference/max"] <= 1e-4
     summary = summary_of(folder)
-    assert summary["groups_trained"] == 12 and summary["groups_off_policy"] == 0
+    assert summary["groups_trained"] == 12
     assert {path: path.stat().st_mtime_ns for path in old.rglob("*")} == before
 
 

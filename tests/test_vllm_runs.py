@@ -43,7 +43,6 @@ VLLM = ("rollout.engine=vllm", "algorithm.beta=0.04")
 
 
 def assert_on_policy(folder: Path) -> None:
-    assert summary_of(folder)["groups_off_policy"] == 0
     for line in lines_of(folder / "metrics.jsonl"):
         gap = line["sampling/sampling_logp_difference/max"]
         if gap is None:  # all rewards of each group are equal: nothing is computed

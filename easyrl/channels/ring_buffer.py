@@ -11,7 +11,8 @@ owns the slot alone. There is no lock that a killed process could leave held. Re
 bytes are atomic, and the system call orders memory on Arm as well: a reader that has the number
 sees everything written before it was sent. Groups are delivered in order of arrival.
 
-`RingBuffer.reclaim` finds the slots of a killed process. While a process writes or reads a slot,
+`RingBuffer.reclaim` finds the slots of a killed process (only tests call it: a run ends when a
+worker dies). While a process writes or reads a slot,
 the slot's status word names it. While the slot waits, its number is on a pipe. Only during a move
 is neither true, and then the mover's counter is odd. `reclaim` takes all numbers off the pipes and
 waits until no living process is in a move. A slot that is then neither on a pipe nor owned by a
@@ -190,8 +191,7 @@ class Reclaimed(NamedTuple):
 class RingBuffer:
     """The shared memory and its two pipes, without a name: nothing is left behind after a kill.
 
-    Made once and passed to spawned workers, which call `attach`. Runs do not use `reclaim`: they
-    end when a worker dies.
+    Made once and passed to spawned workers, which call `attach`.
     """
 
     def __init__(self, layout: RingLayout) -> None:

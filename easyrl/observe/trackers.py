@@ -4,8 +4,8 @@
 
 The step is the iteration. A tracker that raises or hangs is disabled with a warning and never
 stops the run. To add a tracker, write a function that starts it and returns how it logs and ends,
-and name it in TRACKERS and in `output.log_to`. If the run is resumed, `run.num_iterations` is above
-0.
+and name it in TRACKERS and in `OutputConfig.log_to` (config/runtime.py). In a resumed run
+`run.num_iterations` is above 0.
 """
 
 from __future__ import annotations

@@ -216,9 +216,8 @@ class Controller:
         self, record: IterationRecord, trained: events.IterationTrained, seconds: float
     ) -> None:
         expected, version = self.config.train.prompts_per_iteration, trained.policy_version
-        counts = trained.groups_trained, trained.groups_off_policy
-        if counts != (expected, 0):
-            raise RuntimeError(f"expected {expected} trained groups, 0 off-policy, got {counts}")
+        if trained.groups_trained != expected:
+            raise RuntimeError(f"expected {expected} trained groups, got {trained.groups_trained}")
         number = record.iteration + 1
         self.state = replace(self.state, policy_version=version, num_iterations=number)
         names, num_devices = reward_names(self.config), self._num_devices

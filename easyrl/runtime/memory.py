@@ -1,4 +1,5 @@
-"""Estimate the memory of a run's processes before it starts, from the model's config alone.
+"""Estimate the memory of a run's processes before it starts, from the model's config and the
+headers of its weight files.
 
 The estimate assumes the largest micro-batch (`train.max_tokens_per_micro_batch`) and prompts and
 completions of full length. A process on the CPU includes Python and torch; contexts of accelerators

@@ -156,7 +156,7 @@ def summarize(
         "completion_tokens": num_tokens,
         "generated_tokens": lines[-1]["num_generated_tokens"],
         "groups_trained": state.num_iterations * config.train.prompts_per_iteration,
-        "groups_off_policy": 0,  # the controller checks both counts after each iteration
+        "groups_off_policy": 0,  # one such group ends the run (`GroupReader._check`)
         "sampling_logp_difference_max": max(differences, default=None),
     }
 

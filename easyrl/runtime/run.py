@@ -84,11 +84,10 @@ def _train(controller: Controller) -> events.RunEnded:
         controller.notify(events.RunFinished(time.monotonic(), summary))
     except Interrupted as interrupted:
         message = f"stopped by {interrupted}; the run folder is {folder.path}"
-        if checkpoints_in(folder.checkpoints):
-            message += f"\nto resume: easyrl grpo --resume {quote(str(folder.path))}"
-        return events.RunEnded(SIGNALLED + interrupted.signum, message)
+        return events.RunEnded(SIGNALLED + interrupted.signum, message + _resume_hint(folder))
     except WorkerFailure as failure:
-        return events.RunEnded(USER_ERROR if failure.is_user_error else FAILED, str(failure))
+        exit_code = USER_ERROR if failure.is_user_error else FAILED
+        return events.RunEnded(exit_code, f"{failure}{_resume_hint(folder)}")
     except RunFolderLost as lost:
         return events.RunEnded(FAILED, str(lost))
     except Exception as error:
@@ -96,6 +95,13 @@ def _train(controller: Controller) -> events.RunEnded:
         folder.write_log(traceback.format_exc())
         return events.RunEnded(FAILED, f"{cause}\n(the full traceback is in {folder.log})")
     return events.RunEnded(FINISHED, "")
+
+
+def _resume_hint(folder: RunFolder) -> str:
+    """A line for a run that did not finish; empty without a checkpoint."""
+    if not checkpoints_in(folder.checkpoints):
+        return ""
+    return f"\nto resume: easyrl grpo --resume {quote(str(folder.path))}"
 
 
 def _announce(controller: Controller) -> None:

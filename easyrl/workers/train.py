@@ -223,7 +223,6 @@ class TrainWorker:
             iteration=iteration,
             policy_version=self.learner.policy_version,
             groups_trained=num_groups,
-            groups_off_policy=0,  # GroupReader raises before one is trained
             completion_tokens=reader.completion_tokens,
             busy_seconds=busy_seconds,
             metrics=self.learner.metrics(),
