@@ -330,6 +330,21 @@ def test_exported_model_is_that_of_the_checkpoint(tmp_path: Path, kind: str) -> 
         assert any("experts.3.gate_proj.weight" in name for name in names_in(tmp_path / "again"))
 
 
+def test_export_takes_the_next_checkpoint_where_the_run_deletes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, policy = make_checkpoint(tmp_path, "qwen3")
+
+    def load_while_the_run_goes_on(*arguments: Any, **named: Any) -> Policy:
+        if path.exists():
+            shutil.copytree(path, path.with_name("8"))
+            shutil.rmtree(path)
+        return policy
+
+    monkeypatch.setattr(Policy, "load", load_while_the_run_goes_on)
+    assert "checkpoints/8" in export_checkpoint(path.parent.parent, tmp_path / "exported")
+
+
 def names_in(folder: Path) -> set[str]:
     with safe_open(folder / "model.safetensors", framework="pt") as tensors:
         return set(tensors.keys())

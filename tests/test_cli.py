@@ -158,4 +158,4 @@ def test_diff_of_the_defaults_is_empty_and_words_win_over_it() -> None:
     shown = yaml.safe_load(call("config", "--diff", default, "runtime.seed=3").stdout)
     assert shown == {"runtime": {"seed": 3}}
     result = call("config", "--diff", "none")
-    assert result.exit_code == 2 and "--diff" in result.stderr
+    assert result.exit_code == 2 and "none" in result.stderr

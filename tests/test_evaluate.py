@@ -426,8 +426,10 @@ def test_comparison_is_printed_and_written(workers: Workers, tmp_path: Path) -> 
     assert len(lines_of(tmp_path / "b" / "comparison.jsonl")) == 6
     for file in ("samples.jsonl", "eval.json"):  # a finished evaluation is not asked again
         output = call(tmp_path / "a", "--compare", str(tmp_path / "b" / file), *words)
-        assert "difference -0." in output
+        assert "difference -0." in output and "not the same evaluation" not in output
     assert len(workers.asked) == 2
+    output = call(tmp_path / "c", "--compare", str(tmp_path / "a"), "eval.temperature=0.5", *words)
+    assert "temperature: 0.5 here, 1.0 there" in output
 
 
 # During training.

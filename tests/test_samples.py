@@ -85,7 +85,7 @@ def test_mistakes_are_user_errors(tmp_path: Path) -> None:
     for (folder, *words), text in {
         ("nothing",): "samples.jsonl",
         ("plain",): "samples.jsonl",
-        ("empty",): "no such sample yet",
+        ("empty",): "no such sample",
         ("run", "--min-reward", "7"): "--min-reward",
         ("run", "--iteration", "0"): "--iteration",
         ("run", "--iteration", "5-3"): "--iteration",

@@ -226,7 +226,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         content = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config, --diff: the file cannot be read: {error}") from None
+        raise ConfigError(f"the config file cannot be read: {error}") from None
     if not isinstance(content, dict | None):
         raise ConfigError(f"{path}: expected sections with keys in them, got {content!r}")
     return content or {}

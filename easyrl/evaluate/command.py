@@ -29,7 +29,7 @@ from easyrl.data.datasets import (
 )
 from easyrl.data.presets import eval_sampling, with_long_problems
 from easyrl.evaluate.figures import Answers, Lines, compare, summarize
-from easyrl.evaluate.folder import EvalFolder, read_evaluation
+from easyrl.evaluate.folder import EvalFolder, differing_settings, read_evaluation
 from easyrl.evaluate.view import EvalView, show_comparison, show_results
 from easyrl.model.export import ModelSource, find_model
 from easyrl.model.files import ModelFiles, read_model_files
@@ -157,8 +157,8 @@ def evaluate(
                 results = _results(plan, answers, num_tokens, seconds)
                 folder.write_results(results)
                 show_results(folder.path, results)
-                if compared is not None:
-                    _compare(folder, results, compared, str(other))
+                if other is not None and compared is not None:
+                    _compare(folder, results, compared, other)
                 return FINISHED
             except Interrupted as stop:
                 exit_code = SIGNALLED + stop.signum
@@ -262,9 +262,12 @@ def _results(plan: Plan, answers: Answers, num_tokens: int, seconds: float) -> d
     }
 
 
-def _compare(folder: EvalFolder, results: Mapping[str, Any], other: Answers, name: str) -> None:
+def _compare(folder: EvalFolder, results: Mapping[str, Any], other: Answers, path: Path) -> None:
     figures, problems = compare(folder.answers, other, results["correct_reward"])
+    name = str(path)
     folder.write_results({**results, "comparison": finite({"with": name, **figures})})
     file = folder.path / "comparison.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in problems), encoding="utf-8")
     show_comparison(figures, name, file)
+    for difference in differing_settings(path, results):
+        say(f"warning: not the same evaluation: {difference}")

@@ -23,6 +23,8 @@ from easyrl.runtime.run_folder import finite, folder_of, lock_folder, read_lines
 
 SETTINGS, SAMPLES = "settings.json", "samples.jsonl"
 KEY = "output.dir (--output)"
+MAY_DIFFER = ("model", "model_identity", "dataset", "dataset_identity", "seed", "dtype", "engine")
+"""Settings in which two evaluations that are compared may differ without a warning."""
 
 
 class EvalFolder:
@@ -110,3 +112,12 @@ def read_evaluation(path: Path) -> Answers:
             f"DIR), its eval.json or its samples.jsonl, got '{path}'"
         )
     return _by_problem(lines)
+
+
+def differing_settings(path: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Describe the differences of sampling and rewards between the evaluation at `path` and these
+    settings; empty without its folder."""
+    file = (path if path.is_dir() else path.parent) / SETTINGS
+    old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    keys = [key for key in old if key not in MAY_DIFFER and old[key] != settings.get(key)]
+    return [f"{key}: {settings.get(key)} here, {old[key]} there" for key in keys]

@@ -52,6 +52,8 @@ def replace_folder(folder: Path, *, is_writer: bool = True) -> Iterator[Path]:
 def export_checkpoint(source: Path, folder: Path) -> str:
     """Export a checkpoint, or the newest complete one of a run folder; return a message for the
     user. Raises ValueError for user errors."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     from easyrl.model.checkpoint import read_tensors
     from easyrl.model.policy import Policy
 
@@ -71,7 +73,14 @@ def export_checkpoint(source: Path, folder: Path) -> str:
     policy = Policy.load(model.path, trust_remote_code=model.trust_remote_code)
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
-    read_tensors(checkpoint.path, policy.model)
+    while True:
+        try:
+            read_tensors(checkpoint.path, policy.model)
+            break
+        except (Exception, CheckpointException):
+            if checkpoint.path.exists():
+                raise
+            checkpoint = find_checkpoint(source)  # a running run has deleted it
     try:
         with replace_folder(folder) as new:
             policy.save(new, tokenizer)

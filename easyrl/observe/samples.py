@@ -64,8 +64,7 @@ def show_samples(
         before = prompt
     if before is None:
         raise ValueError(
-            f"'{file}' has no such sample yet; try again later, or change --min-reward, "
-            "--max-reward or --iteration"
+            f"'{file}' has no such sample so far; change --min-reward, --max-reward or --iteration"
         )
 
 

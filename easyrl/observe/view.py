@@ -424,13 +424,14 @@ def _lane(
 
 
 def _rewards(state: ViewState, width: int) -> Text:
-    """The newest reward and accuracies, and a sparkline of the rewards."""
+    """The newest reward, a sparkline of the rewards, and the newest accuracies."""
     rewards = state.rewards
     text = f"reward {shown(rewards[-1], '.3f')}"
-    if newest := [shown(accuracy, ".3f") for accuracy in [*state.accuracies.values()][-3:]]:
-        text += f" · held-out accuracy {' -> '.join(newest)}"
+    accuracy = ""
+    if newest := [shown(value, ".3f") for value in [*state.accuracies.values()][-3:]]:
+        accuracy = f" · held-out accuracy {' -> '.join(newest)}"
     # Means of neighbours, so that they fit into the line.
-    num_bars = max(1, min(len(rewards), width - len(text) - 1))
+    num_bars = max(1, min(len(rewards), width - len(text + accuracy) - 1))
     edges = [len(rewards) * bar // num_bars for bar in range(num_bars + 1)]
     means = [fmean(rewards[a:b]) for a, b in pairwise(edges)]
     finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
@@ -439,7 +440,7 @@ def _rewards(state: ViewState, width: int) -> Text:
         BLOCKS[round(7 * (mean - low) / (high - low or 1.0))] if math.isfinite(mean) else " "
         for mean in means
     )
-    return _line((f"{text} ", "bold"), (bars, "blue"))
+    return _line((f"{text} ", "bold"), (bars, "blue"), (accuracy, "bold"))
 
 
 def _sample(group: events.GroupScored, height: int) -> list[RenderableType]:

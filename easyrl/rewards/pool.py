@@ -158,7 +158,8 @@ class RewardPool:
                 group.scores[0][index] = 0.0
                 names = ", ".join(self._names)
                 group.errors.append(
-                    f"reward ({names}): every function returned None for completion {index}"
+                    f"reward ({names}): every function returned None for completion {index}: "
+                    "does the row lack an answer?"
                 )
         if not group.errors:
             return group
