@@ -83,6 +83,7 @@ def _train(controller: Controller) -> events.RunEnded:
         summary["prompts_skipped"] = controller.checked.num_prompts_skipped
         controller.notify(events.RunFinished(time.monotonic(), summary))
     except Interrupted as interrupted:
+        discard_unfinished(folder.checkpoints)  # a second signal ends its writing
         message = f"stopped by {interrupted}; the run folder is {folder.path}"
         return events.RunEnded(SIGNALLED + interrupted.signum, message + _resume_hint(folder))
     except WorkerFailure as failure:
