@@ -83,7 +83,7 @@ $(LOWEST_VENV)/installed: pyproject.toml constraints.txt constraints-lowest.txt
 	@touch $@
 
 test-lowest: $(LOWEST_VENV)/installed
-	$(LOWEST_VENV)/bin/python -m pytest --durations=15
+	$(LOWEST_VENV)/bin/python -m pytest -m 'not long and not alone' -n 2 --dist loadfile --durations=15
 
 $(NEWEST_VENV)/installed: pyproject.toml constraints-newest.txt
 	@echo "Installing EasyRL with the newest supported torch and transformers into $(NEWEST_VENV)"

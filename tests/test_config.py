@@ -235,7 +235,7 @@ def test_unusable_file_is_refused_with_its_line(text: str, where: str, tmp_path:
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00train")
     for path in (tmp_path / "none.yaml", tmp_path / "binary.yaml"):
-        with pytest.raises(ConfigError, match="--config"):
+        with pytest.raises(ConfigError, match="config file"):
             load_config(path)
 
 
