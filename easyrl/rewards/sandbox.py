@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,11 +133,14 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
             )
         except OSError as error:
             raise SandboxError(f"{error} (as user {user})") from None
+        assert process.stdin is not None
+        ended = os.pidfd_open(process.pid)
         try:
-            process.communicate(json.dumps(job).encode(), timeout=timeout_seconds)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+                stdin.write(json.dumps(job).encode())
+            wait([ended], timeout_seconds)  # `process.wait` with a timeout polls, up to 50 ms late
         finally:
+            os.close(ended)
             process.kill()
             process.wait()
         if 0 < process.returncode < 128 and process.returncode != code_runner.PROGRAM_FAULT:
