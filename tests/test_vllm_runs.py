@@ -255,7 +255,7 @@ def test_stuck_update_is_reported_and_ends_the_run(
 
 FIRST, LAST = 10, 50
 MAX_GROWTH = 1.02
-"""Of a process's resident memory after iteration FIRST."""
+"""Bound of a process's resident memory, as a multiple of that after iteration FIRST."""
 
 
 @pytest.mark.long

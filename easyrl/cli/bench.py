@@ -57,6 +57,6 @@ def bench(
     options = {name: value for name, value in given.items() if value}
     run = import_module(f"easyrl.bench.{suite}").run
     if others := options.keys() - inspect.signature(run).parameters.keys():
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(others))
-        raise ValueError(f"bench {suite}: takes no {names.replace('--words', 'settings')}")
+        named = {name: f"--{name.replace('_', '-')}" for name in others} | {"words": "settings"}
+        raise ValueError(f"bench {suite}: takes no {', '.join(named[n] for n in sorted(others))}")
     return run_suite(suite, run(**options), json)

@@ -27,8 +27,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Collection, Iterator
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,14 +133,12 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
             )
         except OSError as error:
             raise SandboxError(f"{error} (as user {user})") from None
-        assert process.stdin is not None
-        ended = os.pidfd_open(process.pid)
+        timer = threading.Timer(timeout_seconds, process.kill)
+        timer.start()
         try:
-            with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-                stdin.write(json.dumps(job).encode())
-            wait([ended], timeout_seconds)  # `process.wait` with a timeout polls, up to 50 ms late
+            process.communicate(json.dumps(job).encode())  # with a timeout it polls, 50 ms late
         finally:
-            os.close(ended)
+            timer.cancel()
             process.kill()
             process.wait()
         if 0 < process.returncode < 128 and process.returncode != code_runner.PROGRAM_FAULT:
