@@ -51,6 +51,7 @@ class InitWeightChannel(Command):
 
     rank: int
     world_size: int
+    generation: int = 0  # of the process group: each is made once
 
 
 class ExchangeWeights(Command):
@@ -59,12 +60,27 @@ class ExchangeWeights(Command):
     policy_version: int
 
 
+class SendWeights(Command):
+    """Send the policy of this iteration to one new rollout worker, over a temporary channel."""
+
+    policy_version: int
+    world_size: int  # the trainer's rank 0 and the ranks of one engine
+    generation: int
+
+
+class CancelExchange(Command):
+    """A member of the weight channel is dead: end the waits for it."""
+
+
 class Generate(Command):
     """Roll out these prompts; put the groups into the ring, except those that are rejected."""
 
     iteration: int
     prompts: Sequence[IndexedPrompt]
     is_last_round: bool  # no group is rejected: there is no further round to replace it
+    known: Mapping[int, int] = field(default_factory=dict)
+    """Prompt index -> checksum of groups that a dead worker has delivered. They are generated
+    again, compared and dropped."""
 
 
 class Evaluate(Command):
@@ -74,6 +90,7 @@ class Evaluate(Command):
     prompts: Sequence[Prompt]
     num_samples: int = 1
     with_texts: bool = False
+    known: Mapping[int, int] = field(default_factory=dict)  # as in Generate
 
 
 class TrainIteration(Command):
@@ -150,7 +167,17 @@ class Activity(WorkerEvent):
 
 
 class WeightsExchanged(WorkerEvent):
+    """A worker has sent or received the weights, or could not (`error`)."""
+
     policy_version: int
+    error: str = ""
+
+
+class WeightsSent(WorkerEvent):
+    """Reply of train rank 0 to SendWeights."""
+
+    generation: int
+    error: str = ""
 
 
 class Sample(Message):
@@ -186,6 +213,13 @@ class GroupScored(WorkerEvent):
     """Metrics that reward functions logged (`log_metric`)."""
     prompt: str | None = None
     samples: Sequence[Sample] = ()
+    checksum: int = 0  # of token ids and log-probabilities
+
+
+class GroupRecomputed(WorkerEvent):
+    """A group that a dead worker had delivered was generated again: it has the same bits."""
+
+    prompt_index: int
 
 
 class PromptEvaluated(WorkerEvent):
@@ -200,6 +234,7 @@ class PromptEvaluated(WorkerEvent):
     prompt: str | None = None
     completions: Sequence[str] = ()  # [S], with `Evaluate.with_texts`
     errors: Sequence[str] = ()
+    checksum: int = 0  # of token ids and log-probabilities
 
 
 class IterationTrained(WorkerEvent):
@@ -234,6 +269,13 @@ class Failed(WorkerEvent):
     message: str
     traceback: str
     is_user_error: bool
+    is_replaceable: bool = False  # another worker in its place may succeed
+
+
+class Lost(WorkerEvent):
+    """The worker has died or was killed. Its process is gone; nothing follows."""
+
+    cause: str
 
 
 # -- events of a run --------------------------------------------------------------------------

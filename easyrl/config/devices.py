@@ -58,6 +58,11 @@ class DevicesConfig(Section):
     """Devices that generate; null: chosen from what the machine has."""
     train: Annotated[str | None, AfterValidator(_check)] = None
     """Devices that train; null: chosen from what the machine has."""
+    spare: Annotated[str | None, AfterValidator(_check)] = None
+    """More devices that may generate, used by `runtime.autoscale`."""
+    max_rollout_workers: int | None = Field(default=None, ge=1)
+    """Most rollout workers that the run may have (`easyrl scale`); null: those of `infer` and
+    `spare`."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of each worker. Null: its share of the cores, and on a CPU each worker has cores
     of its own. While a rollout worker waits, the train worker uses its cores, and the reverse (not

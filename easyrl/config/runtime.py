@@ -24,7 +24,21 @@ class RuntimeConfig(Section):
     timeout_seconds: float = Field(default=120.0, gt=0.0)
     """Longest time, in seconds, of a weight transfer's steps, of a step that train workers take
     together, and of a reward call (then see `reward.on_error`). After it the run stops and says
-    why. Waits for groups have no bound."""
+    why, or replaces the rollout worker that it waited for."""
+    stall_seconds: float | None = Field(default=1800.0, gt=0.0)
+    """Time in seconds without any progress (a token, a trained group, a transfer) after which the
+    workers' stacks are written to the run folder and the stalled worker is killed; null: never."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Rollout workers that are replaced, and restarts of the run with `runtime.restart`, within
+    `restart_window_seconds`; one more ends the run. 0: the first death ends it."""
+    restart_window_seconds: float = Field(default=600.0, gt=0.0)
+    """Time in seconds over which `max_restarts` counts."""
+    restart: Literal["never", "on_failure"] = "never"
+    """`on_failure`: when a train worker or the controller dies, the run resumes from its newest
+    checkpoint by itself."""
+    autoscale: bool = False
+    """Add rollout workers on `devices.spare` while the trainer waits for groups, and remove them
+    while the ring is full."""
 
 
 class OutputConfig(Section):

@@ -50,6 +50,11 @@ MAY_CHANGE = (
     "runtime.schedule",
     "runtime.resume",
     "runtime.timeout_seconds",
+    "runtime.stall_seconds",
+    "runtime.max_restarts",
+    "runtime.restart_window_seconds",
+    "runtime.restart",
+    "runtime.autoscale",
 )
 """Settings that decide how long, where and how fast the run is, but not what is trained."""
 
