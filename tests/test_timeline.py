@@ -9,7 +9,7 @@ import pytest
 
 from easyrl import events
 from easyrl.events import Activity, UnderWay
-from easyrl.runtime.workers import Watchdog
+from easyrl.runtime.watchdog import Watchdog
 from easyrl.workers import timeline
 from easyrl.workers.timeline import Timeline
 
