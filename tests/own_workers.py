@@ -15,9 +15,9 @@ from easyrl.runtime.workers import Workers
 from easyrl.workers.settings import WorkerSettings
 
 
-def make_ring(num_slots: int, num_owners: int = 2) -> RingBuffer:
+def make_ring(num_slots: int, num_owners: int = 2, num_groups: int = 64) -> RingBuffer:
     limits = NUM_GENERATIONS, LONGEST_PROMPT, LONGEST_COMPLETION
-    return RingBuffer(RingLayout(num_slots, *limits, num_owners))
+    return RingBuffer(RingLayout(num_slots, *limits, num_owners, num_groups))
 
 
 def num_free(ring: RingBuffer) -> int:

@@ -212,6 +212,7 @@ def drain(reader: GroupReader, num_groups: int) -> list[int]:
     return indices
 
 
+PREVIOUS = {"iteration": ITERATION - 1, "policy_version": VERSION - 1}
 IN_ORDER = pytest.mark.parametrize("deterministic", [False, True])
 SYNC = pytest.mark.parametrize("sync", [False, True])
 
@@ -237,8 +238,8 @@ def test_an_off_policy_group_stops_the_run(
 @pytest.mark.parametrize(
     "wrong",
     [
-        pytest.param(make_group(FIRST), id="again"),
         pytest.param(make_group(FIRST + 2, group_index=0), id="its replacement"),
+        pytest.param(make_group(FIRST, **PREVIOUS), id="of the previous iteration, never taken"),
         pytest.param(make_group(FIRST + 2), id="above the last index"),
     ],
 )
@@ -250,6 +251,30 @@ def test_a_group_that_is_not_due_stops_the_run(
     source = feed([make_group(FIRST), wrong, make_group(FIRST + 1)])
     with pytest.raises(RuntimeError, match=rf"prompt {wrong.prompt_index}\b"):
         drain(source.reader(2, deterministic=deterministic), 2)
+
+
+@IN_ORDER
+@SYNC
+def test_late_duplicates_of_this_and_the_previous_iteration_are_dropped_and_counted(
+    feed: Any, deterministic: bool, sync: bool
+) -> None:
+    previous = make_group(FIRST + 1, **PREVIOUS)
+    first, second = make_group(FIRST), make_group(FIRST + 1)
+    source = feed([previous, first, first, second], num_slots=2)
+    source.consumer.mark_taken(previous)
+    reader = source.reader(2, deterministic=deterministic, sync=sync)
+    assert drain(reader, 2) == [FIRST, FIRST + 1] and reader.num_duplicates == 2
+    assert source.num_free == 2
+    reader.finish_update(0)
+    assert source.ring.delivered(ITERATION) == {0, 1}
+
+
+def test_an_update_ends_only_when_each_of_its_groups_was_handed_out_once(feed: Any) -> None:
+    reader = feed([make_group(FIRST + index) for index in range(4)]).reader(4, num_updates=2)
+    drain(reader, 2)
+    reader.finish_update(0)
+    with pytest.raises(RuntimeError, match="update 1"):
+        reader.finish_update(1)
 
 
 @IN_ORDER

@@ -39,6 +39,7 @@ def layout(num_slots=4, num_generations=3, max_prompt=16, max_completion=8, num_
         max_prompt_length=max_prompt,
         max_completion_length=max_completion,
         num_owners=num_owners,
+        num_groups=20,
     )
 
 
@@ -468,6 +469,26 @@ def test_two_owners_dead_in_the_middle_of_moves_are_reclaimed_together(new_ring)
     assert ring.reclaim(1, 2).redelivered == [(0, 1)]
     assert take_all(port) == [1]
     assert_whole(ring, ring.attach(1))
+
+
+def test_delivered_groups_are_those_published_being_read_or_taken(new_ring):
+    ring = new_ring()
+    producer, reader = ring.attach(0), ring.attach(1)
+    producer.put(make_group(0), 0)
+    with reader.get(0) as group:
+        reader.mark_taken(group)
+    for index in (1, 2, 10):  # the last is of iteration 1
+        producer.put(make_group(index), 0)
+    lease = reader.get(0)
+    slot = ring.free_pipe.receive()
+    for name, value in (("iteration", 0), ("group_index", 7), ("prompt_index", 7)):
+        ring.slots[name][slot] = value
+    ring.slots["status"][slot] = VICTIM << ring_buffer.STATE_BITS | ring_buffer.WRITING
+    assert ring.delivered(0) == {0, 1, 2} and ring.delivered(1) == {10}
+    lease.release()  # not accepted
+    assert ring.delivered(0) == {0, 2}
+    assert ring.reclaim(VICTIM).unfinished == [(0, 7)]
+    assert take_all(reader) == [2, 10] and ring.delivered(0) == {0}
 
 
 def stress_producer(ring, owner, log_fd, first):

@@ -67,7 +67,9 @@ def _measure(group_bytes: int, repetitions: int, num_wakeups: int) -> Row:
         end, latencies = control.recv()
         return (end - start) / count, latencies
 
-    layout = RingLayout(NUM_SLOTS, NUM_GENERATIONS, PROMPT_LENGTH, length, num_owners=2)
+    layout = RingLayout(
+        NUM_SLOTS, NUM_GENERATIONS, PROMPT_LENGTH, length, num_owners=2, num_groups=1
+    )
     with closing(RingBuffer(layout)) as ring:
         consumer = context.Process(target=_consume, args=(ring, queue, theirs), daemon=True)
         consumer.start()

@@ -65,7 +65,7 @@ ARRAYS = (  # field of RolloutGroup, element type, its one dimension
     ("truncated", np.bool_, "num_generations"),
 )
 
-NO_PROMPT = -1
+NO_PROMPT = NEVER = -1
 TOKEN_BYTES = 8
 ALIGNMENT_BYTES = 64
 
@@ -79,6 +79,7 @@ class RingLayout:
     max_prompt_length: int  # in tokens
     max_completion_length: int  # in tokens, tool and environment tokens included
     num_owners: int  # owner ids of workers are 0 … num_owners − 1
+    num_groups: int  # of an iteration: group indices are 0 … num_groups − 1
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -90,9 +91,10 @@ class RingLayout:
         }
 
     def arrays(self) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
-        """Yield name, element type and shape of each array: `moves` [num_owners], header fields
-        [num_slots], arrays of the groups [num_slots, capacity]."""
+        """Yield name, element type and shape of each array: `moves` [num_owners], `taken`
+        [num_groups], header fields [num_slots], arrays of the groups [num_slots, capacity]."""
         yield "moves", np.int64, (self.num_owners,)
+        yield "taken", np.int64, (self.num_groups,)
         for name in HEADER:
             yield name, np.int64, (self.num_slots,)
         for name, element, dimension in ARRAYS:
@@ -199,6 +201,7 @@ class RingBuffer:
         layout.check_memory()
         self._map(layout, anonymous_memory(layout.total_bytes))
         self.slots["prompt_index"][:] = NO_PROMPT
+        self.taken[:] = NEVER
         self.free_pipe, self.ready_pipe = TokenPipe(), TokenPipe()
         capacity = self.free_pipe.capacity()
         if layout.num_slots > capacity:
@@ -220,6 +223,7 @@ class RingBuffer:
             self.slots[name] = np.ndarray(shape, element, memory, offset)
             offset += _num_bytes(element, shape)
         self.moves = self.slots.pop("moves")
+        self.taken = self.slots.pop("taken")  # last iteration in which this index was taken
 
     def __getstate__(self) -> tuple[Any, ...]:
         assert_spawning(self)
@@ -295,6 +299,27 @@ class RingBuffer:
             for slot in ready:
                 self.ready_pipe.send(slot)
 
+    def delivered(self, iteration: int) -> set[int]:
+        """Return the indices of this iteration's groups that are published in a slot, or taken by
+        the trainer. Of a dead owner, the answer is exact once its slots are reclaimed.
+
+        Groups only move from a slot to `taken`. A group that was published at the start is still in
+        its slot at the end, or the slot was freed, and its index was recorded before that.
+        """
+
+        def are_published() -> npt.NDArray[np.bool_]:
+            states = self.slots["status"] & (1 << STATE_BITS) - 1
+            of_iteration: npt.NDArray[np.bool_] = self.slots["iteration"] == iteration
+            return np.isin(states, (READY, READING)) & of_iteration
+
+        is_published = are_published()
+        time.sleep(SETTLE_SECONDS)
+        indices = self.slots["group_index"].copy()
+        time.sleep(SETTLE_SECONDS)
+        is_published &= are_published()
+        time.sleep(SETTLE_SECONDS)
+        return {*indices[is_published].tolist(), *np.flatnonzero(self.taken == iteration).tolist()}
+
     def group(self, slot: int) -> RolloutGroup:
         """Return the group in a slot that this or another process has leased, as read-only NumPy
         views of the shared memory."""
@@ -354,6 +379,10 @@ class RingPort:
         """Lease the next ready group, in order of arrival; return None if none arrived in time."""
         slot = self._take(self.ring.ready_pipe, READING, timeout_seconds)
         return None if slot is None else Lease(self, slot)
+
+    def mark_taken(self, group: RolloutGroup) -> None:
+        """Record, before its slot is freed, that the trainer has accepted this group."""
+        self.ring.taken[group.group_index] = group.iteration
 
     def free_slot(self, slot: int) -> None:
         """Free a slot that this worker owns (`Lease.release`)."""

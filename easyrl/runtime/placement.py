@@ -166,6 +166,7 @@ def ring_layout(config: Config, placement: Placement) -> RingLayout:
         max_prompt_length=config.data.max_prompt_length,
         max_completion_length=config.rollout.max_completion_length,
         num_owners=placement.num_rollout_workers + placement.train.count,
+        num_groups=config.train.prompts_per_iteration,
     )
 
 

@@ -131,7 +131,10 @@ class RankPipes:
 
 
 class GroupReader:
-    """Reader of one iteration's groups from the ring: each exactly once, all of one policy."""
+    """Reader of one iteration's groups from the ring: each exactly once, all of one policy.
+
+    A worker that dies can leave a group twice. The late duplicate is dropped and counted.
+    """
 
     def __init__(
         self,
@@ -145,14 +148,19 @@ class GroupReader:
         train = config.train
         self.groups_per_update = train.prompts_per_iteration // train.updates_per_iteration
         self.num_read = 0  # groups handed out so far
-        self.completion_tokens = 0  # of these groups
+        self.num_duplicates = 0  # groups dropped
+        self.completion_tokens = 0  # of the groups handed out
         self.port = port
         self._expected = expected
+        self._previous = expected[0] - 1, expected[1] - train.updates_per_iteration
+        self._previously_taken = {*np.flatnonzero(port.ring.taken == self._previous[0]).tolist()}
         self._wait_for_group = wait_for_group
         self._is_ordered = config.runtime.deterministic
         self._waits_for_all = config.runtime.schedule == "sync"
         self._due = set(range(train.prompts_per_iteration))  # group indices that have not arrived
+        self._prompts: dict[int, int] = {}  # of the groups that have arrived, by group index
         self._arrived: dict[int, Lease] = {}  # by group index, in order of arrival
+        self._handed_out: list[int] = []  # group indices of the current update
 
     def next(self, update: int, *, wait: bool) -> Lease | None:
         """Return the next group of an update that has groups left; None, with `wait=False`, if it
@@ -160,6 +168,10 @@ class GroupReader:
         while (index := self._available(update)) is None:
             lease = self.port.get(0.0)
             if lease is not None:
+                if self._is_duplicate(lease.group):
+                    self.num_duplicates += 1
+                    lease.release()
+                    continue
                 self._check(lease.group)
                 self._arrived[lease.group.group_index] = lease
             elif wait or self._waits_for_all:
@@ -167,9 +179,18 @@ class GroupReader:
             else:
                 return None
         lease = self._arrived.pop(index)
+        self._handed_out.append(index)
         self.num_read += 1
         self.completion_tokens += lease.group.num_completion_tokens
         return lease
+
+    def finish_update(self, update: int) -> None:
+        """Check that each group of the update was handed out exactly once."""
+        first = update * self.groups_per_update
+        expected = range(first, first + self.groups_per_update)
+        got, self._handed_out = sorted(self._handed_out), []
+        if got != [*expected]:
+            raise RuntimeError(f"update {update}: expected the groups {expected} once, got {got}")
 
     def _available(self, update: int) -> int | None:
         """Index of the group to hand out now, if it has arrived."""
@@ -180,8 +201,17 @@ class GroupReader:
         of_update = (i for i in self._arrived if i // self.groups_per_update == update)
         return next(of_update, None)
 
+    def _is_duplicate(self, group: RolloutGroup) -> bool:
+        """Return whether the same group has been accepted before, in this iteration or the previous
+        one, of which all groups have been trained."""
+        got, index = (group.iteration, group.policy_version), group.group_index
+        if got == self._previous:
+            return index in self._previously_taken
+        return got == self._expected and self._prompts.get(index) == group.prompt_index
+
     def _check(self, group: RolloutGroup) -> None:
-        """Check that the group is on-policy and arrives once (docs/design.md, Invariants)."""
+        """Check that the group is on-policy and due (docs/design.md, Invariants). Then accept
+        it."""
         got = group.iteration, group.policy_version
         if got != self._expected:
             raise RuntimeError(
@@ -190,10 +220,12 @@ class GroupReader:
             )
         if group.group_index not in self._due:
             raise RuntimeError(
-                f"group {group.group_index} (prompt {group.prompt_index}) has already arrived in "
-                f"iteration {group.iteration}, or is not one of its groups"
+                f"group {group.group_index} (prompt {group.prompt_index}) has arrived with another "
+                f"prompt in iteration {group.iteration}, or is not one of its groups"
             )
         self._due.remove(group.group_index)
+        self._prompts[group.group_index] = group.prompt_index
+        self.port.mark_taken(group)
 
 
 class MicroBatches:
@@ -223,8 +255,8 @@ class MicroBatches:
         self._check_commands = check_commands
 
     def __iter__(self) -> Iterator[MicroBatch | UpdateEnd]:
-        """Yield the micro-batches. Raises RuntimeError for a group that is off-policy or arrives
-        twice, and Dropped for a dropped iteration."""
+        """Yield the micro-batches. Raises RuntimeError for a group that is off-policy or not due,
+        and Dropped for a dropped iteration."""
         steps = self._planned() if self._pipes.rank == 0 else self._received()
         for step in steps:
             if isinstance(step, UpdateEnd):
@@ -249,6 +281,7 @@ class MicroBatches:
                 self._pipes.dispatch_each(shares)
                 yield own, leases
             self._check_commands()
+            self._reader.finish_update(update)
             end = UpdateEnd(self._num_loss_tokens)
             self._pipes.dispatch(end)
             yield end
