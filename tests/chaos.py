@@ -1,0 +1,489 @@
+"""Kill or stop random processes of small runs at random moments, and check what is left.
+
+    python -m tests.chaos --trials 100 --seed 1            # exit code 1 if any trial failed
+    python -m tests.chaos --trials 100 --seed 1 --only 17  # one of them
+
+Each trial is one `easyrl grpo` on the CPU with two rollout workers, and one SIGKILL, or SIGSTOP and
+later SIGCONT. Its victim, action and moment follow from the seed and its number. The moment is
+uniform over the life of an undisturbed run, which is measured first. A run that loses a process of
+MUST_FINISH has to finish; any other has to be resumable, and is resumed.
+
+Files of a trial are kept under --folder if it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .runs import SMALL, command, lines_of, summary_of
+
+ITERATIONS, PROMPTS, GENERATIONS = 12, 4, 4
+STALL_SECONDS, TIMEOUT_SECONDS = 25.0, 20.0
+SETTINGS = (
+    *SMALL,
+    *("--infer-devices", "cpu:2", "--iterations", str(ITERATIONS), "--no-live"),
+    *("train.eval_every=3", "train.save_every=3", "rollout.max_completion_length=48"),
+    *(f"runtime.stall_seconds={STALL_SECONDS}", f"runtime.timeout_seconds={TIMEOUT_SECONDS}"),
+)
+DELAYS = {"EASYRL_RANDOM_DELAYS": "0.04"}
+"""Other timings in each trial, and iterations that take long beside the start of the workers."""
+
+VICTIMS = {"rollout": 4, "reward": 2, "train": 2, "controller": 2}
+"""Kinds of processes, and how often each is chosen."""
+MUST_FINISH = ("reward",)
+PHASES = ("startup", "weights", "generate/train", "checkpoint", "evaluation", "saving")
+SHORT_STOP = 0.5, 4.0  # seconds
+LONG_STOP = STALL_SECONDS + 5.0
+LEAVING_SECONDS = 10.0
+"""After the end of a run, or of its controller, all other processes are gone."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done to a trial's run."""
+
+    victim: str
+    number: int  # among the processes of this kind
+    moment: float  # part of an undisturbed run's life
+    stop_seconds: float  # 0: SIGKILL
+
+    @classmethod
+    def of_trial(cls, seed: int, trial: int) -> Plan:
+        draw = random.Random(f"{seed}/{trial}")
+        (victim,) = draw.choices(list(VICTIMS), list(VICTIMS.values()))
+        number, moment, stop_seconds = draw.randrange(12), draw.random(), 0.0
+        if draw.random() < 0.4:
+            stop_seconds = draw.uniform(*SHORT_STOP)
+            if draw.random() < 0.25 and victim != "reward":  # whose calls have a time limit
+                stop_seconds = LONG_STOP
+        return cls(victim, number, moment, stop_seconds)
+
+    @property
+    def action(self) -> str:
+        if not self.stop_seconds:
+            return "killed"
+        return "stopped past the limit" if self.stop_seconds > STALL_SECONDS else "stopped"
+
+
+@dataclass
+class Outcome:
+    plan: Plan
+    seconds: float = 0.0  # until the end, without a resumption
+    phase: str = "startup"
+    has_resumed: bool = False
+    num_restarts: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        ending = "resumed" if self.has_resumed else "finished"
+        replaced = f", {self.num_restarts} replaced" if self.num_restarts else ""
+        return "FAILED: " + "; ".join(self.problems) if self.problems else ending + replaced
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+class Run:
+    """One `easyrl grpo` with a mark in the environment of all its processes."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.output, self.temporary = folder, folder / "run", folder / "tmp"
+        self.temporary.mkdir()
+        self.mark = f"EASYRL_CHAOS={folder.name}-{random.randbytes(8).hex()}"
+        self.shared_memory: set[Path] = set()
+
+    def start(self, name: str, *words: str) -> None:
+        private = dict.fromkeys(("TMPDIR", "XDG_RUNTIME_DIR"), str(self.temporary))
+        private["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "torch")  # not in TMPDIR
+        mark, _, value = self.mark.partition("=")
+        self.err = self.folder / f"{name}.err"
+        with (self.folder / f"{name}.out").open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                command("--output", str(self.output), *SETTINGS, *words),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, **DELAYS, **private, mark: value},
+            )
+        self.started = time.monotonic()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most `seconds` for the end of the run; note its shared memory meanwhile."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.note_shared_memory()
+            time.sleep(max(0.0, min(0.2, deadline - time.monotonic())))
+        return self.process.poll() is not None
+
+    def note_shared_memory(self) -> None:
+        for process in self.processes():
+            try:
+                lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            except OSError:
+                continue
+            names = {line.partition("/dev/shm/")[2] for line in lines if " (deleted)" not in line}
+            self.shared_memory |= {Path("/dev/shm", name) for name in names if name}
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of the run that has not ended, orphans too."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                is_ours = entry.name.isdecimal() and self.mark.encode() in (
+                    (entry / "environ").read_bytes().split(b"\0")
+                )
+                if is_ours:
+                    found.append(psutil.Process(int(entry.name)))
+            except (OSError, psutil.NoSuchProcess):
+                continue
+        return found
+
+    def victims(self, kind: str) -> list[psutil.Process]:
+        """Processes of this kind, in the order in which they were started."""
+        if kind == "controller":
+            return [psutil.Process(self.process.pid)]
+        processes = self.processes()
+        workers = self._children(processes, {self.process.pid})
+        named = {process.pid: _log_of(process) for process in workers}
+        # A worker writes to its log after a second; until then, its order tells what it is.
+        roles = {
+            process.pid: (named[process.pid] or f"{'train' if n == 2 else 'rollout'}-{n}")
+            for n, process in enumerate(workers)
+        }
+        rollout = {pid for pid, name in roles.items() if name.startswith("rollout")}
+        if kind == "reward":
+            return self._children(processes, rollout)
+        return [process for process in workers if (process.pid in rollout) == (kind == "rollout")]
+
+    @staticmethod
+    def _children(processes: list[psutil.Process], parents: set[int]) -> list[psutil.Process]:
+        """Python processes that these have spawned."""
+        found = []
+        for process in processes:
+            try:
+                if process.ppid() in parents and "spawn_main" in " ".join(process.cmdline()):
+                    found.append((process.create_time(), process.pid, process))
+            except psutil.NoSuchProcess:
+                continue
+        return [process for *_, process in sorted(found, key=lambda each: each[:2])]
+
+    # -- what is left ---------------------------------------------------------------------------
+
+    def leftovers(self) -> list[str]:
+        """Processes and shared memory that are still there after LEAVING_SECONDS."""
+        deadline = time.monotonic() + LEAVING_SECONDS
+        while (processes := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        while self._shared() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        found = [f"process {p.pid} left: {_description(p)}" for p in processes]
+        return found + [f"{path} left" for path in self._shared()]
+
+    def files_left(self) -> list[str]:
+        """Sockets and temporary files."""
+        files = [path for path in self.output.rglob("*") if path.is_socket()]
+        unfinished = [p for p in self.output.rglob("*") if p.name.endswith(".unfinished")]
+        return [f"{path} left" for path in (*files, *unfinished, *self.temporary.iterdir())]
+
+    def _shared(self) -> list[Path]:
+        return [path for path in self.shared_memory if path.exists()]
+
+    def kill(self) -> None:
+        for process in self.processes():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+
+
+def _log_of(process: psutil.Process) -> str:
+    """The name of the worker whose log a process writes to."""
+    try:
+        log = Path(f"/proc/{process.pid}/fd/1").readlink()
+    except OSError:
+        return ""
+    return log.stem if log.suffix == ".log" else ""
+
+
+def _description(process: psutil.Process) -> str:
+    try:
+        return f"{process.status()} {_log_of(process)} {' '.join(process.cmdline())}"
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+# -- one trial ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Times of an undisturbed run in seconds."""
+
+    ready: float  # the workers have started
+    total: float
+
+
+def measure(folder: Path, jobs: int) -> Baseline:
+    """The times of undisturbed runs, as many at a time as there will be trials."""
+    runs = [Run(folder / f"undisturbed-{n}") for n in range(jobs)]
+    try:
+        for run in runs:
+            run.start("run")
+        times = []
+        for run in runs:
+            run.wait(300.0)
+            if run.process.poll() != 0:
+                raise SystemExit(f"an undisturbed run failed: see {run.folder}")
+            if problems := [*ledger(run.output), *run.leftovers(), *run.files_left()]:
+                raise SystemExit(f"an undisturbed run: {'; '.join(problems)}")
+            began, ready, ended = trace_times(run.output)
+            times.append(Baseline(ready - began, ended - began))
+    finally:
+        for run in runs:
+            run.kill()
+    return min(times, key=lambda baseline: baseline.total)
+
+
+def run_trial(plan: Plan, folder: Path, baseline: Baseline) -> Outcome:
+    """Run, act, and check. If the run ended before the moment, the moment is halved."""
+    outcome, run = Outcome(plan), Run(folder)
+    try:
+        run.start("run")
+        acted = _act(run, plan, baseline)
+        if acted is None:
+            run.kill()
+            shutil.rmtree(folder)
+            sooner = Plan(plan.victim, plan.number, plan.moment / 2, plan.stop_seconds)
+            return run_trial(sooner, folder, baseline)
+        limit = 4 * baseline.total + plan.stop_seconds + STALL_SECONDS + 2 * TIMEOUT_SECONDS
+        if run.wait(limit):
+            outcome.seconds = time.monotonic() - run.started
+            outcome.phase = phase_at(run.output, acted)
+            outcome.problems += run.leftovers()
+            _check_end(run, outcome, limit)
+        else:
+            outcome.phase = phase_at(run.output, acted)
+            outcome.problems.append(f"no end after {limit:.0f} s")
+    finally:
+        run.kill()
+    if not outcome.problems:
+        shutil.rmtree(folder)
+    return outcome
+
+
+def _act(run: Run, plan: Plan, baseline: Baseline) -> float | None:
+    """Kill or stop the victim at its moment; returns the time, or None if the run has ended."""
+    moment = plan.moment * baseline.total
+    if moment > baseline.ready:
+        # Starting takes longer on a busy machine: count from its end.
+        while not _is_ready(run.output) and not run.wait(0.05):
+            pass
+        run.wait(moment - baseline.ready)
+    else:
+        run.wait(moment)
+    while run.process.poll() is None:
+        if victims := run.victims(plan.victim):
+            victim = victims[plan.number % len(victims)]
+            try:
+                victim.send_signal(signal.SIGSTOP if plan.stop_seconds else signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+            acted = time.time()
+            if plan.stop_seconds:
+                run.wait(plan.stop_seconds)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    victim.send_signal(signal.SIGCONT)
+            return acted
+        time.sleep(0.02)
+    return None
+
+
+def _check_end(run: Run, outcome: Outcome, limit: float) -> None:
+    plan, code, problems = outcome.plan, run.process.returncode, outcome.problems
+    if code != 0:
+        if plan.victim in MUST_FINISH:
+            problems.append(f"exit code {code}: {run.err.read_text()[-300:]}")
+            return
+        if code == 1 and not run.err.read_text().strip():
+            problems.append("the run failed without a message")
+        outcome.has_resumed = True
+        run.start("resumed", "runtime.resume=auto")
+        if not run.wait(limit):
+            problems.append(f"resumed: no end after {limit:.0f} s")
+            return
+        problems += run.leftovers()
+        if run.process.returncode != 0:
+            code, err = run.process.returncode, run.err.read_text()[-300:]
+            problems.append(f"resumed: exit code {code}: {err}")
+            return
+    problems += [*ledger(run.output), *run.files_left()]
+    outcome.num_restarts = summary_of(run.output).get("worker_restarts", 0)
+    if not outcome.has_resumed:
+        low, high = expected_restarts(outcome)
+        if not low <= outcome.num_restarts <= high:
+            problems.append(f"{outcome.num_restarts} workers replaced, expected {low} to {high}")
+
+
+def expected_restarts(outcome: Outcome) -> tuple[int, int]:
+    """Least and most rollout workers that are replaced."""
+    plan = outcome.plan
+    if plan.victim != "rollout" or plan.action == "stopped":
+        return 0, 0
+    is_needed = plan.action == "killed" and outcome.phase in PHASES[:3]  # to the end of the run
+    return (1 if is_needed else 0), 1
+
+
+def ledger(output: Path) -> list[str]:
+    """What is wrong with the files of a finished run: each iteration, group and sample is once."""
+    problems = []
+    summary, lines = summary_of(output), lines_of(output / "metrics.jsonl")
+    iterations = [line["iteration"] for line in lines]
+    if iterations != list(range(ITERATIONS)):
+        problems.append(f"iterations in metrics.jsonl: {iterations}")
+    expected = {"groups_trained": ITERATIONS * PROMPTS, "groups_off_policy": 0}
+    expected |= {"iterations": ITERATIONS, "policy_version": ITERATIONS}
+    for name, number in expected.items():
+        if summary[name] != number:
+            problems.append(f"{name}: {summary[name]}, expected {number}")
+    samples = Counter(line["iteration"] for line in lines_of(output / "samples.jsonl"))
+    if samples != dict.fromkeys(range(ITERATIONS), GENERATIONS):
+        problems.append(f"samples by iteration: {dict(samples)}")
+    return problems
+
+
+# -- the trace ------------------------------------------------------------------------------------
+
+
+def _trace(output: Path) -> list[dict[str, Any]]:
+    """The trace's lines by time, without one that is cut off."""
+    found = []
+    try:
+        lines = (output / "trace.json").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    for line in lines[1:]:
+        try:
+            found.append(json.loads(line.rstrip(",")))
+        except ValueError:
+            continue
+    return sorted(found, key=lambda line: line["ts"])
+
+
+def _is_ready(output: Path) -> bool:
+    return any(line["ph"] == "B" for line in _trace(output))
+
+
+def trace_times(output: Path) -> tuple[float, float, float]:
+    """Unix times of a run's start, of its first evaluation or iteration, and of its end."""
+    lines = [line for line in _trace(output) if line["ph"] != "M"]
+    ready = next(line["ts"] for line in lines if line["ph"] == "B")
+    return lines[0]["ts"] / 1e6, ready / 1e6, lines[-1]["ts"] / 1e6
+
+
+def phase_at(output: Path, moment: float) -> str:
+    """What the run did at this Unix time."""
+    phase = "startup"
+    for line in _trace(output):
+        name, began = line["name"], line["ts"] / 1e6
+        if name == "CheckpointSaved":
+            seconds = line["args"]["event"]["seconds"]
+            if began - seconds <= moment <= began:
+                return "checkpoint"
+        if line["ph"] == "X" and name == "weights" and began <= moment <= began + line["dur"] / 1e6:
+            return "weights"
+        if began > moment:
+            continue
+        if line["ph"] == "B":
+            phase = {"iteration": "weights"}.get(name, name)
+        elif line["ph"] == "X" and name in ("prefill", "generate") and phase == "weights":
+            phase = "generate/train"
+        elif name == "RunFinished":
+            phase = "saving"
+    return phase
+
+
+# -- all trials -----------------------------------------------------------------------------------
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Outcomes by victim and phase, as Markdown."""
+    lines = ["| victim | action | " + " | ".join(PHASES) + " |", "|---|---|" + "---|" * len(PHASES)]
+    for victim in VICTIMS:
+        of_victim = [each for each in outcomes if each.plan.victim == victim]
+        for action in ("killed", "stopped", "stopped past the limit"):
+            chosen = [each for each in of_victim if each.plan.action == action]
+            cells = []
+            for phase in PHASES:
+                texts = Counter(
+                    "FAILED" if each.problems else each.text
+                    for each in chosen
+                    if each.phase == phase
+                )
+                cells.append("; ".join(f"{n} {text}" for text, n in sorted(texts.items())))
+            if chosen:
+                lines.append(f"| {victim} | {action} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
+    parser.add_argument("--only", type=int, help="run this trial alone")
+    parser.add_argument(
+        "--victims", help="leave out trials with other victims, as in rollout,train"
+    )
+    parser.add_argument("--folder", type=Path, help="where runs are kept that failed")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="easyrl-chaos-"))
+    numbers = range(arguments.trials) if arguments.only is None else [arguments.only]
+    victims = arguments.victims.split(",") if arguments.victims else VICTIMS
+    plans = {n: Plan.of_trial(arguments.seed, n) for n in numbers}
+    plans = {n: plan for n, plan in plans.items() if plan.victim in victims}
+    baseline = measure(folder, jobs=min(arguments.jobs, len(plans)))
+    print(f"undisturbed: ready after {baseline.ready:.1f} s, {baseline.total:.1f} s in all")
+
+    def one(number: int) -> Outcome:
+        plan = plans[number]
+        outcome = run_trial(plan, folder / f"trial-{number}", baseline)
+        what = f"{plan.victim} {plan.action} in {outcome.phase}"
+        print(f"trial {number}: {what}, {outcome.seconds:.1f} s: {outcome.text}", flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        outcomes = dict(zip(plans, pool.map(one, plans), strict=True))
+    print("", table(list(outcomes.values())), "", sep="\n")
+    failed = [number for number, outcome in outcomes.items() if outcome.problems]
+    for number in failed:
+        again = f"python -m tests.chaos --seed {arguments.seed} --only {number}"
+        print(f"trial {number} failed, files in {folder}/trial-{number}. To repeat it: {again}")
+    if not failed:
+        shutil.rmtree(folder)
+    print(f"{len(outcomes) - len(failed)} of {len(outcomes)} trials passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""Runs survive the death of any of their processes at any moment (`tests/chaos.py`)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("num_trials", "seed"), [(4, 20), pytest.param(100, 1, marks=pytest.mark.long)]
+)
+def test_runs_survive_lost_processes(tmp_path: Path, num_trials: int, seed: int) -> None:
+    words = ("--trials", num_trials, "--seed", seed, "--folder", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.chaos", *map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
