@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from easyrl.events import SaveModel
+from easyrl.runtime.control import request
 from easyrl.runtime.supervisor import Supervisor
 from mistakes import change_json
 from runs import SMALL, descendants, finish, start, wait_for_line, wait_until_gone
@@ -79,6 +80,7 @@ def test_a_second_signal_ends_a_run_whose_trainer_hangs(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     returned, out, _ = end(process, processes)
     assert returned == 130 and out.count("stopped by SIGINT") == 1
+    assert not (tmp_path / "run" / "control.sock").exists()
     assert not half.exists()
 
 
@@ -106,13 +108,37 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path, victim: str) 
     assert err.count(f"{victim} was killed by SIGKILL") == 1
 
 
-def test_workers_listen_on_loopback_only_and_end_with_a_killed_controller(tmp_path: Path) -> None:
+def test_a_live_run_is_shown_and_reached_from_this_machine_and_by_its_user_only(
+    tmp_path: Path,
+) -> None:
     process, processes = started(tmp_path, "--train-devices", "cpu:2")
-    listening = [c.laddr.ip for p in processes for c in p.net_connections() if c.status == "LISTEN"]
+    run, every = tmp_path / "run", [psutil.Process(process.pid), *processes]
+    listening = [c.laddr.ip for p in every for c in p.net_connections() if c.status == "LISTEN"]
     assert listening and set(listening) <= {"127.0.0.1", "::1"}
+    named = {c.laddr for p in every for c in p.net_connections("unix") if c.laddr}
+    assert [Path(str(name)).name for name in named] == ["control.sock"]
+    assert (run / "control.sock").stat().st_mode & 0o777 == 0o600
+
+    status = request(run, {"command": "status"})
+    assert 1 <= status["iteration"] < status["num_iterations"] == 100_000
+    workers = {(worker["kind"], worker["pid"]): worker for worker in status["workers"]}
+    kinds = [kind for kind, _ in workers]
+    counts = {"controller": 1, "rollout": 1, "train": 2, "reward": 2}
+    assert {kind: kinds.count(kind) for kind in kinds} == counts
+    assert {pid for _, pid in workers} <= {p.pid for p in every}
+    for each in every:
+        if (role := log_of(each).stem.partition("-")[0]) in ("rollout", "train"):
+            kind = "reward" if each.name() == "easyrl-reward" else role
+            assert (kind, each.pid) in workers or not is_worker(each)
+    assert all(worker["restarts"] == 0 for worker in workers.values())
+    assert all(0.0 <= share <= 1.0 for share in status["waiting"].values())
+    assert status["balanced_rollout_workers"] >= 1
+
     process.kill()
     process.communicate()
     assert wait_until_gone(processes, SECONDS) == []
+    with pytest.raises(ValueError, match="easyrl watch"):
+        request(run, {"command": "status"})
 
 
 REWARDS = """

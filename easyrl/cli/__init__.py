@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from easyrl import __version__
-from easyrl.cli import tools
+from easyrl.cli import control, tools
 from easyrl.cli.bench import bench
 from easyrl.cli.eval import evaluate
 from easyrl.cli.grpo import grpo
@@ -48,6 +48,8 @@ app.command()(grpo)
 app.command("eval")(evaluate)
 app.command()(tools.samples)
 app.command()(tools.watch)
+app.command()(control.status)
+app.command()(control.scale)
 app.command()(tools.doctor)
 app.command()(tools.export)
 app.command("config")(tools.print_config)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from easyrl.config import Config
 from easyrl.events import SAMPLE_COLUMNS
-from easyrl.processes import die_with_parent, maybe_sleep
+from easyrl.processes import die_with_parent, maybe_sleep, set_name
 from easyrl.rewards.functions import RewardFunction
 from easyrl.rewards.loading import (
     accepted_arguments,
@@ -38,6 +38,9 @@ MAX_SCORE = 1e30
 """Scores are summed with weights in float32, whose largest number is about 3e38."""
 MAX_OUTPUT_CHARACTERS = 2**24
 """Most that a function may print in a call, so that endless output fills no disk."""
+
+
+PROCESS_NAME = "easyrl-reward"
 
 
 class TrainerState(NamedTuple):
@@ -92,6 +95,7 @@ def start(config: Config) -> None:
     _config = config
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # end at once
     die_with_parent()
+    set_name(PROCESS_NAME)
     sys.stdout = _BoundedOutput(sys.stdout.buffer, errors="backslashreplace", line_buffering=True)
     sys.stderr = _BoundedOutput(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -46,15 +46,17 @@ from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
 from easyrl.config.algorithm import REPLACEMENT_ROUNDS
-from easyrl.config.devices import count_devices
-from easyrl.events import Observer
+from easyrl.config.devices import DeviceSet, count_devices
+from easyrl.events import Observer, combine_observers
 from easyrl.rewards.loading import reward_names
+from easyrl.runtime.control import serving
 from easyrl.runtime.dispatch import Dispatcher, Rounds
 from easyrl.runtime.metrics import IterationRecord, best_of, evaluation_metrics, summarize
 from easyrl.runtime.placement import device_names
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
+from easyrl.runtime.status import Member, RunStatus
 from easyrl.runtime.supervisor import Interrupted, Supervisor, Worker
 from easyrl.runtime.workers import Workers
 
@@ -80,7 +82,8 @@ class Controller:
         self.config = config
         self.checked = checked
         self.folder = folder
-        self.notify = notify
+        self.status = RunStatus(config.train.iterations)
+        self.notify = combine_observers([self.status.observe, notify])
         self._ring = ring
         self.started = started
         self.resumed = resumed
@@ -102,7 +105,16 @@ class Controller:
         """Train; returns the contents of `summary.json`."""
         store_fd = os.memfd_create("easyrl-store")  # no name, so that no file is left behind
         try:
-            with Supervisor() as supervisor:
+            with (
+                Supervisor() as supervisor,
+                serving(
+                    self.folder.path,
+                    supervisor,
+                    self.notify,
+                    status=lambda: self.status.reply(self._members(supervisor.workers)),
+                    scale=self._scale,
+                ),
+            ):
                 self._start_workers(supervisor, f"/proc/{os.getpid()}/fd/{store_fd}")
                 return self._run()
         finally:
@@ -136,6 +148,15 @@ class Controller:
     @property
     def _wall_seconds(self) -> float:
         return self.state.wall_seconds + time.monotonic() - self.started
+
+    # -- easyrl status, easyrl scale --------------------------------------------------------------
+
+    def _members(self, workers: Sequence[Worker]) -> list[Member]:
+        devices = device_names(self.checked.placement)
+        return [Member(w.name, w.process.pid or 0, devices[w.name]) for w in workers]
+
+    def _scale(self, wanted: DeviceSet) -> dict[str, Any]:
+        raise ValueError("this version cannot scale a live run")
 
     # -- phases of a run --------------------------------------------------------------------------
 

@@ -112,7 +112,13 @@ class Supervisor:
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[Worker] = []
         self._signum: int | None = None
+        self.wait_for: Callable[[Sequence[Any], float | None], list[Any]] = wait
+        """Returns what is ready, as multiprocessing's `wait`; may do other work meanwhile."""
         self._exit = contextlib.ExitStack()
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        return self._workers
 
     def __enter__(self) -> Self:
         self._wake_reader, self._wake_writer = os.pipe()
@@ -160,7 +166,7 @@ class Supervisor:
         open_pipes = {worker.control: worker for worker in self._workers if worker.is_open}
         watched = self._workers if needed is None else needed
         sentinels = {worker.process.sentinel: worker for worker in watched}
-        ready = wait([*open_pipes, *sentinels, self._wake_reader], timeout_seconds)
+        ready = self.wait_for([*open_pipes, *sentinels, self._wake_reader], timeout_seconds)
         if self._signum is not None:
             signum, self._signum = self._signum, None
             os.read(self._wake_reader, 4096)

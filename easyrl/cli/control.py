@@ -1,0 +1,44 @@
+"""`easyrl status` and `easyrl scale`: ask a live run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from easyrl.cli.common import command
+
+LiveRun = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a live run.")]
+
+
+@command
+def status(
+    folder: LiveRun,
+    as_json: Annotated[bool, Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show the workers of a live run, and which side waits for the other."""
+    from easyrl.observe.report import status_table
+    from easyrl.observe.text import say_rich
+    from easyrl.runtime.control import request
+
+    reply = request(folder, {"command": "status"})
+    if as_json:
+        typer.echo(json.dumps(reply, indent=2))
+    else:
+        say_rich(status_table(reply))
+
+
+@command
+def scale(
+    folder: LiveRun,
+    infer_devices: Annotated[
+        str, Option(help="Devices that shall generate from now on: 0-5, 0,2,5 or cpu:2.")
+    ],
+) -> None:
+    """Add and remove rollout workers of a live run."""
+    from easyrl.runtime.control import request
+
+    typer.echo(request(folder, {"command": "scale", "infer_devices": infer_devices})["message"])

@@ -1,0 +1,316 @@
+"""A live run answers `easyrl status` and `easyrl scale`, and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from easyrl.cli import app
+from easyrl.config.devices import DeviceSet
+from easyrl.events import Event, Note
+from easyrl.runtime.control import MAX_BYTES, MAX_CLIENTS, ControlSocket, request, serving
+from easyrl.runtime.run_folder import lock_folder
+from easyrl.runtime.supervisor import Supervisor
+
+STATUS = {"command": "status"}
+NOBODY = 65534
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A run folder, locked as that of a live run."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    lock = lock_folder(run)
+    yield run
+    os.close(lock)
+
+
+@contextlib.contextmanager
+def waiting(control: ControlSocket) -> Iterator[None]:
+    """Let a thread wait as the controller does."""
+    reader, writer = os.pipe()
+    thread = threading.Thread(target=control.wait, args=([reader],))
+    thread.start()
+    yield
+    os.write(writer, b"x")
+    thread.join()
+    os.close(reader)
+    os.close(writer)
+
+
+def echo(message: dict[str, Any]) -> dict[str, Any]:
+    if message.keys() - {"say"}:
+        raise ValueError("expected say")
+    return message
+
+
+@pytest.fixture
+def control(folder: Path) -> Iterator[ControlSocket]:
+    server = ControlSocket(folder, echo)
+    yield server
+    server.close()
+
+
+def connect(folder: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    descriptor = os.open(folder, os.O_RDONLY)
+    connection.connect(f"/proc/self/fd/{descriptor}/control.sock")
+    os.close(descriptor)
+    return connection
+
+
+def test_reply_and_refusal(folder: Path, control: ControlSocket) -> None:
+    with waiting(control):
+        assert request(folder, {"say": [1, None, "ä"]}) == {"say": [1, None, "ä"]}
+        assert control.num_refused == 0
+        with pytest.raises(ValueError, match="expected say"):
+            request(folder, {"shout": 1})
+    assert control.num_refused == 1
+
+
+def test_only_the_user_may_open_the_socket_and_it_is_removed_at_the_end(folder: Path) -> None:
+    control, file = ControlSocket(folder, echo), folder / "control.sock"
+    assert file.is_socket() and file.stat().st_mode & 0o777 == 0o600
+    control.close()
+    assert not file.exists()
+
+
+def test_a_path_of_any_length_works(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 200) / ("y" * 200)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    lock = lock_folder(folder)
+    control = ControlSocket(folder, echo)
+    with waiting(control):
+        assert request(folder, {"say": 1}) == {"say": 1}
+    control.close()
+    os.close(lock)
+
+
+def test_the_socket_of_a_killed_run_is_replaced(folder: Path) -> None:
+    stale = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here = Path.cwd()
+    os.chdir(folder)
+    stale.bind("control.sock")
+    os.chdir(here)
+    stale.close()
+    with pytest.raises(ValueError, match="nobody answers"):
+        request(folder, STATUS)
+    control = ControlSocket(folder, echo)
+    with waiting(control):
+        assert request(folder, {"say": 1}) == {"say": 1}
+    control.close()
+
+
+def test_the_folder_of_no_live_run_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for make, problem in (
+        (lambda: None, "the folder of a run"),
+        (run.mkdir, "the folder of a run"),
+        ((run / "config.yaml").touch, "has ended"),
+        ((run / "control.sock").touch, "has ended"),
+    ):
+        make()
+        for command in (["status"], ["status", "--json"], ["scale", "--infer-devices", "cpu"]):
+            result = CliRunner().invoke(app, [command[0], str(run), *command[1:]])
+            assert result.exit_code == 2 and result.stdout == ""
+            assert problem in result.stderr and str(run) in result.stderr
+    assert "easyrl watch" in result.stderr
+
+
+def test_a_run_that_does_not_answer_is_not_waited_for(folder: Path) -> None:
+    control = ControlSocket(folder, echo)
+    with pytest.raises(ValueError, match="not answered in"):
+        request(folder, STATUS, timeout_seconds=0.1)
+    end = threading.Timer(0.2, control.close)  # while a client waits
+    end.start()
+    with pytest.raises(ValueError, match="nobody answers"):
+        request(folder, STATUS, timeout_seconds=30)
+    end.join()
+
+
+@contextlib.contextmanager
+def another_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Connect as another user than the server's."""
+    if os.geteuid() != 0:
+        monkeypatch.setattr(os, "geteuid", lambda: NOBODY)  # what the server takes itself for
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_another_users_request_is_refused(
+    folder: Path, control: ControlSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the file's mode lets it connect."""
+    reached = os.open(folder, os.O_RDONLY)
+    (folder / "control.sock").chmod(0o666)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with another_user(monkeypatch):
+        connection.connect(f"/proc/self/fd/{reached}/control.sock")
+        connection.send(b'{"say": 1}')
+        if os.getuid() != 0:
+            control.serve()
+    control.serve()
+    assert "expected a request of user" in json.loads(connection.recv(MAX_BYTES))["error"]
+    assert control.num_refused == 1
+    connection.close()
+    os.close(reached)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_run_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = ControlSocket(folder, echo)
+    folder.chmod(0o700)
+    with another_user(monkeypatch), pytest.raises(ValueError, match="run of your own"):
+        request(folder, STATUS)
+    control.close()
+
+
+def test_clients_that_send_nothing_keep_nobody_waiting(
+    folder: Path, control: ControlSocket
+) -> None:
+    silent = []
+    for _ in range(3 * MAX_CLIENTS):
+        silent.append(connect(folder))
+        control.serve()
+    assert len(control.wakers()) == 1 + MAX_CLIENTS
+    with waiting(control):
+        assert request(folder, {"say": 1}) == {"say": 1}
+    assert silent[0].recv(1) == b""  # dropped
+    for connection in silent:
+        connection.close()
+    control.serve()
+    assert len(control.wakers()) == 1
+
+
+def test_requests_do_not_count_as_events(folder: Path, control: ControlSocket) -> None:
+    """The watchdog counts how often a wait has ended without an event."""
+    done: list[list[Any]] = []
+    thread = threading.Thread(target=lambda: done.append(control.wait([], 1.0)))
+    began = time.monotonic()
+    thread.start()
+    while thread.is_alive() and time.monotonic() < began + 0.5:
+        request(folder, {"say": 1})
+    assert thread.is_alive()
+    thread.join()
+    assert done == [[]] and time.monotonic() - began >= 1.0
+
+
+def refuse_all(message: object) -> dict[str, Any]:
+    raise ValueError(f"expected nothing, got {message!r:.100}")
+
+
+def test_without_sockets_the_run_continues(folder: Path) -> None:
+    (folder / "control.sock").mkdir()  # bind fails, as on a file system without sockets
+    notes: list[Event] = []
+    with (
+        Supervisor() as supervisor,
+        serving(folder, supervisor, notes.append, status=dict, scale=refuse_all),
+    ):
+        assert supervisor.wait(timeout_seconds=0.0) == []
+    assert len(notes) == 1 and isinstance(notes[0], Note) and "control.sock" in notes[0].text
+
+
+def test_requests_are_checked_before_they_reach_the_run(folder: Path) -> None:
+    scaled: list[DeviceSet] = []
+
+    def scale(wanted: DeviceSet) -> dict[str, Any]:
+        scaled.append(wanted)
+        return {"message": "done"}
+
+    def wait(supervisor: Supervisor, stop: threading.Event) -> None:
+        while not stop.is_set():
+            supervisor.wait(0.05)
+
+    with (
+        Supervisor() as supervisor,
+        serving(folder, supervisor, lambda event: None, status=dict, scale=scale),
+    ):
+        stop = threading.Event()
+        thread = threading.Thread(target=wait, args=(supervisor, stop))
+        thread.start()
+        try:
+            wrong: list[dict[str, Any]] = [
+                {"command": "scale", "infer_devices": "3-1"},
+                {"command": "scale", "infer_devices": 3},
+                {"command": "scale"},
+                {"command": ["status"]},
+                {**STATUS, "more": 1},
+                {},
+            ]
+            for message in wrong:
+                with pytest.raises(ValueError, match="expected"):
+                    request(folder, message)
+            assert request(folder, STATUS) == {"requests_refused": len(wrong)}
+            asked = ["scale", str(folder), "--infer-devices", "0,2-3"]
+            assert CliRunner().invoke(app, asked).stdout == "done\n"
+        finally:
+            stop.set()
+            thread.join()
+    assert scaled == [DeviceSet("accelerator", (0, 2, 3))]
+
+
+# -- fuzzing --------------------------------------------------------------------------------------
+
+
+def inputs(number: int, rng: random.Random) -> bytes:
+    """Something that is no valid request."""
+    whole = json.dumps({"command": "scale", "infer_devices": "0-3"}).encode()
+    cut = whole[: rng.randrange(len(whole))]
+    at = rng.randrange(len(whole))
+    kinds: list[Callable[[], bytes]] = [
+        lambda: rng.randbytes(rng.randrange(200)),
+        lambda: cut,
+        lambda: whole[:at] + rng.randbytes(1 + rng.randrange(3)) + whole[at:],
+        lambda: json.dumps(rng.choice([None, [], 1, "status", [STATUS], {"command": {}}])).encode(),
+        lambda: json.dumps({"command": "scale", "infer_devices": rng.random()}).encode(),
+        lambda: b"[" * rng.choice([10, 1000, MAX_BYTES]),
+        lambda: b'{"a":' * 5000,
+        lambda: b"1" * rng.randrange(MAX_BYTES),
+        lambda: b'"\\ud800"',
+        lambda: rng.randbytes(MAX_BYTES + rng.randrange(3)),
+    ]
+    return kinds[number % len(kinds)]()
+
+
+@pytest.mark.parametrize(
+    "num_inputs", [2000, pytest.param(100_000, marks=pytest.mark.long)], ids=["short", "whole"]
+)
+def test_random_inputs_are_refused_and_counted(num_inputs: int, folder: Path) -> None:
+    control, rng, process = ControlSocket(folder, refuse_all), random.Random(0), psutil.Process()
+    memory, descriptors = 0, 0
+    for number in range(num_inputs):
+        client = connect(folder)
+        client.send(inputs(number, rng))
+        is_gone = rng.random() < 0.1  # before the reply
+        if is_gone:
+            client.close()
+        control.serve()
+        if not is_gone:
+            assert json.loads(client.recv(MAX_BYTES)).keys() == {"error"}
+            client.close()
+        if number == min(1000, num_inputs // 2):
+            memory, descriptors = process.memory_info().rss, process.num_fds()
+    assert control.num_refused == num_inputs
+    assert len(control.wakers()) == 1 and process.num_fds() == descriptors
+    assert process.memory_info().rss < memory * 1.02 + 2**20
+    control.close()
