@@ -164,6 +164,7 @@ class Activity(WorkerEvent):
     spans: Sequence[Span]
     num_groups: int  # groups that the train worker has read from the ring
     under_way: UnderWay | None = None  # work started now that may take long
+    num_tokens: int = 0  # completion tokens that the engine has sampled
 
 
 class WeightsExchanged(WorkerEvent):

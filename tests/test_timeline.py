@@ -1,15 +1,12 @@
-"""Reports of what workers do, and warnings when they report nothing."""
+"""Reports of what workers do."""
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import pytest
 
-from easyrl import events
 from easyrl.events import Activity, UnderWay
-from easyrl.runtime.watchdog import Watchdog
 from easyrl.workers import timeline
 from easyrl.workers.timeline import Timeline
 
@@ -102,20 +99,13 @@ def test_long_work_is_reported_when_it_begins_and_quick_work_is_not(clock: Clock
     assert (ended.kind, reports[-1].under_way) == ("wait", None)
 
 
-# -- warnings -------------------------------------------------------------------------------------
-
-
-def test_warnings_become_rarer_until_the_next_event() -> None:
-    watchdog, now = Watchdog(), time.monotonic()
-
-    def warnings(seconds: int) -> dict[int, str]:
-        ticks = {second: watchdog.tick() for second in range(1, seconds + 1)}
-        return {second: warning for second, warning in ticks.items() if warning}
-
-    watchdog.on_event("rollout-0", events.Activity((), 0, events.UnderWay("wait", now - 9)))
-    watchdog.on_event("train-0", events.Starting("loading the model"))
-    reported = warnings(500)
-    assert list(reported) == [60, 120, 240, 480]
-    assert reported[60].endswith("for 60 s: rollout-0 wait 9 s, train-0 loading the model 0 s")
-    watchdog.on_event("train-0", events.Ready())
-    assert list(warnings(60)) == [60]
+def test_the_newest_report_never_shows_a_wait_that_has_ended(clock: Clock) -> None:
+    """Otherwise a worker that hangs in quick work looks like one that waits."""
+    reports: list[Activity] = []
+    line = Timeline(reports.append)
+    line.add("train", clock.now)
+    with line.measure("wait"):
+        clock.now += 0.01
+    assert reports[-1].under_way == UnderWay("wait", 100.0)
+    line.begin("train")
+    assert reports[-1].under_way == UnderWay("train", clock.now)

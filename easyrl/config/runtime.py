@@ -26,8 +26,10 @@ class RuntimeConfig(Section):
     together, and of a reward call (then see `reward.on_error`). After it the run stops and says
     why, or replaces the rollout worker that it waited for."""
     stall_seconds: float | None = Field(default=1800.0, gt=0.0)
-    """Time in seconds without any progress (a token, a trained group, a transfer) after which the
-    workers' stacks are written to the run folder and the stalled worker is killed; null: never."""
+    """Time in seconds without progress (a token; with vLLM a finished group; a trained micro-batch,
+    a transfer, a step of the start) after which the workers' stacks are written to the logs of the
+    run folder, and the worker that the others wait for is killed: a rollout worker is replaced,
+    otherwise the run ends. Loading and saving must take less; null: never."""
     max_restarts: int = Field(default=3, ge=0)
     """Rollout workers that are replaced, and restarts of the run with `runtime.restart`, within
     `restart_window_seconds`; one more ends the run. 0: the first death ends it."""

@@ -6,6 +6,7 @@ This module imports no torch: the environment must be set before torch is loaded
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import os
 import signal
@@ -46,6 +47,7 @@ def run_worker(module: str, name: str, settings: WorkerSettings, *arguments: Any
     exit_code = 0
     try:
         _log_to(settings.log_file)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # see Watchdog
         control.send(Starting("importing torch and transformers"))
         _set_up_environment(settings)
         worker_class = getattr(importlib.import_module(module), name)

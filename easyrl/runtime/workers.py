@@ -27,7 +27,7 @@ from easyrl.runtime.launch import worker_main
 from easyrl.runtime.placement import Placement
 from easyrl.runtime.resume import Resume
 from easyrl.runtime.supervisor import Supervisor, Worker, WorkerFailure
-from easyrl.runtime.watchdog import TICK_SECONDS, Watchdog
+from easyrl.runtime.watchdog import TICK_SECONDS, Stall, Watchdog
 from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores, make_idle_board
 from easyrl.workers.settings import WorkerSettings
 
@@ -90,7 +90,8 @@ class Workers:
         if ring is not None:
             ring.close()
         self._received: deque[tuple[Worker, events.WorkerEvent]] = deque()
-        self._watchdog = Watchdog()
+        self._log_of = log_of
+        self._watchdog = Watchdog(config.runtime.stall_seconds)
         self._needed, self._deadline = self.all, math.inf
 
     @property
@@ -131,8 +132,13 @@ class Workers:
                 f"the last checkpoint was not written in {LAST_CHECKPOINT_SECONDS:g} s"
             )
         self._received.extend(self._supervisor.wait(TICK_SECONDS, needed=self._needed))
-        if not self._received and (warning := self._watchdog.tick()):
-            self._notify(events.NoEvents(time.monotonic(), warning))
+        pids = {worker.name: worker.process.pid for worker in self.all if worker.process.pid}
+        match self._watchdog.tick(pids):
+            case Stall(_, cause):
+                self._watchdog.write_stacks(pids, self._log_of("easyrl"))
+                raise WorkerFailure(cause)
+            case str(warning) if warning:
+                self._notify(events.NoEvents(time.monotonic(), warning))
 
     def begin_to_stop(self) -> None:
         """Wait only for the last checkpoint from now on: only the death of a train worker is a

@@ -192,7 +192,7 @@ class RolloutWorker:
         num_prefilled = self.engine.num_prompt_tokens - num_prompt_tokens
         num_generated = self.engine.num_completion_tokens - num_completion_tokens
         kind: events.SpanKind = "prefill" if num_prefilled > num_generated else "generate"
-        self._busy_seconds += self.timeline.add(kind, started)
+        self._busy_seconds += self.timeline.add(kind, started, num_tokens=num_generated)
         for group in finished:
             key = cast(Key, group.request.key)
             self._being_scored[key] = group, time.monotonic()

@@ -3,7 +3,8 @@
 Adjacent spans of one kind are merged, so that thousands of engine steps become a few messages. A
 span is reported at its end; if it may last long (waits, weight exchanges, work whose last span was
 long), also at its begin, so that observers know what a quiet worker does. Training does not depend
-on the reports.
+on the reports; the controller ends or replaces workers that report no work for
+`runtime.stall_seconds`.
 """
 
 from __future__ import annotations
@@ -26,23 +27,28 @@ class Timeline:
         self._newest: dict[SpanKind, int] = {}  # of each kind, its index in _spans
         self._seconds: dict[SpanKind, float] = {}  # of each kind, the length of the last span
         self._past: dict[SpanKind, float] = {}  # of each kind, the end of the span before
-        self._num_groups = 0
+        self._num_groups = self._num_tokens = 0
+        self._shown: SpanKind | None = None  # the newest report says that this is under way
         self._reported = time.monotonic()
 
     def begin(self, kind: SpanKind) -> float:
         """Begin a span; return its start, for `add`. The first span of a kind may be long."""
         started = time.monotonic()
-        if self._seconds.get(kind, REPORT_SECONDS) >= REPORT_SECONDS:
+        is_long = self._seconds.get(kind, REPORT_SECONDS) >= REPORT_SECONDS
+        if is_long or self._shown not in (None, kind):  # otherwise a hang would look like a wait
             self.report(UnderWay(kind, started))
         return started
 
-    def add(self, kind: SpanKind, started: float, num_groups: int = 0) -> float:
+    def add(
+        self, kind: SpanKind, started: float, num_groups: int = 0, num_tokens: int = 0
+    ) -> float:
         """End a span that began at `started`; return its length in seconds. `num_groups` groups
-        were read from the ring."""
+        were read from the ring, `num_tokens` sampled."""
         ended = time.monotonic()
         self._note(kind, started, ended)
         self._seconds[kind] = ended - started
         self._num_groups += num_groups
+        self._num_tokens += num_tokens
         if ended - self._reported >= REPORT_SECONDS:
             self.report()
         return ended - started
@@ -75,6 +81,8 @@ class Timeline:
         if self._spans or self._num_groups or under_way is not None:
             for kind, index in self._newest.items():
                 self._past[kind] = self._spans[index].ended
-            self._send(Activity(tuple(self._spans), self._num_groups, under_way))
-        self._spans, self._newest, self._num_groups = [], {}, 0
+            spans = tuple(self._spans)
+            self._send(Activity(spans, self._num_groups, under_way, self._num_tokens))
+            self._shown = under_way.kind if under_way is not None else None
+        self._spans, self._newest, self._num_groups, self._num_tokens = [], {}, 0, 0
         self._reported = time.monotonic()
