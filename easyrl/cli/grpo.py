@@ -34,6 +34,9 @@ def grpo(
     reward: Reward = None,
     infer_devices: InferDevices = None,
     train_devices: TrainDevices = None,
+    spare_devices: Annotated[
+        str | None, Option(help="More devices that may generate (runtime.autoscale).")
+    ] = None,
     output: Annotated[str | None, Option(metavar="DIR", help="The run folder.")] = None,
     iterations: Annotated[int | None, Option(help="Iterations in all, resumed or not.")] = None,
     seed: Seed = None,
@@ -54,6 +57,7 @@ def grpo(
         "reward.functions": reward or None,
         "devices.infer": infer_devices,
         "devices.train": train_devices,
+        "devices.spare": spare_devices,
         "output.dir": output,
         "train.iterations": iterations,
         "runtime.seed": seed,

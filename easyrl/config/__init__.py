@@ -126,6 +126,11 @@ class Config(Section):
             )
         if runtime.resume == "auto" and self.output.dir is None:
             problems.append("runtime.resume: expected output.dir (--output) too with auto")
+        if runtime.autoscale and (runtime.deterministic or self.devices.spare is None):
+            problems.append(
+                "runtime.autoscale: expected false without devices.spare (--spare-devices) or with "
+                "runtime.deterministic, got true"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self

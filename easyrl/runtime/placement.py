@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,6 +11,7 @@ from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet, check_disjoint, parse_device_set
 from easyrl.engines.vllm.platforms import unsupported_reason
+from easyrl.formatting import counted
 from easyrl.processes import num_cores, split_cores
 
 ROWS_OF_EVALUATION = 128
@@ -38,6 +40,15 @@ class Placement:
     """The CPU cores of each worker, rollout workers first; empty where workers run on any core."""
     lends_cores: bool = False
     """Whether workers use the cores of waiting workers of the other role (vLLM only lends its)."""
+    spare: DeviceSet | None = None  # `devices.spare`
+    most_rollout_workers: int | None = None  # `devices.max_rollout_workers`
+    num_accelerators: int = 0  # of the machine
+
+    @property
+    def max_rollout_workers(self) -> int:
+        """Most rollout workers that the run may have at a time (`easyrl scale`)."""
+        num_devices = self.infer.count + (self.spare.count if self.spare is not None else 0)
+        return self.most_rollout_workers or num_devices // self.engine.tensor_parallel_size
 
     @property
     def num_rollout_workers(self) -> int:
@@ -77,9 +88,10 @@ class Placement:
 def resolve_placement(config: Config) -> Placement:
     """Choose devices, threads, cores and engine. Raises ConfigError for missing devices."""
     infer, train = _wanted(config.devices.infer), _wanted(config.devices.train)
+    spare = _wanted(config.devices.spare)
     kind, count = _accelerators(infer, train)
-    infer = infer or _default("infer", count, train)
-    train = train or _default("train", count, infer)
+    infer = infer or _default("infer", count, train, spare)
+    train = train or _default("train", count, infer, spare)
     check_disjoint(infer, train)
     prompts, updates = config.train.prompts_per_iteration, config.train.updates_per_iteration
     if train.count > prompts // updates:
@@ -87,7 +99,21 @@ def resolve_placement(config: Config) -> Placement:
             f"devices.train (--train-devices): expected at most {prompts // updates} devices "
             f"(train.prompts_per_iteration / train.updates_per_iteration), got '{train}'"
         )
-    return _place(config, infer, train, kind, count)
+    placement = replace(
+        _place(config, infer, train, kind, count),
+        spare=spare,
+        most_rollout_workers=config.devices.max_rollout_workers,
+    )
+    if spare is not None:
+        taken = {"devices.infer": infer, "devices.train": train}
+        _check_engines("devices.spare (--spare-devices)", spare, placement, taken)
+    num_engines, most = placement.num_rollout_workers, placement.max_rollout_workers
+    if most < num_engines:
+        raise ConfigError(
+            f"devices.max_rollout_workers: expected null or at least {num_engines}, the rollout "
+            f"workers on devices.infer='{infer}', got {most}"
+        )
+    return placement
 
 
 def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Placement:
@@ -116,9 +142,7 @@ def _accelerators(*wanted: DeviceSet | None) -> tuple[str, int]:
 
 def _place(config: Config, infer: DeviceSet, train: DeviceSet, kind: str, count: int) -> Placement:
     for key, wanted in (("infer", infer), ("train", train)):
-        if wanted.kind == "accelerator" and max(wanted.indices) >= count:
-            found = f"{kind} devices 0-{count - 1}, or cpu" if count else "cpu (see easyrl doctor)"
-            raise ConfigError(f"devices.{key} (--{key}-devices): expected {found}, got '{wanted}'")
+        _check_exist(f"devices.{key} (--{key}-devices)", wanted, kind, count)
     engine = choose_engine(config, infer, accelerator=kind)
     num_engines = infer.count // engine.tensor_parallel_size
     num_workers = num_engines + train.count
@@ -136,7 +160,70 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, kind: str, count:
         infer_memory_fraction=config.rollout.memory_fraction or 0.5,
         cores=split_cores(num_workers) if has_own_cores else (),
         lends_cores=lends_cores,
+        num_accelerators=count,
     )
+
+
+def _check_exist(key: str, wanted: DeviceSet, kind: str, count: int) -> None:
+    if wanted.kind == "accelerator" and max(wanted.indices) >= count:
+        found = f"{kind} devices 0-{count - 1}, or cpu" if count else "cpu (see easyrl doctor)"
+        raise ConfigError(f"{key}: expected {found}, got '{wanted}'")
+
+
+def _check_engines(
+    key: str, wanted: DeviceSet, placement: Placement, others: Mapping[str, DeviceSet]
+) -> None:
+    """Refuse more devices for engines that do not fit to those that the run has."""
+    size = placement.engine.tensor_parallel_size
+    if wanted.kind != placement.infer.kind:
+        expected = "cpu:2" if placement.infer.kind == "cpu" else "accelerators (0-3)"
+        raise ConfigError(f"{key}: expected {expected}, as the run's engines have, got '{wanted}'")
+    _check_exist(key, wanted, placement.accelerator, placement.num_accelerators)
+    for name, used in others.items():
+        if wanted.kind == used.kind == "accelerator" and set(wanted.indices) & set(used.indices):
+            raise ConfigError(f"{key}: expected other devices than {name}='{used}', got '{wanted}'")
+    if wanted.count % size:
+        expected = f"a multiple of {size} devices (rollout.tensor_parallel_size)"
+        raise ConfigError(f"{key}: expected {expected}, got '{wanted}'")
+
+
+def engines_on(devices: DeviceSet, placement: Placement) -> list[tuple[int, ...]]:
+    """The devices of each engine."""
+    size = placement.engine.tensor_parallel_size
+    return [devices.indices[at : at + size] for at in range(0, devices.count, size)]
+
+
+def check_scale(
+    config: Config,
+    placement: Placement,
+    current: DeviceSet,
+    wanted: DeviceSet,
+    changing: Collection[str] = (),
+) -> None:
+    """Check that the engines of a live run on devices `current` can be changed to `wanted`. Raises
+    ConfigError. `changing`: workers that are starting or leaving."""
+    key, most = "--infer-devices", placement.max_rollout_workers
+    if config.runtime.deterministic:
+        raise ConfigError(
+            "runtime.deterministic: expected false in a run whose engines change (which engine "
+            "generates a group changes its last bits), got true"
+        )
+    if changing:
+        names = ", ".join(changing)
+        raise ConfigError(f"expected one change at a time, but {names} is starting or leaving")
+    _check_engines(key, wanted, placement, {"devices.train": placement.train})
+    before, after = engines_on(current, placement), engines_on(wanted, placement)
+    if len(after) > most:
+        raise ConfigError(
+            f"{key}: expected at most {counted(most, 'rollout worker')} "
+            f"(devices.max_rollout_workers), got {len(after)} on '{wanted}'"
+        )
+    new = {index for engine in after if engine not in before for index in engine}
+    if taken := sorted(new & set(current.indices)):
+        raise ConfigError(
+            f"{key}: expected engines as they are on '{current}', and others on free devices, got "
+            f"'{wanted}', where an engine would share device {taken[0]} with one that leaves"
+        )
 
 
 def choose_engine(config: Config, infer: DeviceSet, *, accelerator: str = "") -> EngineChoice:
@@ -205,11 +292,11 @@ def _max_concurrent_groups(config: Config, num_engines: int, *, borrows: bool) -
     return max(min(per_engine, 16), per_engine // (2 if borrows else 4))
 
 
-def _default(key: str, count: int, other: DeviceSet | None) -> DeviceSet:
+def _default(key: str, count: int, other: DeviceSet | None, spare: DeviceSet | None) -> DeviceSet:
     """The default: one accelerator trains and the others generate, or one CPU worker each."""
     if count == 0 or (other is not None and other.kind == "cpu"):
         return DeviceSet("cpu", (0,))
-    taken = () if other is None else other.indices
+    taken = [index for each in (other, spare) if each is not None for index in each.indices]
     free = [index for index in range(count) if index not in taken] or list(range(count))
     if key == "train":
         return DeviceSet("accelerator", (free[-1],))

@@ -1,0 +1,125 @@
+"""Which engines a run may add and remove while it is live, and its spare devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from easyrl import devices
+from easyrl.cli import app
+from easyrl.config import ConfigError, load_config
+from easyrl.config.devices import parse_device_set
+from easyrl.runtime.placement import (
+    EngineChoice,
+    Placement,
+    check_scale,
+    engines_on,
+    resolve_placement,
+)
+
+EIGHT = ("devices.infer=0-3", "devices.train=6-7", "devices.max_rollout_workers=5")
+
+
+@pytest.fixture(autouse=True)
+def _eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "accelerator", lambda *, is_asked: ("cuda", 8))
+
+
+def place(*words: str) -> Placement:
+    return resolve_placement(load_config(words=words))
+
+
+def scale(wanted: str, *words: str, size: int = 1, starting: str | None = None) -> None:
+    """Scale a run with these settings; its engines span `size` devices each."""
+    placement = place(*(words or EIGHT))
+    placement = replace(placement, engine=EngineChoice("vllm", "", size))
+    changing = () if starting is None else (starting,)
+    check_scale(
+        load_config(words=words), placement, placement.infer, parse_device_set(wanted), changing
+    )
+
+
+@pytest.mark.parametrize("wanted", ["0-3", "0", "0-4", "4-5", "1,3,5"])
+def test_any_free_devices_may_generate(wanted: str) -> None:
+    scale(wanted)
+
+
+@pytest.mark.parametrize(("wanted", "named"), [
+    ("5-6", "devices.train='6,7'"),
+    ("0-5", "devices.max_rollout_workers"),
+    ("0-3,8", "cuda devices 0-7"),
+    ("cpu:2", "accelerators"),
+])  # fmt: skip
+def test_what_a_run_cannot_be_scaled_to_is_named(wanted: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=r"--infer-devices: expected .*, got") as refused:
+        scale(wanted)
+    assert named in str(refused.value) and wanted[-1] in str(refused.value).partition(", got")[2]
+
+
+def test_workers_on_the_cpu() -> None:
+    run = ("devices.infer=cpu:2", "devices.train=cpu", "devices.max_rollout_workers=3")
+    scale("cpu", *run)
+    scale("cpu:3", *run)
+    for wanted, named in (("cpu:4", "max_rollout_workers"), ("0-1", "cpu:2")):
+        with pytest.raises(ConfigError, match=named):
+            scale(wanted, *run)
+
+
+def test_one_change_at_a_time_and_none_in_a_deterministic_run() -> None:
+    with pytest.raises(ConfigError, match="rollout-4 is starting or leaving"):
+        scale("0-4", starting="rollout-4")
+    with pytest.raises(ConfigError, match=r"runtime\.deterministic"):
+        scale("cpu:2", "devices.infer=cpu", "devices.train=cpu", "runtime.deterministic=true")
+
+
+def test_tensor_parallel_engines_keep_their_devices() -> None:
+    scale("0-1,4-5", size=2)
+    scale("2-5", size=2)
+    for wanted, named in (("0-2", "tensor_parallel_size"), ("0-1,3-4", "device 3")):
+        with pytest.raises(ConfigError, match=named):
+            scale(wanted, size=2)
+    placement = replace(place(*EIGHT), engine=EngineChoice("vllm", "", 2))
+    assert engines_on(parse_device_set("0-1,4-5"), placement) == [(0, 1), (4, 5)]
+
+
+@pytest.mark.parametrize(("words", "most"), [
+    (("devices.infer=0-3", "devices.train=7"), 4),
+    (("devices.infer=0-3", "devices.train=7", "devices.spare=5-6"), 6),
+    (("devices.infer=0-3", "devices.train=7", "devices.max_rollout_workers=5"), 5),
+    (("devices.infer=cpu", "devices.train=cpu", "devices.spare=cpu:2"), 3),
+])  # fmt: skip
+def test_the_most_rollout_workers_a_run_may_have(words: tuple[str, ...], most: int) -> None:
+    assert place(*words).max_rollout_workers == most
+
+
+def test_spare_devices_are_not_used_at_first() -> None:
+    placement = place("devices.spare=6-7")
+    assert (str(placement.infer), str(placement.train)) == ("0,1,2,3,4", "5")
+
+
+@pytest.mark.parametrize(("words", "key"), [
+    (("devices.infer=0-3", "devices.train=4", "devices.spare=3-5"), "devices.spare"),
+    (("devices.infer=0-3", "devices.train=4", "devices.spare=4-5"), "devices.spare"),
+    (("devices.infer=0-3", "devices.train=4", "devices.spare=7-8"), "devices.spare"),
+    (("devices.infer=0-3", "devices.train=4", "devices.spare=cpu"), "devices.spare"),
+    (("devices.infer=cpu", "devices.train=cpu", "devices.spare=1"), "devices.spare"),
+    (("devices.infer=0-3", "devices.max_rollout_workers=3"), "devices.max_rollout_workers"),
+    (("runtime.autoscale=true",), "runtime.autoscale"),
+    (
+        ("runtime.autoscale=true", "devices.spare=cpu", "runtime.deterministic=true"),
+        "runtime.autoscale",
+    ),
+])  # fmt: skip
+def test_spare_devices_that_cannot_be_used_are_named(words: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}.*: expected .*, got"):
+        place(*words)
+
+
+def test_spare_devices_have_a_flag() -> None:
+    asked = ("--infer-devices", "cpu", "--train-devices", "cpu", "--spare-devices", "cpu:2")
+    result = CliRunner().invoke(app, ["grpo", "--dry-run", *asked])
+    assert result.exit_code == 0
+    assert yaml.safe_load(result.stdout)["devices"]["spare"] == "cpu:2"
