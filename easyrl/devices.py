@@ -15,8 +15,10 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,9 @@ LOOPBACK_ENVIRONMENT = {f"{name}_SOCKET_IFNAME": "lo" for name in ("GLOO", "NCCL
 SHARED_DEVICE_ENVIRONMENT = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
 """Also set if two processes use one device: by default HCCL's ports are fixed per device, and
 CANN's guide says that such processes may then fail because of each other's ports."""
+SURVIVE_BACKEND_ERRORS = {f"{name}_ASYNC_ERROR_HANDLING": "0" for name in ("TORCH_NCCL", "HCCL")}
+"""Set before the weight channel's group is made, after all others: by default, torch ends the
+process if another member is lost."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Also set for deterministic runs."""
 
@@ -186,21 +191,51 @@ def trains_flex_attention(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def make_process_group(device: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Create a process group for buffers on `device`, separate from torch's default group."""
+def make_process_group(
+    device: str, store: Any, rank: int, size: int, timeout: timedelta
+) -> tuple[Any, Callable[[], None]]:
+    """Create a process group for buffers on `device`, separate from torch's default group.
+
+    Returns it and a function that ends its communication, after which it may be dropped. Otherwise
+    dropping it would wait for broadcasts in progress.
+    """
     import torch
     import torch.distributed as dist
 
     kind = torch.device(device).type
+    os.environ |= SURVIVE_BACKEND_ERRORS
     if kind == "cpu":
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+        before = _sockets()
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        return gloo, partial(_shut_down, _sockets() - before)  # its own `abort` does nothing
     if kind == "cuda":
         backend: Any = dist.ProcessGroupNCCL
     else:
         backend = importlib.import_module("torch_npu._C._distributed_c10d").ProcessGroupHCCL
     options = backend.Options()
     options._timeout = timeout
-    return backend(store, rank, size, options)
+    group = backend(store, rank, size, options)
+    return (
+        group,
+        lambda: group.abort() if kind == "cuda" else group.abort_hccl_comm("a member is lost"),
+    )
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """Return descriptor and identity of this process's sockets."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.add((int(path.name), str(path.readlink())))
+    return {(fd, name) for fd, name in found if name.startswith("socket:")}
+
+
+def _shut_down(sockets: set[tuple[int, str]]) -> None:
+    """Break those of the connections that still exist."""
+    for fd, _ in sockets & _sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            connection.getpeername()  # fails for a listening socket, which is left alone
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def join_train_world(

@@ -31,12 +31,19 @@ class Backend:
     never (None)."""
 
     def __init__(self) -> None:
+        self.num_aborts = 0
+        self.connect = lambda: None
         self.log: list[str] = []
         self.polls: int | None = 3
         self.error = ""
         self._number = 0
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        if options is None:  # the first one, which connects
+            return SimpleNamespace(wait=self.connect)
         self.log.append(f"{self._number} begun")
         self._number += 1
         return Work(self, self._number - 1)
@@ -72,7 +79,7 @@ def store(tmp_path: Path) -> str:
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
     backend = Backend()
-    monkeypatch.setattr(devices, "make_process_group", lambda *arguments: backend)
+    monkeypatch.setattr(devices, "make_process_group", lambda *arguments: (backend, backend.abort))
     return backend
 
 

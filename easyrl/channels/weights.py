@@ -4,8 +4,8 @@
     rollout i:     receive ───────────► [names] ─► pieces ───► pieces ──► … ──► load on arrival
 
 Every arrow is a broadcast in which sender and receivers wait for each other, each for at most
-`timeout_seconds`, over a process group that is made once per run. Names are sent only when they
-differ from the last time. From names, shapes and dtypes every rank computes how weights are cut:
+`timeout_seconds`. Names are sent only when they differ from the last time. From names, shapes and
+dtypes every rank computes how weights are cut:
 
     mixed bucket    small weights, one after another, as many as fit
     own bucket      elements of one weight of ALONE_BYTES or more
@@ -23,14 +23,24 @@ only signals whose turn it is:
 
 Where the second process cannot open this memory (in some containers), buckets are broadcast on the
 CPU.
+
+A process group does not survive the death of a member. A failure closes the channel; what waits for
+this end then fails too, and closes its own, until all have ended. A member that waits for a stopped
+process ends when its `is_cancelled` says so. The living members then make a channel of the next
+generation, and the version is sent again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -46,7 +56,10 @@ from easyrl.channels import ALONE_BYTES, BUCKET_BYTES, NUM_BUCKETS
 from easyrl.types import Weight, WeightPiece
 
 BUSY_SECONDS, REST_SECONDS = 0.05, 0.001
-"""Busy-poll an accelerator broadcast for this long, then sleep between polls."""
+"""Busy-poll for this long, then sleep between polls."""
+SLICE = timedelta(seconds=0.05)
+"""Longest wait for a broadcast on the CPU between two polls."""
+CANCELLED = "cancelled, since another member is lost"
 ALIGNMENT_BYTES = 16
 
 Entry = tuple[str, tuple[int, ...], str]
@@ -112,13 +125,17 @@ class WeightEndpoint:
     timeout_seconds: float
     shared_device: str | None = None  # on which one sender and one receiver both compute
     bucket_bytes: int = BUCKET_BYTES
+    generation: int = 0  # of the process group: each is made once, in its own part of the store
 
 
 class WeightChannel:
-    """One rank's end of the channel, made once per run."""
+    """One rank's end of the channel. Every method may raise ConnectionError, if another member is
+    lost or `is_cancelled` becomes true, or TimeoutError; the channel is closed then."""
 
-    def __init__(self, endpoint: WeightEndpoint) -> None:
-        """Join the process group. Raises TimeoutError if not all ranks join in time."""
+    def __init__(
+        self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Join the process group, once all of its ranks are there."""
         self.rank = endpoint.rank
         self._name = f"{endpoint.worker} (rank {endpoint.rank} of {endpoint.world_size})"
         self._world_size = endpoint.world_size
@@ -128,24 +145,45 @@ class WeightChannel:
         self._plan: list[list[PlannedPiece]] = []
         self.not_shared_reason: str | None = None
         """Reason why no bucket is shared on the device; None: it is, or no device is shared."""
-        store = PrefixStore("weights", FileStore(endpoint.store_path, -1))
-        store.set_timeout(self._timeout)
-        self._group = self._bounded("making the process group", lambda: self._init_group(store))
+        self._is_cancelled = is_cancelled
+        self._group: Any = None
+        self._abort: Callable[[], None] = lambda: None
+        self._pending: list[tuple[int, Any]] = []  # bucket number and its broadcast
         self._bucket_bytes = endpoint.bucket_bytes
         # On accelerators a copy is fast, and a broadcast takes 0.1 ms.
         self._alone_bytes: float = (
             ALONE_BYTES if self._device.type == "cpu" else endpoint.bucket_bytes
         )
         self._buckets: list[Tensor] = []
-        if endpoint.shared_device is not None:
-            assert endpoint.world_size == 2, "one sender and one receiver share a device"
-            self._buckets = self._share_bucket(store, torch.device(endpoint.shared_device))
+        store = PrefixStore(f"weights-{endpoint.generation}", FileStore(endpoint.store_path, -1))
+        store.set_timeout(self._timeout)
+        with self._closed_by_failure():
+            self._bounded("making the process group", lambda: self._join(store))
+            if endpoint.shared_device is not None:
+                assert endpoint.world_size == 2, "one sender and one receiver share a device"
+                self._buckets = self._share_bucket(store, torch.device(endpoint.shared_device))
         self._is_shared = len(self._buckets) == 1
         if self._is_shared:
             self._alone_bytes = math.inf  # a weight is copied through the bucket in any case
         else:
-            self._buckets = [self._make_bucket(self._device) for _ in range(NUM_BUCKETS)]
-        self._pending: list[tuple[int, Any]] = []  # bucket number and its broadcast
+            self._buckets = [
+                _make_bucket(self._bucket_bytes, self._device) for _ in range(NUM_BUCKETS)
+            ]
+
+    def close(self) -> None:
+        """Leave the process group without waiting. The other members' waits for this one fail, at
+        once where the backend notices. Call it on all ends, but not before all have succeeded."""
+        self._abort()
+        self._group, self._abort = None, lambda: None
+        self._pending.clear()
+
+    @contextlib.contextmanager
+    def _closed_by_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def send(
         self,
@@ -157,13 +195,33 @@ class WeightChannel:
     ) -> int:
         """Broadcast the weights (rank 0). Receivers keep their values of all other weights.
 
-        `gather(weight, dtype)` makes a weight whole, in the order of `weights`, one at a time.
-        `dtype`: sent dtype (None: the weight's own); what `gather` returns in another is cast.
+        `gather(weight, dtype)` makes a weight whole, in the order of `weights`, one at a time. All
+        that have elements are gathered, even if a receiver is lost: other train ranks gather them
+        too. `dtype`: sent dtype (None: the weight's own); what `gather` returns in another is cast.
 
-        Returns the bytes sent. Raises TimeoutError if a receiver does not take part in time.
+        Returns the bytes sent.
         """
         assert self.rank == 0
         by_name = {weight.name: weight for weight in weights}
+        gathered = (
+            gather(weight.materialize().detach(), dtype or weight.reference.dtype)
+            for weight in by_name.values()
+            if weight.reference.numel()
+        )
+        try:
+            with self._closed_by_failure():
+                return self._send(policy_version, by_name, dtype, gathered)
+        except OSError:
+            deque(gathered, maxlen=0)
+            raise
+
+    def _send(
+        self,
+        policy_version: int,
+        by_name: Mapping[str, Weight],
+        dtype: torch.dtype | None,
+        gathered: Iterator[Tensor],
+    ) -> int:
         entries = []
         for name, weight in by_name.items():
             sent_as = str(dtype or weight.reference.dtype).removeprefix("torch.")
@@ -184,9 +242,8 @@ class WeightChannel:
                 if piece.start == 0:
                     if is_direct:
                         self._wait_for_all_but(0)  # a broadcast still reads `values`
-                    weight = by_name[piece.name]
                     values = part = empty  # free this weight before the next is gathered
-                    values = gather(weight.materialize().detach(), piece.dtype).reshape(-1)
+                    values = next(gathered).reshape(-1)
                 part = values[piece.start : piece.start + piece.count]
                 is_direct = len(pieces) == 1 and self._is_sent_directly(piece, part)
                 if not is_direct:
@@ -207,10 +264,15 @@ class WeightChannel:
         `memory_of(name)` returns a weight's flattened memory, or None. A weight with buckets of its
         own is received there directly, if dtype and device fit.
 
-        Raises TimeoutError if the sender does not send in time, RuntimeError if it sends another
-        version than `policy_version`.
+        Raises RuntimeError if the sender sends another version than `policy_version`.
         """
         assert self.rank > 0
+        with self._closed_by_failure():
+            yield from self._receive(policy_version, memory_of)
+
+    def _receive(
+        self, policy_version: int, memory_of: Callable[[str], Tensor | None]
+    ) -> Iterator[WeightPiece]:
         announced = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.broadcast(announced, "waiting for a version")
         version, num_bytes = announced.tolist()
@@ -235,19 +297,28 @@ class WeightChannel:
             if self._is_shared:  # broadcasts need no reply: each rank has a copy
                 self._signal(f"{self._name_of(number)} is read", root=1)
 
-    def _init_group(self, store: Any) -> Any:
+    def _join(self, store: Any) -> None:
         """Make the process group once all ranks are there."""
-        if self._device.type != "cpu":
-            # Accelerator backends connect at the first broadcast, and that wait has no bound. Waits
-            # on the store have one.
-            store.set(f"rank-{self.rank}", "ready")
-            store.wait([f"rank-{rank}" for rank in range(self._world_size)])
-        return devices.make_process_group(
-            str(self._device), store, self.rank, self._world_size, self._timeout
-        )
+        store.set(f"rank-{self.rank}", "ready")
+        keys = [f"rank-{rank}" for rank in range(self._world_size)]
+        self._poll(lambda: store.check(keys))
+        made: Future[tuple[Any, Callable[[], None]]] = Future()
 
-    def _make_bucket(self, device: torch.device) -> Tensor:
-        return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=device)
+        def make() -> None:
+            try:
+                how = str(self._device), store, self.rank, self._world_size, self._timeout
+                group, abort = devices.make_process_group(*how)
+                if self._device.type != "cpu":  # these backends connect at the first broadcast
+                    group.broadcast([torch.zeros(1, device=self._device)]).wait()
+                made.set_result((group, abort))
+            except BaseException as error:
+                made.set_exception(error)
+
+        # Ranks wait for each other in here, which cannot be interrupted, and on accelerators has no
+        # bound: if the wait ends early, the thread is left behind.
+        threading.Thread(target=make, daemon=True, name="weight-channel").start()
+        self._poll(made.done)
+        self._group, self._abort = made.result()
 
     def _share_bucket(self, store: Any, device: torch.device) -> list[Tensor]:
         """Return the bucket that both processes open on their device. If one of them cannot, both
@@ -256,13 +327,15 @@ class WeightChannel:
 
         def exchange(text: str, sender: int) -> str:
             """Return the text of one rank on both."""
+            key = f"bucket-{sender}"
             if self.rank == sender:
-                store.set(f"bucket-{sender}", text)
-            return str(store.get(f"bucket-{sender}").decode())
+                store.set(key, text)
+            self._poll(lambda: store.check([key]))
+            return str(store.get(key).decode())
 
         try:
             if self.rank == 0:
-                bucket = self._make_bucket(device)
+                bucket = _shared_bucket(self._bucket_bytes, device)
                 handle = devices.share_memory(bucket)
         except RuntimeError as error:
             reason = str(error)
@@ -326,6 +399,8 @@ class WeightChannel:
         self._pending.append((number, work))
 
     def _begin(self, tensor: Tensor, root: int) -> Any:
+        if self._group is None:
+            raise RuntimeError("the channel is closed")
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.timeout = self._timeout
@@ -337,18 +412,28 @@ class WeightChannel:
             self._bounded(self._name_of(number), partial(self._await, work))
 
     def _await(self, work: Any) -> None:
-        """Wait until a broadcast has ended on this rank, at most `timeout_seconds`."""
-        if self._device.type == "cpu":
-            work.wait(self._timeout)
-            return
+        """Wait until a broadcast has ended on this rank."""
+
+        def is_completed() -> bool:
+            if self._device.type == "cpu":
+                with contextlib.suppress(RuntimeError):  # not yet; an error is raised below again
+                    work.wait(SLICE)
+            return bool(work.is_completed())
+
         # torch's wait on accelerators is unbounded, or polls only once per millisecond.
+        self._poll(is_completed)
+        work.wait()  # orders the device's next work after it, or raises its error
+
+    def _poll(self, is_done: Callable[[], bool]) -> None:
+        """Wait for at most `timeout_seconds`."""
         started = time.monotonic()
-        while not work.is_completed():
+        while not is_done():
             waited = time.monotonic() - started
             if waited > self._timeout.total_seconds():
                 raise RuntimeError("Timed out")
+            if waited > BUSY_SECONDS and self._is_cancelled():
+                raise RuntimeError(CANCELLED)
             time.sleep(0.0 if waited < BUSY_SECONDS else REST_SECONDS)
-        work.wait()  # orders the device's next work after it, or raises its error
 
     def _bounded(self, what: str, action: Callable[[], Any]) -> Any:
         started = time.monotonic()
@@ -361,7 +446,7 @@ class WeightChannel:
             # the bound.
             is_late = waited >= 0.9 * self._timeout.total_seconds()
             is_late |= any(words in str(error) for words in ("Timed out", "timing out"))
-            if not is_late:
+            if not is_late or reason == CANCELLED:
                 raise ConnectionError(f"{text}: {reason}") from error
             # Gloo passes a broadcast from one receiver to the next.
             by_rank = {0: "a rollout worker", 1: "train-0"}
@@ -369,3 +454,11 @@ class WeightChannel:
             raise TimeoutError(
                 f"{text}: waited {waited:.1f} s for {awaited} (runtime.timeout_seconds): {reason}"
             ) from error
+
+
+def _make_bucket(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+_shared_bucket = functools.cache(_make_bucket)
+"""The bucket of all generations: torch does not free memory again that it has shared."""

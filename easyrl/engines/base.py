@@ -9,7 +9,7 @@ No sequence may be in flight when weights are received: the caller drains the en
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,13 +101,17 @@ class Engine:
         return the groups that have finished."""
         raise NotImplementedError
 
-    def join_weights(self, endpoint: WeightEndpoint) -> None:
-        """Join the weight channel, with one rank for each device of the engine."""
+    def join_weights(
+        self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Leave the weight channel of before, if any, and join this one, with one rank for each
+        device of the engine. Its waits, also later ones, end when `is_cancelled()` is true."""
         raise NotImplementedError
 
     def receive_weights(self, policy_version: int) -> None:
         """Receive a broadcast of weights and use them from now on. Raises RuntimeError while
-        sequences are in flight, and what `WeightChannel.receive` raises."""
+        sequences are in flight. After a ConnectionError or TimeoutError, join another channel and
+        receive again before the next group."""
         raise NotImplementedError
 
     def _check_idle(self) -> None:
@@ -129,8 +133,13 @@ class PolicyEngine(Engine):
         self.policy = policy
         self._stop = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
 
-    def join_weights(self, endpoint: WeightEndpoint) -> None:
-        self._channel = WeightChannel(endpoint)
+    def join_weights(
+        self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None  # free its buckets
+        self._channel = WeightChannel(endpoint, is_cancelled)
 
     def receive_weights(self, policy_version: int) -> None:
         assert self._channel is not None

@@ -39,7 +39,7 @@ class WorkerSettings:
     checkpoint: str | None = None  # that a resumed run starts from
     policy_version: int = 0  # of that checkpoint
 
-    def weight_endpoint(self, rank: int, world_size: int) -> WeightEndpoint:
+    def weight_endpoint(self, rank: int, world_size: int, generation: int = 0) -> WeightEndpoint:
         """This worker's end of the weight channel (`events.InitWeightChannel`)."""
         from easyrl.channels.weights import WeightEndpoint
 
@@ -51,4 +51,5 @@ class WorkerSettings:
             device="cpu" if self.weights_cross_on_cpu else self.device,
             shared_device=None if self.memory_fraction is None else self.device,
             timeout_seconds=self.config.runtime.timeout_seconds,
+            generation=generation,
         )

@@ -25,7 +25,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
@@ -189,6 +189,8 @@ class VllmEngine(Engine):
         """Hand all waiting requests over to vLLM, in order."""
         if self._is_deterministic:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
+            # It would depend on earlier prompts, which a worker's replacement has not seen.
+            await self._reset_prefix_cache(self.policy_version)
         for request in self._waiting:
             maybe_sleep()
             parameters = SamplingParams(
@@ -240,24 +242,33 @@ class VllmEngine(Engine):
 
     # -- weights --------------------------------------------------------------------------------
 
-    def join_weights(self, endpoint: WeightEndpoint) -> None:
+    def join_weights(
+        self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
         self._timeout_seconds = endpoint.timeout_seconds + GRACE_SECONDS
-        request = WeightTransferInitRequest(init_info={"endpoint": asdict(endpoint)})
-        self._call(self._engine.init_weight_transfer_engine(request))
+        self._generation, self._is_cancelled = endpoint.generation, is_cancelled
+        self._call(self._join(endpoint), is_cancelled=is_cancelled)
 
     def receive_weights(self, policy_version: int) -> None:
         self._check_idle()
-        self._call(self._update(policy_version), self._timeout_seconds)
+        self._call(self._update(policy_version), self._timeout_seconds, self._is_cancelled)
         self.policy_version = policy_version
+
+    async def _join(self, endpoint: WeightEndpoint) -> None:
+        request = WeightTransferInitRequest(init_info={"endpoint": asdict(endpoint)})
+        await self._engine.init_weight_transfer_engine(request)
+        _raise_first(await self._engine.collective_rpc("easyrl_channel_error"))
 
     async def _update(self, policy_version: int) -> None:
         engine = self._engine
         await engine.start_weight_update()
         update = WeightTransferUpdateRequest(update_info={"policy_version": policy_version})
         await engine.update_weights(update)
-        await engine.finish_weight_update(weight_version=str(policy_version))
-        if await engine.reset_prefix_cache() is False:
-            raise RuntimeError(f"weights {policy_version}: vLLM did not clear its prefix cache")
+        errors = await engine.collective_rpc("easyrl_channel_error")
+        version = None if any(errors) else str(policy_version)
+        await engine.finish_weight_update(weight_version=version)
+        _raise_first(errors)
+        await self._reset_prefix_cache(policy_version)
         held = []
         for rows, unmatched in await engine.collective_rpc("easyrl_held_weights"):
             if unmatched and self.policy_version < 0:
@@ -269,33 +280,40 @@ class VllmEngine(Engine):
             held.append([ParameterChecksum(*row) for row in rows])
         self._verifier.check(policy_version, held)
 
+    async def _reset_prefix_cache(self, policy_version: int) -> None:
+        if await self._engine.reset_prefix_cache() is False:
+            raise RuntimeError(f"weights {policy_version}: vLLM did not clear its prefix cache")
+
     # -- calls into vLLM ------------------------------------------------------------------------
 
-    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_seconds: float = math.inf) -> T:
-        """Run a coroutine on vLLM's loop. Raises TimeoutError if no rank has reported progress
-        (`worker.report_progress`) for this long."""
+    def _call(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        timeout_seconds: float = math.inf,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """Run a coroutine on vLLM's loop. `is_cancelled` ends its waits in the weight channel.
+        Raises RuntimeError if no rank has reported progress (`worker.report_progress`) for this
+        long: vLLM cannot be used any more."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         last, changed_at = 0, time.monotonic()
         try:
             while not wait([future], POLL_SECONDS).done:
                 if self._engine is not None and self._engine.errored:  # it will not answer
                     raise self._log.end_error()
+                if is_cancelled():
+                    self._cleanup.cancel(self._generation)
                 newest = Path(self._cleanup.folder).stat().st_mtime_ns
                 if newest != last:
                     last, changed_at = newest, time.monotonic()
                 if time.monotonic() - changed_at > timeout_seconds:
-                    raise TimeoutError(
+                    raise RuntimeError(
                         "weight update: the rollout worker waits for vLLM, which has made no "
                         f"progress for {timeout_seconds:.0f} s (runtime.timeout_seconds)"
                     )
             return future.result()
         except EngineDeadError:  # it had died before the call
             raise self._log.end_error() from None
-        except Exception as error:
-            # vLLM reports an error in a worker as text only. This one is another worker's fault.
-            if found := re.search("weight channel, .*", str(error)):
-                raise ConnectionError(found[0]) from None
-            raise
 
     def _call_workers(self, method: str, *arguments: Any) -> None:
         self._call(self._engine.collective_rpc(method, args=arguments))
@@ -309,6 +327,12 @@ class VllmEngine(Engine):
 
 async def _make_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     return AsyncLLM.from_engine_args(arguments)
+
+
+def _raise_first(errors: Sequence[str]) -> None:
+    """Raise the weight channel's error in one of the ranks, if any."""
+    for error in filter(None, errors):
+        raise ConnectionError(error)
 
 
 def sampling_parameters(sampling: SamplingSettings, end_tokens: set[int]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ waits until the rollout worker has ended, kills the remaining processes and remo
 The cleaner has a session of its own, which a terminal does not signal, and loads only the standard
 library. A private folder identifies everything that belongs to the engine: its sockets are in it,
 and its processes were started with the folder's path in their environment. The folder's time shows
-the progress of a weight update (`worker.report_progress`).
+the progress of a weight update (`worker.report_progress`); a file in it cancels one.
 """
 
 from __future__ import annotations
@@ -55,10 +55,18 @@ class Cleanup:
         """Do not mark the processes that are started from now on as vLLM's."""
         del os.environ[FOLDER]
 
+    def cancel(self, generation: int) -> None:
+        """End the waits in the weight channel of this generation."""
+        cancel_file(self.folder, generation).touch()
+
     def close(self) -> None:
         assert self._cleaner.stdin is not None
         self._cleaner.stdin.close()
         self._cleaner.wait()
+
+
+def cancel_file(folder: str, generation: int) -> Path:
+    return Path(folder, f"cancelled-{generation}")
 
 
 def processes_of(folder: str) -> list[int]:

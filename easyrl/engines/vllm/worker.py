@@ -41,6 +41,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -48,7 +49,7 @@ from easyrl import devices
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.engines.parameter_checksum import ParameterChecksum
 from easyrl.engines.vllm.platforms import BACKEND
-from easyrl.engines.vllm.processes import FOLDER
+from easyrl.engines.vllm.processes import FOLDER, cancel_file
 from easyrl.processes import die_with_parent
 from easyrl.types import WeightPiece
 
@@ -118,6 +119,7 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._channel: WeightChannel | None = None
+        self.channel_error = ""  # of the last call
         self.held: list[ParameterChecksum] = []  # after an update
         self.unmatched: list[str] = []  # weights without a parameter, parameters without a weight
         self._sent: dict[str, ParameterChecksum] = {}  # by parameter
@@ -129,7 +131,12 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
         for key in ("device", "shared_device"):  # this process has its own device numbers
             if endpoint[key] not in (None, "cpu"):
                 endpoint[key] = str(self.device)
-        self._channel = WeightChannel(WeightEndpoint(**endpoint))
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None  # free its buckets
+        cancelled = cancel_file(os.environ[FOLDER], endpoint["generation"])
+        with self._recording_channel_error():
+            self._channel = WeightChannel(WeightEndpoint(**endpoint), cancelled.exists)
         if ident := os.environ.get("VLLM_DIST_IDENT"):  # segments that all CPU ranks have opened
             for segment in Path("/dev/shm").glob(f"{ident}-*"):
                 segment.unlink(missing_ok=True)
@@ -142,7 +149,7 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
     def receive_weights(self, update_info: TransferUpdateInfo) -> None:
         assert self._channel is not None
         pieces = self._channel.receive(update_info.policy_version)
-        with set_current_vllm_config(self.vllm_config):
+        with self._recording_channel_error(), set_current_vllm_config(self.vllm_config):
             for name, weight in whole_weights(pieces, self.device):
                 parameters = self.load(name, weight)
                 if not parameters:
@@ -154,13 +161,28 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
                     if self.device.type == "cpu" and weight.ndim == 2:
                         self._sent_columns[parameter] += checksum(_columns(weight))
 
+    @contextmanager
+    def _recording_channel_error(self) -> Iterator[None]:
+        """Raised in one of several ranks, it would leave vLLM's calls out of step."""
+        self.channel_error = ""
+        try:
+            yield
+        except OSError as error:
+            self.channel_error = str(error)
+
     def load(self, name: str, weight: Tensor) -> set[str]:
         """Load a whole weight; return the names of the parameters that it is part of."""
         return set(self.model.load_weights([(name, weight)]) or ())
 
     def finish_weight_update(self) -> None:
+        if self.channel_error:  # a layer with a part of its weights gets its old ones back
+            for info in map(get_layerwise_info, self.model.modules()):
+                info.load_numel = 0
+                info.loaded_weights.clear()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
+        if self.channel_error:
+            return
         parameters = dict(self.model.named_parameters())
         self.unmatched += [name for name in parameters if name not in self._sent]
         self.held = [
@@ -196,6 +218,9 @@ class WorkerExtension:
     def easyrl_held_weights(self) -> tuple[list[Any], list[str]]:
         transfer = self.weight_transfer_engine
         return [list(astuple(held)) for held in transfer.held], transfer.unmatched
+
+    def easyrl_channel_error(self) -> str:
+        return self.weight_transfer_engine.channel_error
 
     def easyrl_set_logprobs_mode(self, mode: str) -> None:
         sampler = self.model_runner.sampler
