@@ -74,7 +74,7 @@ launch._set_up_environment(settings)
 found = {"visible": os.environ["ASCEND_RT_VISIBLE_DEVICES"]}
 if settings.engine == "embedded":
     import torch, torch_npu
-    group = devices.make_process_group("npu:0", "store", 1, 2, timedelta(seconds=3))
+    group, _ = devices.make_process_group("npu:0", "store", 1, 2, timedelta(seconds=3))
     found |= {
         "count": torch.npu.device_count(),
         "limits": torch_npu.limits,

@@ -150,6 +150,7 @@ def fields(module: str, names: Iterable[str]) -> list[Wanted]:
 ASYNC_LLM = "vllm.v1.engine.async_llm"
 ENGINE_CALLS = calls(ENGINE, r"engine|self\._engine|AsyncLLM")
 TRANSFER = "vllm.distributed.weight_transfer.base"
+RELOAD = "vllm.model_executor.model_loader.reload.types"
 SAMPLING = "temperature logprobs stop_token_ids stop detokenize output_kind top_k top_p"
 
 
@@ -166,8 +167,10 @@ def used_of_vllm() -> Iterator[Wanted]:
     for request in calls(ENGINE, "WeightTransfer(Init|Update)Request"):
         yield from fields(TRANSFER, request.keywords)
     overrides = functions(WORKER, "BucketTransfer").keys() - {"__init__", "load"}
+    overrides = {name for name in overrides if not name.startswith("_recording")}
     yield from ((TRANSFER, rf"def {name}\(") for name in overrides)
     yield from ((TRANSFER, rf"self\.{n} = ") for n in ("model", "model_config", "vllm_config"))
+    yield from fields(RELOAD, ("load_numel", "loaded_weights"))
     for executor in ("uniproc", "multiproc"):
         yield f"vllm.v1.executor.{executor}_executor", r"def _init_executor\("
     yield ASYNC_LLM, r"def errored\("
@@ -239,7 +242,7 @@ def test_torch_npu_has_what_our_code_uses(tmp_path: Path, version: str) -> None:
     assert misfits(defined, called) == []
     assert missing(texts, [("torch_npu.npu", rf"\b{call.name}\b") for call in called]) == []
     everything = "\n".join(texts.values())
-    names = "ProcessGroupHCCL.Options( _timeout _new_shared_npu _share_npu_ total_memory"
+    names = "ProcessGroupHCCL.Options( _timeout abort_hccl_comm _new_shared_npu _share_npu_ total_memory"
     assert all(name in everything for name in (*names.split(), "ASCEND_RT_VISIBLE_DEVICES"))
     _, _, text = everything.partition('"npu_fused_infer_attention_score",')
     query = re.search(r"^query: (.*)$", text, re.MULTILINE)
