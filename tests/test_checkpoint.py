@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from easyrl.config import load_config
 from easyrl.data.hub import resolve_model
 from easyrl.events import CheckpointSaved, SaveCheckpoint
+from easyrl.model import checkpoint_files
 from easyrl.model.checkpoint import copy_of_training, read_tensors, write_tensors
 from easyrl.model.checkpoint_files import (
     checkpoints_in,
@@ -29,7 +30,7 @@ from easyrl.model.checkpoint_files import (
     read_checkpoint,
     unfinished_name,
 )
-from easyrl.model.export import export_checkpoint
+from easyrl.model.export import export_checkpoint, find_model
 from easyrl.model.files import fingerprint
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks
@@ -206,7 +207,19 @@ def corrupt(folder: Path) -> None:
         content.write(b"\xff" * 8)
 
 
-SHARES = (0.0, 0.5, 1.0)
+def flip_bit(pattern: str, share: float) -> Callable[[Path], None]:
+    """Flip one bit at this share of the file, of which the size stays the same."""
+
+    def harm(folder: Path) -> None:
+        (file,) = folder.glob(pattern)
+        content = bytearray(file.read_bytes())
+        content[int(share * len(content))] ^= 1
+        file.write_bytes(content)
+
+    return harm
+
+
+SHARES, BITS = (0.0, 0.5, 1.0), (0.3, 0.6, 0.9999)
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no state": (lambda folder: (folder / "state.json").unlink(), "state.json"),
     "no tensors": (lambda folder: next(folder.glob("*.safetensors")).unlink(), "shard-00001"),
@@ -214,6 +227,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     **{f"{share} of the state": (truncate("state.json", share), "state.json") for share in SHARES},
     **{f"{share} of the tensors": (truncate("*.safetensors", share), "shard") for share in SHARES},
     "the header": (corrupt, "shard"),
+    **{f"a bit at {share} of the tensors": (flip_bit("*.sa*", share), "shard") for share in BITS},
+    "a bit of the state": (flip_bit("state.json", 0.9), "state.json"),
 }
 
 
@@ -225,10 +240,66 @@ def test_damaged_checkpoint_is_refused_and_the_older_one_taken(
     harm, reason = DAMAGE[damage]
     harm(folder / "10")
     with pytest.raises(ValueError, match=f"checkpoints/10.*{reason}"):
-        read_checkpoint(folder / "10")
+        read_checkpoint(folder / "10", verify=True)
     found, damaged = newest_checkpoint(folder)
     assert list(damaged) == [folder / "10"]
     assert found is not None and found.path.name == "9" and found.state["note"] == "ü"
+
+
+def test_no_flipped_bit_of_the_state_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "3"
+    unfinished_name(path).mkdir()
+    (unfinished_name(path) / "shard.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    state = {"policy_version": 3, "accuracy_before": 0.1, "config": {"ü": [1e-6, None]}}
+    publish(path, state)
+    assert read_checkpoint(path, verify=True).state == state
+    whole = (path / "state.json").read_bytes()
+    for bit in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        (path / "state.json").write_bytes(content)
+        try:
+            # The same value in another notation (1e-6, 1E-6) is no damage.
+            assert read_checkpoint(path, verify=True).state == state
+        except ValueError:
+            continue
+        assert json.loads(content) == json.loads(whole)
+
+
+def test_checkpoint_of_an_older_version_has_no_checksums_and_is_read(
+    two: Path, tmp_path: Path
+) -> None:
+    copies(two, tmp_path, 9)
+    content = json.loads((tmp_path / "9" / "state.json").read_text())
+    older = {key: content[key] for key in ("format", "files", "state")}
+    (tmp_path / "9" / "state.json").write_text(json.dumps(older))
+    assert read_checkpoint(tmp_path / "9", verify=True).state["note"] == "ü"
+
+
+def test_long_verification_reports_its_progress(
+    two: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read_checkpoint(two / "9", verify=True)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(checkpoint_files, "PROGRESS_SECONDS", 0.0)
+    read_checkpoint(two / "9", verify=True)
+    assert f"GiB of {two / '9'}" in capsys.readouterr().err
+
+
+def test_checkpoint_deleted_while_it_is_verified_is_not_called_damaged(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies(two, tmp_path, 9)
+
+    def publish_another(file: Path) -> str:
+        monkeypatch.undo()
+        copies(two, tmp_path, 12)
+        shutil.rmtree(tmp_path / "9")
+        raise FileNotFoundError(file)
+
+    monkeypatch.setattr(checkpoint_files, "_sha256", publish_another)
+    found, damaged = newest_checkpoint(tmp_path)
+    assert found is not None and found.path.name == "12" and not damaged
 
 
 def copies(of: Path, folder: Path, *versions: int) -> None:
@@ -343,6 +414,31 @@ def test_export_takes_the_next_checkpoint_where_the_run_deletes_one(
 
     monkeypatch.setattr(Policy, "load", load_while_the_run_goes_on)
     assert "checkpoints/8" in export_checkpoint(path.parent.parent, tmp_path / "exported")
+
+
+def test_export_takes_no_checkpoint_with_a_flipped_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, policy = make_checkpoint(tmp_path, "qwen3")
+    newer = Path(shutil.copytree(path, path.with_name("8")))
+    flip_bit("*.safetensors", 0.9)(newer)
+    with pytest.raises(ValueError, match=r"checkpoints/8.*shard"):
+        export_checkpoint(newer, tmp_path / "exported")
+    run = path.parent.parent
+    assert policy.weights_sha256() in export_checkpoint(run, tmp_path / "exported")
+    assert f"'{newer}'" in capsys.readouterr().err
+    assert find_model(str(run / "checkpoints" / "7")).path == str(path)
+    (run / "config.yaml").touch()
+    assert find_model(str(run)).path == str(path)
+
+
+def test_files_of_a_model_have_the_mode_of_the_umask(tmp_path: Path) -> None:
+    path, _ = make_checkpoint(tmp_path, "qwen3")
+    export_checkpoint(path, tmp_path / "exported")
+    umask = os.umask(0o022)
+    os.umask(umask)
+    files = [*(tmp_path / "exported").iterdir(), *path.iterdir()]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
 
 
 def names_in(folder: Path) -> set[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from easyrl import events
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
@@ -63,6 +65,33 @@ def test_a_finished_run_without_a_checkpoint_cannot_grow(tmp_path: Path) -> None
     for words, resume in ((AUTO, None), ((), folder)):
         with pytest.raises(ConfigError, match=r"has no complete checkpoint"):
             find_resume(config_of(folder, *words, "train.iterations=70"), resume)
+
+
+def test_lost_lines_of_metrics_are_named_before_the_run_continues(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    sizes = {"file_sizes": {"metrics.jsonl": 10_000}}
+    make_run(folder, {5: sizes})
+    for lost in ((2, 3), ()):
+        with (folder / "metrics.jsonl").open("w") as file:
+            file.writelines(f'{{"iteration": {n}}}\n' for n in range(5) if n not in lost)
+        received: list[Any] = []
+        with pytest.raises(Started):
+            run.run(config_of(folder), [received.append], folder)
+        (started,) = [event for event in received if isinstance(event, events.RunStarted)]
+        notes = started.description.splitlines()
+        assert any("metrics.jsonl" in note and "2-3" in note for note in notes) == bool(lost)
+
+
+def test_limit_of_open_files_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))
+    with pytest.raises(ConfigError, match=r"devices.*ulimit -n \d+"):
+        run.run(config_of(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    with pytest.raises(Started):
+        run.run(config_of(tmp_path / "run"))
 
 
 # -- paths ---------------------------------------------------------------------------------------

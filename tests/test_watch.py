@@ -181,6 +181,34 @@ def test_folder_without_a_readable_trace_is_refused(tmp_path: Path) -> None:
             watch(folder, live=False)
 
 
+@pytest.mark.parametrize("garbage", [b"garbage", b'"RunStarted"\n', b'["RunStarted"],\n'])
+def test_garbage_instead_of_a_trace_is_refused(written: Written, garbage: bytes) -> None:
+    """It never waits for a run that has no readable beginning."""
+    folder, run = written
+    write(run)
+    trace_file = folder / "trace.json"
+    for content_ in (garbage, trace_file.read_bytes().replace(b'": ', b'":' + garbage)):
+        trace_file.write_bytes(content_)
+        with pytest.raises(ValueError, match=f"'{folder}'.*trace.json"):
+            watch(folder, live=False)
+
+
+def test_run_whose_trace_has_lost_its_end_is_finished_by_its_summary(written: Written) -> None:
+    folder, run = written
+    write(run)
+    (finished,) = [event for event in run if isinstance(event, events.RunFinished)]
+    file = folder / "trace.json"
+    lines = file.read_bytes().splitlines(keepends=True)
+    position = next(n for n, line in enumerate(lines) if b'"RunFinished"' in line)
+    file.write_bytes(b"".join(lines[:position]) + b'5\n{"ph": "i"},\n\0')
+    killed = list(follow(RunFiles(folder)))
+    assert killed[-1].exit_code == 1
+    (folder / "summary.json").write_text(json.dumps(finished.summary))
+    *_, last, end = follow(RunFiles(folder))
+    assert isinstance(last, events.RunFinished) and end == events.RunEnded(0, "")
+    assert dict(last.summary) == json.loads(json.dumps(finished.summary))
+
+
 def test_finished_run_is_shown_as_it_ended(finished_run: Finished) -> None:
     terminal = Terminal(sys.executable, "-m", "easyrl", "watch", str(finished_run.folder))
     assert terminal.end() == 0

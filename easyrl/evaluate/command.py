@@ -45,7 +45,7 @@ from easyrl.runtime.memory import (
     model_size,
 )
 from easyrl.runtime.placement import Placement, describe, place_evaluation
-from easyrl.runtime.preflight import check_positions, short_problems
+from easyrl.runtime.preflight import check_open_files, check_positions, short_problems
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite
 from easyrl.runtime.supervisor import (
@@ -94,6 +94,7 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     check_rewards(sampled, next(iter(problems.values())))
     prompts = short_problems(_with_model(config, source.base), problems)
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
+    check_open_files(config, placement.num_rollout_workers)
     placement = _fit_memory(sampled, placement, files)
     num_skipped = len(problems) - len(prompts)
     by_id = dict(zip(problem_ids(prompts), prompts, strict=True))

@@ -19,7 +19,7 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError, to_commented_yaml
 from easyrl.evaluate.figures import Answers, Lines
-from easyrl.runtime.run_folder import finite, folder_of, lock_folder, read_lines
+from easyrl.runtime.run_folder import PRIVATE, finite, folder_of, lock_folder, read_lines
 
 SETTINGS, SAMPLES = "settings.json", "samples.jsonl"
 KEY = "output.dir (--output)"
@@ -36,7 +36,7 @@ class EvalFolder:
         self.path = folder_of(config, "eval-")
         self.model = self.path / "model"
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             # Without the problem that was being written when the evaluation was killed.
             self.answers = {
                 problem: lines

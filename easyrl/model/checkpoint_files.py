@@ -1,22 +1,26 @@
 """Checkpoint folders: which are complete, which to use, which to delete. Needs no torch.
 
     RUN/checkpoints/12/              policy_version 12: the name means that it is complete
-        state.json                   everything but tensors, and the names of the files
+        state.json                   everything but tensors; names and checksums of the files
         shard-*.safetensors          tensors (`model.checkpoint`)
     RUN/checkpoints/14.unfinished/   being written, or left by a killed run
     RUN/checkpoints/best             a link to the best checkpoint
 
 A checkpoint is published by one rename, once all of it is on the disk, and unpublished by one
-rename before any of it is deleted. Later damage (an incomplete copy, a corrupt header) shows in the
-files' headers.
+rename before any of it is deleted. Later damage (an incomplete copy, a flipped bit) shows in the
+SHA-256 of each file and of state.json itself, which are verified before the checkpoint is used.
+Checkpoints of older versions have no checksums; of those only the files' headers are checked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +35,9 @@ BEST = "best"
 UNFINISHED, DAMAGED = ".unfinished", ".damaged"
 FORMAT = 1
 """Format of state.json; incremented by changes that older versions cannot read."""
+OWN_CHECKSUM = "content_sha256"
+PROGRESS_SECONDS = 5.0
+"""While checksums are computed, report the progress this often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +47,9 @@ class Checkpoint:
     """The state given to `publish`."""
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint. Raises ValueError if a part is missing, truncated or corrupt."""
+def read_checkpoint(path: Path, *, verify: bool = False) -> Checkpoint:
+    """Read a checkpoint. Raises ValueError if a part is missing, truncated or corrupt. Only with
+    `verify` all bytes of its files are read and compared with their checksums."""
     from safetensors import SafetensorError, safe_open
 
     file = path / STATE
@@ -49,25 +57,39 @@ def read_checkpoint(path: Path) -> Checkpoint:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise ValueError(f"expected format {FORMAT}, got {content['format']}")
-        for name in sorted(content["files"]):
+        own = content.pop(OWN_CHECKSUM, None)
+        if own != (_content_sha256(content) if "sha256" in content else None):
+            raise ValueError("the content does not match its checksum")
+        num_bytes, done, reported = sum(content["files"].values()), 0, time.monotonic()
+        for name, size in sorted(content["files"].items()):
             file = path / name
             with safe_open(file, framework="numpy"):  # compares header and length
                 pass
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+            if not verify or "sha256" not in content:
+                continue
+            if (found := _sha256(file)) != (expected := content["sha256"][name]):
+                raise ValueError(f"expected the SHA-256 {expected}, got {found}")
+            done += size
+            if time.monotonic() - reported > PROGRESS_SECONDS:
+                _report(f"verified {done / 2**30:.1f} of {num_bytes / 2**30:.1f} GiB of {path}")
+                reported = time.monotonic()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         raise ValueError(f"the checkpoint '{path}' cannot be read: {file.name}: {error}") from None
     return Checkpoint(path, content["state"])
 
 
-def find_checkpoint(source: Path) -> Checkpoint:
-    """Read the checkpoint `source`, or the newest complete one of a run folder. Raises ValueError
-    if it is damaged, or there is none."""
+def find_checkpoint(source: Path, *, verify: bool = True) -> Checkpoint:
+    """Read the checkpoint `source`, or the newest complete one of a run folder, and report newer
+    damaged ones. Raises ValueError if it is damaged, or there is none."""
     if (source / STATE).is_file():
-        # `best` may change later.
-        return read_checkpoint(source.parent / source.readlink() if source.is_symlink() else source)
+        path = source.parent / source.readlink() if source.is_symlink() else source
+        return read_checkpoint(path, verify=verify)  # `best` may change later
     found, damaged = newest_checkpoint(source / CHECKPOINTS)
     if found is None:
         problem = f"expected a checkpoint or a run folder with one, got '{source}'"
         raise ValueError("\n".join([problem, *damaged.values()]))
+    if damaged:
+        _report("\n".join([*damaged.values(), f"'{found.path}' is used instead"]))
     return found
 
 
@@ -77,8 +99,10 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]
     damaged: dict[Path, str] = {}
     for path in reversed(checkpoints_in(folder)):
         try:
-            return read_checkpoint(path), damaged
+            return read_checkpoint(path, verify=True), damaged
         except ValueError as error:
+            if not path.exists():  # a running run has deleted it and published newer ones
+                return newest_checkpoint(folder)
             damaged[path] = str(error)
     return None, damaged
 
@@ -98,8 +122,14 @@ def unfinished_name(path: Path) -> Path:
 def publish(path: Path, state: Mapping[str, Any]) -> None:
     """Publish the checkpoint written to `unfinished_name(path)`, with `state` (for JSON)."""
     written = unfinished_name(path)
-    files = {file.name: file.stat().st_size for file in sorted(written.iterdir())}
-    content = {"format": FORMAT, "files": files, "state": state}
+    files = sorted(written.iterdir())
+    content = {
+        "format": FORMAT,
+        "files": {file.name: file.stat().st_size for file in files},
+        "sha256": {file.name: _sha256(file) for file in files},
+        "state": state,
+    }
+    content[OWN_CHECKSUM] = _content_sha256(content)
     with (written / STATE).open("w", encoding="utf-8") as file:
         file.write(json.dumps(content))  # ends with a brace, so truncation is detected
         file.flush()
@@ -139,6 +169,22 @@ def set_aside(path: Path) -> None:
     aside = path.with_name(path.name + DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _content_sha256(content: Mapping[str, Any]) -> str:
+    """Return the checksum of the content of state.json without its OWN_CHECKSUM."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _report(text: str) -> None:
+    """Print to standard error, for commands that take long before their own output begins."""
+    with contextlib.suppress(OSError):  # closed
+        print(text, file=sys.stderr, flush=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -33,25 +33,37 @@ ADAPTER = "adapter"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
+class DiskError(OSError):
+    """A model cannot be written, because the disk is full or read-only, for example."""
+
+
 @contextmanager
 def replace_folder(folder: Path, *, is_writer: bool = True) -> Iterator[Path]:
     """Yield a path to write a model to. Afterwards it replaces `folder`, which never holds an
-    incomplete model. One of a sharded model's ranks `is_writer`."""
+    incomplete model. One of a sharded model's ranks `is_writer`. Raises DiskError."""
+    from safetensors import SafetensorError
+
     new, old = (folder.with_name(folder.name + end) for end in (".unfinished", ".old"))
     if is_writer:
         for left_over in (new, old):
             shutil.rmtree(left_over, ignore_errors=True)
-    yield new
+    try:
+        yield new
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(new, ignore_errors=True)
+        raise DiskError(f"'{folder}' cannot be written: {error}") from error
     if is_writer:
+        for file in new.glob("*.safetensors"):  # created with mode 0600 by the library
+            shutil.copymode(next(new.glob("*config.json")), file)
         if folder.exists():
             folder.rename(old)
         new.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
 
 
-def export_checkpoint(source: Path, folder: Path) -> str:
+def export_checkpoint(source: Path, folder: Path, *, verify: bool = True) -> str:
     """Export a checkpoint, or the newest complete one of a run folder; return a message for the
-    user. Raises ValueError for user errors."""
+    user. `verify` its checksums first. Raises ValueError for user errors."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     from easyrl.model.checkpoint import read_tensors
@@ -59,7 +71,7 @@ def export_checkpoint(source: Path, folder: Path) -> str:
 
     if folder.exists():
         raise ValueError(f"expected a folder that does not exist, got '{folder}'")
-    checkpoint = find_checkpoint(source)
+    checkpoint = find_checkpoint(source, verify=verify)
     config = Config.model_validate(checkpoint.state["config"])
     model = config.model
     read_model_files(model.path)
@@ -84,8 +96,8 @@ def export_checkpoint(source: Path, folder: Path) -> str:
     try:
         with replace_folder(folder) as new:
             policy.save(new, tokenizer)
-    except OSError as error:
-        raise ValueError(f"'{folder}' cannot be written: {error}") from None
+    except DiskError as error:
+        raise ValueError(str(error)) from None
     return (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "
         f"{folder} (weights: sha256 {policy.weights_sha256()})"
@@ -115,7 +127,7 @@ class ModelSource:
             return self.path
         if not folder.exists():
             if self.kind == "checkpoint":
-                export_checkpoint(Path(self.path), folder)
+                export_checkpoint(Path(self.path), folder, verify=False)  # `find_model` did
             else:
                 self._merge(folder)
         return str(folder)

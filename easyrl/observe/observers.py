@@ -35,9 +35,11 @@ class Guard:
     def __call__(self, event: Event) -> Note | None:
         try:
             note = self._observer(event)
-        except Exception:
+        except Exception as error:
             if self._run is None:
                 raise
+            full = traceback.format_exc().rstrip()
+            cause = f"{error}" if isinstance(error, OSError) else full  # a full disk
             failed = self._observer
             self._observer = self._fallback
             self._fallback = _ignore
@@ -45,7 +47,6 @@ class Guard:
                 failed.close()  # type: ignore[attr-defined]
             self._observer(self._run)
             self._observer(event)
-            cause = traceback.format_exc().rstrip()
             return Note(f"{type(failed).__name__} failed; the run continues without it:\n{cause}")
         if isinstance(event, events.RunStarted):
             self._run = event

@@ -31,7 +31,7 @@ from easyrl.events import Event, FromWorker, Message, Observer
 from easyrl.observe.report import PlainLines, print_end
 from easyrl.observe.text import is_live_terminal, safe
 from easyrl.observe.view import LiveView
-from easyrl.runtime.run_folder import is_locked
+from easyrl.runtime.run_folder import is_locked, write_whole
 
 FILE_NAME = "trace.json"
 MAX_BYTES = 16 * 2**20
@@ -91,7 +91,7 @@ class TraceWriter:
     """An observer that writes the trace."""
 
     def __init__(self) -> None:
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
         self._processes: dict[str, int] = {}
         self._num_in_ring = 0
@@ -110,7 +110,7 @@ class TraceWriter:
         path = run.folder / FILE_NAME
         if path.exists():
             _shorten(path, MAX_BYTES)  # cuts off an incomplete last line
-        self._file = path.open("a")
+        self._file = path.open("ab", buffering=0)
         self._clock = time.time() - time.monotonic()
         self._processes = {worker: number for number, worker in enumerate(run.devices, start=1)}
         self._name("process", "controller", pid=CONTROLLER)
@@ -124,15 +124,14 @@ class TraceWriter:
 
     def _write(self, lines: Iterable[Line]) -> None:
         assert self._file is not None
-        text = "" if self._file.tell() else "[\n"
-        text += "".join(json.dumps(line) + ",\n" for line in lines)
+        text = b"" if self._file.tell() else b"[\n"
+        text += "".join(json.dumps(line) + ",\n" for line in lines).encode()
         if self._file.tell() + len(text) > MAX_BYTES:
             self._file.close()
             path = Path(self._file.name)
             _shorten(path, MAX_BYTES // 2)
-            self._file = path.open("a")
-        self._file.write(text)
-        self._file.flush()
+            self._file = path.open("ab", buffering=0)
+        write_whole(self._file, text)
 
     def _lines(self, event: Event) -> Iterator[Line]:
         if isinstance(event, FromWorker):
@@ -222,14 +221,20 @@ def watch(folder: Path, *, live: bool) -> int:
 
 def follow(files: RunFiles) -> Iterator[Event]:
     """Yield the events of a run until it ends. Ends of commands that were resumed are left out."""
-    end, is_alive = None, True
+    end, newest, is_alive = None, None, True
     while is_alive and end is None:
         is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
         for event in files.read():
             end = event if isinstance(event, events.RunEnded) else None
             if end is None:
+                newest = event
                 yield event
         time.sleep(POLL_SECONDS if is_alive else 0.0)
+    summary = files.folder / "summary.json"
+    if end is None and summary.is_file():  # the run has finished: the trace's end is lost
+        if not isinstance(newest, events.RunFinished):
+            yield events.RunFinished(time.monotonic(), json.loads(summary.read_text()))
+        end = events.RunEnded(0, "")
     message = f"the run was killed: its process is gone; see {files.folder / 'logs'}"
     yield end or events.RunEnded(KILLED, message)
 
@@ -270,14 +275,18 @@ class RunFiles:
         """Raises ValueError if that is no run folder."""
         self.folder = folder
         config, trace = folder / "config.yaml", folder / FILE_NAME
-        if not config.is_file() or not trace.is_file() or b'"RunStarted"' not in trace.read_bytes():
-            raise ValueError(
-                f"'{folder}': expected the folder of a run (runs/<time>-<task>) with config.yaml "
-                f"and {FILE_NAME}, written by EasyRL 0.2 or newer"
-            )
+        refusal = ValueError(
+            f"'{folder}': expected the folder of a run (runs/<time>-<task>) with config.yaml and "
+            f"{FILE_NAME} (not damaged), written by EasyRL 0.2 or newer"
+        )
+        if not config.is_file() or not trace.is_file():
+            raise refusal
         self.config = load_config(config)
         self._trace = GrowingFile(trace, partial(json.loads, object_hook=decode))
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
+        if not any(isinstance(event, events.RunStarted) for event in self.read()):
+            raise refusal
+        self._trace.offset = 0  # read it again
 
     def now(self) -> float:
         """The time on the clock of the run's events."""
@@ -286,7 +295,7 @@ class RunFiles:
     def read(self) -> Iterator[Event]:
         """Yield the events written since the last call."""
         for line in self._trace.read():
-            event = line.get("args")
+            event = line.get("args") if isinstance(line, dict) and "ts" in line else None
             if isinstance(event, events.RunStarted):
                 event = replace(event, folder=self.folder, config=self.config)
                 self._clock = line["ts"] / 1e6 - event.started

@@ -20,6 +20,7 @@ from easyrl import devices
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.engines.vllm import platforms as vllm_platforms
 from easyrl.events import Failed, Ready, Starting
+from easyrl.model.export import DiskError
 from easyrl.model.files import quieten_transformers
 from easyrl.processes import die_with_parent, spin_environment
 from easyrl.rewards.functions import RewardError
@@ -75,14 +76,14 @@ def _log_to(file: str | None) -> None:
 
 
 def _describe(error: BaseException) -> Failed:
-    """Describe the error: for user errors and failed rewards the message, otherwise also the
-    traceback."""
+    """Describe the error: for user errors, failed rewards and a full disk the message, otherwise
+    also the traceback."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     # Raised on purpose by this package, not by a library that was called wrongly.
     is_ours = Path(last.filename).is_relative_to(PACKAGE) and str(last.line).startswith("raise ")
     if isinstance(error, ValueError) and is_ours:
         return Failed(str(error), traceback="", is_user_error=True)
-    if isinstance(error, RewardError):
+    if isinstance(error, RewardError | DiskError):
         return Failed(str(error), traceback="", is_user_error=False)
     message = f"{type(error).__name__}: {error}"
     return Failed(message, traceback.format_exc(), is_user_error=False)

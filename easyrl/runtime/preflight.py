@@ -4,6 +4,7 @@ memory, disk. Fast checks come first. Nothing is written, no weights are loaded.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,8 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     prompts = open_prompts(config)
     check_rewards(config, prompts.prompt(0))
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
+    num_rollout = max(placement.num_rollout_workers, config.devices.max_rollout_workers or 0)
+    check_open_files(config, num_rollout + placement.train.count)
     skipped = too_long_prompts(config, prompts.examples())
     prompts = prompts.without(skipped)
     held_out = _held_out(config, prompts)
@@ -84,6 +87,18 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
                 "restore them, or start a new run (--output)"
             )
     return Preflight(prompts, len(skipped), placement, num_trained, identity, held_out, warnings)
+
+
+def check_open_files(config: Config, num_workers: int) -> None:
+    """Raise ConfigError if the limit of open files is too low, by a rough count of the pipes of the
+    controller, of a train worker's connections and of a rollout worker's reward processes."""
+    needed = 64 + 16 * num_workers + 4 * config.reward.num_workers
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise ConfigError(
+            f"devices.infer, devices.train: {num_workers} workers need a limit of {needed} open "
+            f"files or more, got {limit}; raise it (ulimit -n {needed}), or use fewer workers"
+        )
 
 
 def check_positions(config: Config, model: ModelFiles, *, section: str = "rollout") -> None:

@@ -20,7 +20,7 @@ from easyrl.runtime.controller import Controller
 from easyrl.runtime.placement import describe, device_names, ring_layout
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
-from easyrl.runtime.run_folder import RunFolder, RunFolderLost
+from easyrl.runtime.run_folder import RunFolder, RunFolderLost, missing_iterations
 from easyrl.runtime.supervisor import (
     FAILED,
     FINISHED,
@@ -52,7 +52,8 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
     if resumed is None:
         folder = RunFolder(config)
     else:
-        folder = RunFolder(config, resumed.lock, resumed.state.file_sizes)
+        state = resumed.state
+        folder = RunFolder(config, resumed.lock, state.file_sizes, state.num_iterations)
         for path in resumed.damaged:
             set_aside(path)
         discard_unfinished(folder.checkpoints)
@@ -90,7 +91,7 @@ def _train(controller: Controller) -> events.RunEnded:
         exit_code = USER_ERROR if failure.is_user_error else FAILED
         return events.RunEnded(exit_code, f"{failure}{_resume_hint(folder)}")
     except RunFolderLost as lost:
-        return events.RunEnded(FAILED, str(lost))
+        return events.RunEnded(FAILED, f"{lost}{_resume_hint(folder)}")
     except Exception as error:
         cause = traceback.format_exception_only(error)[-1].strip()
         folder.write_log(traceback.format_exc())
@@ -109,6 +110,9 @@ def _announce(controller: Controller) -> None:
     """Send the first events of a run."""
     config, checked, resumed = controller.config, controller.checked, controller.resumed
     lines = controller.folder.read_metrics()  # of a resumed run
+    notes = _notes(config, checked, resumed)
+    if lost := missing_iterations(lines, controller.state.num_iterations):
+        notes.append(lost)
     measured = [(line["iteration"] + 1, line.get("eval/accuracy")) for line in lines]
     measured.insert(0, (0, controller.state.accuracy_before))
     controller.notify(
@@ -117,7 +121,7 @@ def _announce(controller: Controller) -> None:
             controller.folder.path,
             config,
             devices=device_names(checked.placement),
-            description="\n".join([*_notes(config, checked, resumed), describe(checked.placement)]),
+            description="\n".join([*notes, describe(checked.placement)]),
             num_iterations=controller.state.num_iterations,
             earlier=lines,
             accuracies=[(number, value) for number, value in measured if value is not None],

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from easyrl import __version__, events
 from easyrl.config import Config, ConfigError, to_commented_yaml
@@ -30,7 +30,9 @@ from easyrl.model.checkpoint_files import CHECKPOINTS
 
 FULL_DISK_SECONDS = 2.0
 """Retry a write on a full disk for this long: a checkpoint that does not fit is soon removed."""
-UNFINISHED_CONFIG = "config.yaml.unfinished"
+UNFINISHED_CONFIG, UNFINISHED_SUMMARY = "config.yaml.unfinished", "summary.json.unfinished"
+PRIVATE = 0o700
+"""Mode of new run folders: prompts, completions and tracebacks concern nobody else."""
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl")
 """Files that grow by whole lines; a resumed run cuts them back to its checkpoint."""
 
@@ -43,14 +45,19 @@ class RunFolder:
     """The folder of one run. It is locked until `close`."""
 
     def __init__(
-        self, config: Config, lock: int | None = None, sizes: Mapping[str, int] | None = None
+        self,
+        config: Config,
+        lock: int | None = None,
+        sizes: Mapping[str, int] | None = None,
+        num_iterations: float = math.inf,
     ) -> None:
         """Create the folder; or open that of a resumed run, locked by `lock`, and cut its growing
-        files back to `sizes` (in bytes). Raises ConfigError if it cannot be created or written."""
+        files back to `sizes` (in bytes) and its metrics to the first `num_iterations`, in case that
+        lines were lost. Raises ConfigError if it cannot be created or written."""
         self.path, is_new = folder_of(config), lock is None
         try:
             if lock is None:
-                self.path.mkdir(parents=True)
+                self.path.mkdir(mode=PRIVATE, parents=True)
                 lock = lock_folder(self.path)
             self._lock = lock
             (self.path / "logs").mkdir(exist_ok=True)
@@ -61,6 +68,11 @@ class RunFolder:
                 file, size = self.path / name, (sizes or {}).get(name, 0)
                 # To a line's end: after a power failure the file may be shorter than that.
                 os.truncate(file, file.read_bytes()[:size].rfind(b"\n") + 1)
+            lines = self.read_metrics()
+            kept = [line for line in lines if line["iteration"] < num_iterations]
+            if len(kept) < len(lines):
+                text = "".join(json.dumps(line) + "\n" for line in kept)
+                (self.path / "metrics.jsonl").write_text(text)
             (self.path / "summary.json").unlink(missing_ok=True)
         except OSError as error:
             if lock is not None:
@@ -120,7 +132,8 @@ class RunFolder:
                 self.write_log(text)
             case events.RunFinished(summary=summary):
                 text = json.dumps(finite(summary), indent=2, allow_nan=False)
-                self._write("summary.json", text, mode="w")
+                self._write(UNFINISHED_SUMMARY, text, mode="w")
+                (self.path / UNFINISHED_SUMMARY).rename(self.path / "summary.json")
             case events.RunEnded(exit_code, message):
                 self.write_log(f"ended with exit code {exit_code}\n{message}")
 
@@ -139,25 +152,31 @@ class RunFolder:
         self._write(name, json.dumps(finite(line), allow_nan=False), mode="a")
 
     def _write(self, name: str, text: str, *, mode: str) -> None:
-        """Write the text as a whole line or, if possible, nothing."""
-        deadline, rest = time.monotonic() + FULL_DISK_SECONDS, f"{text}\n".encode()
         try:
             with (self.path / name).open(f"{mode}b", buffering=0) as file:
-                size = file.tell()
-                while rest:
-                    try:
-                        rest = rest[file.write(rest) :]
-                    except OSError as error:
-                        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                        if not is_full or time.monotonic() > deadline:
-                            file.truncate(size)
-                            raise
-                        time.sleep(0.05)
+                write_whole(file, f"{text}\n".encode())
         except OSError as error:
             raise RunFolderLost(
                 f"the run folder '{self.path}' cannot be written any more: {error.strerror} "
-                f"({name}); use an output.dir (--output) on a disk with space"
+                f"({name}); make its disk writable or free space on it, or use another output.dir "
+                "(--output)"
             ) from error
+
+
+def write_whole(file: IO[bytes], content: bytes) -> None:
+    """Write the content to an unbuffered file as a whole or, if possible, not at all. A full disk
+    is waited for, for FULL_DISK_SECONDS. Raises OSError."""
+    deadline, size = time.monotonic() + FULL_DISK_SECONDS, file.tell()
+    while content:
+        try:
+            content = content[file.write(content) :]
+        except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not is_full or time.monotonic() > deadline:
+                with contextlib.suppress(OSError):  # a read-only disk
+                    file.truncate(size)
+                raise
+            time.sleep(0.05)
 
 
 def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, Any]:
@@ -186,6 +205,17 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     with contextlib.suppress(ValueError):
         lines.append(json.loads(rest))
     return lines
+
+
+def missing_iterations(metrics: Sequence[Mapping[str, Any]], num_iterations: int) -> str:
+    """Describe the completed iterations without a line of metrics; empty if there are none."""
+    missing = set(range(num_iterations)) - {line["iteration"] for line in metrics}
+    starts = sorted(n for n in missing if n - 1 not in missing)
+    ends = sorted(n for n in missing if n + 1 not in missing)
+    spans = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    if not spans:
+        return ""
+    return f"warning: metrics.jsonl has no lines of the iterations {', '.join(spans)}: lost"
 
 
 def folder_of(config: Config, kind: str = "") -> Path:
