@@ -97,7 +97,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A training run with a checkpoint, whose export is a stub."""
     monkeypatch.setattr(
         "easyrl.model.export.export_checkpoint",
-        lambda checkpoint, folder: shutil.copytree(TINY, folder),
+        lambda checkpoint, folder, verify: shutil.copytree(TINY, folder),
     )
     make_run(tmp_path / "run", {10: {}})
     return tmp_path / "run"

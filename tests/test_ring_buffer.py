@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl.channels import ring_buffer
-from easyrl.channels.memory import available_memory_bytes
+from easyrl.channels.memory import available_memory_bytes, kill_reason, oom_kills
 from easyrl.channels.ring_buffer import ARRAYS, Reclaimed, RingBuffer, RingLayout, TokenPipe
 from easyrl.types import RolloutGroup
 
@@ -306,15 +307,69 @@ MEMORY_V1 = {  # a container sees its own group at the mount
 }
 
 
+def machine(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
 def test_available_memory_is_the_minimum_of_machine_and_cgroups(tmp_path):
     unlimited = MEMORY_V2 | {"sys/fs/cgroup/pod/memory.max": "max"}
     cases = ((MEMORY_V2, 3 << 19), (unlimited, 4096 << 10), (MEMORY_V1, (1 << 20) + 7))
     for number, (files, expected_bytes) in enumerate(cases):
-        for name, text in files.items():
-            path = tmp_path / str(number) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        assert available_memory_bytes(tmp_path / str(number)) == expected_bytes
+        root = machine(tmp_path / str(number), files)
+        assert available_memory_bytes(root) == expected_bytes
+
+
+KILLS = {  # of the process's own group, or what it sees of it
+    "version 2": (MEMORY_V2, "pod/job/memory.events", "oom 1\noom_kill {}\n", "(3 MiB)"),
+    "version 1": (MEMORY_V1, "memory/memory.oom_control", "under_oom 0\noom_kill {}\n", "(2 MiB)"),
+    "no limit": (
+        MEMORY_V2 | {"sys/fs/cgroup/pod/memory.max": "max"},
+        *("pod/job/memory.events", "oom_kill {}\n", "of the machine"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KILLS)
+def test_kill_for_lack_of_memory_names_the_limit(tmp_path, case):
+    files, name, counts, limit = KILLS[case]
+    total = {"proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n"}
+    root = machine(tmp_path, files | total)
+    assert oom_kills(root) == 0 and kill_reason(0, root) == ""
+    machine(tmp_path, {f"sys/fs/cgroup/{name}": counts.format(3)})
+    before = oom_kills(root)
+    assert before == 3 and kill_reason(before, root) == ""
+    machine(tmp_path, {f"sys/fs/cgroup/{name}": counts.format(4)})
+    assert limit in kill_reason(before, root)
+
+
+LIMITED = """
+import os, subprocess, sys
+from pathlib import Path
+from easyrl.channels.memory import kill_reason, oom_kills
+
+(Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
+before = oom_kills()
+assert kill_reason(before) == ""
+subprocess.run([sys.executable, "-c", "x = b'1' * (200 << 20)"])
+print(kill_reason(before))
+"""
+
+
+def test_process_killed_by_its_memory_cgroup_is_recognised():
+    group = Path("/sys/fs/cgroup/memory") / f"easyrl-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+    except OSError:
+        pytest.skip("needs memory cgroups of version 1 and root")
+    try:
+        command = [sys.executable, "-c", LIMITED, str(group)]
+        assert "(64 MiB)" in subprocess.run(command, capture_output=True, text=True).stdout
+    finally:
+        group.rmdir()
 
 
 def segment_names():
