@@ -367,7 +367,7 @@ def test_process_killed_by_its_memory_cgroup_is_recognised():
         pytest.skip("needs memory cgroups of version 1 and root")
     try:
         command = [sys.executable, "-c", LIMITED, str(group)]
-        assert "(64 MiB)" in subprocess.run(command, capture_output=True, text=True).stdout
+        assert "(64 MiB)" in subprocess.check_output(command, text=True)
     finally:
         group.rmdir()
 
