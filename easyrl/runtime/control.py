@@ -48,6 +48,7 @@ class ControlSocket:
         self.num_refused = 0
         self._handle = handle
         self._clients: list[socket.socket] = []
+        self._buffer = bytearray(MAX_BYTES + 1)  # one for all: new ones fragment the heap
         self._listener = _unix_socket()
         self._folder = os.open(folder, os.O_RDONLY)
         try:
@@ -99,17 +100,17 @@ class ControlSocket:
                     self._clients.pop(0).close()
         for client in list(self._clients):
             try:
-                message = client.recv(MAX_BYTES + 1)
+                message = self._buffer[: client.recv_into(self._buffer)]
             except BlockingIOError:
                 continue
             except OSError:
-                message = b""
+                message = bytearray()
             with contextlib.suppress(OSError):  # the client does not wait for the reply
                 client.send(json.dumps(self._answer(client, message)).encode())
             client.close()
             self._clients.remove(client)
 
-    def _answer(self, client: socket.socket, message: bytes) -> Message:
+    def _answer(self, client: socket.socket, message: bytearray) -> Message:
         try:
             peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(PEER))
             uid = struct.unpack(PEER, peer)[1]
