@@ -134,15 +134,17 @@ def test_every_worker_has_its_state_and_its_restarts(capsys: pytest.CaptureFixtu
     status.observe(active("train-0", Span("train", now - 1, now)))
     assert states() == {
         "controller": ("training", 0),
-        "rollout-0": ("scoring", 0),
-        "rollout-1": ("waiting", 0),
-        "train-0": ("training", 0),
+        "rollout-0": ("score", 0),
+        "rollout-1": ("wait", 0),
+        "train-0": ("train", 0),
     }
+    status.observe(FromWorker("train-0", now, events.WeightsExchanged(1)))
+    assert states()["train-0"] == ("wait", 0)
     status.observe(FromWorker("rollout-0", now, events.Lost("killed by SIGKILL")))
     assert states()["rollout-0"] == ("lost", 1)
     status.observe(FromWorker("rollout-0", now, events.Starting("importing torch")))
     status.observe(FromWorker("rollout-0", now, events.Ready()))
-    assert states()["rollout-0"] == ("waiting", 1)
+    assert states()["rollout-0"] == ("wait", 1)
     say_rich(status_table(status.reply([Member("rollout-0", 11, "cuda:0,1", "leaving")])))
     shown = " ".join(capsys.readouterr().out.split())
     assert "rollout-0 11 cuda:0,1 leaving 1" in shown and "iteration 1 of 5" in shown

@@ -31,20 +31,9 @@ from easyrl.rewards.worker import PROCESS_NAME
 
 ITERATIONS = 3
 MIN_SECONDS = 10.0  # more iterations count if these were shorter than this together
-RECENT_SECONDS = 1.0  # a worker reports several times a second: after this it waits
 COLUMNS = ("name", "kind", "pid", "device", "state", "restarts")
 """Keys of each of `workers` in the reply."""
 SIDES = ("rollout", "train")
-STATES: dict[SpanKind, str] = {
-    "prefill": "generating",
-    "generate": "generating",
-    "score": "scoring",
-    "train": "training",
-    "weights": "exchanging weights",
-    "wait": "waiting",
-}
-
-
 Seconds = defaultdict[tuple[str, SpanKind], float]
 """By side and activity."""
 
@@ -62,9 +51,8 @@ class Member(NamedTuple):
 class _Seen:
     """What a worker has reported."""
 
-    state: str = "starting"  # until it is ready
+    state: str = "starting"  # then the kind of its newest activity, or `lost`
     under_way: UnderWay | None = None
-    newest: Span | None = None
     num_restarts: int = 0
 
 
@@ -114,16 +102,16 @@ class RunStatus:
         match event:
             case events.Starting():
                 worker.state = "starting"
-            case events.Ready():
-                worker.state = ""
+            case events.Ready() | events.WeightsExchanged() | events.IterationTrained():
+                worker.state = "wait"  # for a command
             case events.Lost():
-                restarts = worker.num_restarts + 1
-                self._workers[name] = _Seen(state="lost", num_restarts=restarts)
+                self._workers[name] = _Seen("lost", num_restarts=worker.num_restarts + 1)
             case Activity(spans, _, under_way):
                 worker.under_way = under_way
                 for span in spans:
                     self._add(name, span)
-                    worker.newest = span
+                if newest := under_way or (spans and spans[-1]):
+                    worker.state = newest.kind
 
     def _add(self, name: str, span: Span) -> None:
         for iteration in takewhile(lambda it: it.ended > span.started, reversed(self._iterations)):
@@ -182,10 +170,10 @@ class RunStatus:
         yield "controller", "controller", os.getpid(), "cpu", self._state, 0
         for name, pid, device, state in members:
             seen = self._workers.get(name, _Seen())
-            yield name, side_of(name), pid, device, state or _state(seen), seen.num_restarts
+            yield name, side_of(name), pid, device, state or seen.state, seen.num_restarts
         rollout = {each.pid: each.name for each in members if side_of(each.name) == "rollout"}
         numbers: Counter[int] = Counter()
-        for pid, parent in children_named(PROCESS_NAME, rollout).items():
+        for pid, parent in sorted(children_named(PROCESS_NAME, rollout).items()):
             name = f"{rollout[parent]}/reward-{numbers[parent]}"
             numbers[parent] += 1
             yield name, "reward", pid, "cpu", "running", 0
@@ -194,13 +182,3 @@ class RunStatus:
 def side_of(name: str) -> str:
     """`rollout` or `train`."""
     return name.partition("-")[0]
-
-
-def _state(worker: _Seen) -> str:
-    newest = worker.newest
-    if worker.state:
-        return worker.state
-    if worker.under_way is not None:
-        return STATES[worker.under_way.kind]
-    is_recent = newest is not None and time.monotonic() - newest.ended < RECENT_SECONDS
-    return STATES[newest.kind] if newest is not None and is_recent else "waiting"
