@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ class Backend:
 
     def __init__(self) -> None:
         self.num_aborts = 0
-        self.connect = lambda: None
+        self.connect: Callable[[], Any] = lambda: None
         self.log: list[str] = []
         self.polls: int | None = 3
         self.error = ""
@@ -83,9 +84,15 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
     return backend
 
 
-def join(store: str, rank: int = 0, size: int = 1, bucket_bytes: int = 2**21) -> WeightChannel:
+def join(
+    store: str,
+    rank: int = 0,
+    size: int = 1,
+    bucket_bytes: int = 2**21,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> WeightChannel:
     where = (store, rank, size, f"worker-{rank}", "meta", TIMEOUT_SECONDS)
-    return WeightChannel(WeightEndpoint(*where, bucket_bytes=bucket_bytes))
+    return WeightChannel(WeightEndpoint(*where, bucket_bytes=bucket_bytes), is_cancelled)
 
 
 def weights(number: int, num_elements: int = 2**19) -> list[Weight]:
@@ -158,6 +165,30 @@ def test_a_broadcast_that_never_ends_is_named_within_the_bound(
     with pytest.raises(TimeoutError, match=r"worker-0 \(rank 0 of 1\), announcing a version"):
         channel.send(1, weights(1))
     assert TIMEOUT_SECONDS <= time.monotonic() - started <= TIMEOUT_SECONDS + 2.0
+    assert backend.num_aborts == 1, "its group is not awaited"
+
+
+def test_a_broadcast_that_never_ends_can_be_cancelled(store: str, backend: Backend) -> None:
+    cancelled = threading.Event()
+    channel = join(store, is_cancelled=cancelled.is_set)
+    channel.send(0, weights(1))
+    backend.polls = None
+    cancelled.set()
+    started = time.monotonic()
+    with pytest.raises(ConnectionError, match="cancelled"):
+        channel.send(1, weights(1))
+    assert time.monotonic() - started < TIMEOUT_SECONDS and backend.num_aborts == 1
+
+
+def test_a_backend_that_hangs_when_it_connects_is_left_behind(store: str, backend: Backend) -> None:
+    connected, cancelled = threading.Event(), threading.Event()
+    backend.connect = connected.wait
+    with pytest.raises(TimeoutError, match="making the process group"):
+        join(store)
+    cancelled.set()
+    with pytest.raises(ConnectionError, match="making the process group"):
+        join(store, is_cancelled=cancelled.is_set)
+    connected.set()
 
 
 @pytest.mark.parametrize(

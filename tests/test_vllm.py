@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from easyrl.channels import BUCKET_BYTES
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import ConfigError
 from easyrl.data.hub import resolve_model
@@ -51,14 +54,26 @@ class Trained:
         self.tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
         self.version = -1
         self.engine = engine.VllmEngine(model, sampling, device="cpu", dtype="float32", **SIZE)
-        store = str(folder / "store")
+        self.store = str(folder / "store")
+        self.generation = -1
+        self.thread = ThreadPoolExecutor(1)
+        self.cancelled = threading.Event()
+        self.join()
+
+    def join(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Make the channel, or its next generation."""
+        self.generation += 1
+        self.cancelled.clear()
         endpoints = [
-            WeightEndpoint(store, rank, 2, name, "cpu", TIMEOUT_SECONDS)
+            WeightEndpoint(
+                *(self.store, rank, 2, name, "cpu", TIMEOUT_SECONDS),
+                bucket_bytes=bucket_bytes,
+                generation=self.generation,
+            )
             for rank, name in enumerate(("train-0", "rollout-0"))
         ]
-        self.thread = ThreadPoolExecutor(1)
         channel = self.thread.submit(WeightChannel, endpoints[0])
-        self.engine.join_weights(endpoints[1])
+        self.engine.join_weights(endpoints[1], self.cancelled.is_set)
         self.channel = channel.result()
 
     def update(self) -> None:
@@ -187,6 +202,62 @@ def test_prefix_cache_that_is_not_cleared_stops_the_run(
     monkeypatch.undo()
     trained.update()
     assert trained.largest_gap(trained.generate()) <= TOLERANCE
+
+
+class Died(Exception):
+    pass
+
+
+@pytest.mark.parametrize("num_sent", [0, 1, 5, 12, 20])
+def test_update_that_failed_is_repeated(trained: Trained, num_sent: int) -> None:
+    """Layers have none, a part or all of their weights. `update` compares the checksums."""
+    trained.join(bucket_bytes=2**12)
+    trained.update()
+    trained.change()
+    weights = list(trained.policy.weights())
+
+    def die() -> torch.Tensor:
+        raise Died
+
+    weights[num_sent] = replace(weights[num_sent], materialize=die)
+    sent = trained.thread.submit(trained.channel.send, trained.version + 1, weights)
+    started = time.monotonic()
+    with pytest.raises(ConnectionError, match="weight channel, rollout-0"):
+        trained.engine.receive_weights(trained.version + 1)
+    assert time.monotonic() - started < TIMEOUT_SECONDS / 2
+    assert isinstance(sent.exception(), Died)
+    trained.join(bucket_bytes=2**12)
+    trained.update()
+    assert trained.largest_gap(trained.generate()) <= TOLERANCE
+
+
+def test_wait_for_a_stopped_trainer_is_cancelled(trained: Trained) -> None:
+    for _ in range(2):
+        threading.Timer(0.3, trained.cancelled.set).start()
+        started = time.monotonic()
+        with pytest.raises(ConnectionError, match=r"weight channel, rollout-0.*cancelled"):
+            trained.engine.receive_weights(trained.version + 1)
+        assert time.monotonic() - started < TIMEOUT_SECONDS / 2
+        trained.join()
+    trained.update()
+    assert trained.largest_gap(trained.generate()) <= TOLERANCE
+
+
+def test_deterministic_engine_forgets_earlier_prompts(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's replacement has not seen them."""
+    engine, resets = trained.engine._engine, []
+    reset = engine.reset_prefix_cache
+
+    async def record() -> bool:
+        resets.append(bool(await reset()))
+        return resets[-1]
+
+    monkeypatch.setattr(engine, "reset_prefix_cache", record)
+    monkeypatch.setattr(trained.engine, "_is_deterministic", True)
+    first, second = tokens_of(trained.generate()), tokens_of(trained.generate())
+    assert first == second and resets == [True, True]
 
 
 def test_missing_trainer_is_reported_by_the_weight_channel(trained: Trained) -> None:

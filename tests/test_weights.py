@@ -83,19 +83,49 @@ class Peer:
     """One end of the channel, in a process that obeys the test."""
 
     def __init__(self):
-        self.channel = None
+        self.channel = self.full = None
+        self.gathered = []  # sizes of the weights, in the order in which they were gathered
+        self.is_cancelled = False
+        signal.signal(signal.SIGUSR1, self.cancel)
         config = Config.model_validate({"runtime": {"timeout_seconds": TIMEOUT_SECONDS}})
         self.settings = settings_on_cpu("rollout-0", config)
         launch._set_up_environment(self.settings)
 
-    def endpoint(self, store_path, rank, world_size, **changes):
+    def cancel(self, *signal):
+        self.is_cancelled = True
+
+    def end_at(self, what, signum):
+        """Send this process a signal when it waits for `what`."""
+        bounded = WeightChannel._bounded
+
+        def end(channel, name, action):
+            if re.fullmatch(what, name):
+                os.kill(os.getpid(), signum)
+            return bounded(channel, name, action)
+
+        WeightChannel._bounded = end
+
+    def endpoint(self, store_path, rank, world_size, generation=0, **changes):
         settings = replace(self.settings, name=f"worker-{rank}", store_path=store_path)
-        return replace(settings.weight_endpoint(rank, world_size), **changes)
+        return replace(settings.weight_endpoint(rank, world_size, generation), **changes)
 
     def join(self, store_path, rank, world_size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
         weights_module.ALONE_BYTES = alone_bytes
         endpoint = self.endpoint(store_path, rank, world_size, bucket_bytes=bucket_bytes)
-        self.channel = WeightChannel(endpoint)
+        self.channel = WeightChannel(endpoint, lambda: self.is_cancelled)
+
+    def rejoin(self, store_path, rank, world_size, generation):
+        self.is_cancelled = False
+        endpoint = self.endpoint(store_path, rank, world_size, generation, bucket_bytes=512)
+        self.channel = WeightChannel(endpoint, lambda: self.is_cancelled)
+
+    def join_temporary(self, store_path, rank, generation):
+        self.full = self.channel
+        self.rejoin(store_path, rank, 2, generation)
+
+    def leave_temporary(self):
+        self.channel.close()
+        self.channel = self.full
 
     def join_on_one_device(self, store_path, rank, share=share_cpu_memory, open_=open_cpu_memory):
         """The bucket is memory that both ranks see; `share` and `open_` stand for a device's."""
@@ -115,15 +145,18 @@ class Peer:
 
     def send(self, version, names=SHAPES, dtype=None):
         """The bytes sent, and the sizes of the weights in the order in which they are gathered."""
-        gathered = []
+        self.gathered = []
 
         def gather(weight, dtype):
-            gathered.append(weight.numel())
+            self.gathered.append(weight.numel())
             return weight.to(dtype)
 
         values = make_weights(version)
         weights = [Weight.stored(name, values[name], is_trained=True) for name in names]
-        return self.channel.send(version, weights, dtype=dtype, gather=gather), gathered
+        return self.channel.send(version, weights, dtype=dtype, gather=gather), self.gathered
+
+    def sizes_gathered(self):
+        return self.gathered
 
     def receive(self, version, pause_seconds=0.0, own=()):
         """Digests of the weights; of `own`, which are received directly into their own memory."""
@@ -238,6 +271,23 @@ class Peers:
         self.start(size)
         store_path, how = self.new_store(), (size, bucket_bytes, alone_bytes)
         self.all(*[("join", store_path, rank, *how) for rank in range(size)])
+        return store_path
+
+    def rejoin(self, store_path, numbers, generation=1):
+        """A process group of these peers, in a store that was used before."""
+        for rank, number in enumerate(numbers):
+            self.command(number, "rejoin", store_path, rank, len(numbers), generation)
+        assert [self.answer(number)[0] for number in numbers] == [None] * len(numbers)
+
+    def deliver(self, version, numbers):
+        """Let these peers exchange weights, which must arrive."""
+        for number in numbers[1:]:
+            self.command(number, "receive", version)
+        self.command(numbers[0], "send", version)
+        answers = [self.answer(number)[0] for number in numbers]
+        assert [answer[0] for answer in answers[1:]] == [digests(make_weights(version))] * (
+            len(numbers) - 1
+        )
 
     def new_store(self):
         """The path of a file for a new process group."""
@@ -432,6 +482,94 @@ def test_a_killed_rank_is_noticed_and_the_others_make_a_channel_without_it(peers
     assert peers.answer(left[1])[0][0] == digests(make_weights(4))
 
 
+SIZES = [tensor.numel() for tensor in make_weights(0).values() if tensor.numel()]
+AT_ONCE_SECONDS = 0.75 * TIMEOUT_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("what", "size"),
+    [
+        ("waiting for a version", 3),
+        ("waiting for names", 3),
+        ("bucket 1 of .*", 3),
+        ("bucket 7 of .*", 4),
+        (r"bucket (\d+) of \1", 3),
+    ],
+)
+def test_a_receivers_death_ends_all_others_at_once_and_the_next_generation_delivers(
+    peers, what, size
+):
+    """Also of those that do not wait for the dead one. The sender gathers every weight once."""
+    store_path = peers.join(size, 256)
+    peers.command(1, "end_at", what, signal.SIGKILL)
+    peers.answer(1)
+    living = [number for number in range(size) if number != 1]
+    peers.command(0, "send", 0)
+    for number in range(1, size):
+        peers.command(number, "receive", 0)
+    for number in living:
+        error, seconds = peers.answer(number)
+        is_late_death = what.endswith("1") and not isinstance(error, Exception)  # all was sent
+        assert is_late_death or isinstance(error, ConnectionError), error
+        assert seconds < AT_ONCE_SECONDS
+    peers.processes[1].join()
+    peers.command(0, "sizes_gathered")
+    assert peers.answer(0)[0] == SIZES
+    peers.rejoin(store_path, living)
+    for version in (0, 1):
+        peers.deliver(version, living)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("what", ["making the process group", "bucket 7 of .*"])
+def test_a_wait_for_a_lost_rank_can_be_cancelled(peers, what, signum):
+    """A stopped process closes no connection."""
+    store_path = peers.new_store() if what.startswith("making") else peers.join(3, 256)
+    peers.command(2, "end_at", what, signum)
+    peers.answer(2)
+    if what.startswith("making"):
+        commands = [("join", store_path, rank, 3) for rank in range(3)]
+    else:
+        commands = [("send", 0), ("receive", 0), ("receive", 0)]
+    for number, command in enumerate(commands):
+        peers.command(number, *command)
+    time.sleep(0.2 * TIMEOUT_SECONDS)
+    for number in (0, 1):
+        os.kill(peers.processes[number].pid, signal.SIGUSR1)
+    for number in (0, 1):
+        error, seconds = peers.answer(number)
+        assert isinstance(error, ConnectionError) and seconds < AT_ONCE_SECONDS
+    peers.processes[2].kill()
+    peers.processes[2].join()
+    peers.rejoin(store_path, [0, 1])
+    peers.deliver(0, [0, 1])
+
+
+def test_a_closed_channel_ends_the_others_wait_and_is_of_no_more_use(peers):
+    peers.join(2)
+    peers.command(0, "send", 0)
+    time.sleep(0.2)
+    peers.command(1, "leave_temporary")  # closes
+    peers.answer(1)
+    error, seconds = peers.answer(0)
+    assert isinstance(error, ConnectionError) and seconds < AT_ONCE_SECONDS
+    peers.command(0, "send", 0)
+    error, seconds = peers.answer(0)
+    assert isinstance(error, ConnectionError) and seconds < AT_ONCE_SECONDS
+    peers.command(0, "sizes_gathered")
+    assert peers.answer(0)[0] == SIZES
+
+
+def test_a_temporary_channel_of_two_leaves_the_full_one_as_it_is(peers):
+    store_path = peers.join(3)
+    peers.exchange(0, 3)
+    for generation in (1, 2):
+        peers.all(*[("join_temporary", store_path, rank, generation) for rank in (0, 1)])
+        peers.deliver(0, [0, 1])
+        peers.all(("leave_temporary",), ("leave_temporary",))
+        assert peers.exchange(generation, 3) > 0
+
+
 # -- one device for both ends ---------------------------------------------------------------------
 
 
@@ -447,6 +585,8 @@ def test_weights_cross_in_memory_that_both_ranks_see(peers):
         assert peers.answer(number)[0] == 77, "one bucket, not two"
     for version in (0, 1, 7):
         peers.exchange(version, 2)
+    assert join_on_one_device(peers) == [None, None]  # the next generation
+    peers.exchange(8, 2)
 
 
 def test_a_bucket_is_not_filled_before_it_is_read(peers):
