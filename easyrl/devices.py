@@ -234,8 +234,9 @@ def _shut_down(sockets: set[tuple[int, str]]) -> None:
     """Break those of the connections that still exist."""
     for fd, _ in sockets & _sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-            connection.getpeername()  # fails for a listening socket, which is left alone
-            connection.shutdown(socket.SHUT_RDWR)
+            if connection.family != socket.AF_UNIX:  # another thread's
+                connection.getpeername()  # fails for a listening socket, which is left alone
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def join_train_world(
