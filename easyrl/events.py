@@ -177,7 +177,6 @@ class WeightsExchanged(WorkerEvent):
 class WeightsSent(WorkerEvent):
     """Reply of train rank 0 to SendWeights."""
 
-    generation: int
     error: str = ""
 
 
@@ -277,6 +276,7 @@ class Lost(WorkerEvent):
     """The worker has died or was killed. Its process is gone; nothing follows."""
 
     cause: str
+    traceback: str = ""
 
 
 # -- events of a run --------------------------------------------------------------------------
@@ -303,6 +303,21 @@ class RunStarted(Event):
     earlier: Sequence[Mapping[str, Any]] = ()  # their lines of `metrics.jsonl`
     accuracies: Sequence[tuple[int, float]] = ()
     """Held-out accuracies so far, each with the number of iterations trained before."""
+
+
+class WorkerSpawned(Event):
+    """A rollout worker is added, or starts in the place of a dead one."""
+
+    time: float
+    worker: str
+    device: str
+
+
+class WorkerLeft(Event):
+    """A rollout worker has been removed."""
+
+    time: float
+    worker: str
 
 
 class NoEvents(Event):

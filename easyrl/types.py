@@ -27,6 +27,10 @@ Messages = list[dict[str, Any]]
 """A chat: `[{"role": "user", "content": "..."}]`."""
 
 
+class BrokenInvariant(RuntimeError):
+    """An invariant (docs/design.md) does not hold: the run ends, and nothing is retried."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of the data set, at its index in the run's stream of prompts."""

@@ -46,7 +46,7 @@ def spawned_settings(placement: Placement) -> dict[str, WorkerSettings]:
     """Settings with which the workers of a run are spawned, by name, in order."""
     spawned: dict[str, WorkerSettings] = {}
     supervisor: Any = SimpleNamespace(
-        spawn=lambda name, target, settings, ring: spawned.update({name: settings})
+        spawn=lambda name, target, settings, ring, **_: spawned.update({name: settings})
     )
     Workers(load_config(), placement, supervisor, log_of=Path, notify=lambda event: None)
     return spawned

@@ -101,7 +101,7 @@ def test_ctrl_c_while_the_workers_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["rollout-0", "train-0"])
 def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path, victim: str) -> None:
-    process, processes = started(tmp_path)
+    process, processes = started(tmp_path, "runtime.max_restarts=0")
     next(p for p in processes if victim in str(log_of(p))).kill()
     returned, _, err = end(process, processes)
     assert returned == 1

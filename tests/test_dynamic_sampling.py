@@ -105,7 +105,9 @@ def test_rejected_indices_get_the_next_prompts_in_ascending_order() -> None:
 class Mailbox:
     """Stub of a worker that keeps what it is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.name = f"rollout-{number}"
+        self.can_work = True
         self.commands: list[events.Generate] = []
 
     def send(self, command: events.Generate) -> None:
@@ -116,8 +118,8 @@ class Mailbox:
 
 
 def open_dispatcher(*words: str) -> tuple[Dispatcher, list[Any]]:
-    workers: list[Any] = [Mailbox(), Mailbox()]
-    placement = cast(Any, type("", (), {"max_concurrent_groups": 2}))
+    workers: list[Any] = [Mailbox(0), Mailbox(1)]
+    placement = cast(Any, SimpleNamespace(max_concurrent_groups=2, max_rollout_workers=2))
     return Dispatcher(workers, load_config(words=words), placement), workers
 
 
@@ -125,12 +127,17 @@ def indexed(num_prompts: int) -> list[IndexedPrompt]:
     return [(index, Prompt(index, "", {})) for index in range(num_prompts)]
 
 
+def answer(dispatcher: Dispatcher, worker: Any, index: int) -> None:
+    dispatcher.on_event(worker, scored((index, Prompt(index, "", {})), checksum=index * 7))
+
+
 def test_in_deterministic_mode_each_worker_gets_its_whole_list_at_once() -> None:
     dispatcher, workers = open_dispatcher("runtime.deterministic=true")
     for round_, num_prompts in enumerate((9, 3, 1)):
         dispatcher.start(0, indexed(num_prompts), is_last_round=round_ == 2)
         for index in range(num_prompts):
-            dispatcher.on_group(workers[index % 2])  # nothing is dispatched for it
+            assert not dispatcher.is_idle
+            answer(dispatcher, workers[index % 2], index)  # nothing is dispatched for it
         received = [worker.prompts() for worker in workers]
         assert received == [list(range(0, num_prompts, 2)), list(range(1, num_prompts, 2))]
         for worker in workers:
@@ -143,10 +150,58 @@ def test_otherwise_the_faster_worker_gets_more_and_every_prompt_is_dispatched_on
     dispatcher, workers = open_dispatcher()
     dispatcher.start(0, indexed(20), is_last_round=False)
     assert [len(worker.prompts()) for worker in workers] == [3, 3]
-    for _ in range(14):
-        dispatcher.on_group(workers[1])
+    for number in range(14):
+        answer(dispatcher, workers[1], workers[1].prompts()[number])
     assert [len(worker.prompts()) for worker in workers] == [3, 17]
     assert sorted(workers[0].prompts() + workers[1].prompts()) == list(range(20))
+
+
+def test_what_a_dead_worker_had_not_delivered_goes_to_the_others_first() -> None:
+    dispatcher, workers = open_dispatcher()
+    dispatcher.start(0, indexed(20), is_last_round=False)
+    answer(dispatcher, workers[0], 0)
+    answer(dispatcher, workers[0], 2)  # reported, but not put into the ring
+    assert workers[0].prompts() == [0, 2, 4, 6, 7]
+    dispatcher.reopen(workers[0], 2)
+    dead, workers[0] = workers[0], Mailbox(0)
+    workers[0].can_work = False  # it starts
+    dispatcher.on_event(dead, events.Lost("was killed"))
+    for index in (1, 3, 5):
+        answer(dispatcher, workers[1], index)
+    assert workers[1].prompts() == [1, 3, 5, 2, 4, 6]
+    workers[0].can_work = True
+    dispatcher.on_joined(workers[0])
+    assert workers[0].prompts() == [7, 8, 9]
+    while not dispatcher.is_idle:
+        for worker in workers:
+            for index in worker.prompts():
+                answer(dispatcher, worker, index)
+    prompts = workers[0].prompts() + workers[1].prompts()
+    assert sorted([0, *prompts]) == list(range(20)), "each once, but for what was delivered"
+
+
+def test_a_deterministic_replacement_gets_the_whole_list_and_what_is_known_of_it() -> None:
+    dispatcher, workers = open_dispatcher("runtime.deterministic=true")
+    dispatcher.start(0, indexed(6), is_last_round=False)
+    for index in (1, 3, 5):
+        answer(dispatcher, workers[1], index)
+    answer(dispatcher, workers[0], 2)
+    for _ in range(2):  # the replacement dies as well
+        dead, workers[0] = workers[0], Mailbox(0)
+        dispatcher.on_event(dead, events.Lost("was killed"))
+        dispatcher.on_joined(workers[0])
+        (command,) = workers[0].commands
+        assert [index for index, _ in command.prompts] == [0, 2, 4]
+        assert command.known == {2: 14}
+    dead, workers[1] = workers[1], Mailbox(1)
+    dispatcher.on_event(dead, events.Lost("was killed"))
+    dispatcher.on_joined(workers[1])
+    assert workers[1].commands == [], "all of its groups had been delivered"
+    answer(dispatcher, workers[0], 0)
+    answer(dispatcher, workers[0], 4)
+    assert not dispatcher.is_idle, "the known group is still being generated"
+    dispatcher.on_event(workers[0], events.GroupRecomputed(2))
+    assert dispatcher.is_idle
 
 
 # -- metrics --------------------------------------------------------------------------------------

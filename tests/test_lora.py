@@ -200,7 +200,7 @@ def test_reference_is_the_base_model_without_a_copy(tmp_path: Path) -> None:
 
 def test_old_policy_keeps_only_the_adapters(tmp_path: Path) -> None:
     policy = adapted(saved("qwen3", tmp_path))
-    old = tri_model(policy)._old
+    old = tri_model(policy).old
     assert isinstance(old, OtherWeights)
     num_trained = sum(weight.numel() for weight in policy.trained_parameters())
     assert sum(value.numel() for value in old._values) == num_trained

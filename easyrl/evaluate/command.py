@@ -55,6 +55,7 @@ from easyrl.runtime.supervisor import (
     USER_ERROR,
     Interrupted,
     Supervisor,
+    Worker,
     WorkerFailure,
     signals_as_interrupts,
 )
@@ -213,11 +214,20 @@ def answers_of_workers(
             notify=view.observe,
             sampling=plan.sampling,
         )
-        workers.wait_until_ready()
-        began = time.monotonic()
         dispatcher = Dispatcher(workers.rollout, config, placement)
+
+        def next_event() -> tuple[Worker, events.WorkerEvent]:
+            worker, event = workers.next_event()
+            if isinstance(event, events.Ready):  # the first ones, or a replacement
+                worker.state = "working"  # with the weights that it has loaded
+                dispatcher.on_joined(worker)
+            return worker, event
+
+        while not all(worker.can_work for worker in workers.rollout):
+            next_event()
+        began = time.monotonic()
         for answer in dispatcher.evaluate(
-            0, prompts, workers.next_event, num_samples=num_samples, with_texts=True
+            0, prompts, next_event, num_samples=num_samples, with_texts=True
         ):
             yield time.monotonic() - began, answer
 

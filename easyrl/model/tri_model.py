@@ -74,22 +74,22 @@ class TriModel:
                 self._forward, policy.blocks, dtype=dtype, offload="optimizer" in offload
             )
             policy.device = self._ranks.device
-        self._old = OtherWeights(policy, offload="old" in offload) if has_old else None
+        self.old = OtherWeights(policy, offload="old" in offload) if has_old else None
         self._reference: OtherWeights | Adapter | None = None
         if has_reference:
             self._reference = policy.adapter or OtherWeights(policy, offload="reference" in offload)
 
     def keep_old(self) -> None:
         """Copy the policy to the old policy."""
-        if self._old is not None:
-            self._old.copy_from_policy()
+        if self.old is not None:
+            self.old.copy_from_policy()
 
     def logprobs(self, packed: PackedInput, *, policy_is_old: bool) -> TriLogprobs:
         """Compute log-probabilities at the sampling temperature. `policy_is_old`: the policy has
         made no step since `keep_old`, so its own log-probabilities are the old policy's."""
-        assert policy_is_old or self._old is not None
+        assert policy_is_old or self.old is not None
         ref_logprobs = self._run_other(self._reference, packed)
-        old_logprobs = None if policy_is_old else self._run_other(self._old, packed)
+        old_logprobs = None if policy_is_old else self._run_other(self.old, packed)
         logprobs, entropy = self._forward(packed)
         if old_logprobs is None:
             old_logprobs = logprobs.detach()

@@ -100,6 +100,8 @@ class TraceWriter:
         if isinstance(event, events.RunStarted):
             self._open(event)
         if self._file is not None:
+            if isinstance(event, events.WorkerSpawned):
+                self._name_worker(event.worker, event.device)
             self._write(self._lines(event))
             if isinstance(event, events.RunEnded):
                 self._file.close()
@@ -114,10 +116,14 @@ class TraceWriter:
         self._clock = time.time() - time.monotonic()
         self._processes = {worker: number for number, worker in enumerate(run.devices, start=1)}
         self._name("process", "controller", pid=CONTROLLER)
-        for worker, process in self._processes.items():
-            self._name("process", f"{worker} ({run.devices[worker]})", pid=process)
-            for thread, name in enumerate(("work", "rewards", "events")):
-                self._name("thread", name, pid=process, tid=thread)
+        for worker in self._processes:
+            self._name_worker(worker, run.devices[worker])
+
+    def _name_worker(self, worker: str, device: str) -> None:
+        process = self._processes.setdefault(worker, len(self._processes) + 1)
+        self._name("process", f"{worker} ({device})", pid=process)
+        for thread, name in enumerate(("work", "rewards", "events")):
+            self._name("thread", name, pid=process, tid=thread)
 
     def _name(self, what: str, name: str, **more: int) -> None:
         self._write([self._line("M", f"{what}_name", time.monotonic(), {"name": name}, **more)])

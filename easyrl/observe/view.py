@@ -124,6 +124,7 @@ class ViewState:
     saving_since: float | None = None
     summary: Mapping[str, Any] | None = None
     ended: events.RunEnded | None = None
+    has_started: bool = False  # all workers have been ready
     newest: float = 0.0  # the latest time in any event
 
     def apply(self, event: Event) -> None:
@@ -158,10 +159,19 @@ class ViewState:
                 self.note = text
             case events.NoEvents(_, warning):
                 self.warning = warning
+            case events.WorkerSpawned() | events.WorkerLeft():
+                self._change_workers(event)
             case events.RunFinished(_, summary):
                 self.summary = summary
             case events.RunEnded():
                 self.ended = event
+
+    def _change_workers(self, event: events.WorkerSpawned | events.WorkerLeft) -> None:
+        if isinstance(event, events.WorkerLeft):
+            del self.workers[event.worker]
+            return
+        phase = "starting the process"
+        self.workers[event.worker] = WorkerState(event.worker, event.device, phase, event.time)
 
     def _apply(self, worker: WorkerState, time: float, event: events.WorkerEvent) -> None:
         match event:
@@ -177,10 +187,11 @@ class ViewState:
                 self.sampled = event if event.samples else self.sampled
             case events.PromptEvaluated():
                 self.num_answered += 1
+        self.has_started |= not any(each.phase for each in self.workers.values())
 
     @property
     def is_starting(self) -> bool:
-        return any(worker.phase for worker in self.workers.values())
+        return not self.has_started
 
     @property
     def num_done(self) -> int:
@@ -387,13 +398,13 @@ def _workers(state: ViewState, now: float, width: int, max_lanes: int) -> list[R
     title = "start" if state.is_starting else f"the last {shown_seconds:.0f} s"
     lines: list[RenderableType] = [Rule(title, align="left", style="dim")]
     for worker, label in zip(workers, labels, strict=True):
-        if not state.is_starting:
-            parts = _lane(worker, until, num_slices, shown_seconds / num_slices)
-        elif worker.phase:
+        if worker.phase:
             phase = f"{printable(worker.phase)}, {now - worker.phase_started:.1f} s"
             parts = [(phase, "bold")]
-        else:
+        elif state.is_starting:
             parts = [("ready", "bold green")]
+        else:
+            parts = _lane(worker, until, num_slices, shown_seconds / num_slices)
         lines.append(_line(label.ljust(label_width), *parts))
     if not state.is_starting:
         legend = _line()

@@ -24,6 +24,10 @@ Who waits for whom:
     the train worker waits for    commands (controller), groups (rollout workers, through the ring)
     the controller waits for      events of any worker, only in `Supervisor.wait`
 
+A rollout worker that dies is replaced (`workers`): what it has not put into the ring goes back to
+the queue (`dispatch`). The replacement gets the weights from train rank 0 alone (`exchange`), then
+prompts, in the same iteration if that is still going on.
+
 At most one checkpoint is being written. If the next one is due meanwhile, the controller waits
 before it sends anything else: a train worker that waited for its writer would keep the rollout
 workers waiting for weights.
@@ -35,24 +39,26 @@ signal ends the run at once.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
-from easyrl.config import Config
+from easyrl.config import Config, ConfigError
 from easyrl.config.algorithm import REPLACEMENT_ROUNDS
 from easyrl.config.devices import DeviceSet, count_devices
 from easyrl.events import Observer, combine_observers
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.control import serving
 from easyrl.runtime.dispatch import Dispatcher, Rounds
+from easyrl.runtime.exchange import WeightExchange
 from easyrl.runtime.metrics import IterationRecord, best_of, evaluation_metrics, summarize
-from easyrl.runtime.placement import device_names
+from easyrl.runtime.placement import check_scale, device_names, first_engines
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
@@ -100,6 +106,7 @@ class Controller:
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
+        self._balanced = 0  # rollout workers that would balance the newest iterations
 
     def run(self) -> dict[str, Any]:
         """Train; returns the contents of `summary.json`."""
@@ -111,7 +118,7 @@ class Controller:
                     self.folder.path,
                     supervisor,
                     self.notify,
-                    status=lambda: self.status.reply(self._members(supervisor.workers)),
+                    status=lambda: self.status.reply(self._members()),
                     scale=self._scale,
                 ),
             ):
@@ -143,6 +150,7 @@ class Controller:
             "accuracy_after": self._accuracy_after,
             "wall_seconds": self._wall_seconds,
             "weights_sha256": sha256,
+            "worker_restarts": self.workers.num_restarts.total(),
         }
 
     @property
@@ -151,12 +159,42 @@ class Controller:
 
     # -- easyrl status, easyrl scale --------------------------------------------------------------
 
-    def _members(self, workers: Sequence[Worker]) -> list[Member]:
-        devices = device_names(self.checked.placement)
-        return [Member(w.name, w.process.pid or 0, devices[w.name]) for w in workers]
+    def _members(self) -> list[Member]:
+        workers = self.workers
+        return [
+            Member(
+                worker.name,
+                worker.process.pid or 0,
+                workers.device_of(worker),
+                "leaving" if worker.is_leaving else "",
+            )
+            for worker in (*workers.rollout, *workers.train)
+        ]
 
     def _scale(self, wanted: DeviceSet) -> dict[str, Any]:
-        raise ValueError("this version cannot scale a live run")
+        """Let rollout workers come and go, so that those on `wanted` remain."""
+        rollout = self.workers.rollout
+        changing = [w.name for w in rollout if w.is_leaving or w.state == "starting"]
+        before = self.workers.infer_devices
+        check_scale(self.config, self.checked.placement, before, wanted, changing)
+        self.workers.scale(wanted)
+        self.status.forget()
+        message = f"rollout workers on {wanted}, before on {before}"
+        self.notify(events.Note(message))
+        return {"message": message}
+
+    def _autoscale(self) -> None:
+        """Change to the number of rollout workers that balances both sides, once two iterations in
+        a row agree on it (`runtime.autoscale`)."""
+        placement, balanced = self.checked.placement, self.status.balanced()
+        if not self.config.runtime.autoscale or balanced is None:
+            return
+        number = min(max(balanced, placement.num_rollout_workers), placement.max_rollout_workers)
+        is_agreed, self._balanced = number == self._balanced, number
+        wanted = first_engines(number, placement)
+        if is_agreed and wanted != self.workers.infer_devices:
+            with contextlib.suppress(ConfigError):  # some are starting or leaving
+                self._scale(wanted)
 
     # -- phases of a run --------------------------------------------------------------------------
 
@@ -174,21 +212,19 @@ class Controller:
         )
         self.workers.wait_until_ready()
         self.dispatcher = Dispatcher(self.workers.rollout, self.config, placement)
-        ranks_per_engine = placement.engine.tensor_parallel_size
-        world_size = 1 + ranks_per_engine * len(self.workers.rollout)
-        self.workers.rank0.send(events.InitWeightChannel(rank=0, world_size=world_size))
-        for number, worker in enumerate(self.workers.rollout):
-            rank = 1 + ranks_per_engine * number
-            worker.send(events.InitWeightChannel(rank=rank, world_size=world_size))
+        self.exchange = WeightExchange(
+            self.workers,
+            ranks_per_engine=placement.engine.tensor_parallel_size,
+            waits_for_all=self.config.runtime.deterministic,
+        )
+        self.workers.is_busy = lambda worker: (
+            self.exchange.awaits(worker) or self.dispatcher.num_open(worker) > 0
+        )
 
     def _exchange_weights(self) -> float:
-        """Broadcast the trainer's weights to all rollout workers; returns the seconds it took."""
+        """Broadcast the trainer's weights to the rollout workers; returns the seconds it took."""
         started = time.monotonic()
-        for worker in (self.workers.rank0, *self.workers.rollout):
-            worker.send(events.ExchangeWeights(self.state.policy_version))
-        for _ in self.workers.all:
-            _, event = self._next_event()
-            assert isinstance(event, events.WeightsExchanged)
+        self.exchange.exchange(self.state.policy_version, self._next_event)
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
@@ -202,8 +238,8 @@ class Controller:
             max_replacements=REPLACEMENT_ROUNDS,
         )
         self.workers.rank0.send(events.TrainIteration(iteration))
-        while record.trained is None or not rounds.is_complete:
-            if rounds.is_over and not rounds.is_complete:
+        while record.trained is None or not rounds.is_complete or not self.dispatcher.is_idle:
+            if rounds.is_over and not rounds.is_complete and self.dispatcher.is_idle:
                 prompts = rounds.start()
                 record.num_replacement_rounds = rounds.number
                 self.dispatcher.start(iteration, prompts, is_last_round=rounds.is_last)
@@ -218,20 +254,32 @@ class Controller:
             match event:
                 case events.GroupScored():
                     record.add_group(worker.name, event)
-                    self.dispatcher.on_group(worker)
                     rounds.add(event)
+                case events.Lost():
+                    self._reopen_undelivered(worker, record, rounds)
                 case events.IterationTrained():
                     record.trained = event
                 case events.Halted():
                     if record.trained is None and self._stopping is not None:
                         raise self._stopping
-                case _:
-                    raise AssertionError(f"{worker.name} sent {event}")
+            self.dispatcher.on_event(worker, event)
         self.state = replace(self.state, next_prompt_index=rounds.next_index)
         self._finish_iteration(record, record.trained, time.monotonic() - started)
         self.state = replace(self.state, file_sizes=self.folder.file_sizes())
+        self._autoscale()
         if self._stopping is not None:
             raise self._stopping
+
+    def _reopen_undelivered(self, worker: Worker, record: IterationRecord, rounds: Rounds) -> None:
+        """Take back the reports of groups that a dead worker did not put into the ring: it reports
+        a group just before."""
+        delivered = self._ring.delivered(record.iteration)
+        for group in list(record.groups):
+            is_missing = not group.is_rejected and group.group_index not in delivered
+            if is_missing and self.dispatcher.has_answer(worker, group.prompt_index):
+                record.groups.remove(group)
+                rounds.reopen(group.group_index)
+                self.dispatcher.reopen(worker, group.prompt_index)
 
     def _finish_iteration(
         self, record: IterationRecord, trained: events.IterationTrained, seconds: float
@@ -284,19 +332,34 @@ class Controller:
     def _save_model(self) -> str:
         self.notify(events.SavingModel(time.monotonic()))
         self.workers.rank0.send(events.SaveModel(str(self.folder.model)))
-        _, saved = self._next_event()
-        assert isinstance(saved, events.ModelSaved)
-        return saved.weights_sha256
+        while True:
+            _, event = self._next_event()
+            if isinstance(event, events.ModelSaved):
+                return event.weights_sha256
 
     # -- checkpoints, and stopping ----------------------------------------------------------------
 
     def _next_event(self) -> tuple[Worker, events.WorkerEvent]:
         """Return the next event that is not about a checkpoint."""
         while True:
-            worker, event = self.workers.next_event()
+            worker, event = self._receive()
             if not isinstance(event, events.CheckpointSaved):
                 return worker, event
+
+    def _receive(self) -> tuple[Worker, events.WorkerEvent]:
+        """Return the next event, after all that concerns workers who come and go."""
+        worker, event = self.workers.next_event()
+        if (joined := self.exchange.on_event(worker, event)) is not None:
+            self.dispatcher.on_joined(joined)
+            self.status.forget()
+        if not self.dispatcher.is_idle:
+            self.exchange.admit(self.state.policy_version)
+        for leaving in [each for each in self.workers.rollout if each.is_leaving]:
+            if not self.exchange.is_busy and not self.dispatcher.num_open(leaving):
+                self.workers.dismiss(leaving)
+        if isinstance(event, events.CheckpointSaved):
             self._on_saved(event)
+        return worker, event
 
     def _on_saved(self, saved: events.CheckpointSaved) -> None:
         self._is_writing = False
@@ -331,9 +394,7 @@ class Controller:
         """Wait until the checkpoint that is being written is on the disk, if there is one. What
         workers report of an iteration that is dropped does not matter."""
         while self._is_writing:
-            _, event = self.workers.next_event()
-            if isinstance(event, events.CheckpointSaved):
-                self._on_saved(event)
+            self._receive()
 
     def _begin_to_stop(self, interrupted: Interrupted) -> None:
         """End once the last complete iteration is saved. Raises `interrupted` at a second signal,

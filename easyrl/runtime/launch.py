@@ -24,6 +24,7 @@ from easyrl.model.export import DiskError
 from easyrl.model.files import quieten_transformers
 from easyrl.processes import die_with_parent, spin_environment
 from easyrl.rewards.functions import RewardError
+from easyrl.types import BrokenInvariant
 from easyrl.workers.settings import WorkerSettings
 
 PACKAGE = Path(__file__).parent.parent
@@ -86,7 +87,12 @@ def _describe(error: BaseException) -> Failed:
     if isinstance(error, RewardError | DiskError):
         return Failed(str(error), traceback="", is_user_error=False)
     message = f"{type(error).__name__}: {error}"
-    return Failed(message, traceback.format_exc(), is_user_error=False)
+    return Failed(
+        message,
+        traceback.format_exc(),
+        is_user_error=False,
+        is_replaceable=not isinstance(error, BrokenInvariant),
+    )
 
 
 def _set_up_environment(settings: WorkerSettings) -> None:

@@ -80,7 +80,9 @@ class Placement:
         return part if self.shares_device else None
 
     def cores_of(self, role: str, number: int) -> tuple[int, ...]:
-        """The CPU cores of a worker; empty: it runs on any core."""
+        """The CPU cores of a worker; empty: it runs on any core, as one that was added later."""
+        if number >= self.num_workers(role):
+            return ()
         first = 0 if role == "rollout" else self.num_rollout_workers
         return self.cores[first + number] if self.cores else ()
 
@@ -193,6 +195,15 @@ def engines_on(devices: DeviceSet, placement: Placement) -> list[tuple[int, ...]
     return [devices.indices[at : at + size] for at in range(0, devices.count, size)]
 
 
+def first_engines(number: int, placement: Placement) -> DeviceSet:
+    """The devices of this many engines, `devices.infer` before `devices.spare`."""
+    if placement.infer.kind == "cpu":
+        return DeviceSet("cpu", tuple(range(number)))
+    spare = () if placement.spare is None else placement.spare.indices
+    indices = (*placement.infer.indices, *spare)[: number * placement.engine.tensor_parallel_size]
+    return DeviceSet("accelerator", tuple(sorted(indices)))
+
+
 def check_scale(
     config: Config,
     placement: Placement,
@@ -252,7 +263,7 @@ def ring_layout(config: Config, placement: Placement) -> RingLayout:
         num_generations=config.rollout.num_generations,
         max_prompt_length=config.data.max_prompt_length,
         max_completion_length=config.rollout.max_completion_length,
-        num_owners=placement.num_rollout_workers + placement.train.count,
+        num_owners=placement.max_rollout_workers + placement.train.count,
         num_groups=config.train.prompts_per_iteration,
     )
 
@@ -263,9 +274,13 @@ def device_names(placement: Placement) -> dict[str, str]:
     names = {}
     for role in ("rollout", "train"):
         for number in range(placement.num_workers(role)):
-            numbers = ",".join(map(str, placement.indices_of(role, number)))
-            names[f"{role}-{number}"] = f"{placement.accelerator}:{numbers}" if numbers else "cpu"
+            indices = placement.indices_of(role, number)
+            names[f"{role}-{number}"] = device_name(placement.accelerator, indices)
     return names
+
+
+def device_name(accelerator: str, indices: tuple[int, ...]) -> str:
+    return f"{accelerator}:{','.join(map(str, indices))}" if indices else "cpu"
 
 
 def describe(placement: Placement) -> str:

@@ -1,10 +1,12 @@
 """Spawn the workers, watch them, and end them, whatever happens.
 
     spawn ─► wait ─► events … ─► stop
+               ├──► Lost, of a replaceable worker
                └──► WorkerFailure | Interrupted
 
-The controller waits only in `Supervisor.wait`. It returns events, and raises as soon as a worker
-fails or dies, or the user wants to stop. `stop` leaves no process behind.
+The controller waits only in `Supervisor.wait`. It returns events. When a worker fails or dies, it
+returns `Lost` as that worker's last event if the worker is replaceable, and raises otherwise; it
+also raises if the user wants to stop. `stop` leaves no process behind.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from easyrl import events
+from easyrl.channels.memory import kill_reason, oom_kills
 
 STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed
 CAUSE_SECONDS = 0.5
@@ -34,6 +37,10 @@ FINISHED, FAILED, USER_ERROR = 0, 1, 2
 """Exit codes of a command."""
 SIGNALLED = 128
 """Exit code of a command that a signal ended, without the signal's number (130 after Ctrl-C)."""
+
+
+WorkerState = Literal["starting", "ready", "joining", "working", "stopping"]
+"""Of a rollout worker: `ready` has no current weights, `joining` receives them alone."""
 
 
 class WorkerFailure(RuntimeError):
@@ -82,14 +89,31 @@ class Worker:
     waits for the controller to read) must not block the controller's only thread.
     """
 
-    def __init__(self, name: str, process: BaseProcess, control: Connection) -> None:
+    def __init__(
+        self, name: str, process: BaseProcess, control: Connection, *, is_replaceable: bool
+    ) -> None:
         self.name = name
         self.process = process
         self.control = control
+        self.is_replaceable = is_replaceable
         self.is_open = True
+        self.kill_reason = ""  # set by `kill`
+        self.state: WorkerState = "starting"
+        self.is_leaving = False  # it gets no more prompts, and no replacement
+        self.is_optional = False  # added to a live run
+        self.may_retry = False  # an error while it starts does not end the run
         self._commands: SimpleQueue[events.Command | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_commands, daemon=True)
         self._sender.start()
+
+    @property
+    def number(self) -> int:
+        return int(self.name.rpartition("-")[2])
+
+    @property
+    def can_work(self) -> bool:
+        """Whether it has the current weights and takes prompts."""
+        return self.state == "working" and not self.is_leaving
 
     def send(self, command: events.Command) -> None:
         """Send without waiting. A dead worker is no error here: `Supervisor.wait` reports it."""
@@ -99,6 +123,11 @@ class Worker:
         with contextlib.suppress(OSError):
             while (command := self._commands.get()) is not None:
                 self.control.send(command)
+
+    def kill(self, reason: str) -> None:
+        """Kill the process; `Supervisor.wait` reports its death with this reason."""
+        self.kill_reason = self.kill_reason or reason
+        self.process.kill()
 
     def close(self) -> None:
         """Call after the process has ended: the sending thread ends as well."""
@@ -114,11 +143,8 @@ class Supervisor:
         self._signum: int | None = None
         self.wait_for: Callable[[Sequence[Any], float | None], list[Any]] = wait
         """Returns what is ready, as multiprocessing's `wait`; may do other work meanwhile."""
+        self._oom_kills = oom_kills()
         self._exit = contextlib.ExitStack()
-
-    @property
-    def workers(self) -> Sequence[Worker]:
-        return self._workers
 
     def __enter__(self) -> Self:
         self._wake_reader, self._wake_writer = os.pipe()
@@ -136,7 +162,9 @@ class Supervisor:
         self._signum = signum
         os.write(self._wake_writer, b"x")
 
-    def spawn(self, name: str, target: Callable[..., None], *arguments: Any) -> Worker:
+    def spawn(
+        self, name: str, target: Callable[..., None], *arguments: Any, is_replaceable: bool = False
+    ) -> Worker:
         """Start `target(*arguments, control)` in a process of its own."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=target, args=(*arguments, theirs), name=name)
@@ -151,7 +179,7 @@ class Supervisor:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        worker = Worker(name, process, ours)
+        worker = Worker(name, process, ours, is_replaceable=is_replaceable)
         self._workers.append(worker)
         return worker
 
@@ -161,7 +189,7 @@ class Supervisor:
         """Return new events; wait for one for at most `timeout_seconds` (None: for ever).
 
         Raises Interrupted once for each SIGINT, SIGTERM or SIGHUP, and WorkerFailure when a worker
-        (one of `needed`, if given) failed or died.
+        (one of `needed`, if given) failed or died and cannot be replaced.
         """
         open_pipes = {worker.control: worker for worker in self._workers if worker.is_open}
         watched = self._workers if needed is None else needed
@@ -178,12 +206,33 @@ class Supervisor:
             for event in self._receive(worker)
         ]
         failures = [(w, e) for w, e in received if isinstance(e, events.Failed) and w in watched]
-        if failures or any(sentinel in ready for sentinel in sentinels):
+        dead = [worker for sentinel, worker in sentinels.items() if sentinel in ready]
+        is_final = any(_ends_run(worker, failed) for worker, failed in failures)
+        if is_final or not all(worker.is_replaceable for worker in dead):
             cause = self._first_cause(failures)
             if self._signum is not None:  # a signal to the whole process group
                 raise Interrupted(self._signum)
             raise cause
+        for worker in dict.fromkeys([*dead, *(worker for worker, _ in failures)]):
+            received += self._bury(worker, dict(failures).get(worker))
         return received
+
+    def _bury(
+        self, worker: Worker, failed: events.Failed | None
+    ) -> list[tuple[Worker, events.WorkerEvent]]:
+        """End a worker for certain; return what its pipe still held, and Lost."""
+        worker.process.kill()
+        worker.process.join()
+        left = self._receive(worker) if worker.is_open else []
+        failed = next((e for e in left if isinstance(e, events.Failed)), failed)
+        if failed is not None and _ends_run(worker, failed):
+            raise self._first_cause([(worker, failed)])
+        lost = events.Lost(self._end_of(worker))
+        if failed is not None:
+            lost = events.Lost(f"failed: {failed.message}", failed.traceback.rstrip())
+        worker.close()
+        self._workers.remove(worker)
+        return [*((worker, event) for event in left), (worker, lost)]
 
     def _receive(self, worker: Worker) -> list[events.WorkerEvent]:
         received = []
@@ -200,10 +249,8 @@ class Supervisor:
         deadline = time.monotonic() + CAUSE_SECONDS
         while time.monotonic() < deadline:
             for worker in self._workers:
-                code = worker.process.exitcode or 0
-                if code < 0:
-                    name = signal.Signals(-code).name
-                    return WorkerFailure(f"{worker.name} was killed by {name}")
+                if (worker.process.exitcode or 0) < 0:
+                    return WorkerFailure(f"{worker.name} {self._end_of(worker)}")
             time.sleep(0.02)
         for worker in self._workers:
             failures += [(worker, e) for e in self._receive(worker) if isinstance(e, events.Failed)]
@@ -215,6 +262,14 @@ class Supervisor:
         ended = [w for w in self._workers if w.process.exitcode is not None]
         names = ", ".join(f"{w.name} (exit code {w.process.exitcode})" for w in ended)
         return WorkerFailure(f"ended unexpectedly: {names}")
+
+    def _end_of(self, worker: Worker) -> str:
+        """Describe how a process without a last message ended."""
+        code = worker.process.exitcode or 0
+        if worker.kill_reason or code >= 0:
+            return worker.kill_reason or f"ended unexpectedly with exit code {code}"
+        kills_before, self._oom_kills = self._oom_kills, oom_kills()
+        return f"was killed by {signal.Signals(-code).name}{kill_reason(kills_before)}"
 
     def stop(self) -> None:
         """End all workers; kill those that have not obeyed after STOP_SECONDS."""
@@ -228,6 +283,12 @@ class Supervisor:
             worker.process.join()
             worker.close()
         self._workers.clear()
+
+
+def _ends_run(worker: Worker, failed: events.Failed) -> bool:
+    """Return whether a replacement would fail as well."""
+    has_worked = worker.state != "starting" or worker.may_retry
+    return not (worker.is_replaceable and failed.is_replaceable and has_worked)
 
 
 def _start_resource_tracker() -> None:

@@ -1,7 +1,16 @@
-"""All workers of a run: spawn them with their settings, and receive their events.
+"""All workers of a run: spawn them with their settings, receive their events, replace dead ones.
 
     supervisor.wait ─► all events ────────────────────────► observer (as FromWorker)
                        all except Activity and Note ──────► next_event, for the controller
+
+A rollout worker's way (`Worker.state`); the set of train workers never changes:
+
+    starting ─► ready ─► joining ─► working ─► stopping      the last only after `scale`
+       ▲          └── full exchange ──┘ │
+       └──────── replacement ◄── Lost ◄─┘
+
+When `next_event` returns `Lost`, the worker's slots in the ring are reclaimed, and its replacement,
+which has the same name, is starting.
 
 `easyrl eval` has rollout workers only: no ring, no weight channel; engines keep the weights that
 they load.
@@ -11,22 +20,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
+from easyrl.config.devices import DeviceSet
 from easyrl.config.rollout import SamplingChoice
 from easyrl.events import Observer
 from easyrl.runtime.launch import worker_main
-from easyrl.runtime.placement import Placement
+from easyrl.runtime.placement import Placement, device_name, engines_on
 from easyrl.runtime.resume import Resume
-from easyrl.runtime.supervisor import Supervisor, Worker, WorkerFailure
+from easyrl.runtime.supervisor import STOP_SECONDS, Supervisor, Worker, WorkerFailure
 from easyrl.runtime.watchdog import TICK_SECONDS, Stall, Watchdog
 from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores, make_idle_board
 from easyrl.workers.settings import WorkerSettings
@@ -48,51 +57,79 @@ class Workers:
         resumed: Resume | None = None,
         sampling: SamplingChoice | None = None,
     ) -> None:
-        """Spawn the workers, and close this process's copy of `ring`.
+        """Spawn the workers.
 
         Args:
             log_of: Path of a worker's log file, by its name.
             store_path: File over which process groups are created.
             sampling: Sampling settings, if not those of training.
         """
-        self._supervisor = supervisor
-        self._notify = notify
-        num_rollout, num_train = placement.num_rollout_workers, placement.train.count
-        board = make_idle_board(num_rollout + num_train) if placement.lends_cores else None
+        self._config, self._placement, self._supervisor = config, placement, supervisor
+        self._log_of, self._notify, self._ring = log_of, notify, ring
         checkpoint = resumed.checkpoint if resumed is not None else None
-
-        def spawn(role: str, number: int, pipes: tuple[Connection, ...] = ()) -> Worker:
-            settings = worker_settings(
-                config,
-                placement,
-                role,
-                number,
-                sampling=sampling,
-                store_path=store_path,
-                log_file=str(log_of(f"{role}-{number}")),
-                core_sharing=_core_sharing(board, placement, role, number),
-                pipes=pipes,
-                checkpoint=str(checkpoint) if checkpoint is not None else None,
-                policy_version=resumed.state.policy_version if resumed is not None else 0,
-            )
-            return supervisor.spawn(settings.name, worker_main, settings, ring)
-
-        self.rollout = [spawn("rollout", number) for number in range(num_rollout)]
+        self._settings: dict[str, Any] = {
+            "sampling": sampling,
+            "store_path": store_path,
+            "checkpoint": str(checkpoint) if checkpoint is not None else None,
+            "policy_version": resumed.state.policy_version if resumed is not None else 0,
+        }
+        num_train = placement.train.count
+        board_size = placement.max_rollout_workers + num_train
+        self._board = make_idle_board(board_size) if placement.lends_cores else None
+        self._received: deque[tuple[Worker, events.WorkerEvent]] = deque()
+        self._watchdog = Watchdog(config.runtime.stall_seconds)
+        self.is_busy: Callable[[Worker], bool] = lambda worker: False
+        """Whether the controller expects an answer of a worker."""
+        self._deaths: deque[tuple[float, str]] = deque()  # time, worker and cause
+        self.num_restarts: Counter[str] = Counter()  # by worker
+        self._due: dict[Worker, tuple[float, str]] = {}  # when to kill a silent worker, and why
+        self._devices = dict(enumerate(engines_on(placement.infer, placement)))
+        """Devices by the number of the rollout worker that uses them."""
+        self.rollout = [self._spawn_rollout(number) for number in self._devices]
         pairs = [Pipe() for _ in range(1, num_train)]  # train rank 0 and each other rank
         of_rank0 = tuple(ours for ours, _ in pairs)
         pipes = [of_rank0, *((theirs,) for _, theirs in pairs)]  # by rank
-        self.train = [spawn("train", rank, pipes[rank]) for rank in range(num_train)]
+        self.train = [self._spawn("train", rank, pipes=pipes[rank]) for rank in range(num_train)]
         # Workers have descriptors of their own. A rank would not notice the death of another one
         # while this process held the pipe's end.
         for ours, theirs in pairs:
             ours.close()
             theirs.close()
-        if ring is not None:
-            ring.close()
-        self._received: deque[tuple[Worker, events.WorkerEvent]] = deque()
-        self._log_of = log_of
-        self._watchdog = Watchdog(config.runtime.stall_seconds)
-        self._needed, self._deadline = self.all, math.inf
+        self._needed: list[Worker] | None = None
+        self._deadline = math.inf
+
+    def _spawn(self, role: str, number: int, **others: Any) -> Worker:
+        config, placement, board = self._config, self._placement, self._board
+        name = f"{role}-{number}"
+        settings = worker_settings(
+            config,
+            placement,
+            role,
+            number,
+            log_file=str(self._log_of(name)),
+            core_sharing=_core_sharing(board, placement, role, number),
+            **self._settings,
+            **others,
+        )
+        if board is not None:
+            board[settings.owner_id] = False  # a dead worker may have been idle
+        return self._supervisor.spawn(
+            name, worker_main, settings, self._ring, is_replaceable=role == "rollout"
+        )
+
+    def _spawn_rollout(self, number: int) -> Worker:
+        return self._spawn("rollout", number, device_indices=self._indices_of(number))
+
+    def _indices_of(self, number: int) -> tuple[int, ...]:
+        """The accelerators of a rollout worker; empty on the CPU."""
+        return self._devices[number] if self._placement.infer.kind != "cpu" else ()
+
+    @property
+    def infer_devices(self) -> DeviceSet:
+        """The devices of the rollout workers that do not leave."""
+        staying = [worker.number for worker in self.rollout if not worker.is_leaving]
+        indices = sorted(index for number in staying for index in self._devices[number])
+        return DeviceSet(self._placement.infer.kind, tuple(indices))
 
     @property
     def all(self) -> list[Worker]:
@@ -103,14 +140,17 @@ class Workers:
         """Train rank 0: the only train worker that receives commands."""
         return self.train[0]
 
+    def device_of(self, worker: Worker) -> str:
+        placement, number = self._placement, worker.number
+        is_train = worker in self.train
+        indices = placement.indices_of("train", number) if is_train else self._indices_of(number)
+        return device_name(placement.accelerator, indices)
+
     # -- events -----------------------------------------------------------------------------------
 
     def wait_until_ready(self) -> None:
-        num_ready = 0
-        while num_ready < len(self.all):
-            worker, event = self.next_event()
-            assert isinstance(event, events.Starting | events.Ready), f"{worker.name} sent {event}"
-            num_ready += isinstance(event, events.Ready)
+        while any(worker.state == "starting" for worker in self.all):
+            self.next_event()
 
     def next_event(self) -> tuple[Worker, events.WorkerEvent]:
         """Wait for the next event that the controller has to handle."""
@@ -123,7 +163,12 @@ class Workers:
                 self._notify(event)
                 continue
             self._notify(events.FromWorker(worker.name, time.monotonic(), event))
-            if not isinstance(event, events.Activity):
+            match event:
+                case events.Ready():
+                    worker.state = "ready"
+                case events.Lost():
+                    self._replace(worker, event)
+            if not isinstance(event, events.Activity | events.Starting | events.Failed):
                 return worker, event
 
     def _receive(self) -> None:
@@ -131,19 +176,106 @@ class Workers:
             raise WorkerFailure(
                 f"the last checkpoint was not written in {LAST_CHECKPOINT_SECONDS:g} s"
             )
-        self._received.extend(self._supervisor.wait(TICK_SECONDS, needed=self._needed))
+        received = self._supervisor.wait(TICK_SECONDS, needed=self._needed)
+        self._received.extend(received)
+        lost = [worker.number for worker, event in received if isinstance(event, events.Lost)]
+        if lost and self._ring is not None:
+            self._ring.reclaim(*lost)
+        if not received:
+            for worker, (due, reason) in list(self._due.items()):
+                if time.monotonic() > due:
+                    worker.kill(reason)
         pids = {worker.name: worker.process.pid for worker in self.all if worker.process.pid}
-        match self._watchdog.tick(pids):
-            case Stall(_, cause):
+        match self._watchdog.tick(pids, [each.name for each in self.all if self.is_busy(each)]):
+            case Stall(names, cause):
                 self._watchdog.write_stacks(pids, self._log_of("easyrl"))
-                raise WorkerFailure(cause)
+                self._end_stall(names, cause)
             case str(warning) if warning:
                 self._notify(events.NoEvents(time.monotonic(), warning))
+
+    def _end_stall(self, names: Sequence[str], cause: str) -> None:
+        """Kill the rollout workers that the others wait for. Raises WorkerFailure if it is a train
+        worker, or unknown."""
+        stalled = [worker for worker in self.rollout if worker.name in names]
+        if not names or len(stalled) < len(names):
+            raise WorkerFailure(cause)
+        for worker in stalled:
+            worker.kill(f"was killed after a stall: {cause}")
+
+    def kill_unless_answered(self, worker: Worker, seconds: float, reason: str) -> None:
+        """Kill the worker after this time, unless `answered` is called before."""
+        self._due[worker] = time.monotonic() + seconds, reason
+
+    def answered(self, worker: Worker) -> None:
+        self._due.pop(worker, None)
 
     def begin_to_stop(self) -> None:
         """Wait only for the last checkpoint from now on: only the death of a train worker is a
         failure, and LAST_CHECKPOINT_SECONDS are left."""
         self._needed, self._deadline = self.train, time.monotonic() + LAST_CHECKPOINT_SECONDS
+
+    # -- replacing and scaling rollout workers ----------------------------------------------------
+
+    def _replace(self, worker: Worker, lost: events.Lost) -> None:
+        """Spawn a replacement, unless the worker was to leave. Raises WorkerFailure after more than
+        `runtime.max_restarts` deaths."""
+        self.answered(worker)
+        position, runtime = self.rollout.index(worker), self._config.runtime
+        is_dropped = worker.is_optional and worker.state == "starting"
+        if worker.is_leaving or is_dropped:
+            del self.rollout[position], self._devices[worker.number]
+            what = lost.cause if is_dropped else "has left"
+            self._notify(events.Note(f"{worker.name} {what}\n{lost.traceback}".rstrip()))
+            self._notify(events.WorkerLeft(time.monotonic(), worker.name))
+            return
+        now, window = time.monotonic(), runtime.restart_window_seconds
+        self._deaths.append((now, f"{worker.name} {lost.cause}"))
+        while self._deaths[0][0] < now - window:
+            self._deaths.popleft()
+        num_deaths, most = len(self._deaths), runtime.max_restarts
+        if num_deaths > most:
+            raise WorkerFailure("\n".join([*self._history(now), lost.traceback]).rstrip())
+        self.num_restarts[worker.name] += 1
+        self.rollout[position] = self._spawn_rollout(worker.number)
+        self._announce(self.rollout[position])
+        within = f"{num_deaths} of {most} in {window:g} s (runtime.max_restarts)"
+        note = f"{worker.name} {lost.cause}; a new one starts in its place: {within}"
+        self._notify(events.Note(f"{note}\n{lost.traceback}".rstrip()))
+
+    def _history(self, now: float) -> list[str]:
+        """The deaths that end the run, the newest first."""
+        newest, *earlier = [f"{now - time:.0f} s ago: {text}" for time, text in self._deaths][::-1]
+        if not earlier:
+            return [newest.partition(": ")[2]]
+        most = f"runtime.max_restarts={self._config.runtime.max_restarts}"
+        return [newest.partition(": ")[2], f"before that ({most}):", *earlier]
+
+    def scale(self, wanted: DeviceSet) -> None:
+        """Let rollout workers leave and start others, so that those of `wanted` remain. The caller
+        has checked `wanted`."""
+        engines = engines_on(wanted, self._placement)
+        for worker in self.rollout:
+            if self._devices[worker.number] in engines:
+                engines.remove(self._devices[worker.number])
+            else:
+                worker.is_leaving = True
+        free = (n for n in range(self._placement.max_rollout_workers) if n not in self._devices)
+        for number, indices in zip(free, engines, strict=False):
+            self._devices[number] = indices
+            self.rollout.append(self._spawn_rollout(number))
+            self.rollout[-1].is_optional = True
+            self._announce(self.rollout[-1])
+
+    def _announce(self, worker: Worker) -> None:
+        worker.may_retry = True
+        device = self.device_of(worker)
+        self._notify(events.WorkerSpawned(time.monotonic(), worker.name, device))
+
+    def dismiss(self, worker: Worker) -> None:
+        """End a worker that `is_leaving` and has no prompts."""
+        worker.state = "stopping"
+        worker.send(events.Stop())
+        self.kill_unless_answered(worker, STOP_SECONDS, "did not stop")
 
 
 def _core_sharing(
@@ -155,6 +287,8 @@ def _core_sharing(
     owner_id = owner_id_of(placement, role, number)
     if role == "rollout" and placement.engine.name == "vllm":
         return CoreSharing(board, owner_id, shared=())
+    if role == "rollout" and number >= placement.num_rollout_workers:
+        return None  # added later: it has no cores of its own
     other = "train" if role == "rollout" else "rollout"
     first = owner_id_of(placement, other, 0)
     shared = tuple(
@@ -166,7 +300,7 @@ def _core_sharing(
 
 def owner_id_of(placement: Placement, role: str, number: int) -> int:
     """The worker's number in the ring and on the idle board: rollout workers come first."""
-    return number if role == "rollout" else placement.num_rollout_workers + number
+    return number if role == "rollout" else placement.max_rollout_workers + number
 
 
 def worker_settings(
@@ -175,6 +309,7 @@ def worker_settings(
     """Settings of a worker that follow from the placement, and `others`."""
     is_rollout = role == "rollout"
     is_cpu = (placement.infer if is_rollout else placement.train).kind == "cpu"
+    others.setdefault("device_indices", () if is_cpu else placement.indices_of(role, number))
     return WorkerSettings(
         name=f"{role}-{number}",
         owner_id=owner_id_of(placement, role, number),
@@ -185,7 +320,6 @@ def worker_settings(
         max_concurrent_groups=placement.max_concurrent_groups,
         engine=placement.engine.name,
         tensor_parallel_size=placement.engine.tensor_parallel_size,
-        device_indices=() if is_cpu else placement.indices_of(role, number),
         memory_fraction=placement.memory_fraction(role),
         cores=placement.cores_of(role, number),
         rank=0 if is_rollout else number,

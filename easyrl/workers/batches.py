@@ -242,8 +242,10 @@ class MicroBatches:
         *,
         shares_prompts: bool,
         check_commands: Callable[[], None] = lambda: None,
+        send_weights: Callable[[events.SendWeights], None] = lambda command: None,
     ) -> None:
-        """Only rank 0 reads with `reader`.
+        """Only rank 0 reads with `reader`. The other ranks call `send_weights`, which gathers the
+        weights, when rank 0 does.
 
         `check_commands` raises Dropped to drop the iteration. It is called while no rank has begun
         the next micro-step or the optimizer's step, so that no rank waits for another one in vain.
@@ -253,6 +255,7 @@ class MicroBatches:
         self._pipes = pipes
         self._shares_prompts = shares_prompts
         self._check_commands = check_commands
+        self._send_weights = send_weights
 
     def __iter__(self) -> Iterator[MicroBatch | UpdateEnd]:
         """Yield the micro-batches. Raises RuntimeError for a group that is off-policy or not due,
@@ -333,6 +336,8 @@ class MicroBatches:
                 case UpdateEnd() as end:
                     num_left -= 1
                     yield end
+                case events.SendWeights() as command:
+                    self._send_weights(command)
                 case events.Halt():
                     raise Dropped
                 case events.Stop():

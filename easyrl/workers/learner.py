@@ -10,6 +10,7 @@ micro-batches, and get the same gradient, norm, decision to step and metrics.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
@@ -88,6 +89,16 @@ class Learner:
         group = self.ranks.group_for_files
         read_tensors(checkpoint, self.policy.model, self.optimizer, group)
         self.policy_version = policy_version
+
+    @property
+    def has_old(self) -> bool:
+        """Whether the policy before the iteration's first update is kept."""
+        return self._tri_model.old is not None
+
+    def old_policy(self) -> AbstractContextManager[None]:
+        """Put the old policy's weights in place of the policy's (`has_old`)."""
+        assert self._tri_model.old is not None
+        return self._tri_model.old.in_place()
 
     def begin_iteration(self, iteration: int) -> None:
         """Keep the current policy as the old policy of this iteration's updates."""

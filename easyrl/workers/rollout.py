@@ -12,6 +12,7 @@ worker waits only for a free slot in the ring (back-pressure).
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
@@ -33,7 +34,7 @@ from easyrl.processes import maybe_sleep, pin
 from easyrl.rewards.loading import reward_weights
 from easyrl.rewards.pool import POLL_SECONDS, RewardPool, weighted_sum
 from easyrl.rewards.worker import Call, Scored, TrainerState
-from easyrl.types import Float32, IndexedPrompt, RolloutGroup
+from easyrl.types import BrokenInvariant, Float32, IndexedPrompt, RolloutGroup
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
@@ -67,13 +68,17 @@ class RolloutWorker:
             self.reward_pool.close()
             raise
         self.policy_version = -1
+        self._channel_error = ""  # why the worker is not in the weight channel
+        self._deferred: deque[events.Command] = deque()  # received during an exchange
+        self._known: dict[Key, int] = {}  # checksums of groups that a dead worker has delivered
         self._iteration = -1
         self._busy_seconds = 0.0  # of the engine, in this iteration
         self._is_last_round = False
         self._evaluates_with_texts = False
         self._prompts: dict[Key, IndexedPrompt] = {}
         self._being_scored: dict[Key, tuple[FinishedGroup, float]] = {}  # with the start of scoring
-        self._outbox: deque[tuple[RolloutGroup, events.GroupScored]] = deque()
+        self._outbox: deque[tuple[RolloutGroup, events.GroupScored | None]] = deque()
+        """Groups for the ring, with their reports if these have not been sent."""
 
     def _load(self) -> tuple[Any, Engine]:
         model, sampling = self.config.model, sampling_settings(self.config, self.sampling)
@@ -119,8 +124,10 @@ class RolloutWorker:
         try:
             while True:
                 self._wait_for_work()
-                if self.control.poll() and not self._obey(self.control.recv()):
-                    return
+                if self._deferred or self.control.poll():
+                    command = self._deferred.popleft() if self._deferred else self.control.recv()
+                    if not self._obey(command):
+                        return
                 if self.engine.has_work and not self._outbox:
                     self._generate()
                 for key, scored in self.reward_pool.finished():
@@ -131,7 +138,7 @@ class RolloutWorker:
             self.reward_pool.close()
 
     def _wait_for_work(self) -> None:
-        if self.engine.has_work and not self._outbox:
+        if self._deferred or (self.engine.has_work and not self._outbox):
             return
         wakers: list[Connection | int] = [self.control, self.reward_pool.fileno()]
         if self._outbox:
@@ -146,17 +153,19 @@ class RolloutWorker:
 
     def _obey(self, command: events.Command) -> bool:
         match command:
-            case events.InitWeightChannel(rank, world_size):
-                self.engine.join_weights(self.settings.weight_endpoint(rank, world_size))
+            case events.InitWeightChannel(rank, world_size, generation):
+                self._join_weights(rank, world_size, generation)
             case events.ExchangeWeights(version):
                 self._receive_weights(version)
-            case events.Generate(iteration, prompts, is_last_round):
+            case events.Generate(iteration, prompts, is_last_round, known):
+                self._known = {(TRAIN, iteration, index): known[index] for index in known}
                 if iteration != self._iteration:
                     self._iteration, self._busy_seconds = iteration, 0.0
                 self._is_last_round = is_last_round  # rounds do not overlap
                 for indexed in prompts:
                     self._submit(TRAIN, iteration, indexed, self.config.rollout.num_generations)
-            case events.Evaluate(round_, prompts, num_samples, with_texts):
+            case events.Evaluate(round_, prompts, num_samples, with_texts, known):
+                self._known = {(EVALUATE, round_, index): known[index] for index in known}
                 self._evaluates_with_texts = with_texts
                 for indexed in enumerate(prompts):
                     self._submit(EVALUATE, round_, indexed, num_samples)
@@ -164,15 +173,33 @@ class RolloutWorker:
                 return False
         return True
 
+    def _join_weights(self, rank: int, world_size: int, generation: int) -> None:
+        endpoint = self.settings.weight_endpoint(rank, world_size, generation)
+        try:
+            self.engine.join_weights(endpoint, self._is_cancelled)
+            self._channel_error = ""
+        except (ConnectionError, TimeoutError) as error:
+            self._channel_error = str(error)
+
     def _receive_weights(self, version: int) -> None:
         if self.engine.has_work or self._being_scored or self._outbox:
-            raise RuntimeError(
+            raise BrokenInvariant(
                 f"received weights {version} while groups of the old policy are in progress"
             )
-        with self.timeline.measure("weights"):
-            self.engine.receive_weights(version)
-        self.policy_version = version
-        self.control.send(events.WeightsExchanged(version))
+        if not self._channel_error:
+            try:
+                with self.timeline.measure("weights"):
+                    self.engine.receive_weights(version)
+                self.policy_version = version
+            except (ConnectionError, TimeoutError) as error:
+                self._channel_error = str(error)
+        self.control.send(events.WeightsExchanged(version, self._channel_error))
+
+    def _is_cancelled(self) -> bool:
+        """Return whether the weight exchange that is going on has been cancelled."""
+        while self.control.poll():
+            self._deferred.append(self.control.recv())
+        return any(isinstance(each, events.CancelExchange | events.Stop) for each in self._deferred)
 
     def _submit(self, kind: int, number: int, indexed: IndexedPrompt, num_generations: int) -> None:
         _, prompt = indexed
@@ -195,6 +222,9 @@ class RolloutWorker:
         self._busy_seconds += self.timeline.add(kind, started, num_tokens=num_generated)
         for group in finished:
             key = cast(Key, group.request.key)
+            if key in self._known:
+                self._compare(key, group)
+                continue
             self._being_scored[key] = group, time.monotonic()
             _, prompt = self._prompts[key]
             train = self.config.train
@@ -203,6 +233,16 @@ class RolloutWorker:
             state = TrainerState(self.policy_version, num_updates)
             call = Call(prompt.content, self._texts(group), ids, prompt.columns, state)
             self.reward_pool.submit(key, call)
+
+    def _compare(self, key: Key, group: FinishedGroup) -> None:
+        """Drop a group that a dead worker had delivered, once it is known to be the same."""
+        group_index, prompt = self._prompts.pop(key)
+        if checksum(group) != self._known[key]:
+            raise BrokenInvariant(
+                f"group {group_index} of iteration {key[1]} (prompt {prompt.index}) was generated "
+                "again after its worker's death, and differs"
+            )
+        self.control.send(events.GroupRecomputed(prompt.index))
 
     def _texts(self, group: FinishedGroup) -> list[str]:
         texts: list[str] = self.tokenizer.batch_decode(
@@ -233,6 +273,7 @@ class RolloutWorker:
             prompt=_as_text(prompt.content) if with_texts else None,
             completions=self._texts(finished) if with_texts else (),
             errors=scored.errors,
+            checksum=checksum(finished),
         )
         self.control.send(answer)
 
@@ -298,6 +339,7 @@ class RolloutWorker:
             logged=scored.metrics,
             prompt=_as_text(prompt.content) if is_sample else None,
             samples=samples,
+            checksum=checksum(finished),
         )
         if is_rejected:
             self.control.send(report)
@@ -305,15 +347,32 @@ class RolloutWorker:
             self._outbox.append((group, report))
 
     def _publish(self) -> None:
-        """Put finished groups into the ring while it has free slots."""
+        """Put finished groups into the ring while it has free slots.
+
+        Each is reported just before: if this worker dies, the controller asks the ring which of the
+        reported groups were delivered, and knows all that were.
+        """
         while self._outbox:
-            group, report = self._outbox[0]
-            maybe_sleep()
             assert self.port is not None
-            if not self.port.put(group, timeout_seconds=0.0):
+            group, report = self._outbox[0]
+            if report is not None:
+                if not wait([self.port.writable_fd], timeout=0.0):
+                    return
+                maybe_sleep()
+                self.control.send(report)
+                self._outbox[0] = group, None
+            if not self.port.put(group, timeout_seconds=0.0):  # another worker was faster
                 return
             self._outbox.popleft()
-            self.control.send(report)
+
+
+def checksum(group: FinishedGroup) -> int:
+    """Return the CRC-32 of a group's token ids and log-probabilities."""
+    value = 0
+    for completion in group.completions:
+        for array in (completion.token_ids, completion.logprobs):
+            value = zlib.crc32(np.ascontiguousarray(array).tobytes(), value)
+    return value
 
 
 def sampling_settings(config: Config, sampling: SamplingChoice | None = None) -> SamplingSettings:

@@ -3,9 +3,10 @@
              ┌─ ExchangeWeights: broadcast policy_version to the rollout workers
 controller ──┼─ TrainIteration:  ring ─► MicroBatches ─► Learner ─► optimizer steps
              ├─ SaveCheckpoint:  copy of the boundary ─► CheckpointSaver (a thread)
+             ├─ SendWeights:     the iteration's policy to one new rollout worker
              └─ SaveModel
 
-`Stop` and `Halt` are also obeyed during an iteration, between two micro-batches.
+`Stop`, `Halt` and `SendWeights` are also obeyed during an iteration, between two micro-batches.
 
 There is one train worker per train device. Rank 0 takes the commands (except `Stop`), leases slots,
 broadcasts weights and publishes files. It sends the other ranks each command and their share of the
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -67,7 +69,10 @@ class TrainWorker:
         with self.ranks.naming_failures():
             self.learner = self._load()
         self.channel: WeightChannel | None = None
-        self.has_exchanged = False
+        self.has_exchanged = False  # over this channel
+        self._channel_error = ""  # why there is no channel
+        self._iteration_version = self.learner.policy_version  # at the iteration's start
+        self._deferred: deque[events.Command] = deque()  # received during an exchange
 
     def _join_ranks(self) -> TrainRanks:
         settings = self.settings
@@ -118,20 +123,28 @@ class TrainWorker:
             command: events.Command = self.pipes.receive()
             return command
         with self.cores.idle():
-            command = self.control.recv()
-        if not isinstance(command, events.InitWeightChannel | events.Stop):
+            command = self._take_command()
+        if not isinstance(command, events.CancelExchange | events.Stop):
             self.pipes.dispatch(command)
+        return command
+
+    def _take_command(self) -> events.Command:
+        if self._deferred:
+            return self._deferred.popleft()
+        command: events.Command = self.control.recv()
         return command
 
     def _obey(self, command: events.Command) -> None:
         match command:
-            case events.InitWeightChannel(rank, world_size):
-                self.channel = WeightChannel(self.settings.weight_endpoint(rank, world_size))
-                if (reason := self.channel.not_shared_reason) is not None:
-                    why = f"two processes cannot share the device's: {reason}"
-                    self._send(events.Note(f"weights are copied through the CPU: {why}"))
+            case events.InitWeightChannel(_, world_size, generation):
+                if self.channel is not None:
+                    self.channel.close()
+                self.has_exchanged = False
+                self.channel, self._channel_error = self._join_channel(world_size, generation)
             case events.ExchangeWeights(version):
                 self._exchange_weights(version)
+            case events.SendWeights():
+                self._send_weights(command)
             case events.TrainIteration(iteration):
                 self._train_iteration(iteration)
             case events.SaveCheckpoint() as command:
@@ -158,29 +171,78 @@ class TrainWorker:
         assert self.learner.policy_version == policy_version
         return self.learner.state()
 
+    def _join_channel(self, world_size: int, generation: int) -> tuple[WeightChannel | None, str]:
+        """Return the channel (only on rank 0), or none and the error."""
+        if not self.is_first_rank:
+            return None, ""
+        endpoint = self.settings.weight_endpoint(0, world_size, generation)
+        try:
+            channel = WeightChannel(endpoint, self._is_cancelled)
+        except (ConnectionError, TimeoutError) as error:
+            return None, str(error)
+        if (reason := channel.not_shared_reason) is not None:
+            why = f"two processes cannot share the device's: {reason}"
+            self._send(events.Note(f"weights are copied through the CPU: {why}"))
+        return channel, ""
+
+    def _is_cancelled(self) -> bool:
+        """Return whether the weight exchange that is going on has been cancelled."""
+        while self.control.poll():
+            self._deferred.append(self.control.recv())
+        ends = events.CancelExchange | events.Stop
+        return any(isinstance(command, ends) for command in self._deferred)
+
     def _exchange_weights(self, version: int) -> None:
-        """Rank 0 sends the weights. The other ranks gather the same ones, in the same order."""
         assert version == self.learner.policy_version
-        # Receivers keep the other weights from the first exchange. vLLM fuses weights, and needs
-        # all parts of a fused one.
+        # Receivers keep the other weights from the channel's first exchange. vLLM fuses weights,
+        # and needs all parts of a fused one.
         only_trained = self.has_exchanged and self.settings.engine == "embedded"
+        with self.timeline.measure("weights"):
+            error = self._broadcast(self.channel, version, only_trained=only_trained)
+        if error:
+            self.channel, self._channel_error = None, error
         self.has_exchanged = True
+        self.timeline.report()
+        self._send(events.WeightsExchanged(version, self._channel_error))
+
+    def _broadcast(
+        self, channel: WeightChannel | None, version: int, *, only_trained: bool = False
+    ) -> str:
+        """Rank 0 sends the weights; the other ranks gather the same ones, in the same order. Return
+        the error if the channel fails."""
         weights = self.learner.policy.weights(only_trained=only_trained)
         dtype = getattr(torch, self.config.model.dtype)  # the engines'
+        if channel is not None:
+            try:
+                channel.send(version, weights, dtype=dtype, gather=gathered)
+            except (ConnectionError, TimeoutError) as error:
+                return str(error)
+            return ""
+        for weight in weights:
+            gathered(weight.materialize(), dtype)
+            # Otherwise a device queues all gathers, and the last times out while rank 0 waits for
+            # engines.
+            devices.synchronize(self.device)
+        return ""
+
+    def _send_weights(self, command: events.SendWeights) -> None:
+        """Send the iteration's policy, which is the old one after the first of several updates."""
+        version, learner = command.policy_version, self.learner
+        is_old = version != learner.policy_version
+        if is_old and (version != self._iteration_version or not learner.has_old):
+            self._report(events.WeightsSent("the iteration is over"))
+            return
         with self.timeline.measure("weights"):
-            if self.channel is not None:
-                self.channel.send(version, weights, dtype=dtype, gather=gathered)
-            else:
-                for weight in weights:
-                    gathered(weight.materialize(), dtype)
-                    # Otherwise a device queues all gathers, and the last times out while rank 0
-                    # waits for engines.
-                    devices.synchronize(self.device)
-        self.timeline.report()
-        self._send(events.WeightsExchanged(version))
+            channel, error = self._join_channel(command.world_size, command.generation)
+            with learner.old_policy() if is_old else nullcontext():
+                error = self._broadcast(channel, version) or error
+            if channel is not None:
+                channel.close()
+        self._report(events.WeightsSent(error))
 
     def _train_iteration(self, iteration: int) -> None:
         version, train = self.learner.policy_version, self.config.train
+        self._iteration_version = version
         # `Halt` may drop later updates; the checkpoint then needs the state before the first one.
         keeps_state = train.updates_per_iteration > 1 and train.keep_checkpoints > 0
         self._state_before_updates = (version, self._state_at(version)) if keeps_state else None
@@ -200,6 +262,7 @@ class TrainWorker:
             self.pipes,
             shares_prompts=self.learner.policy.shares_prompts,
             check_commands=self._check_commands,
+            send_weights=self._send_weights,
         )
         num_completions = reader.groups_per_update * self.config.rollout.num_generations
         busy_seconds, num_groups = 0.0, 0
@@ -235,18 +298,22 @@ class TrainWorker:
             yield
 
     def _wait_for_group(self) -> None:
-        with self._waiting():
-            wait([self.port.readable_fd, self.control])
+        if not self._deferred:
+            with self._waiting():
+                wait([self.port.readable_fd, self.control])
         self._check_commands()
 
     def _check_commands(self) -> None:
-        """Obey a command that arrived during an iteration: it can only be one of these two."""
-        if self.control.poll():
-            match self.control.recv():
+        """Obey the commands that arrived during an iteration."""
+        while self._deferred or self.control.poll():
+            match self._take_command():
                 case events.Halt():
                     raise Dropped
                 case events.Stop():
                     raise SystemExit(0)
+                case events.SendWeights() as command:
+                    self.pipes.dispatch(command)
+                    self._send_weights(command)
 
     def _save(self, folder: Path) -> events.ModelSaved:
         model, policy, is_writer = self.config.model, self.learner.policy, self.is_first_rank
