@@ -191,7 +191,7 @@ def test_lost_lines_of_metrics_repeat_no_iteration(tmp_path: Path) -> None:
     sizes["metrics.jsonl"] = len(lines[0] + lines[1] + later)
     folder = RunFolder(config_for(path), lock_folder(path), sizes, 2)
     assert folder.read_metrics() == [{"iteration": 1}]
-    assert " 0:" in missing_iterations(folder.read_metrics(), 2)
+    assert "iterations 0 (" in missing_iterations(folder.read_metrics(), 2)
     assert "0, 2-4, 6-7" in missing_iterations([{"iteration": 1}, {"iteration": 5}], 8)
     assert missing_iterations([{"iteration": 0}], 1) == ""
 

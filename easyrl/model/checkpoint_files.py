@@ -68,7 +68,7 @@ def read_checkpoint(path: Path, *, verify: bool = False) -> Checkpoint:
             if not verify or "sha256" not in content:
                 continue
             if (found := _sha256(file)) != (expected := content["sha256"][name]):
-                raise ValueError(f"expected the SHA-256 {expected}, got {found}")
+                raise ValueError(f"expected SHA-256 {expected[:12]}…, got {found[:12]}…")
             done += size
             if time.monotonic() - reported > PROGRESS_SECONDS:
                 _report(f"verified {done / 2**30:.1f} of {num_bytes / 2**30:.1f} GiB of {path}")

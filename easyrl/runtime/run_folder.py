@@ -215,7 +215,8 @@ def missing_iterations(metrics: Sequence[Mapping[str, Any]], num_iterations: int
     spans = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     if not spans:
         return ""
-    return f"warning: metrics.jsonl has no lines of the iterations {', '.join(spans)}: lost"
+    lost = f"warning: metrics.jsonl has lost its lines of iterations {', '.join(spans)}"
+    return f"{lost} (counted from 0); the run continues without them"
 
 
 def folder_of(config: Config, kind: str = "") -> Path:
