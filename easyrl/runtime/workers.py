@@ -180,7 +180,10 @@ class Workers:
         self._received.extend(received)
         lost = [worker.number for worker, event in received if isinstance(event, events.Lost)]
         if lost and self._ring is not None:
-            self._ring.reclaim(*lost)
+            try:
+                self._ring.reclaim(*lost)
+            except TimeoutError as error:  # another worker was stopped in a move
+                raise WorkerFailure(str(error)) from None
         if not received:
             for worker, (due, reason) in list(self._due.items()):
                 if time.monotonic() > due:
