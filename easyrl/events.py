@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, dataclass_transform
 
-from easyrl.types import IndexedPrompt, Prompt
-
 if TYPE_CHECKING:
     from easyrl.config import Config
+    from easyrl.types import IndexedPrompt, Prompt
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))

@@ -86,16 +86,24 @@ def _position(core: int) -> tuple[int, int, int]:
 
 # -- parent and child -----------------------------------------------------------------------------
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of Linux's prctl.h
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # of Linux's prctl.h
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, even while it holds the GIL."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None and parent.pid is not None
+def die_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when its parent dies, even while it holds the GIL.
+    `parent`: its pid, unless multiprocessing has started this process."""
+    if parent is None:
+        process = multiprocessing.parent_process()
+        assert process is not None
+        parent = process.pid
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before the lines above
+    if os.getppid() != parent:  # it died before the lines above
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose own parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_name(name: str) -> None:

@@ -73,10 +73,18 @@ def grpo(
         from easyrl.runtime.resume import with_absolute_paths
 
         return _print_plan(with_absolute_paths(resolved, is_resumed=resume is not None))
-    from easyrl.observe.observers import make_observers
-    from easyrl.runtime.run import run
 
-    return run(resolved, make_observers(resolved, live=not no_live), resume)
+    def start(config: Config, resume: Path | None) -> int:
+        from easyrl.observe.observers import make_observers
+        from easyrl.runtime.run import run
+
+        return run(config, make_observers(config, live=not no_live), resume)
+
+    if resolved.runtime.restart == "on_failure":
+        from easyrl.runtime.restart import run_with_restarts
+
+        return run_with_restarts(resolved, resume, start)
+    return start(resolved, resume)
 
 
 def _resumed(run: Path, config: Path | None, output: str | None) -> Path:

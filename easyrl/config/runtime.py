@@ -36,8 +36,8 @@ class RuntimeConfig(Section):
     restart_window_seconds: float = Field(default=600.0, gt=0.0)
     """Time in seconds over which `max_restarts` counts."""
     restart: Literal["never", "on_failure"] = "never"
-    """`on_failure`: when a train worker or the controller dies, the run resumes from its newest
-    checkpoint by itself."""
+    """`on_failure`: a run that fails, or whose train worker or controller dies, resumes from its
+    newest checkpoint by itself."""
     autoscale: bool = False
     """Add rollout workers on `devices.spare` while the trainer waits for groups, and remove them
     while the ring is full."""

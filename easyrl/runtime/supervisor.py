@@ -12,6 +12,7 @@ also raises if the user wants to stop. `stop` leaves no process behind.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -59,13 +60,37 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class MergedSignals:
+    """Signals within `seconds` of one before, which do not count. A parent that passes signals
+    on sets it (`restart`): a terminal sends them to this process as well."""
+
+    seconds = 0.0
+    _newest = -math.inf
+
+    @classmethod
+    def is_repetition(cls) -> bool:
+        now = time.monotonic()
+        if now - cls._newest < cls.seconds:
+            return True
+        cls._newest = now  # no call since it was read: the next signal's handler could run there
+        return False
+
+
 @contextmanager
 def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle the three signals that stop a run, unless they are ignored (nohup)."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if not MergedSignals.is_repetition():
+            handler(signum, frame)
+
     before = {}
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in STOP_SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
-            before[signum] = signal.signal(signum, handler)
+            before[signum] = signal.signal(signum, handle)
     try:
         yield
     finally:

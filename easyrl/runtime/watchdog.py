@@ -26,9 +26,9 @@ TICK_SECONDS = 1.0
 WARN_SECONDS = 60.0  # without any event, warn; then each time the period has doubled
 STACKS_SECONDS = 1.0  # for the workers to write their stacks
 STOPPED = {
-    "T": "stopped by a signal",
-    "t": "stopped by a debugger",
-    "D": "waiting for a disk or a device",
+    "T": ", stopped by a signal",
+    "t": ", stopped by a debugger",
+    "D": ", waiting for a disk or a device",
 }
 """States in /proc/PID/stat of processes that do not run, whatever they reported."""
 
@@ -106,9 +106,10 @@ class Watchdog:
             or [name for name in pids if name not in waiting]
             or [name for name in pids if name in busy]
         )
-        states = {name: f"{self._describe(name)} {stopped[name]}".rstrip() for name in pids}
         others = [name for name in pids if name in waiting and name not in blamed]
-        who = ", ".join(f"{name} ({states[name]})" for name in blamed or pids)
+        who = ", ".join(
+            f"{name} ({self._describe(name)}{stopped[name]})" for name in blamed or pids
+        )
         line = f"no progress for {self._idle:,.0f} s: "
         if not blamed:
             line += f"all workers wait: {who}"

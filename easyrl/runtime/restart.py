@@ -1,0 +1,146 @@
+"""`runtime.restart=on_failure`: run in a child process, and start the run again when it fails.
+
+    easyrl grpo (this process) ──fork──► controller ──spawn──► workers
+        ▲                                    │
+        └── exit code 1, or killed ──────────┘   again, from the newest checkpoint
+
+This process has one thread and imports neither torch nor numpy, so that it may fork. It passes
+signals on. A terminal or a scheduler may send them to the child as well, which takes two within
+MERGE_SECONDS for one. When this process is killed, the kernel kills the child and its workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from easyrl.config import Config
+from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in
+from easyrl.processes import adopt_orphans, die_with_parent
+from easyrl.runtime.run_folder import folder_of
+from easyrl.runtime.supervisor import (
+    FAILED,
+    SIGNALLED,
+    STOP_SIGNALS,
+    MergedSignals,
+    handle_signals,
+)
+
+MERGE_SECONDS = 1.0
+ORPHANS_SECONDS = 10.0  # for the workers of a killed controller to end: they hold devices
+SHOW_CURSOR = "\033[?25h"  # hidden by the live view of a run that was killed
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    time: float
+    cause: str
+    newest: Path | None  # checkpoint after it
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        return f"{when}  {self.cause}; newest checkpoint: {self.newest or 'none'}"
+
+
+def run_with_restarts(
+    config: Config, resume: Path | None, start: Callable[[Config, Path | None], int]
+) -> int:
+    """Call `start(config, resume)` in a child process, and again with `runtime.resume=auto` after
+    each failure. Returns the exit code of the run."""
+    runtime, folder = config.runtime, resume or folder_of(config)
+    output = config.output.model_copy(update={"dir": str(folder)})
+    auto = runtime.model_copy(update={"resume": "auto"})
+    config = config.model_copy(update={"output": output})
+    failures: list[Failure] = []
+    adopt_orphans()
+    while True:
+        code, is_stopped = _run_in_child(partial(start, config, resume))
+        is_killed = code < 0 and -code not in STOP_SIGNALS
+        returned = code if code >= 0 else SIGNALLED - code
+        is_failure = code == FAILED or is_killed
+        if is_stopped or not is_failure or not (folder / "config.yaml").is_file():
+            return returned
+        _wait_for_orphans()
+        now, newest = time.time(), next(reversed(checkpoints_in(folder / CHECKPOINTS)), None)
+        cause = f"killed by {signal.Signals(-code).name}" if is_killed else f"exit code {code}"
+        failures.append(Failure(now, cause, newest))
+        # Those without a newer checkpoint since are repetitions, however long each took.
+        since = now - runtime.restart_window_seconds
+        recent = [each for each in failures if each.time > since or each.newest == newest]
+        if len(recent) > runtime.max_restarts:
+            history = "\n".join(map(str, failures))
+            _report(
+                folder,
+                f"the run failed {len(recent)} times within runtime.restart_window_seconds="
+                f"{runtime.restart_window_seconds:g} or without a newer checkpoint; allowed: "
+                f"runtime.max_restarts={runtime.max_restarts}\n{history}",
+            )
+            return FAILED
+        number = f"restart {len(recent)} of at most {runtime.max_restarts}"
+        _report(folder, f"the run failed ({cause}) and starts again ({number})")
+        config, resume = config.model_copy(update={"runtime": auto}), None
+
+
+def _run_in_child(run: Callable[[], int]) -> tuple[int, bool]:
+    """Return the child's exit code (negative: killed by that signal), and whether a signal has
+    stopped it."""
+    parent, child = os.getpid(), 0
+    signals: list[int] = []
+
+    def forward(signum: int, frame: FrameType | None) -> None:
+        signals.append(signum)
+        os.kill(child, signum)  # it may have ended, but its number is not free yet
+
+    with handle_signals(forward):
+        sys.stdout.flush()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        if child := os.fork():
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            _wait_for(child)
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), bool(signals)
+    die_with_parent(parent)
+    MergedSignals.seconds = MERGE_SECONDS
+    with handle_signals(_leave):  # until the run has its own handlers
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        raise SystemExit(run())
+
+
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(SIGNALLED + signum)
+
+
+def _wait_for(child: int) -> None:
+    """Wait until `child` has ended, but leave it a zombie; reap adopted processes meanwhile."""
+    while True:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        if ended.si_pid == child:
+            return
+        os.waitpid(ended.si_pid, 0)
+
+
+def _wait_for_orphans() -> None:
+    deadline = time.monotonic() + ORPHANS_SECONDS
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.02)
+
+
+def _report(folder: Path, text: str) -> None:
+    """Print, and add to the run's log."""
+    cursor = SHOW_CURSOR if sys.stderr.isatty() else ""
+    print(f"{cursor}easyrl: " + text.replace("\n", "\n        "), file=sys.stderr)
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    with contextlib.suppress(OSError), (folder / "logs" / "easyrl.log").open("a") as log:
+        log.write(f"{when}  {text}\n")
