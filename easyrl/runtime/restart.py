@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,20 +34,10 @@ from easyrl.runtime.supervisor import (
     handle_signals,
 )
 
+TIME = "%Y-%m-%d %H:%M:%S"
 MERGE_SECONDS = 1.0
 ORPHANS_SECONDS = 10.0  # for the workers of a killed controller to end: they hold devices
 SHOW_CURSOR = "\033[?25h"  # hidden by the live view of a run that was killed
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    time: float
-    cause: str
-    newest: Path | None  # checkpoint after it
-
-    def __str__(self) -> str:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
-        return f"{when}  {self.cause}; newest checkpoint: {self.newest or 'none'}"
 
 
 def run_with_restarts(
@@ -58,35 +47,31 @@ def run_with_restarts(
     each failure. Returns the exit code of the run."""
     runtime, folder = config.runtime, resume or folder_of(config)
     output = config.output.model_copy(update={"dir": str(folder)})
-    auto = runtime.model_copy(update={"resume": "auto"})
     config = config.model_copy(update={"output": output})
-    failures: list[Failure] = []
+    auto = runtime.model_copy(update={"resume": "auto"})
+    failures: list[tuple[float, Path | None, str]] = []  # time, newest checkpoint, description
     adopt_orphans()
     while True:
         code, is_stopped = _run_in_child(partial(start, config, resume))
-        is_killed = code < 0 and -code not in STOP_SIGNALS
-        returned = code if code >= 0 else SIGNALLED - code
-        is_failure = code == FAILED or is_killed
+        is_failure = code == FAILED or (code < 0 and -code not in STOP_SIGNALS)
         if is_stopped or not is_failure or not (folder / "config.yaml").is_file():
-            return returned
+            return code if code >= 0 else SIGNALLED - code
         _wait_for_orphans()
         now, newest = time.time(), next(reversed(checkpoints_in(folder / CHECKPOINTS)), None)
-        cause = f"killed by {signal.Signals(-code).name}" if is_killed else f"exit code {code}"
-        failures.append(Failure(now, cause, newest))
+        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        described = f"{time.strftime(TIME)}  {cause}; newest checkpoint: {newest or 'none'}"
+        failures.append((now, newest, described))
         # Those without a newer checkpoint since are repetitions, however long each took.
-        since = now - runtime.restart_window_seconds
-        recent = [each for each in failures if each.time > since or each.newest == newest]
-        if len(recent) > runtime.max_restarts:
-            history = "\n".join(map(str, failures))
-            _report(
-                folder,
-                f"the run failed {len(recent)} times within runtime.restart_window_seconds="
-                f"{runtime.restart_window_seconds:g} or without a newer checkpoint; allowed: "
-                f"runtime.max_restarts={runtime.max_restarts}\n{history}",
-            )
+        begin = now - runtime.restart_window_seconds
+        number = sum(when > begin or version == newest for when, version, _ in failures)
+        if number > runtime.max_restarts:
+            limits = f"runtime.restart_window_seconds={runtime.restart_window_seconds:g}"
+            cause = f"the run failed {number} times within {limits} or without a newer checkpoint"
+            allowed = f"allowed: runtime.max_restarts={runtime.max_restarts}"
+            _report(folder, "\n".join([f"{cause}; {allowed}", *(text for *_, text in failures)]))
             return FAILED
-        number = f"restart {len(recent)} of at most {runtime.max_restarts}"
-        _report(folder, f"the run failed ({cause}) and starts again ({number})")
+        limit = f"restart {number} of at most {runtime.max_restarts}"
+        _report(folder, f"the run failed ({cause}) and starts again ({limit})")
         config, resume = config.model_copy(update={"runtime": auto}), None
 
 
@@ -141,6 +126,5 @@ def _report(folder: Path, text: str) -> None:
     """Print, and add to the run's log."""
     cursor = SHOW_CURSOR if sys.stderr.isatty() else ""
     print(f"{cursor}easyrl: " + text.replace("\n", "\n        "), file=sys.stderr)
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
     with contextlib.suppress(OSError), (folder / "logs" / "easyrl.log").open("a") as log:
-        log.write(f"{when}  {text}\n")
+        log.write(f"{time.strftime(TIME)}  {text}\n")
