@@ -37,7 +37,7 @@ from easyrl.runtime.supervisor import (
 TIME = "%Y-%m-%d %H:%M:%S"
 MERGE_SECONDS = 1.0
 ORPHANS_SECONDS = 10.0  # for the workers of a killed controller to end: they hold devices
-SHOW_CURSOR = "\033[?25h"  # hidden by the live view of a run that was killed
+RESTORE_TERMINAL = "\033[?1049l\033[?25h"  # after a live view that was killed
 
 
 def run_with_restarts(
@@ -124,7 +124,7 @@ def _wait_for_orphans() -> None:
 
 def _report(folder: Path, text: str) -> None:
     """Print, and add to the run's log."""
-    cursor = SHOW_CURSOR if sys.stderr.isatty() else ""
-    print(f"{cursor}easyrl: " + text.replace("\n", "\n        "), file=sys.stderr)
+    restored = RESTORE_TERMINAL if sys.stderr.isatty() else ""
+    print(f"{restored}easyrl: " + text.replace("\n", "\n        "), file=sys.stderr)
     with contextlib.suppress(OSError), (folder / "logs" / "easyrl.log").open("a") as log:
         log.write(f"{time.strftime(TIME)}  {text}\n")
