@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,15 @@ from hypothesis import strategies as st
 
 from easyrl.channels import ring_buffer
 from easyrl.channels.memory import available_memory_bytes, kill_reason, oom_kills
-from easyrl.channels.ring_buffer import ARRAYS, Reclaimed, RingBuffer, RingLayout, TokenPipe
+from easyrl.channels.ring_buffer import (
+    ARRAYS,
+    HEADER,
+    READY,
+    Reclaimed,
+    RingBuffer,
+    RingLayout,
+    TokenPipe,
+)
 from easyrl.types import RolloutGroup
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -394,6 +403,47 @@ def test_no_name_and_no_descriptor_is_left():
     ring.close()
     del ring
     assert open_files() == files
+
+
+# Damaged headers
+
+
+def random_word(rng):
+    """Small, at the limits of a slot, huge, negative."""
+    return rng.choice([rng.randint(-2, 30), rng.getrandbits(64) - (1 << 63), rng.getrandbits(20)])
+
+
+@pytest.mark.parametrize("num_headers", [2000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_a_damaged_header_is_an_error_or_gives_a_consistent_group(new_ring, num_headers):
+    """Another process may write anything. Nothing outside the slot is read."""
+    ring, rng = new_ring(num_slots=3), random.Random(num_headers)
+    port, errors, num_sound = ring.attach(0), Counter(), 0
+    for number in range(num_headers):
+        port.put(make_group(number % 100), 0)
+        slot = ring.slots["status"].tolist().index(READY)
+        for name in rng.sample(HEADER, rng.choice([1, 1, 2, 8])):
+            ring.slots[name][slot] = random_word(rng)
+        if rng.random() < 0.3:
+            place = rng.randrange(ring.layout.num_generations)
+            ring.slots["completion_lengths"][slot, place] = rng.randint(-(2**31), 2**31 - 1)
+        if number % 100 == 0:
+            ring.delivered(int(ring.slots["iteration"][slot]))
+        try:
+            group = port.get(0).group
+        except RuntimeError as error:
+            errors[re.search(r"damaged: expected (\d+ )?(\w+)", str(error))[2]] += 1
+        else:
+            num_sound += 1
+            for name, _, dimension in ARRAYS:
+                array, row = getattr(group, name), ring.slots[name][slot]
+                assert len(array) == ring.slots[dimension][slot] <= len(row)
+                assert np.shares_memory(array, row) or not len(array)
+            slices = group.completion_slices()
+            assert all(0 <= each.start <= each.stop <= len(group.completion_ids) for each in slices)
+            assert sum(len(group.completion_ids[each]) for each in slices) == slices[-1].stop
+        port.free_slot(slot)
+    assert len(errors) == 4 and min(num_sound, *errors.values()) > 20
+    assert_whole(ring, port)
 
 
 # Killed processes. They are forked, so that hundreds of kills take seconds.

@@ -11,12 +11,15 @@ owns the slot alone. There is no lock that a killed process could leave held. Re
 bytes are atomic, and the system call orders memory on Arm as well: a reader that has the number
 sees everything written before it was sent. Groups are delivered in order of arrival.
 
-`RingBuffer.reclaim` finds the slots of a killed process (only tests call it: a run ends when a
-worker dies). While a process writes or reads a slot,
+`RingBuffer.reclaim` finds the slots of a killed process. While a process writes or reads a slot,
 the slot's status word names it. While the slot waits, its number is on a pipe. Only during a move
 is neither true, and then the mover's counter is odd. `reclaim` takes all numbers off the pipes and
 waits until no living process is in a move. A slot that is then neither on a pipe nor owned by a
 living process belonged to a dead one. Living processes meanwhile see empty pipes, and wait.
+
+A group is identified by its iteration and group index. Before the trainer frees the slot of a group
+that it has accepted, it records the iteration in `taken`. `RingBuffer.delivered` reads the slots,
+then `taken`: a group in neither of them has to be generated again.
 
 Shapes: P prompt tokens, G completions of one prompt, ΣR completion tokens of a group.
 """
@@ -322,12 +325,28 @@ class RingBuffer:
 
     def group(self, slot: int) -> RolloutGroup:
         """Return the group in a slot that this or another process has leased, as read-only NumPy
-        views of the shared memory."""
+        views of the shared memory.
+
+        Raises RuntimeError if the lengths are impossible: another process wrote into the slot.
+        """
         fields: dict[str, Any] = {name: int(self.slots[name][slot]) for name in HEADER[1:]}
         lengths = {dimension: fields.pop(dimension) for dimension in DIMENSIONS}
+        for dimension, most in self.layout.capacities.items():
+            if not 0 <= lengths[dimension] <= most:
+                raise RuntimeError(
+                    f"ring slot {slot} is damaged: expected {dimension} from 0 to {most}, "
+                    f"got {lengths[dimension]}"
+                )
         for name, _, dimension in ARRAYS:
             fields[name] = array = self.slots[name][slot, : lengths[dimension]]
             array.flags.writeable = False
+        of_completions = fields["completion_lengths"].tolist()
+        num_tokens = lengths["num_completion_tokens"]
+        if sum(of_completions) != num_tokens or min(of_completions, default=-1) < 0:
+            raise RuntimeError(
+                f"ring slot {slot} is damaged: expected {num_tokens} completion tokens, "
+                f"got completions of {of_completions}"
+            )
         return RolloutGroup(**fields)
 
     def clear(self, slot: int) -> None:

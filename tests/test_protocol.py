@@ -1,0 +1,512 @@
+"""The protocol of an iteration, explored: 2 producers, 2 consumers, 3 slots, crashes at every step.
+
+The ring, its ports, `GroupReader` and `Rounds` are the real ones. Each process is a thread, and one
+runs at a time. A step is a store to shared memory, a transfer on a pipe, a rest of `reclaim` or
+`delivered`, or a message to the controller. Before each step a schedule may switch to another
+process, or kill this one: nothing of it runs any more. Without such a decision a process runs until
+it has to wait. All schedules with few decisions are tried, and many random ones.
+
+    controller ──prompts──► producer 0, 1 ══ ring ══► consumer 2, 3
+
+A run has one reader, and ends when it dies. Here two consumers share what a reader knows (which
+groups are due), and one may die: the other gets the groups of its leases again. One that was
+already trained is a late duplicate.
+"""
+
+import contextlib
+import random
+import threading
+from collections import Counter, deque
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from easyrl.channels import ring_buffer
+from easyrl.channels.ring_buffer import FREE, STATE_BITS, RingBuffer, RingLayout, TokenPipe
+from easyrl.config import load_config
+from easyrl.runtime.dispatch import Rounds
+from easyrl.types import RolloutGroup
+from easyrl.workers.batches import GroupReader
+
+PRODUCERS, CONSUMERS = (0, 1), (2, 3)
+NUM_GROUPS, NUM_SLOTS, NUM_AHEAD = 4, 3, 2
+REJECTED = {1, 6}  # prompts, unless it is the last round
+KILL = "kill"
+MAX_STEPS = 5000
+CONFIG = load_config(None, {"train.prompts_per_iteration": NUM_GROUPS})
+
+
+class Killed(BaseException):
+    """This process is dead."""
+
+
+class Process:
+    """A thread that runs while it holds the baton."""
+
+    def __init__(self, world, owner, work):
+        self.world, self.owner, self.work = world, owner, work
+        self.baton = threading.Semaphore(0)
+        self.is_done = False
+        self.is_ready = lambda: True  # what it waits for
+        self.thread = threading.Thread(target=self._main, daemon=True)
+        self.thread.start()
+
+    def can_run(self):
+        return not self.is_done and self.is_ready()
+
+    def _main(self):
+        self.baton.acquire()
+        try:
+            if not self.world.is_over:
+                self.work()
+        except Killed:
+            if not self.world.is_over:
+                self.world.died(self.owner)
+        except BaseException as error:
+            self.world.end(error)
+        self.is_done = True
+        self.world.pass_on()
+
+
+class Shared(np.ndarray):
+    """An array in shared memory: each store is a step."""
+
+    def __setitem__(self, index, value):
+        Shared.step()
+        super().__setitem__(index, value)
+
+
+class StepPipe(TokenPipe):
+    def receive(self):
+        Shared.step()
+        return super().receive()
+
+    def send(self, slot):
+        Shared.step()
+        super().send(slot)
+
+
+class World:
+    """One run under one schedule. `choose(step, can_die, num_others)` returns None, KILL, or the
+    number of the process to switch to."""
+
+    def __init__(self, ring, choose, num_iterations, recover):
+        self.ring, self.choose, self.recover = ring, choose, recover
+        self.num_iterations = num_iterations
+        self.is_over = False
+        self.failure = None
+        self.counts = Counter()
+        self.trace = []  # of each step: can the process die, how many others can run
+        self.decisions = {}  # by step
+        self.clock = 0.0
+        self.finished = threading.Semaphore(0)
+        self.processes, self.running = [], None
+        # The controller
+        self.inbox = deque()  # a producer and its scored group, or who died, in order
+        self.tasks = {}  # of each producer: prompts that it has not begun
+        # What the reader knows, shared by the consumers
+        self.iteration, self.is_stopped = -1, False
+        self.due, self.prompts = set(), {}
+        self.trained = Counter()
+        self.accepted_by = {}  # consumer, by group index
+        self.reading = set()  # consumers that are not idle
+
+    # -- schedule
+
+    def run(self):
+        self.processes.append(Process(self, None, partial(control, self)))
+        for owner in PRODUCERS + CONSUMERS:
+            self.spawn(owner)
+        self.resume(self.processes[0])
+        self.finished.acquire()
+        for process in self.processes:
+            process.baton.release()
+            process.thread.join()
+        try:
+            if self.failure is not None:
+                raise self.failure
+            Shared.step = lambda: None
+            free, most = self.ring.free_pipe.drain(), [*range(NUM_SLOTS)]
+            assert sorted(free) == most, "a slot is lost, or free twice"
+            # Without a dead reader, no group is produced again that was delivered.
+            num_dead_readers = sum(self.counts[f"deaths of {owner}"] for owner in CONSUMERS)
+            assert self.counts["duplicates"] <= num_dead_readers
+        except Exception as error:
+            raise AssertionError(f"with the decisions {self.decisions}") from error
+
+    def spawn(self, owner):
+        work = produce if owner in PRODUCERS else consume
+        if owner in PRODUCERS:
+            self.tasks[owner] = deque()
+        self.processes.append(Process(self, owner, partial(work, self, owner)))
+
+    def others(self):
+        """Processes that can run, the one that has not run for longest first."""
+        return [each for each in self.processes if each is not self.running and each.can_run()]
+
+    def step(self):
+        """The running process is about to do something that others can see."""
+        if self.is_over:
+            raise Killed
+        others = self.others()
+        can_die = self.running.owner is not None
+        number = len(self.trace)
+        self.trace.append((can_die, len(others)))
+        assert number < MAX_STEPS, "no end in sight"
+        decision = self.choose(number, can_die, len(others))
+        if decision is None:
+            return
+        self.decisions[number] = decision
+        if decision == KILL:
+            raise Killed
+        self.switch_to(others[decision])
+        self.step()
+
+    def wait(self, is_ready=lambda: True):
+        """The running process waits for something that others do."""
+        own = self.running
+        own.is_ready = is_ready
+        if others := self.others():
+            self.switch_to(others[0])
+        assert is_ready(), "deadlock"
+        own.is_ready = lambda: True
+
+    def wait_for(self, is_ready):
+        if not is_ready():
+            self.wait(is_ready)
+
+    def switch_to(self, other):
+        own = self.running
+        self.resume(other)
+        own.baton.acquire()
+        if self.is_over:
+            raise Killed
+
+    def resume(self, process):
+        self.running = process
+        self.processes.remove(process)
+        self.processes.append(process)
+        process.baton.release()
+
+    def pass_on(self):
+        """The running process has ended."""
+        if self.is_over:
+            return
+        if others := self.others():
+            self.resume(others[0])
+        else:
+            is_stuck = not all(process.is_done for process in self.processes)
+            self.end(AssertionError("deadlock") if is_stuck else None)
+
+    def end(self, failure):
+        if not self.is_over:
+            self.is_over, self.failure = True, failure
+            self.finished.release()
+
+    def died(self, owner):
+        self.counts[f"deaths of {owner}"] += 1
+        self.reading.discard(owner)
+        for index, consumer in self.accepted_by.items():
+            if consumer == owner and not self.trained[self.iteration, index]:
+                self.due.add(index)
+                self.prompts.pop(index, None)
+        self.inbox.append((owner, None))
+
+    def sleep(self, seconds):
+        self.clock += seconds
+        self.step()
+
+
+def make_group(iteration, group_index, prompt_index):
+    tokens = np.full(1 + prompt_index % 2, prompt_index, np.int32)
+    return RolloutGroup(
+        iteration=iteration,
+        policy_version=iteration,
+        group_index=group_index,
+        prompt_index=prompt_index,
+        prompt_ids=tokens,
+        completion_lengths=np.array([len(tokens)], np.int32),
+        completion_ids=tokens,
+        rollout_logprobs=np.zeros(len(tokens), np.float32),
+        loss_mask=np.ones(len(tokens), np.bool_),
+        rewards=np.zeros(1, np.float32),
+        advantages=np.zeros(1, np.float32),
+        truncated=np.zeros(1, np.bool_),
+    )
+
+
+# -- the processes
+
+
+def produce(world, owner):
+    """A rollout worker: report a group, then put it into the ring."""
+    port, tasks = world.ring.attach(owner), world.tasks[owner]
+    while True:
+        world.wait_for(lambda: tasks or world.is_stopped)
+        if not tasks:
+            return
+        iteration, group_index, prompt_index, is_last_round = tasks.popleft()
+        is_rejected = prompt_index in REJECTED and not is_last_round
+        world.step()
+        scored = SimpleNamespace(group_index=group_index, is_rejected=is_rejected)
+        world.inbox.append((owner, scored))
+        while not is_rejected:
+            if port.put(make_group(iteration, group_index, prompt_index), 0.0):
+                break
+            world.wait_for(lambda: port.ring.free_pipe.wait(0.0))
+
+
+def consume(world, owner):
+    """A reader: train each group once, then free its slot."""
+    port = world.ring.attach(owner)
+    while not world.is_stopped:
+        iteration, version = world.iteration, world.iteration
+        reader = GroupReader(CONFIG, port, (iteration, version), wait_for_group=lambda: None)
+        reader._due, reader._prompts = world.due, world.prompts
+
+        def may_go_on(iteration=iteration):
+            is_over = world.is_stopped or world.iteration != iteration
+            return is_over or port.ring.ready_pipe.wait(0.0)
+
+        while not world.is_stopped and world.iteration == iteration:
+            world.reading.add(owner)
+            lease = reader.next(0, wait=False)
+            if lease is not None:
+                group = lease.group
+                assert (group.completion_ids == group.prompt_index).all()
+                world.step()
+                world.trained[iteration, group.group_index] += 1
+                lease.release()
+            world.counts["duplicates"] += reader.num_duplicates
+            reader.num_duplicates = 0
+            world.reading.discard(owner)
+            if lease is None:
+                world.wait_for(may_go_on)
+
+
+def control(world):
+    next_index = 0
+    for iteration in range(world.num_iterations):
+        rounds = Rounds(
+            SimpleNamespace(prompt=lambda index: index),
+            next_index,
+            num_groups=NUM_GROUPS,
+            max_replacements=1,
+        )
+        world.due, world.prompts, world.accepted_by = set(range(NUM_GROUPS)), Accepted(world), {}
+        world.iteration = iteration
+        run_iteration(world, iteration, rounds)
+        assert [world.trained[iteration, i] for i in range(NUM_GROUPS)] == [1] * NUM_GROUPS
+        expected = {*range(next_index, rounds.next_index)} - REJECTED
+        assert {*world.prompts.values()} == expected
+        next_index = rounds.next_index
+    world.is_stopped = True
+
+
+class Accepted(dict):
+    """Prompts of the accepted groups."""
+
+    def __init__(self, world):
+        self.world = world
+
+    def __setitem__(self, index, prompt):
+        super().__setitem__(index, prompt)
+        self.world.accepted_by[index] = self.world.running.owner
+
+
+class Tasks:
+    """Prompts of one iteration: those queued, and those of each producer."""
+
+    def __init__(self, world, iteration, rounds):
+        self.world, self.iteration, self.rounds = world, iteration, rounds
+        self.left = deque()
+        self.assigned = {owner: {} for owner in PRODUCERS}  # not rejected: group index → prompt
+        self.num_begun = dict.fromkeys(PRODUCERS, 0)  # not reported
+
+    def hand_out(self):
+        if self.rounds.is_over and not self.rounds.is_complete:
+            self.left.extend(self.rounds.start())
+        for owner in PRODUCERS:
+            while self.left and self.num_begun[owner] < NUM_AHEAD:
+                group_index, prompt = self.left.popleft()
+                self.assigned[owner][group_index] = prompt
+                self.num_begun[owner] += 1
+                task = self.iteration, group_index, prompt, self.rounds.is_last
+                self.world.tasks[owner].append(task)
+
+    def add(self, owner, group):
+        self.rounds.add(group)
+        self.num_begun[owner] -= 1
+        if group.is_rejected:
+            del self.assigned[owner][group.group_index]
+
+    def queue_again(self, owner, delivered):
+        lost = [each for each in self.assigned[owner].items() if each[0] not in delivered]
+        self.left.extendleft(reversed(lost))
+        for group_index, _ in lost:
+            self.rounds.reopen(group_index)
+        self.assigned[owner], self.num_begun[owner] = {}, 0
+        self.world.counts["lost"] += len(lost)
+
+
+def run_iteration(world, iteration, rounds):
+    tasks, dead = Tasks(world, iteration, rounds), set()
+
+    def is_over():
+        states = world.ring.slots["status"].view(np.ndarray) & (1 << STATE_BITS) - 1
+        is_drained = not world.reading and (states == FREE).all()
+        return rounds.is_complete and not world.due and is_drained
+
+    while True:
+        tasks.hand_out()
+        if not dead:
+            world.wait_for(lambda: world.inbox or is_over())
+            if not world.inbox:
+                return
+        while world.inbox:  # what dead workers have reported comes before their deaths
+            owner, group = world.inbox.popleft()
+            if group is None:
+                dead.add(owner)
+            else:
+                tasks.add(owner, group)
+        if dead:
+            try:
+                delivered = world.recover(world.ring, dead, iteration)
+            except TimeoutError:  # another process is in a move, or has died in it
+                world.wait()
+                continue
+            for owner in dead & {*PRODUCERS}:
+                tasks.queue_again(owner, delivered)
+            while dead:
+                world.spawn(dead.pop())
+
+
+# -- exploration
+
+
+def reclaim(ring, dead):
+    ring.reclaim(*dead, timeout_seconds=3 * ring_buffer.SETTLE_SECONDS)
+
+
+def recover(ring, dead, iteration):
+    """What the controller does about dead processes; returns which groups were delivered."""
+    reclaim(ring, dead)
+    return ring.delivered(iteration)
+
+
+@pytest.fixture
+def ring(monkeypatch):
+    monkeypatch.setattr(ring_buffer, "TokenPipe", StepPipe)
+    monkeypatch.setattr(Shared, "step", lambda: None, raising=False)
+    lengths = {"num_generations": 1, "max_prompt_length": 2, "max_completion_length": 2}
+    layout = RingLayout(NUM_SLOTS, **lengths, num_owners=4, num_groups=NUM_GROUPS)
+    with contextlib.closing(RingBuffer(layout)) as ring:
+        for name in ("status", "group_index", "prompt_index"):
+            ring.slots[name] = ring.slots[name].view(Shared)
+        ring.moves, ring.taken = ring.moves.view(Shared), ring.taken.view(Shared)
+        yield ring
+
+
+def run(ring, choose, num_iterations, recover):
+    """Run the protocol under one schedule, on an empty ring."""
+    Shared.step = lambda: None
+    for pipe in (ring.ready_pipe, ring.free_pipe):
+        pipe.drain()
+    for slot in range(NUM_SLOTS):
+        ring.clear(slot)
+        ring.free_pipe.send(slot)
+    ring.moves[:], ring.taken[:] = 0, ring_buffer.NEVER
+    world = World(ring, choose, num_iterations, recover)
+    clock = SimpleNamespace(sleep=world.sleep, monotonic=lambda: world.clock)
+    ring_buffer.time, time = clock, ring_buffer.time
+    Shared.step = world.step
+    try:
+        world.run()
+    finally:
+        ring_buffer.time, Shared.step = time, lambda: None
+    return world
+
+
+def explore(ring, *, num_crashes, num_switches, num_iterations=2, recover=recover):
+    """Run every schedule with at most so many decisions; return the worlds' counts."""
+    counts = Counter()
+    schedules = [({}, 0, num_crashes, num_switches)]
+    while schedules:
+        decisions, first, crashes, switches = schedules.pop()
+        choose = partial(lambda chosen, step, *_: chosen.get(step), decisions)
+        world = run(ring, choose, num_iterations, recover)
+        counts += world.counts
+        for step, (can_die, num_others) in enumerate(world.trace[first:], first):
+            if crashes and can_die:
+                schedules.append(({**decisions, step: KILL}, step + 1, crashes - 1, switches))
+            for other in range(num_others if switches else 0):
+                schedules.append(({**decisions, step: other}, step + 1, crashes, switches - 1))
+    return counts
+
+
+def explore_randomly(ring, *, num_runs, seed=0, recover=recover):
+    """Run schedules with many switches and a few crashes; return the worlds' counts."""
+    counts = Counter()
+    for number in range(num_runs):
+        rng = random.Random(f"{seed} {number}")
+        switch_rate, crash_rate = rng.choice([0.03, 0.3]), rng.choice([0.005, 0.02])
+
+        def choose(step, can_die, num_others, *, rng=rng, rates=(switch_rate, crash_rate)):
+            if can_die and step < MAX_STEPS / 4 and rng.random() < rates[1]:
+                return KILL
+            return rng.randrange(num_others) if num_others and rng.random() < rates[0] else None
+
+        counts += run(ring, choose, 2, recover).counts
+    return counts
+
+
+def assert_all_was_seen(counts):
+    """Every process died at least once; groups were lost, and groups were left twice."""
+    assert all(counts[f"deaths of {owner}"] for owner in PRODUCERS + CONSUMERS)
+    assert counts["lost"] and counts["duplicates"]
+
+
+def test_one_crash_at_any_step_and_one_switch_at_any_step(ring):
+    assert_all_was_seen(explore(ring, num_crashes=1, num_switches=0))
+    explore(ring, num_crashes=0, num_switches=1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("num_switches", "num_iterations"), [(0, 2), (1, 1)])
+def test_two_crashes_at_any_steps_and_a_crash_and_a_switch_at_any_steps(
+    ring, num_switches, num_iterations
+):
+    how = {"num_switches": num_switches, "num_crashes": 2 - num_switches}
+    assert_all_was_seen(explore(ring, num_iterations=num_iterations, **how))
+
+
+@pytest.mark.parametrize("num_runs", [300, pytest.param(5_000, marks=pytest.mark.long)])
+def test_many_switches_and_crashes(ring, num_runs):
+    assert_all_was_seen(explore_randomly(ring, num_runs=num_runs, seed=num_runs))
+
+
+# -- the exploration finds a protocol that is wrong
+
+
+def slots_stay_lost(ring, dead, iteration):
+    ring.moves[[*dead]] = 0
+    return ring.delivered(iteration)
+
+
+def nobody_is_asked(ring, dead, iteration):
+    recover(ring, dead, iteration)
+    return set()
+
+
+def taken_is_read_first(ring, dead, iteration):
+    reclaim(ring, dead)
+    early = SimpleNamespace(slots=ring.slots, taken=ring.taken.copy())
+    return RingBuffer.delivered(early, iteration)
+
+
+@pytest.mark.parametrize("wrong", [slots_stay_lost, nobody_is_asked, taken_is_read_first])
+def test_a_wrong_recovery_is_found(ring, wrong):
+    with pytest.raises(AssertionError, match="with the decisions"):
+        explore_randomly(ring, num_runs=1000, recover=wrong)
