@@ -4,9 +4,10 @@
     python -m tests.chaos --trials 100 --seed 1 --only 17  # one of them
 
 Each trial is one `easyrl grpo` on the CPU with two rollout workers, and one SIGKILL, or SIGSTOP and
-later SIGCONT. Its victim, action and moment follow from the seed and its number. The moment is
-uniform over the life of an undisturbed run, which is measured first. A run that loses a process of
-MUST_FINISH has to finish; any other has to be resumable, and is resumed.
+later SIGCONT. Its victim, action and moment follow from the seed and its number: a quarter of the
+moments are spread over the start of the workers, the others over the rest of the life of an
+undisturbed run, which is measured first. A run that loses a process of MUST_FINISH has to finish;
+any other has to be resumable, and is resumed.
 
 Files of a trial are kept under --folder if it fails.
 """
@@ -26,7 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ DELAYS = {"EASYRL_RANDOM_DELAYS": "0.04"}
 
 VICTIMS = {"rollout": 4, "reward": 2, "train": 2, "controller": 2}
 """Kinds of processes, and how often each is chosen."""
-MUST_FINISH = ("reward",)
+STARTUP = 0.25
+MUST_FINISH = ("rollout", "reward")
 PHASES = ("startup", "weights", "generate/train", "checkpoint", "evaluation", "saving")
 SHORT_STOP = 0.5, 4.0  # seconds
 LONG_STOP = STALL_SECONDS + 5.0
@@ -61,7 +63,7 @@ class Plan:
 
     victim: str
     number: int  # among the processes of this kind
-    moment: float  # part of an undisturbed run's life
+    moment: float  # less than STARTUP: within the start; 1: the end
     stop_seconds: float  # 0: SIGKILL
 
     @classmethod
@@ -265,7 +267,7 @@ def measure(folder: Path, jobs: int) -> Baseline:
 
 
 def run_trial(plan: Plan, folder: Path, baseline: Baseline) -> Outcome:
-    """Run, act, and check. If the run ended before the moment, the moment is halved."""
+    """Run, act, and check. If the run ended before the moment, the moment is put forward."""
     outcome, run = Outcome(plan), Run(folder)
     try:
         run.start("run")
@@ -273,8 +275,7 @@ def run_trial(plan: Plan, folder: Path, baseline: Baseline) -> Outcome:
         if acted is None:
             run.kill()
             shutil.rmtree(folder)
-            sooner = Plan(plan.victim, plan.number, plan.moment / 2, plan.stop_seconds)
-            return run_trial(sooner, folder, baseline)
+            return run_trial(replace(plan, moment=plan.moment * 0.75), folder, baseline)
         limit = 4 * baseline.total + plan.stop_seconds + STALL_SECONDS + 2 * TIMEOUT_SECONDS
         if run.wait(limit):
             outcome.seconds = time.monotonic() - run.started
@@ -293,14 +294,13 @@ def run_trial(plan: Plan, folder: Path, baseline: Baseline) -> Outcome:
 
 def _act(run: Run, plan: Plan, baseline: Baseline) -> float | None:
     """Kill or stop the victim at its moment; returns the time, or None if the run has ended."""
-    moment = plan.moment * baseline.total
-    if moment > baseline.ready:
-        # Starting takes longer on a busy machine: count from its end.
+    if plan.moment < STARTUP:
+        run.wait(plan.moment / STARTUP * baseline.ready)
+    else:  # starting takes longer on a busy machine
         while not _is_ready(run.output) and not run.wait(0.05):
             pass
-        run.wait(moment - baseline.ready)
-    else:
-        run.wait(moment)
+        part = (plan.moment - STARTUP) / (1.0 - STARTUP)
+        run.wait(part * (baseline.total - baseline.ready))
     while run.process.poll() is None:
         if victims := run.victims(plan.victim):
             victim = victims[plan.number % len(victims)]

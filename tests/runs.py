@@ -35,8 +35,18 @@ def command(*arguments: str) -> list[str]:
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return _start(command(*arguments), environment)
+
+
+def start_altered(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Start `altered_run.py`, which the environment tells what to change."""
+    script = Path(__file__).with_name("altered_run.py")
+    return _start([sys.executable, str(script), *arguments], environment)
+
+
+def _start(words: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(*arguments),
+        words,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -44,9 +54,11 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(*arguments: str, timeout: float = 240, **environment: str) -> tuple[int, str, str]:
+def finish(
+    *arguments: str, timeout: float = 240, altered: bool = False, **environment: str
+) -> tuple[int, str, str]:
     """Run to the end; return exit code, standard output and standard error."""
-    process = start(*arguments, **environment)
+    process = (start_altered if altered else start)(*arguments, **environment)
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
 

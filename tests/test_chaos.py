@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    ("num_trials", "seed"), [(4, 20), pytest.param(100, 1, marks=pytest.mark.long)]
+    ("num_trials", "seed"), [(4, 1913), pytest.param(100, 1, marks=pytest.mark.long)]
 )
 def test_runs_survive_lost_processes(tmp_path: Path, num_trials: int, seed: int) -> None:
     words = ("--trials", num_trials, "--seed", seed, "--folder", tmp_path)

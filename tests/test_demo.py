@@ -28,6 +28,18 @@ def test_demo_learns(tmp_path: Path, words: tuple[str, ...], seed: int) -> None:
     assert summary["sampling_logp_difference_max"] <= 1e-4
 
 
+def test_demo_learns_while_it_loses_a_worker_in_every_fifth_iteration(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = ("--output", str(folder), "--infer-devices", "cpu:2", "runtime.max_restarts=1000")
+    points = "rollout-0@iteration:4:10,rollout-1@iteration:9:10"
+    code, _, err = finish(*words, timeout=1200, altered=True, LOSE=points)
+    assert (code, err) == (0, "")
+    summary = summary_of(folder)
+    assert summary["worker_restarts"] == summary["iterations"] // 5
+    assert summary["accuracy_after"] >= 0.9
+    assert summary["groups_off_policy"] == summary["updates_not_finite"] == 0
+
+
 @pytest.mark.parametrize("num_updates", [1, 2])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("num_rollout_workers", [1, 2])

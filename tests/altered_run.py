@@ -1,0 +1,122 @@
+"""`easyrl grpo` whose rollout workers die at given points, or whose steps take given times.
+
+    LOSE=rollout-0@weights:0,rollout-1@iteration:3 python altered_run.py --output RUN ...
+    STEP_SECONDS=0.2 COMPLETION_SECONDS=0.4 python altered_run.py --output RUN ...
+
+LOSE: a worker kills itself once in the middle of receiving weights version 0 (`weights:0`), or of
+its work for iteration 3 (`iteration:3`) or evaluation round 0 (`evaluation:0`); `rollout-0` is the
+worker of this name that is there then. `iteration:5:10` is every tenth from 5 on. STEP_SECONDS:
+each step of the engine sleeps for this long besides. COMPLETION_SECONDS: the trainer sleeps for
+this long for each completion. With both, machines with few cores show how a run scales.
+
+Spawned processes import the main script too, so that this holds in all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from easyrl.runtime import launch
+from easyrl.workers.settings import WorkerSettings
+
+set_up_environment = launch._set_up_environment
+KINDS = "iteration", "evaluation"  # of requests, as numbered in their keys
+STEPS = 5
+"""A worker dies in this step of its work: nothing is finished, or some groups are."""
+
+
+def alter(settings: WorkerSettings) -> None:
+    """Change the classes of this process, once torch may be imported."""
+    set_up_environment(settings)
+    output = Path(settings.log_file or "").parent.parent
+    for name, _, point in (each.partition("@") for each in os.environ.get("LOSE", "").split(",")):
+        if name == settings.name:
+            _lose(point, output)
+    if settings.name.startswith("rollout"):
+        _slow_steps(float(os.environ.get("STEP_SECONDS", "0")))
+    else:
+        _slow_training(float(os.environ.get("COMPLETION_SECONDS", "0")))
+
+
+def _lose(point: str, output: Path) -> None:
+    from easyrl.channels.weights import WeightChannel
+    from easyrl.engines.base import GroupRequest
+    from easyrl.engines.embedded import EmbeddedEngine
+
+    kind, first, *every = point.split(":")
+    numbers = range(int(first), 10**6, int(every[0]) if every else 10**6)
+    submit, step, receive = EmbeddedEngine.submit, EmbeddedEngine.step, WeightChannel.receive
+    work = [("", 0), 0]  # kind and number of the newest request, steps since
+
+    def is_due(now: str, number: int) -> bool:
+        return now == kind and number in numbers
+
+    def die(number: int) -> None:
+        """Once for each point: the process that replaces this one lives."""
+        try:
+            (output / "logs" / f"{kind}-{number}.lost").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def submit_and_count(self: EmbeddedEngine, request: GroupRequest) -> None:
+        submit(self, request)
+        newest = KINDS[request.key[0]], request.key[1]
+        if newest != work[0]:
+            work[:] = newest, 0
+
+    def step_or_die(self: EmbeddedEngine) -> Any:
+        finished = step(self)
+        work[1] += 1
+        if work[1] == STEPS and is_due(*work[0]):
+            die(work[0][1])
+        return finished
+
+    def receive_or_die(self: WeightChannel, version: int, *more: Any) -> Iterator[Any]:
+        for number, piece in enumerate(receive(self, version, *more)):
+            if number == 1 and is_due("weights", version):
+                die(version)
+            yield piece
+
+    EmbeddedEngine.submit = submit_and_count  # type: ignore[method-assign]
+    EmbeddedEngine.step = step_or_die  # type: ignore[method-assign]
+    WeightChannel.receive = receive_or_die  # type: ignore[method-assign]
+
+
+def _slow_steps(seconds: float) -> None:
+    from easyrl.engines.embedded import EmbeddedEngine
+
+    step = EmbeddedEngine.step
+
+    def step_slowly(self: EmbeddedEngine) -> Any:
+        time.sleep(seconds)
+        return step(self)
+
+    EmbeddedEngine.step = step_slowly  # type: ignore[method-assign]
+
+
+def _slow_training(seconds: float) -> None:
+    from easyrl.workers.learner import Learner
+
+    accumulate = Learner.accumulate
+
+    def accumulate_slowly(self: Learner, batch: Any, *more: Any, **named: Any) -> Any:
+        time.sleep(seconds * batch.num_completions)
+        return accumulate(self, batch, *more, **named)
+
+    Learner.accumulate = accumulate_slowly  # type: ignore[method-assign]
+
+
+launch._set_up_environment = alter
+
+if __name__ == "__main__":
+    from easyrl.cli import main
+
+    sys.argv[1:] = ["grpo", *sys.argv[1:]]
+    main()

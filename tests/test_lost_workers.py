@@ -1,0 +1,142 @@
+"""Runs that lose rollout workers: the same bits in deterministic mode, and no group lost."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from test_clean_ends import log_of
+
+from runs import SMALL, finish, lines_of, start, summary_of, without_timing
+
+ITERATIONS = 6
+WORDS = (
+    *SMALL,
+    *("--infer-devices", "cpu:2", "--iterations", str(ITERATIONS), "--no-live"),
+    *("runtime.deterministic=true", "rollout.max_completion_length=48", "train.eval_every=3"),
+    *("train.learning_rate=1e-3", "train.prompts_per_iteration=6"),
+    "rollout.max_concurrent_groups=2",
+)
+WAYS = {
+    "plain": (),
+    "replaced groups, two updates": (
+        *("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2"),
+        "algorithm.beta=0.04",
+    ),
+}
+DELAYS = {"EASYRL_RANDOM_DELAYS": "0.05"}
+"""Iterations take about a second, most of it in the rollout workers."""
+
+
+def bits_of(folder: Path) -> tuple[Any, ...]:
+    """What equal runs have in common, whatever they lost."""
+    metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
+    names = "weights_sha256", "accuracy_before", "accuracy_after", "groups_trained", "iterations"
+    summary = summary_of(folder)
+    return [summary[name] for name in names], metrics, lines_of(folder / "samples.jsonl")
+
+
+Undisturbed = Callable[..., tuple[Any, ...]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Bits of a run with these words that loses nothing; made once for all tests of this file."""
+    known: dict[tuple[str, ...], tuple[Any, ...]] = {}
+
+    def run(*words: str) -> tuple[Any, ...]:
+        if words not in known:
+            folder = tmp_path_factory.mktemp("whole") / "run"
+            code, _, err = finish("--output", str(folder), *WORDS, *words)
+            assert (code, err) == (0, "")
+            assert summary_of(folder)["worker_restarts"] == 0
+            known[words] = bits_of(folder)
+        return known[words]
+
+    return run
+
+
+def kill_at_random(process: subprocess.Popen[str], seed: int, victims: int) -> None:
+    """Kill `victims` rollout workers at random moments of the first iterations."""
+    draw = random.Random(seed)
+    assert process.stdout is not None
+    for line in process.stdout:  # the workers have started
+        if line.startswith("held-out accuracy"):
+            break
+    for number in draw.sample(range(2), victims):
+        time.sleep(draw.uniform(0.0, ITERATIONS / 2 / victims))
+        workers = psutil.Process(process.pid).children()
+        next(p for p in workers if log_of(p).stem == f"rollout-{number}").kill()
+
+
+def lose_at_random(folder: Path, seed: int, *words: str, victims: int = 1) -> None:
+    process = start("--output", str(folder), *WORDS, *words, **DELAYS)
+    kill_at_random(process, seed, victims)
+    _, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (0, "")
+    assert summary_of(folder)["worker_restarts"] == victims
+
+
+@pytest.mark.parametrize(
+    ("seed", "way"),
+    [
+        (0, "plain"),
+        (1, "replaced groups, two updates"),
+        *(pytest.param(seed, way, marks=pytest.mark.long) for way in WAYS for seed in range(2, 5)),
+    ],
+)
+def test_a_run_that_lost_a_worker_ends_in_the_same_bits(
+    tmp_path: Path, undisturbed: Undisturbed, seed: int, way: str
+) -> None:
+    lose_at_random(tmp_path / "run", seed, *WAYS[way])
+    assert bits_of(tmp_path / "run") == undisturbed(*WAYS[way])
+
+
+@pytest.mark.long
+def test_a_run_that_lost_both_workers_ends_in_the_same_bits(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    lose_at_random(tmp_path / "run", 5, victims=2)
+    assert bits_of(tmp_path / "run") == undisturbed()
+
+
+POINTS = {
+    "in the first broadcast": "rollout-1@weights:0",
+    "in a later broadcast": "rollout-0@weights:2",
+    "both in one iteration": "rollout-0@iteration:1,rollout-1@iteration:1",
+    "in an evaluation": "rollout-0@evaluation:4",
+    "one after the other": "rollout-0@evaluation:0,rollout-1@iteration:0",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", POINTS)
+def test_a_worker_lost_at_this_point_changes_no_bit(
+    tmp_path: Path, undisturbed: Undisturbed, point: str
+) -> None:
+    lose_at(tmp_path / "run", POINTS[point])
+    assert bits_of(tmp_path / "run") == undisturbed()
+
+
+def lose_at(folder: Path, points: str, *words: str) -> None:
+    code, _, err = finish("--output", str(folder), *WORDS, *words, altered=True, LOSE=points)
+    assert (code, err) == (0, "")
+    assert summary_of(folder)["worker_restarts"] == len(points.split(","))
+
+
+@pytest.mark.long
+def test_a_worker_lost_in_an_evaluation_is_replaced(tmp_path: Path) -> None:
+    """Every problem has one answer, also where the others may take the dead worker's."""
+    folder = tmp_path / "run"
+    words = ("runtime.deterministic=false", "data.num_held_out=40")
+    lose_at(folder, "rollout-0@evaluation:0,rollout-1@evaluation:4", *words)
+    assert [line["iteration"] for line in lines_of(folder / "metrics.jsonl")] == [
+        *range(ITERATIONS)
+    ]
+    assert summary_of(folder)["groups_trained"] == 6 * ITERATIONS
