@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,6 +16,7 @@ from easyrl import devices
 from easyrl.cli import app
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
+from easyrl.runtime.control import request
 from easyrl.runtime.placement import (
     EngineChoice,
     Placement,
@@ -19,6 +24,7 @@ from easyrl.runtime.placement import (
     engines_on,
     resolve_placement,
 )
+from runs import SMALL, lines_of, start, wait_for_line
 
 EIGHT = ("devices.infer=0-3", "devices.train=6-7", "devices.max_rollout_workers=5")
 
@@ -123,3 +129,42 @@ def test_spare_devices_have_a_flag() -> None:
     result = CliRunner().invoke(app, ["grpo", "--dry-run", *asked])
     assert result.exit_code == 0
     assert yaml.safe_load(result.stdout)["devices"]["spare"] == "cpu:2"
+
+
+@pytest.mark.alone
+def test_engines_are_added_to_a_live_run_and_removed_from_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    on_cpu = ("--infer-devices", "cpu", "--train-devices", "cpu", "devices.max_rollout_workers=2")
+    process = start("--output", str(run), "--iterations", "100000", *SMALL, *on_cpu)
+    wait_for_line(process, "iteration 2/")
+
+    def states() -> dict[str, str]:
+        workers = request(run, {"command": "status"})["workers"]
+        return {each["name"]: each["state"] for each in workers if each["kind"] == "rollout"}
+
+    def wait_until(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not is_so():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+
+    def scale_to(wanted: str) -> None:
+        request(run, {"command": "scale", "infer_devices": wanted})
+
+    try:
+        with pytest.raises(ValueError, match="max_rollout_workers"):
+            scale_to("cpu:3")
+        scale_to("cpu:2")
+        with pytest.raises(ValueError, match="rollout-1 is starting"):
+            scale_to("cpu")
+        wait_until(lambda: states().get("rollout-1") == "generate")
+        scale_to("cpu")
+        wait_until(lambda: states().keys() == {"rollout-0"})
+        num_done = request(run, {"command": "status"})["iteration"]
+        wait_until(lambda: request(run, {"command": "status"})["iteration"] > num_done + 1)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert err == "" and process.returncode == 128 + signal.SIGTERM
+    lines = lines_of(run / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == list(range(len(lines)))

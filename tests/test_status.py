@@ -100,7 +100,7 @@ def test_the_last_iterations_count_and_old_ones_are_forgotten() -> None:
     for _ in range(10_000):  # short ones
         now = iteration(status, now, rollout_0=[("generate", 0.01)], train_0=[("train", 0.01)])
     assert status.balanced() == 1 and len(status._iterations) < 1100
-    status.forget("rollout-0")
+    status.forget()
     assert status.balanced() is None
     iteration(status, now, rollout_1=[("generate", 30.0)], train_0=[("train", 10.0)])
     assert status.balanced() == 3
@@ -145,6 +145,9 @@ def test_every_worker_has_its_state_and_its_restarts(capsys: pytest.CaptureFixtu
     status.observe(FromWorker("rollout-0", now, events.Starting("importing torch")))
     status.observe(FromWorker("rollout-0", now, events.Ready()))
     assert states()["rollout-0"] == ("wait", 1)
+    status.observe(events.WorkerLeft(now, "rollout-0"))
+    status.observe(FromWorker("rollout-0", now, events.Lost("of another one with that number")))
+    assert states()["rollout-0"] == ("lost", 1)
     say_rich(status_table(status.reply([Member("rollout-0", 11, "cuda:0,1", "leaving")])))
     shown = " ".join(capsys.readouterr().out.split())
     assert "rollout-0 11 cuda:0,1 leaving 1" in shown and "iteration 1 of 5" in shown

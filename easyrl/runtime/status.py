@@ -89,6 +89,8 @@ class RunStatus:
                 self._end_iteration(time_, "training")
             case events.SavingModel():
                 self._state = "saving"
+            case events.WorkerLeft(_, name):
+                self._workers.pop(name, None)
             case FromWorker(name, _, worker_event):
                 self._observe_worker(name, worker_event)
 
@@ -118,12 +120,9 @@ class RunStatus:
             seconds = iteration.overlap(span.started, span.ended)
             iteration.seconds[side_of(name), span.kind] += seconds
 
-    def forget(self, *gone: str) -> None:
-        """Start the measurement anew with the next iteration: the rollout workers have changed, and
-        those in `gone` are no more."""
+    def forget(self) -> None:
+        """Start the measurement anew with the next iteration: the rollout workers change."""
         self._iterations.clear()
-        for name in gone:
-            self._workers.pop(name, None)
 
     def waiting_shares(self) -> dict[str, float | None]:
         """Share of the time that each side waited; None before anything is known."""
