@@ -1,10 +1,10 @@
 """The protocol of an iteration, explored: 2 producers, 2 consumers, 3 slots, crashes at every step.
 
-The ring, its ports, `GroupReader` and `Rounds` are the real ones. Each process is a thread, and one
-runs at a time. A step is a store to shared memory, a transfer on a pipe, a rest of `reclaim` or
-`delivered`, or a message to the controller. Before each step a schedule may switch to another
-process, or kill this one: nothing of it runs any more. Without such a decision a process runs until
-it has to wait. All schedules with few decisions are tried, and many random ones.
+The ring, its ports, `GroupReader`, `Rounds` and `Dispatcher` are the real ones. Each process is a
+thread, and one runs at a time. A step is a store to shared memory, a transfer on a pipe, a rest of
+`reclaim` or `delivered`, or a message to the controller. Before each step a schedule may switch to
+another process, or kill this one: nothing of it runs any more. Without such a decision a process
+runs until it has to wait. All schedules with few decisions are tried, and many random ones.
 
     controller ──prompts──► producer 0, 1 ══ ring ══► consumer 2, 3
 
@@ -23,15 +23,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from easyrl import events
 from easyrl.channels import ring_buffer
 from easyrl.channels.ring_buffer import FREE, STATE_BITS, RingBuffer, RingLayout, TokenPipe
 from easyrl.config import load_config
-from easyrl.runtime.dispatch import Rounds
-from easyrl.types import RolloutGroup
+from easyrl.runtime.controller import Controller
+from easyrl.runtime.dispatch import Dispatcher, Rounds
+from easyrl.types import Prompt, RolloutGroup
 from easyrl.workers.batches import GroupReader
 
 PRODUCERS, CONSUMERS = (0, 1), (2, 3)
-NUM_GROUPS, NUM_SLOTS, NUM_AHEAD = 4, 3, 2
+NUM_GROUPS, NUM_SLOTS = 4, 3
 REJECTED = {1, 6}  # prompts, unless it is the last round
 KILL = "kill"
 MAX_STEPS = 5000
@@ -250,7 +252,9 @@ def produce(world, owner):
         iteration, group_index, prompt_index, is_last_round = tasks.popleft()
         is_rejected = prompt_index in REJECTED and not is_last_round
         world.step()
-        scored = SimpleNamespace(group_index=group_index, is_rejected=is_rejected)
+        scored = events.GroupScored(
+            iteration, group_index, prompt_index, (), (), (), 0, 0.0, is_rejected=is_rejected
+        )
         world.inbox.append((owner, scored))
         while not is_rejected:
             if port.put(make_group(iteration, group_index, prompt_index), 0.0):
@@ -290,7 +294,7 @@ def control(world):
     next_index = 0
     for iteration in range(world.num_iterations):
         rounds = Rounds(
-            SimpleNamespace(prompt=lambda index: index),
+            SimpleNamespace(prompt=lambda index: Prompt(index, "", {})),
             next_index,
             num_groups=NUM_GROUPS,
             max_replacements=1,
@@ -316,51 +320,48 @@ class Accepted(dict):
         self.world.accepted_by[index] = self.world.running.owner
 
 
-class Tasks:
-    """Prompts of one iteration: those queued, and those of each producer."""
+class Producer:
+    """A rollout worker as the dispatcher sees it."""
 
-    def __init__(self, world, iteration, rounds):
-        self.world, self.iteration, self.rounds = world, iteration, rounds
-        self.left = deque()
-        self.assigned = {owner: {} for owner in PRODUCERS}  # not rejected: group index → prompt
-        self.num_begun = dict.fromkeys(PRODUCERS, 0)  # not reported
+    def __init__(self, world, owner):
+        self.name, self.world, self.owner, self.can_work = f"rollout-{owner}", world, owner, True
 
-    def hand_out(self):
-        if self.rounds.is_over and not self.rounds.is_complete:
-            self.left.extend(self.rounds.start())
-        for owner in PRODUCERS:
-            while self.left and self.num_begun[owner] < NUM_AHEAD:
-                group_index, prompt = self.left.popleft()
-                self.assigned[owner][group_index] = prompt
-                self.num_begun[owner] += 1
-                task = self.iteration, group_index, prompt, self.rounds.is_last
-                self.world.tasks[owner].append(task)
-
-    def add(self, owner, group):
-        self.rounds.add(group)
-        self.num_begun[owner] -= 1
-        if group.is_rejected:
-            del self.assigned[owner][group.group_index]
-
-    def queue_again(self, owner, delivered):
-        lost = [each for each in self.assigned[owner].items() if each[0] not in delivered]
-        self.left.extendleft(reversed(lost))
-        for group_index, _ in lost:
-            self.rounds.reopen(group_index)
-        self.assigned[owner], self.num_begun[owner] = {}, 0
-        self.world.counts["lost"] += len(lost)
+    def send(self, command):
+        for group_index, prompt in command.prompts:
+            task = command.iteration, group_index, prompt.index, command.is_last_round
+            self.world.tasks[self.owner].append(task)
 
 
 def run_iteration(world, iteration, rounds):
-    tasks, dead = Tasks(world, iteration, rounds), set()
+    ring, dead = world.ring, set()
+    workers = [Producer(world, owner) for owner in PRODUCERS]
+    placement = SimpleNamespace(max_concurrent_groups=1, max_rollout_workers=len(PRODUCERS))
+    dispatcher = Dispatcher(workers, CONFIG, placement)
+    record = SimpleNamespace(iteration=iteration, groups=[])
 
     def is_over():
-        states = world.ring.slots["status"].view(np.ndarray) & (1 << STATE_BITS) - 1
-        is_drained = not world.reading and (states == FREE).all()
-        return rounds.is_complete and not world.due and is_drained
+        states = ring.slots["status"].view(np.ndarray) & (1 << STATE_BITS) - 1
+        is_drained = not world.due and not world.reading and (states == FREE).all()
+        return rounds.is_complete and dispatcher.is_idle and is_drained
+
+    def replace(owner, delivered):
+        worker = workers[owner]
+        asked = SimpleNamespace(delivered=lambda iteration: delivered)
+        controller = SimpleNamespace(_ring=asked, dispatcher=dispatcher)
+        num_groups = len(record.groups)
+        Controller._reopen_undelivered(controller, worker, record, rounds)
+        world.counts["lost"] += num_groups - len(record.groups)
+        workers[owner] = Producer(world, owner)
+        workers[owner].can_work = False
+        dispatcher.on_event(worker, events.Lost("died"))
+        world.spawn(owner)
+        workers[owner].can_work = True
+        dispatcher.on_joined(workers[owner])
 
     while True:
-        tasks.hand_out()
+        if rounds.is_over and not rounds.is_complete and dispatcher.is_idle:
+            prompts = rounds.start()
+            dispatcher.start(iteration, prompts, is_last_round=rounds.is_last)
         if not dead:
             world.wait_for(lambda: world.inbox or is_over())
             if not world.inbox:
@@ -369,18 +370,22 @@ def run_iteration(world, iteration, rounds):
             owner, group = world.inbox.popleft()
             if group is None:
                 dead.add(owner)
-            else:
-                tasks.add(owner, group)
+                continue
+            record.groups.append(group)
+            rounds.add(group)
+            dispatcher.on_event(workers[owner], group)
         if dead:
             try:
-                delivered = world.recover(world.ring, dead, iteration)
+                delivered = world.recover(ring, dead, iteration)
             except TimeoutError:  # another process is in a move, or has died in it
                 world.wait()
                 continue
-            for owner in dead & {*PRODUCERS}:
-                tasks.queue_again(owner, delivered)
             while dead:
-                world.spawn(dead.pop())
+                owner = dead.pop()
+                if owner in PRODUCERS:
+                    replace(owner, delivered)
+                else:
+                    world.spawn(owner)
 
 
 # -- exploration

@@ -97,7 +97,8 @@ Command = Callable[[Sequence[Any], Mapping[int, int]], events.Command]
 
 @dataclass(slots=True)
 class _Share:
-    """What one worker has been handed out in this round. Prompts are named by their index."""
+    """What one worker has been handed out: in deterministic mode in this round, otherwise in this
+    iteration. Prompts are named by their index."""
 
     prompts: dict[int, Any] = field(default_factory=dict)  # in the order of handing out
     open: set[int] = field(default_factory=set)  # not answered
@@ -122,6 +123,7 @@ class Dispatcher:
         self._num_generations = config.rollout.num_generations
         self._command: Command
         self._left: deque[Any] = deque()
+        self._iteration = -1
         self._shares: dict[str, _Share] = {}
 
     @property
@@ -137,6 +139,10 @@ class Dispatcher:
         self, iteration: int, prompts: Sequence[IndexedPrompt], *, is_last_round: bool
     ) -> None:
         """Begin a round of an iteration; the one before it is over."""
+        # A worker may die before it has put a group of an earlier round into the ring.
+        if self._is_deterministic or iteration != self._iteration:
+            self._shares = {}
+        self._iteration = iteration
         self._hand_out(
             [(prompt.index, (group_index, prompt)) for group_index, prompt in prompts],
             self._most_groups,
@@ -154,6 +160,7 @@ class Dispatcher:
     ) -> Iterator[events.PromptEvaluated]:
         """Send problems to whichever worker is free; yield the answers as they arrive."""
         num_sequences = self._most_groups * self._num_generations
+        self._shares = {}
         self._hand_out(
             [(prompt.index, prompt) for prompt in prompts],
             -(-num_sequences // num_samples),
@@ -169,7 +176,7 @@ class Dispatcher:
     def _hand_out(self, prompts: Sequence[tuple[int, Any]], most: int, command: Command) -> None:
         """`prompts` with their indices; `most`: how many a worker has at a time."""
         assert self.is_idle
-        self._command, self._shares = command, {}
+        self._command = command
         self._most = len(prompts) if self._is_fixed else most
         # In deterministic mode, the list of a worker that is not ready waits for it.
         workers = [w for w in self._workers if w.can_work or self._is_deterministic]
