@@ -150,7 +150,6 @@ def fields(module: str, names: Iterable[str]) -> list[Wanted]:
 ASYNC_LLM = "vllm.v1.engine.async_llm"
 ENGINE_CALLS = calls(ENGINE, r"engine|self\._engine|AsyncLLM")
 TRANSFER = "vllm.distributed.weight_transfer.base"
-RELOAD = "vllm.model_executor.model_loader.reload.types"
 SAMPLING = "temperature logprobs stop_token_ids stop detokenize output_kind top_k top_p"
 
 
@@ -170,7 +169,6 @@ def used_of_vllm() -> Iterator[Wanted]:
     overrides = {name for name in overrides if not name.startswith("_recording")}
     yield from ((TRANSFER, rf"def {name}\(") for name in overrides)
     yield from ((TRANSFER, rf"self\.{n} = ") for n in ("model", "model_config", "vllm_config"))
-    yield from fields(RELOAD, ("load_numel", "loaded_weights"))
     for executor in ("uniproc", "multiproc"):
         yield f"vllm.v1.executor.{executor}_executor", r"def _init_executor\("
     yield ASYNC_LLM, r"def errored\("

@@ -41,7 +41,6 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -175,13 +174,9 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
         return set(self.model.load_weights([(name, weight)]) or ())
 
     def finish_weight_update(self) -> None:
-        if self.channel_error:  # a layer with a part of its weights gets its old ones back
-            for info in map(get_layerwise_info, self.model.modules()):
-                info.load_numel = 0
-                info.loaded_weights.clear()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
-        if self.channel_error:
+        if self.channel_error:  # some weights are old or missing until the update is repeated
             return
         parameters = dict(self.model.named_parameters())
         self.unmatched += [name for name in parameters if name not in self._sent]
