@@ -251,7 +251,7 @@ class Workers:
         if not earlier:
             return [newest.partition(": ")[2]]
         most = f"runtime.max_restarts={self._config.runtime.max_restarts}"
-        return [newest.partition(": ")[2], f"before that ({most}):", *earlier]
+        return [newest.partition(": ")[2], f"the deaths before that ({most}):", *earlier]
 
     def scale(self, wanted: DeviceSet) -> None:
         """Let rollout workers leave and start others, so that those of `wanted` remain. The caller

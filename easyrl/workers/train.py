@@ -70,6 +70,7 @@ class TrainWorker:
             self.learner = self._load()
         self.channel: WeightChannel | None = None
         self.has_exchanged = False  # over this channel
+        self._temporary_channel: WeightChannel | None = None
         self._channel_error = ""  # why there is no channel
         self._iteration_version = self.learner.policy_version  # at the iteration's start
         self._deferred: deque[events.Command] = deque()  # received during an exchange
@@ -194,6 +195,7 @@ class TrainWorker:
 
     def _exchange_weights(self, version: int) -> None:
         assert version == self.learner.policy_version
+        self._close_temporary_channel()
         # Receivers keep the other weights from the channel's first exchange. vLLM fuses weights,
         # and needs all parts of a fused one.
         only_trained = self.has_exchanged and self.settings.engine == "embedded"
@@ -232,13 +234,19 @@ class TrainWorker:
         if is_old and (version != self._iteration_version or not learner.has_old):
             self._report(events.WeightsSent("the iteration is over"))
             return
+        self._close_temporary_channel()
         with self.timeline.measure("weights"):
             channel, error = self._join_channel(command.world_size, command.generation)
             with learner.old_policy() if is_old else nullcontext():
                 error = self._broadcast(channel, version) or error
-            if channel is not None:
-                channel.close()
+        self._temporary_channel = channel
         self._report(events.WeightsSent(error))
+
+    def _close_temporary_channel(self) -> None:
+        """Close the channel to the last newcomer, which has everything by now."""
+        if self._temporary_channel is not None:
+            self._temporary_channel.close()
+            self._temporary_channel = None
 
     def _train_iteration(self, iteration: int) -> None:
         version, train = self.learner.policy_version, self.config.train
