@@ -158,7 +158,6 @@ class Workers:
             while not self._received:
                 self._receive()
             worker, event = self._received.popleft()
-            self._watchdog.on_event(worker.name, event)
             if isinstance(event, events.Note):
                 self._notify(event)
                 continue
@@ -178,6 +177,8 @@ class Workers:
             )
         received = self._supervisor.wait(TICK_SECONDS, needed=self._needed)
         self._received.extend(received)
+        for worker, event in received:
+            self._watchdog.on_event(worker.name, event)
         lost = [worker.number for worker, event in received if isinstance(event, events.Lost)]
         if lost and self._ring is not None:
             try:
