@@ -354,9 +354,10 @@ class Controller:
             self.status.forget()
         if not self.dispatcher.is_idle:
             self.exchange.admit(self.state.policy_version)
-        for leaving in [each for each in self.workers.rollout if each.is_leaving]:
-            if not self.exchange.is_busy and not self.dispatcher.num_open(leaving):
-                self.workers.dismiss(leaving)
+        for each in self.workers.rollout:
+            is_done = not self.exchange.is_busy and not self.dispatcher.num_open(each)
+            if each.is_leaving and is_done and each.state != "stopping":
+                self.workers.dismiss(each)
         if isinstance(event, events.CheckpointSaved):
             self._on_saved(event)
         return worker, event

@@ -238,21 +238,16 @@ class Workers:
             self._deaths.popleft()
         num_deaths, most = len(self._deaths), runtime.max_restarts
         if num_deaths > most:
-            raise WorkerFailure("\n".join([*self._history(now), lost.traceback]).rstrip())
+            lines = [f"{worker.name} {lost.cause}", lost.traceback]
+            for time_, text in list(self._deaths)[-2::-1]:
+                lines.append(f"{now - time_:.0f} s before (runtime.max_restarts={most}): {text}")
+            raise WorkerFailure("\n".join(filter(None, lines)))
         self.num_restarts[worker.name] += 1
         self.rollout[position] = self._spawn_rollout(worker.number)
         self._announce(self.rollout[position])
         within = f"{num_deaths} of {most} in {window:g} s (runtime.max_restarts)"
         note = f"{worker.name} {lost.cause}; a new one starts in its place: {within}"
         self._notify(events.Note(f"{note}\n{lost.traceback}".rstrip()))
-
-    def _history(self, now: float) -> list[str]:
-        """The deaths that end the run, the newest first."""
-        newest, *earlier = [f"{now - time:.0f} s ago: {text}" for time, text in self._deaths][::-1]
-        if not earlier:
-            return [newest.partition(": ")[2]]
-        most = f"runtime.max_restarts={self._config.runtime.max_restarts}"
-        return [newest.partition(": ")[2], f"the deaths before that ({most}):", *earlier]
 
     def scale(self, wanted: DeviceSet) -> None:
         """Let rollout workers leave and start others, so that those of `wanted` remain. The caller

@@ -290,6 +290,9 @@ class TrainWorker:
             num_new, num_groups = reader.num_read - num_groups, reader.num_read
             busy_seconds += self.timeline.add("train", started, num_new)
         self.timeline.report()
+        if reader.num_duplicates:
+            dropped = f"{reader.num_duplicates} groups that had been delivered before were dropped"
+            self._report(events.Note(f"iteration {iteration}: {dropped}"))
         return events.IterationTrained(
             iteration=iteration,
             policy_version=self.learner.policy_version,
