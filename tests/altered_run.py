@@ -37,14 +37,14 @@ def alter(settings: WorkerSettings) -> None:
     output = Path(settings.log_file or "").parent.parent
     for name, _, point in (each.partition("@") for each in os.environ.get("LOSE", "").split(",")):
         if name == settings.name:
-            _lose(point, output)
+            _lose(point, settings.name, output)
     if settings.name.startswith("rollout"):
         _slow_steps(float(os.environ.get("STEP_SECONDS", "0")))
     else:
         _slow_training(float(os.environ.get("COMPLETION_SECONDS", "0")))
 
 
-def _lose(point: str, output: Path) -> None:
+def _lose(point: str, worker: str, output: Path) -> None:
     from easyrl.channels.weights import WeightChannel
     from easyrl.engines.base import GroupRequest
     from easyrl.engines.embedded import EmbeddedEngine
@@ -60,7 +60,7 @@ def _lose(point: str, output: Path) -> None:
     def die(number: int) -> None:
         """Once for each point: the process that replaces this one lives."""
         try:
-            (output / "logs" / f"{kind}-{number}.lost").touch(exist_ok=False)
+            (output / "logs" / f"{worker}-{kind}-{number}.lost").touch(exist_ok=False)
         except FileExistsError:
             return
         os.kill(os.getpid(), signal.SIGKILL)
