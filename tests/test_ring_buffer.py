@@ -552,7 +552,8 @@ def test_reclaim_leaves_a_slow_move_of_the_living_alone(new_ring, operation, lef
             break
         assert ring.reclaim(VICTIM, timeout_seconds=BOUND_SECONDS) == Reclaimed([], [])
         assert exit_code(pid) == 0
-        assert take_all(port) == left
+        # While `reclaim` holds the other numbers, the living process may be the first on the pipe.
+        assert sorted(take_all(port)) == left
         assert_whole(ring, port)
     assert exit_code(pid) == 0 and step > 10
 
