@@ -73,6 +73,13 @@ def exits(completions, **_): os._exit(3)
 def exits_with_zero(completions, **_): os._exit(0)
 def crashes(completions, **_): os.kill(os.getpid(), signal.SIGSEGV)
 def hangs(completions, **_): time.sleep(1000)
+def kills_itself(completions, **_): os.kill(os.getpid(), signal.SIGKILL)
+
+def is_killed_once(completions, **_):
+    if "killed" not in os.listdir(os.path.dirname(__file__)):
+        open(os.path.join(os.path.dirname(__file__), "killed"), "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0] * len(completions)
 
 def eats(completions, **_):
     eaten = []
@@ -247,6 +254,14 @@ def test_process_killed_between_two_calls_costs_nothing(open_pool: Open) -> None
         time.sleep(pause)
         for again, errors, *_ in score(pool, "q", "q", "q"):
             assert again and again != scores and not errors
+
+
+def test_process_killed_during_a_call_costs_nothing_unless_it_happens_again(
+    open_pool: Open,
+) -> None:
+    assert scores_of(open_pool("is_killed_once")) == [[1.0, 1.0]]
+    with pytest.raises(RewardError, match="exit code -9"):
+        score(open_pool("kills_itself"))
 
 
 def test_pool_that_breaks_again_and_again_is_an_error(

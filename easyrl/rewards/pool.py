@@ -10,9 +10,9 @@ completion for `code` and `math`. Only `close` blocks. The processes import no t
 the rollout worker, also when it is killed.
 
 A call that raises, exceeds its timeout or ends its process fails alone; pebble starts another
-process. A pool that breaks (a process killed between two calls) is replaced, and its calls are
-repeated. A broken pool may forget calls without waking anyone: call `finished` at least every
-POLL_SECONDS while groups are being scored.
+process. A call whose process is killed is repeated once. A pool that breaks (a process killed
+between two calls) is replaced, and its calls are repeated. A broken pool may forget calls without
+waking anyone: call `finished` at least every POLL_SECONDS while groups are being scored.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing import get_context
 
 import numpy as np
@@ -45,6 +46,7 @@ class _Task:
     call: Call
     completions: slice  # in the group
     future: Future[Scored]
+    is_repeated: bool = False  # after a kill
 
 
 class RewardPool:
@@ -83,6 +85,9 @@ class RewardPool:
             os.eventfd_read(self._wake_fd)
         if self.is_broken:
             self._restart()
+        for task in chain(*self._groups.values()):
+            if _was_killed(task) and not task.is_repeated:
+                task.is_repeated, task.future = True, self._schedule(task.call)
         keys = [key for key, tasks in self._groups.items() if all(map(_is_over, tasks))]
         if keys:
             self._num_restarts = 0
@@ -192,6 +197,12 @@ def weighted_sum(scores: Sequence[Sequence[float | None]], weights: Sequence[flo
     table = np.array(scores, dtype=np.float64)  # None becomes nan; scores themselves are finite
     rewards: Float32 = np.nansum(table * np.array(weights)[:, None], axis=0).astype(np.float32)
     return rewards
+
+
+def _was_killed(task: _Task) -> bool:
+    """Return whether SIGKILL ended the call's process: the user, or lack of memory."""
+    error = task.future.exception() if task.future.done() else None
+    return isinstance(error, ProcessExpired) and error.exitcode == -signal.SIGKILL
 
 
 def _is_over(task: _Task) -> bool:
