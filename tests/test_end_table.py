@@ -58,6 +58,8 @@ def test_shows_figures_and_what_went_wrong(capsys: Capture) -> None:
 
 def test_gap_is_the_largest_one_that_was_compared(capsys: Capture) -> None:
     lines: list[dict[str, float | None]] = []
+    lost = summarize(lines, load_config(), SavedState(1, 1), num_devices=2)  # with metrics.jsonl
+    assert lost["sampling_logp_difference_max"] is None
     for gap, largest in ((None, None), (1e-6, 1e-6), (None, 1e-6), (3e-6, 3e-6)):
         tokens = {"num_tokens": 10, "num_generated_tokens": 10, "perf/iteration_seconds": 2.0}
         lines.append({"reward": 0.5, "sampling/sampling_logp_difference/max": gap, **tokens})

@@ -303,55 +303,37 @@ MEMORY_V2 = {
     "sys/fs/cgroup/pod/memory.max": str(3 << 20),
     "sys/fs/cgroup/pod/memory.current": str(2 << 20),
     "sys/fs/cgroup/pod/memory.stat": f"anon 5\ninactive_file {1 << 19}\n",
+    "sys/fs/cgroup/pod/memory.events": "oom_kill 9\n",
     "sys/fs/cgroup/pod/job/memory.max": "max",
     "sys/fs/cgroup/pod/job/memory.current": "5",
     "sys/fs/cgroup/pod/job/memory.stat": "anon 5\n",
+    "sys/fs/cgroup/pod/job/memory.events": "oom 1\noom_kill 3\n",
 }
 MEMORY_V1 = {  # a container sees its own group at the mount
-    "proc/meminfo": "MemAvailable: 4096 kB\n",
+    "proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n",
     "proc/self/cgroup": "5:cpu:/docker/x\n4:memory:/docker/x\n",
     "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2 << 20),
     "sys/fs/cgroup/memory/memory.usage_in_bytes": str(1 << 20),
     "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 7\n",
+    "sys/fs/cgroup/memory/memory.oom_control": "under_oom 0\noom_kill 3\n",
 }
 
 
-def machine(folder, files):
+@pytest.mark.parametrize(
+    ("files", "available_bytes", "limit"),
+    [
+        (MEMORY_V2, 3 << 19, "(3 MiB)"),
+        (MEMORY_V2 | {"sys/fs/cgroup/pod/memory.max": "max"}, 4096 << 10, "(10 MiB)"),
+        (MEMORY_V1, (1 << 20) + 7, "(2 MiB)"),
+    ],
+)
+def test_memory_is_that_of_the_machine_and_its_cgroups(tmp_path, files, available_bytes, limit):
     for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
-
-
-def test_available_memory_is_the_minimum_of_machine_and_cgroups(tmp_path):
-    unlimited = MEMORY_V2 | {"sys/fs/cgroup/pod/memory.max": "max"}
-    cases = ((MEMORY_V2, 3 << 19), (unlimited, 4096 << 10), (MEMORY_V1, (1 << 20) + 7))
-    for number, (files, expected_bytes) in enumerate(cases):
-        root = machine(tmp_path / str(number), files)
-        assert available_memory_bytes(root) == expected_bytes
-
-
-KILLS = {  # of the process's own group, or what it sees of it
-    "version 2": (MEMORY_V2, "pod/job/memory.events", "oom 1\noom_kill {}\n", "(3 MiB)"),
-    "version 1": (MEMORY_V1, "memory/memory.oom_control", "under_oom 0\noom_kill {}\n", "(2 MiB)"),
-    "no limit": (
-        MEMORY_V2 | {"sys/fs/cgroup/pod/memory.max": "max"},
-        *("pod/job/memory.events", "oom_kill {}\n", "of the machine"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", KILLS)
-def test_kill_for_lack_of_memory_names_the_limit(tmp_path, case):
-    files, name, counts, limit = KILLS[case]
-    total = {"proc/meminfo": "MemTotal: 9999 kB\nMemAvailable: 4096 kB\n"}
-    root = machine(tmp_path, files | total)
-    assert oom_kills(root) == 0 and kill_reason(0, root) == ""
-    machine(tmp_path, {f"sys/fs/cgroup/{name}": counts.format(3)})
-    before = oom_kills(root)
-    assert before == 3 and kill_reason(before, root) == ""
-    machine(tmp_path, {f"sys/fs/cgroup/{name}": counts.format(4)})
-    assert limit in kill_reason(before, root)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_memory_bytes(tmp_path) == available_bytes
+    assert oom_kills(tmp_path) == 3
+    assert kill_reason(3, tmp_path) == "" and limit in kill_reason(2, tmp_path)
 
 
 LIMITED = """

@@ -22,7 +22,6 @@ from easyrl.runtime.run_folder import (
     RunFolder,
     RunFolderLost,
     lock_folder,
-    missing_iterations,
     read_lines,
 )
 from runs import SMALL
@@ -75,8 +74,8 @@ def test_internal_error_is_short_on_the_screen_and_complete_in_the_log(
 class FullFile:
     """A file on a full disk: it takes seven bytes, and then none for the next `num_failures`."""
 
-    def __init__(self, file: Any, num_failures: int, code: int) -> None:
-        self._file, self._rest, self._num_failures, self._code = file, 7, num_failures, code
+    def __init__(self, file: Any, num_failures: int) -> None:
+        self._file, self._rest, self._num_failures = file, 7, num_failures
         self.tell, self.truncate = file.tell, file.truncate
 
     def __enter__(self) -> FullFile:
@@ -90,7 +89,7 @@ class FullFile:
             content, self._rest = content[: self._rest], 0
         elif self._num_failures:
             self._num_failures -= 1
-            raise OSError(self._code, os.strerror(self._code))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return int(self._file.write(content))
 
 
@@ -99,11 +98,10 @@ def test_disk_that_is_full_for_a_moment_loses_no_line(
 ) -> None:
     """As when a checkpoint that does not fit fills the disk, until it is removed."""
     folder, num_failures, open_file = RunFolder(config_for(tmp_path / "run")), 1, Path.open
-    code = errno.ENOSPC
 
     def open_full(path: Path, *mode: Any, **options: Any) -> Any:
         file = open_file(path, *mode, **options)
-        return FullFile(file, num_failures, code) if path.name == "metrics.jsonl" else file
+        return FullFile(file, num_failures) if path.name == "metrics.jsonl" else file
 
     folder.observe(finished(0))
     with monkeypatch.context() as patch:
@@ -112,9 +110,6 @@ def test_disk_that_is_full_for_a_moment_loses_no_line(
         num_failures = 1000
         patch.setattr(run_folder, "FULL_DISK_SECONDS", 0.1)
         with pytest.raises(RunFolderLost, match=r"No space left"):
-            folder.observe(finished(2))
-        code = errno.EROFS
-        with pytest.raises(RunFolderLost, match=r"Read-only"):
             folder.observe(finished(2))
     assert [line["iteration"] for line in read_lines(folder.path / "metrics.jsonl")] == [0, 1]
     assert (folder.path / "metrics.jsonl").read_bytes().endswith(b"\n")
@@ -180,20 +175,6 @@ def test_lines_lost_in_a_power_failure_leave_no_partial_line(tmp_path: Path) -> 
     folder = RunFolder(config_for(path), lock_folder(path), sizes | {"metrics.jsonl": whole})
     folder.observe(events.IterationFinished(1.0, {"iteration": 2}))
     assert read_lines(path / "metrics.jsonl") == [{"iteration": 0}, {"iteration": 2}]
-
-
-def test_lost_lines_of_metrics_repeat_no_iteration(tmp_path: Path) -> None:
-    """The file is shorter than at the checkpoint after iteration 1, and has a later iteration."""
-    path, sizes = begun(tmp_path)
-    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    later = '{"iteration": 2}\n'
-    (path / "metrics.jsonl").write_text(lines[1] + later)
-    sizes["metrics.jsonl"] = len(lines[0] + lines[1] + later)
-    folder = RunFolder(config_for(path), lock_folder(path), sizes, 2)
-    assert folder.read_metrics() == [{"iteration": 1}]
-    assert "iterations 0 (" in missing_iterations(folder.read_metrics(), 2)
-    assert "0, 2-4, 6-7" in missing_iterations([{"iteration": 1}, {"iteration": 5}], 8)
-    assert missing_iterations([{"iteration": 0}], 1) == ""
 
 
 def test_folder_belongs_to_the_user_alone(tmp_path: Path) -> None:

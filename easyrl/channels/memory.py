@@ -3,12 +3,11 @@ for lack of it."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 
 def anonymous_memory(num_bytes: int) -> int:
@@ -19,22 +18,24 @@ def anonymous_memory(num_bytes: int) -> int:
     return fd
 
 
+class Cgroup(NamedTuple):
+    limit_bytes: float
+    available_bytes: float
+    oom_kills: int
+
+
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """Return the available memory: the minimum of the machine's and that of every cgroup above.
 
     Page cache counts as available. `root` is the folder that contains /proc and /sys.
     """
-    cgroups = (available for _, available in _cgroup_memory_bytes(root))
-    return max(0, min([_machine_bytes(root, "MemAvailable"), *cgroups]))
+    cgroups = (group.available_bytes for group in _memory_cgroups(root))
+    return int(max(0, min([_machine_bytes(root, "MemAvailable"), *cgroups])))
 
 
 def oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes of this process's cgroup have been killed for lack of memory."""
-    for group, version in _memory_cgroups(root):
-        file = group / ("memory.events" if version == 2 else "memory.oom_control")
-        with contextlib.suppress(OSError):
-            return int(_counts(file).get("oom_kill", 0))
-    return 0
+    return next((group.oom_kills for group in _memory_cgroups(root)), 0)
 
 
 def kill_reason(kills_before: int, root: Path = Path("/")) -> str:
@@ -42,56 +43,47 @@ def kill_reason(kills_before: int, root: Path = Path("/")) -> str:
     limit that was reached and what to lower; empty if nothing was killed for lack of memory."""
     if oom_kills(root) <= kills_before:
         return ""
-    limit = min((limit for limit, _ in _cgroup_memory_bytes(root)), default=math.inf)
-    is_cgroup = limit < _machine_bytes(root, "MemTotal")
-    reached = f"the memory limit of its cgroup ({limit / 2**20:,.0f} MiB)"
+    limits = (group.limit_bytes for group in _memory_cgroups(root))
+    limit = min([_machine_bytes(root, "MemTotal"), *limits])
     return (
-        f" because {reached if is_cgroup else 'the memory of the machine'} was reached; use fewer "
-        "workers (devices.infer, devices.train), or lower rollout.max_concurrent_groups or "
-        "train.max_tokens_per_micro_batch; --dry-run estimates the memory of a run"
+        f" because the memory limit of the machine or its cgroup ({limit / 2**20:,.0f} MiB) was "
+        "reached; use fewer workers (devices.infer, devices.train), or lower "
+        "rollout.max_concurrent_groups or train.max_tokens_per_micro_batch; --dry-run estimates "
+        "the memory of a run"
     )
 
 
-def _machine_bytes(root: Path, name: str) -> int:
+def _machine_bytes(root: Path, name: str) -> float:
     lines = (root / "proc/meminfo").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def _memory_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield each memory cgroup of this process, its own first, up to the topmost visible one, and
-    the version of cgroups."""
+def _memory_cgroups(root: Path) -> Iterator[Cgroup]:
+    """Yield each memory cgroup of this process, its own first, up to the topmost visible one."""
     own, mount = root / "proc/self/cgroup", root / "sys/fs/cgroup"
     lines = own.read_text().splitlines() if own.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, version = mount, 2
-        elif "memory" in controllers.split(","):
-            base, version = mount / "memory", 1
+        if controllers == "":  # version 2
+            base, prefix = mount, ""
+            names = ("memory.max", "memory.current", "memory.events")
+        elif "memory" in controllers.split(","):  # version 1
+            base, prefix = mount / "memory", "total_"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
         else:
             continue
         folder = base / path.lstrip("/")
         for group in [folder, *folder.parents]:
-            if group.is_relative_to(base):
-                yield group, version
-
-
-def _cgroup_memory_bytes(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the available memory of each memory cgroup of this process."""
-    for group, version in _memory_cgroups(root):
-        if version == 2:
-            limit, usage, prefix = "memory.max", "memory.current", ""
-        else:
-            limit, usage, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-        try:
-            limit_bytes = int((group / limit).read_text())
-            used_bytes = int((group / usage).read_text())
-            stat = _counts(group / "memory.stat")
-        except (OSError, ValueError):  # no such file, or "max": no limit
-            continue
-        cache = (stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-        yield limit_bytes, limit_bytes - used_bytes + sum(map(int, cache))
-
-
-def _counts(file: Path) -> dict[str, str]:
-    return dict(row.split() for row in file.read_text().splitlines())
+            if not group.is_relative_to(base):
+                break
+            try:
+                limit, usage, *tables = (
+                    (group / name).read_text() for name in (*names, "memory.stat")
+                )
+            except OSError:  # not visible, or the root of version 2, which has no limit
+                continue
+            kills, stat = (dict(row.split() for row in table.splitlines()) for table in tables)
+            cache = (int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            limit_bytes = float(limit.replace("max", "inf"))
+            available_bytes = limit_bytes - int(usage) + sum(cache)
+            yield Cgroup(limit_bytes, available_bytes, int(kills.get("oom_kill", 0)))

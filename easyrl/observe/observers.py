@@ -38,8 +38,6 @@ class Guard:
         except Exception as error:
             if self._run is None:
                 raise
-            full = traceback.format_exc().rstrip()
-            cause = f"{error}" if isinstance(error, OSError) else full  # a full disk
             failed = self._observer
             self._observer = self._fallback
             self._fallback = _ignore
@@ -47,6 +45,8 @@ class Guard:
                 failed.close()  # type: ignore[attr-defined]
             self._observer(self._run)
             self._observer(event)
+            is_disk = isinstance(error, OSError)  # it is full, for example
+            cause = error if is_disk else traceback.format_exc().rstrip()
             return Note(f"{type(failed).__name__} failed; the run continues without it:\n{cause}")
         if isinstance(event, events.RunStarted):
             self._run = event

@@ -58,6 +58,11 @@ TYPES = {
 }
 LEFT_OUT = ("folder", "config", "earlier", "rewards_by_function", "columns", "completions")
 """Fields that are null in the file: they are large, or in other files."""
+NAMES = (
+    '"ph": "M"',
+    *(f'"type": "{kind}"' for kind in ("RunStarted", "WorkerSpawned", "WorkerLeft")),
+)
+"""Parts of the lines without which later lines cannot be read."""
 
 
 def encode(value: Any) -> Any:
@@ -184,8 +189,8 @@ def _shorten(path: Path, max_bytes: int) -> None:
     iterations and evaluations may take half as much again. Published by one rename."""
     kept: list[str] = []
     num_bytes = 0
-    for line in reversed(path.read_text().splitlines(keepends=True)):
-        is_name = '"ph": "M"' in line or '"type": "RunStarted"' in line
+    for line in reversed(path.read_text(errors="replace").splitlines(keepends=True)):
+        is_name = any(text in line for text in NAMES)
         is_result = '"type": "IterationFinished"' in line or '"type": "Evaluated"' in line
         limit = math.inf if is_name else max_bytes * (1.5 if is_result else 1.0)
         if line.endswith("},\n") and num_bytes + len(line) <= limit:
@@ -227,19 +232,17 @@ def watch(folder: Path, *, live: bool) -> int:
 
 def follow(files: RunFiles) -> Iterator[Event]:
     """Yield the events of a run until it ends. Ends of commands that were resumed are left out."""
-    end, newest, is_alive = None, None, True
+    end, is_alive = None, True
     while is_alive and end is None:
         is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
         for event in files.read():
             end = event if isinstance(event, events.RunEnded) else None
             if end is None:
-                newest = event
                 yield event
         time.sleep(POLL_SECONDS if is_alive else 0.0)
     summary = files.folder / "summary.json"
-    if end is None and summary.is_file():  # the run has finished: the trace's end is lost
-        if not isinstance(newest, events.RunFinished):
-            yield events.RunFinished(time.monotonic(), json.loads(summary.read_text()))
+    if end is None and summary.is_file():  # the trace's end is lost: the disk was full
+        yield events.RunFinished(time.monotonic(), json.loads(summary.read_text()))
         end = events.RunEnded(0, "")
     message = f"the run was killed: its process is gone; see {files.folder / 'logs'}"
     yield end or events.RunEnded(KILLED, message)

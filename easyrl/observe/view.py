@@ -59,6 +59,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_SPANS = 2000  # spans kept per worker
 MERGE_SECONDS = 0.02  # spans of one kind with a smaller gap are merged
 ETA_ITERATIONS = 10  # the time left is estimated from this many iterations
+STARTING = "starting the process"
 
 
 @dataclass(slots=True)
@@ -124,7 +125,7 @@ class ViewState:
     saving_since: float | None = None
     summary: Mapping[str, Any] | None = None
     ended: events.RunEnded | None = None
-    has_started: bool = False  # all workers have been ready
+    is_starting: bool = True  # until all workers have been ready
     newest: float = 0.0  # the latest time in any event
 
     def apply(self, event: Event) -> None:
@@ -133,7 +134,7 @@ class ViewState:
         match event:
             case events.RunStarted(started=started, devices=devices, num_iterations=done):
                 workers = {
-                    name: WorkerState(name, device, "starting the process", started)
+                    name: WorkerState(name, device, STARTING, started)
                     for name, device in devices.items()
                 }
                 # `easyrl watch` has seen the earlier iterations, and some that are undone now.
@@ -167,11 +168,11 @@ class ViewState:
                 self.ended = event
 
     def _change_workers(self, event: events.WorkerSpawned | events.WorkerLeft) -> None:
-        if isinstance(event, events.WorkerLeft):
+        if isinstance(event, events.WorkerSpawned):
+            worker = WorkerState(event.worker, event.device, STARTING, event.time)
+            self.workers[event.worker] = worker
+        else:
             del self.workers[event.worker]
-            return
-        phase = "starting the process"
-        self.workers[event.worker] = WorkerState(event.worker, event.device, phase, event.time)
 
     def _apply(self, worker: WorkerState, time: float, event: events.WorkerEvent) -> None:
         match event:
@@ -187,11 +188,7 @@ class ViewState:
                 self.sampled = event if event.samples else self.sampled
             case events.PromptEvaluated():
                 self.num_answered += 1
-        self.has_started |= not any(each.phase for each in self.workers.values())
-
-    @property
-    def is_starting(self) -> bool:
-        return not self.has_started
+        self.is_starting &= any(each.phase for each in self.workers.values())
 
     @property
     def num_done(self) -> int:

@@ -137,7 +137,8 @@ def summarize(
     first, last = rewards[:LAST_ITERATIONS], rewards[-LAST_ITERATIONS:]
     differences = [line["sampling/sampling_logp_difference/max"] for line in lines]
     differences = [value for value in differences if value is not None]  # None: no gradient
-    seconds, num_tokens = total("perf/iteration_seconds"), lines[-1]["num_tokens"]
+    newest: Mapping[str, Any] = lines[-1] if lines else {}  # all lines may have been lost
+    seconds, num_tokens = total("perf/iteration_seconds"), newest.get("num_tokens", 0)
     busy, best = {name: total(f"perf/{name}") for name in BUSY}, best_of(lines)
     return {
         "iterations": config.train.iterations,
@@ -145,7 +146,7 @@ def summarize(
         "policy_version": state.policy_version,
         "reward_first": sum(first) / len(first) if first else None,
         "reward_last": sum(last) / len(last) if last else None,
-        "tokens_per_second_per_device": num_tokens / seconds / num_devices,
+        "tokens_per_second_per_device": num_tokens / seconds / num_devices if lines else 0.0,
         "accuracy_before": state.accuracy_before,
         "accuracy_best": best.get("eval/accuracy"),
         "iterations_best": best["iteration"] + 1 if best else None,
@@ -154,7 +155,7 @@ def summarize(
         **{name: total(name) for name in COUNTS},
         "updates_not_finite": int(total("num_updates_not_finite")),
         "completion_tokens": num_tokens,
-        "generated_tokens": lines[-1]["num_generated_tokens"],
+        "generated_tokens": newest.get("num_generated_tokens", 0),
         "groups_trained": state.num_iterations * config.train.prompts_per_iteration,
         "groups_off_policy": 0,  # one such group ends the run (`GroupReader._check`)
         "sampling_logp_difference_max": max(differences, default=None),

@@ -100,14 +100,8 @@ class Resume:
     """State of that checkpoint, or of a new run."""
     damaged: Mapping[Path, str]
     """Newer checkpoints that cannot be read, with the error of each."""
-
-    def is_finished(self, config: Config) -> bool:
-        """Return whether the run has all its iterations and its final model."""
-        try:
-            summary = json.loads((self.folder / "summary.json").read_text())
-        except (OSError, ValueError):  # none, or a truncated one
-            return False
-        return bool(summary["iterations"] == config.train.iterations)
+    is_finished: bool
+    """The run has all its iterations and its final model. Its checkpoints are not verified."""
 
     def describe(self, config: Config) -> str:
         """Return what the run resumes from and what it skips, as lines of text for the user."""
@@ -131,15 +125,15 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
             return None
     lock = lock_folder(folder)
     try:
-        checkpoint, damaged = newest_checkpoint(folder / CHECKPOINTS)
+        is_finished = _is_finished(folder, config)
+        checkpoint, damaged = newest_checkpoint(folder / CHECKPOINTS, verify=not is_finished)
         path, state = None, SavedState()
         if checkpoint is not None:
             path, state = checkpoint.path, SavedState.read(checkpoint)
             _check_settings(config, state, path)
-        found = Resume(folder, lock, path, state, damaged)
         if (
             path is None
-            and not found.is_finished(config)
+            and not is_finished
             and (damaged or not is_auto or (folder / "summary.json").exists())
         ):
             reasons = "".join(f"\n{why}" for why in damaged.values())
@@ -151,7 +145,15 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
     except BaseException:
         os.close(lock)
         raise
-    return found
+    return Resume(folder, lock, path, state, damaged, is_finished)
+
+
+def _is_finished(folder: Path, config: Config) -> bool:
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):  # none, or a truncated one
+        return False
+    return bool(summary["iterations"] == config.train.iterations)
 
 
 def _is_begun(folder: Path) -> bool:

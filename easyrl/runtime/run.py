@@ -20,7 +20,7 @@ from easyrl.runtime.controller import Controller
 from easyrl.runtime.placement import describe, device_names, ring_layout
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
-from easyrl.runtime.run_folder import RunFolder, RunFolderLost, missing_iterations
+from easyrl.runtime.run_folder import RunFolder, RunFolderLost
 from easyrl.runtime.supervisor import (
     FAILED,
     FINISHED,
@@ -40,7 +40,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
     started = time.monotonic()
     config = with_absolute_paths(config, is_resumed=resume is not None)
     resumed = find_resume(config, resume)
-    if resumed is not None and resumed.is_finished(config):
+    if resumed is not None and resumed.is_finished:
         os.close(resumed.lock)
         done = f"has finished its {counted(config.train.iterations, 'iteration')}"
         hint = "nothing to do (train more with a higher --iterations)"
@@ -110,9 +110,12 @@ def _announce(controller: Controller) -> None:
     """Send the first events of a run."""
     config, checked, resumed = controller.config, controller.checked, controller.resumed
     lines = controller.folder.read_metrics()  # of a resumed run
-    notes = _notes(config, checked, resumed)
-    if lost := missing_iterations(lines, controller.state.num_iterations):
-        notes.append(lost)
+    notes, num_done = _notes(config, checked, resumed), controller.state.num_iterations
+    if lost := sorted({*range(num_done)} - {line["iteration"] for line in lines}):
+        notes.append(
+            f"warning: metrics.jsonl lacks {len(lost)} of {counted(num_done, 'iteration')}, the "
+            f"first is {lost[0]}, the last {lost[-1]}; the run continues without them"
+        )
     measured = [(line["iteration"] + 1, line.get("eval/accuracy")) for line in lines]
     measured.insert(0, (0, controller.state.accuracy_before))
     controller.notify(
@@ -122,7 +125,7 @@ def _announce(controller: Controller) -> None:
             config,
             devices=device_names(checked.placement),
             description="\n".join([*notes, describe(checked.placement)]),
-            num_iterations=controller.state.num_iterations,
+            num_iterations=num_done,
             earlier=lines,
             accuracies=[(number, value) for number, value in measured if value is not None],
         )

@@ -52,8 +52,8 @@ class RunFolder:
         num_iterations: float = math.inf,
     ) -> None:
         """Create the folder; or open that of a resumed run, locked by `lock`, and cut its growing
-        files back to `sizes` (in bytes) and its metrics to the first `num_iterations`, in case that
-        lines were lost. Raises ConfigError if it cannot be created or written."""
+        files back to `sizes` (in bytes), and the metrics to `num_iterations`, since lines may have
+        been lost. Raises ConfigError if it cannot be created or written."""
         self.path, is_new = folder_of(config), lock is None
         try:
             if lock is None:
@@ -69,10 +69,9 @@ class RunFolder:
                 # To a line's end: after a power failure the file may be shorter than that.
                 os.truncate(file, file.read_bytes()[:size].rfind(b"\n") + 1)
             lines = self.read_metrics()
-            kept = [line for line in lines if line["iteration"] < num_iterations]
-            if len(kept) < len(lines):
-                text = "".join(json.dumps(line) + "\n" for line in kept)
-                (self.path / "metrics.jsonl").write_text(text)
+            if any(line["iteration"] >= num_iterations for line in lines):
+                kept = (json.dumps(line) for line in lines if line["iteration"] < num_iterations)
+                (self.path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept))
             (self.path / "summary.json").unlink(missing_ok=True)
         except OSError as error:
             if lock is not None:
@@ -164,8 +163,8 @@ class RunFolder:
 
 
 def write_whole(file: IO[bytes], content: bytes) -> None:
-    """Write the content to an unbuffered file as a whole or, if possible, not at all. A full disk
-    is waited for, for FULL_DISK_SECONDS. Raises OSError."""
+    """Write the content to an unbuffered file as a whole or, if possible, not at all. Raises
+    OSError, if the disk is full only after FULL_DISK_SECONDS."""
     deadline, size = time.monotonic() + FULL_DISK_SECONDS, file.tell()
     while content:
         try:
@@ -173,8 +172,7 @@ def write_whole(file: IO[bytes], content: bytes) -> None:
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not is_full or time.monotonic() > deadline:
-                with contextlib.suppress(OSError):  # a read-only disk
-                    file.truncate(size)
+                file.truncate(size)
                 raise
             time.sleep(0.05)
 
@@ -205,18 +203,6 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     with contextlib.suppress(ValueError):
         lines.append(json.loads(rest))
     return lines
-
-
-def missing_iterations(metrics: Sequence[Mapping[str, Any]], num_iterations: int) -> str:
-    """Describe the completed iterations without a line of metrics; empty if there are none."""
-    missing = set(range(num_iterations)) - {line["iteration"] for line in metrics}
-    starts = sorted(n for n in missing if n - 1 not in missing)
-    ends = sorted(n for n in missing if n + 1 not in missing)
-    spans = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    if not spans:
-        return ""
-    lost = f"warning: metrics.jsonl has lost its lines of iterations {', '.join(spans)}"
-    return f"{lost} (counted from 0); the run continues without them"
 
 
 def folder_of(config: Config, kind: str = "") -> Path:
