@@ -166,17 +166,15 @@ def status_table(status: Mapping[str, Any]) -> RenderableType:
     """Show the reply of a live run to `easyrl status`."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     columns = ("name", "pid", "device", "state", "restarts")
-    for name in ("worker", *columns[1:]):
+    for name in columns:
         table.add_column(name, justify="right" if name in ("pid", "restarts") else "left")
     for worker in status["workers"]:
-        table.add_row(*(Text(str(worker[name])) for name in columns))
-    number, total = status["iteration"], status["num_iterations"]
-    shares = {"rollout workers": "rollout", "the trainer": "train"}
-    waits = [f"{who} {shown(status['waiting'][side], '.0%')}" for who, side in shares.items()]
-    balanced = status["balanced_rollout_workers"]
-    lines = [
-        f"iteration {'none' if number is None else number + 1} of {total}",
-        f"waiting, of the last iterations: {', '.join(waits)}",
-        f"balanced with {counted(balanced, 'rollout worker')}" if balanced is not None else "",
-    ]
-    return Group(table, Text("\n".join(lines).rstrip()))
+        table.add_row(*(str(worker[name]) for name in columns))
+    rollout, train = (shown(status["waiting"][side], ".0%") for side in ("rollout", "train"))
+    balanced = shown(status["balanced_rollout_workers"], "d")
+    text = (
+        f"{status['iteration']} of {counted(status['num_iterations'], 'iteration')} done\n"
+        f"waiting in the last iterations: rollout workers {rollout}, train workers {train}\n"
+        f"rollout workers that balance both: {balanced}"
+    )
+    return Group(table, Text(text))

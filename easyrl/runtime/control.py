@@ -2,10 +2,8 @@
 
     client ──request (JSON)──► controller, in `Supervisor.wait` ──reply (JSON)──► client
 
-One message each way, then the server closes. The socket's type (SOCK_SEQPACKET) keeps messages
-whole, so the server never waits for the rest of one. It is the user's alone (mode 0600, and the
-client's user is checked). Its path may be too long for a Unix socket (107 bytes), so both sides
-name it relative to the open folder.
+One message each way, then the server closes; SOCK_SEQPACKET keeps messages whole. The socket is
+the user's alone: its mode is 0600, and the client's user is checked.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import json
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -30,98 +27,65 @@ from easyrl.runtime.supervisor import Supervisor
 
 SOCKET = "control.sock"
 MAX_BYTES = 2**16  # of a message
-MAX_CLIENTS = 16  # then the oldest is dropped
+SEND_SECONDS = 0.1  # then a client that has connected and sent nothing is dropped
 REPLY_SECONDS = 10.0  # the controller answers between two events: usually within milliseconds
 PEER = "iII"  # struct ucred: pid, uid, gid
 
-Message = dict[str, Any]
+Reply = dict[str, Any]
 
 
 class ControlSocket:
-    """The server. It has no thread: who owns it waits in `wait`, or for `wakers` and calls `serve`.
-    No client can make it block."""
+    """The server. It has no thread: its owner waits in `wait`."""
 
-    def __init__(self, folder: Path, handle: Callable[[Message], Message]) -> None:
+    def __init__(self, folder: Path, handle: Callable[[Any], Reply]) -> None:
         """Listen in the run folder, which this process has locked; the socket of a killed run is
         replaced. `handle` turns a request into a reply, or raises ValueError. Raises OSError if the
         file system has no sockets."""
         self.num_refused = 0
-        self._handle = handle
-        self._clients: list[socket.socket] = []
+        self._handle, self._file = handle, folder / SOCKET
         self._buffer = bytearray(MAX_BYTES + 1)  # one for all: new ones fragment the heap
         self._listener = _unix_socket()
-        self._folder = os.open(folder, os.O_RDONLY)
         try:
-            self._unlink()
-            self._listener.bind(_address(self._folder))
-            os.chmod(SOCKET, 0o600, dir_fd=self._folder)  # nobody can connect before `listen`
-            self._listener.listen(MAX_CLIENTS)
-            self._listener.setblocking(False)
+            self._file.unlink(missing_ok=True)
+            with _address(folder) as address:
+                self._listener.bind(address)
+            self._file.chmod(0o600)  # nobody can connect before `listen`
+            self._listener.listen()
         except OSError:
-            self.close()
+            self._listener.close()
             raise
 
     def close(self) -> None:
-        """Remove the socket."""
-        for each in (self._listener, *self._clients):
-            each.close()
+        self._listener.close()
         with contextlib.suppress(OSError):  # the folder may be gone
-            self._unlink()
-        os.close(self._folder)
-
-    def _unlink(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(SOCKET, dir_fd=self._folder)
-
-    def wakers(self) -> Sequence[socket.socket]:
-        return self._listener, *self._clients
+            self._file.unlink()
 
     def wait(self, objects: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """Answer requests until one of `objects` is ready: `multiprocessing.connection.wait`."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            wakers = self.wakers()
-            ready = wait([*objects, *wakers], left)
-            if not ready:
-                return []
+        """Wait as `multiprocessing.connection.wait`, or until a client is answered."""
+        ready = wait([*objects, self._listener], timeout)
+        if self._listener in ready:
+            ready.remove(self._listener)
             self.serve()
-            if ready := [each for each in ready if each not in wakers]:
-                return ready
+        return ready
 
     def serve(self) -> None:
-        """Accept new clients, and answer those that have sent their request."""
-        with contextlib.suppress(OSError):  # none left, or no descriptor left
-            while True:
-                client, _ = self._listener.accept()
-                client.setblocking(False)
-                self._clients.append(client)
-                if len(self._clients) > MAX_CLIENTS:
-                    self._clients.pop(0).close()
-        for client in list(self._clients):
-            try:
-                message = self._buffer[: client.recv_into(self._buffer)]
-            except BlockingIOError:
-                continue
-            except OSError:
-                message = bytearray()
-            with contextlib.suppress(OSError):  # the client does not wait for the reply
-                client.send(json.dumps(self._answer(client, message)).encode())
-            client.close()
-            self._clients.remove(client)
+        """Answer one client that has connected."""
+        with contextlib.suppress(OSError):  # it sends nothing, or does not wait for the reply
+            client, _ = self._listener.accept()
+            with client:
+                client.settimeout(SEND_SECONDS)
+                client.send(json.dumps(self._answer(client)).encode())
 
-    def _answer(self, client: socket.socket, message: bytearray) -> Message:
+    def _answer(self, client: socket.socket) -> Reply:
+        size = client.recv_into(self._buffer)  # first: closing would drop the reply otherwise
         try:
             peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(PEER))
             uid = struct.unpack(PEER, peer)[1]
             if uid not in (0, os.geteuid()):
                 raise ValueError(f"expected a request of user {os.geteuid()} or root, got {uid}")
-            if len(message) > MAX_BYTES:
+            if size > MAX_BYTES:
                 raise ValueError(f"expected at most {MAX_BYTES} bytes")
-            request = json.loads(message)
-            if not isinstance(request, dict):
-                raise ValueError('expected a JSON object, as {"command": "status"}')
-            return self._handle(request)
+            return self._handle(json.loads(self._buffer[:size]))
         except (ValueError, RecursionError) as error:
             self.num_refused += 1
             return {"error": str(error)}
@@ -133,16 +97,16 @@ def serving(
     supervisor: Supervisor,
     notify: Observer,
     *,
-    status: Callable[[], Message],
-    scale: Callable[[DeviceSet], Message],
+    status: Callable[[], Reply],
+    scale: Callable[[DeviceSet], Reply],
 ) -> Iterator[None]:
     """Answer requests wherever the controller waits. Without sockets the run continues."""
 
-    def handle(request: Message) -> Message:
+    def handle(request: Any) -> Reply:
         match request:
-            case {"command": "status"} if len(request) == 1:
+            case {"command": "status"}:
                 return {**status(), "requests_refused": control.num_refused}
-            case {"command": "scale", "infer_devices": str(wanted)} if len(request) == 2:
+            case {"command": "scale", "infer_devices": str(wanted)}:
                 try:
                     devices = parse_device_set(wanted)
                 except ValueError as error:
@@ -165,44 +129,29 @@ def serving(
         control.close()
 
 
-def request(folder: Path, message: Message, timeout_seconds: float = REPLY_SECONDS) -> Message:
+def request(folder: Path, message: Any, timeout_seconds: float = REPLY_SECONDS) -> Reply:
     """Send a request to the run in `folder`; return the reply. Raises ValueError if there is no
     such run, or if it refuses the request or does not answer."""
-    with contextlib.ExitStack() as stack:
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            stack.callback(os.close, descriptor)
-            if not (folder / "config.yaml").is_file():
-                raise FileNotFoundError
-            if not is_locked(folder):
-                raise ValueError(f"the run in '{folder}' has ended; see easyrl watch {folder}")
-            connection = stack.enter_context(_unix_socket())
-            connection.settimeout(timeout_seconds)
-            return _exchange(connection, _address(descriptor), folder, message)
-        except PermissionError:
-            raise ValueError(f"'{folder}': expected a run of your own: permission denied") from None
-        except (FileNotFoundError, NotADirectoryError):
-            raise ValueError(f"expected the folder of a run, got '{folder}'") from None
-
-
-def _exchange(connection: socket.socket, address: str, folder: Path, message: Message) -> Message:
     try:
-        connection.connect(address)
-        connection.send(json.dumps(message).encode())
-        received = connection.recv(MAX_BYTES)
-    except (TimeoutError, BlockingIOError):
-        raise ValueError(
-            f"the run in '{folder}' has not answered in {connection.gettimeout():g} s; is its "
-            "process stopped (Ctrl-Z), or its disk full?"
-        ) from None
-    except (FileNotFoundError, ConnectionError):
+        if not (folder / "config.yaml").is_file():
+            raise ValueError(f"expected the folder of a run, got '{folder}'")
+        if not is_locked(folder):
+            raise ValueError(f"the run in '{folder}' has ended; see easyrl watch {folder}")
+        with _unix_socket() as connection, _address(folder) as address:
+            connection.settimeout(timeout_seconds)
+            connection.connect(address)
+            connection.send(json.dumps(message).encode())
+            received = connection.recv(MAX_BYTES)
+    except PermissionError:
+        raise ValueError(f"expected a run of your own, got '{folder}': permission denied") from None
+    except OSError:
         received = b""
     if not received:
         raise ValueError(
-            f"nobody answers at {folder / SOCKET}: the run is starting or has just ended, or its "
-            "file system has no sockets (then see its log)"
+            f"the run in '{folder}' does not answer: it is starting, ending or stopped (Ctrl-Z), "
+            "or its file system has no sockets (then its log says so)"
         )
-    reply: Message = json.loads(received)
+    reply: Reply = json.loads(received)
     if "error" in reply:
         raise ValueError(reply["error"])
     return reply
@@ -212,6 +161,11 @@ def _unix_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _address(folder: int) -> str:
-    """A short path of the socket in the open folder."""
-    return f"/proc/self/fd/{folder}/{SOCKET}"
+@contextmanager
+def _address(folder: Path) -> Iterator[str]:
+    """A path of the socket that fits into 107 bytes."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{SOCKET}"
+    finally:
+        os.close(descriptor)

@@ -52,7 +52,7 @@ from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config, ConfigError
 from easyrl.config.algorithm import REPLACEMENT_ROUNDS
 from easyrl.config.devices import DeviceSet, count_devices
-from easyrl.events import Observer, combine_observers
+from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.control import serving
 from easyrl.runtime.dispatch import Dispatcher, Rounds
@@ -62,7 +62,7 @@ from easyrl.runtime.placement import check_scale, device_names, first_engines
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
-from easyrl.runtime.status import Member, RunStatus
+from easyrl.runtime.status import Balance, worker_rows
 from easyrl.runtime.supervisor import Interrupted, Supervisor, Worker
 from easyrl.runtime.workers import Workers
 
@@ -88,8 +88,7 @@ class Controller:
         self.config = config
         self.checked = checked
         self.folder = folder
-        self.status = RunStatus(config.train.iterations)
-        self.notify = combine_observers([self.status.observe, notify])
+        self.notify = notify
         self._ring = ring
         self.started = started
         self.resumed = resumed
@@ -106,7 +105,8 @@ class Controller:
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
-        self._balanced = 0  # rollout workers that would balance the newest iterations
+        self.balance = Balance()
+        self._balanced = 0  # the balanced number of rollout workers an iteration ago
 
     def run(self) -> dict[str, Any]:
         """Train; returns the contents of `summary.json`."""
@@ -118,7 +118,7 @@ class Controller:
                     self.folder.path,
                     supervisor,
                     self.notify,
-                    status=lambda: self.status.reply(self._members()),
+                    status=self._status,
                     scale=self._scale,
                 ),
             ):
@@ -159,17 +159,14 @@ class Controller:
 
     # -- easyrl status, easyrl scale --------------------------------------------------------------
 
-    def _members(self) -> list[Member]:
-        workers = self.workers
-        return [
-            Member(
-                worker.name,
-                worker.process.pid or 0,
-                workers.device_of(worker),
-                "leaving" if worker.is_leaving else "",
-            )
-            for worker in (*workers.rollout, *workers.train)
-        ]
+    def _status(self) -> dict[str, Any]:
+        return {
+            "iteration": self.state.num_iterations,
+            "num_iterations": self.config.train.iterations,
+            "waiting": self.balance.waiting(),
+            "balanced_rollout_workers": self.balance.num_engines(),
+            "workers": worker_rows(self.workers),
+        }
 
     def _scale(self, wanted: DeviceSet) -> dict[str, Any]:
         """Let rollout workers come and go, so that those on `wanted` remain."""
@@ -178,7 +175,7 @@ class Controller:
         before = self.workers.infer_devices
         check_scale(self.config, self.checked.placement, before, wanted, changing)
         self.workers.scale(wanted)
-        self.status.forget()
+        self.balance.clear()
         message = f"rollout workers on {wanted}, before on {before}"
         self.notify(events.Note(message))
         return {"message": message}
@@ -186,7 +183,7 @@ class Controller:
     def _autoscale(self) -> None:
         """Change to the number of rollout workers that balances both sides, once two iterations in
         a row agree on it (`runtime.autoscale`)."""
-        placement, balanced = self.checked.placement, self.status.balanced()
+        placement, balanced = self.checked.placement, self.balance.num_engines()
         if not self.config.runtime.autoscale or balanced is None:
             return
         number = min(max(balanced, placement.num_rollout_workers), placement.max_rollout_workers)
@@ -287,6 +284,7 @@ class Controller:
         expected, version = self.config.train.prompts_per_iteration, trained.policy_version
         if trained.groups_trained != expected:
             raise RuntimeError(f"expected {expected} trained groups, got {trained.groups_trained}")
+        self.balance.add(record, seconds, len(self.workers.rollout))
         number = record.iteration + 1
         self.state = replace(self.state, policy_version=version, num_iterations=number)
         names, num_devices = reward_names(self.config), self._num_devices
@@ -351,7 +349,6 @@ class Controller:
         worker, event = self.workers.next_event()
         if (joined := self.exchange.on_event(worker, event)) is not None:
             self.dispatcher.on_joined(joined)
-            self.status.forget()
         if not self.dispatcher.is_idle:
             self.exchange.admit(self.state.policy_version)
         for each in self.workers.rollout:

@@ -32,14 +32,12 @@ class IterationRecord:
     trained: events.IterationTrained | None = None
     weights_seconds: float = 0.0
     num_replacement_rounds: int = 0
-    _engine_seconds: dict[str, float] = field(default_factory=dict)
+    engine_seconds: dict[str, float] = field(default_factory=dict)  # by worker: busy
 
     def add_group(self, worker: str, group: events.GroupScored) -> None:
         self.groups.append(group)
         # Reports of rejected groups can overtake those of groups that wait for a ring slot.
-        self._engine_seconds[worker] = max(
-            group.busy_seconds, self._engine_seconds.get(worker, 0.0)
-        )
+        self.engine_seconds[worker] = max(group.busy_seconds, self.engine_seconds.get(worker, 0.0))
 
     def metrics(
         self,
@@ -61,7 +59,7 @@ class IterationRecord:
         """
         assert self.trained is not None
         num_tokens = self.trained.completion_tokens
-        busy_seconds = list(self._engine_seconds.values())
+        busy_seconds = list(self.engine_seconds.values())
         # Events come in order of arrival: sort, so that sums do not depend on it.
         groups = sorted(self.groups, key=lambda group: group.prompt_index)
         lengths = np.concatenate([group.completion_lengths for group in groups])

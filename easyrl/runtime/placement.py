@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +11,6 @@ from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet, check_disjoint, parse_device_set
 from easyrl.engines.vllm.platforms import unsupported_reason
-from easyrl.formatting import counted
 from easyrl.processes import num_cores, split_cores
 
 ROWS_OF_EVALUATION = 128
@@ -40,14 +39,14 @@ class Placement:
     """The CPU cores of each worker, rollout workers first; empty where workers run on any core."""
     lends_cores: bool = False
     """Whether workers use the cores of waiting workers of the other role (vLLM only lends its)."""
-    spare: DeviceSet | None = None  # `devices.spare`
+    spare: tuple[int, ...] = ()  # indices of `devices.spare`; on the CPU they follow `infer`
     most_rollout_workers: int | None = None  # `devices.max_rollout_workers`
     num_accelerators: int = 0  # of the machine
 
     @property
     def max_rollout_workers(self) -> int:
         """Most rollout workers that the run may have at a time (`easyrl scale`)."""
-        num_devices = self.infer.count + (self.spare.count if self.spare is not None else 0)
+        num_devices = self.infer.count + len(self.spare)
         return self.most_rollout_workers or num_devices // self.engine.tensor_parallel_size
 
     @property
@@ -101,21 +100,16 @@ def resolve_placement(config: Config) -> Placement:
             f"devices.train (--train-devices): expected at most {prompts // updates} devices "
             f"(train.prompts_per_iteration / train.updates_per_iteration), got '{train}'"
         )
-    placement = replace(
-        _place(config, infer, train, kind, count),
-        spare=spare,
-        most_rollout_workers=config.devices.max_rollout_workers,
-    )
-    if spare is not None:
-        taken = {"devices.infer": infer, "devices.train": train}
-        _check_engines("devices.spare (--spare-devices)", spare, placement, taken)
-    num_engines, most = placement.num_rollout_workers, placement.max_rollout_workers
-    if most < num_engines:
-        raise ConfigError(
-            f"devices.max_rollout_workers: expected null or at least {num_engines}, the rollout "
-            f"workers on devices.infer='{infer}', got {most}"
-        )
-    return placement
+    placement, most = _place(config, infer, train, kind, count), config.devices.max_rollout_workers
+    if most is not None and most < placement.num_rollout_workers:
+        expected = f"null or at least {placement.num_rollout_workers} (devices.infer='{infer}')"
+        raise ConfigError(f"devices.max_rollout_workers: expected {expected}, got {most}")
+    placement = replace(placement, most_rollout_workers=most)
+    if spare is None:
+        return placement
+    _check_engines("devices.spare (--spare-devices)", spare, placement, infer)
+    first = infer.count if spare.kind == "cpu" else 0
+    return replace(placement, spare=tuple(first + index for index in spare.indices))
 
 
 def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Placement:
@@ -172,23 +166,6 @@ def _check_exist(key: str, wanted: DeviceSet, kind: str, count: int) -> None:
         raise ConfigError(f"{key}: expected {found}, got '{wanted}'")
 
 
-def _check_engines(
-    key: str, wanted: DeviceSet, placement: Placement, others: Mapping[str, DeviceSet]
-) -> None:
-    """Refuse more devices for engines that do not fit to those that the run has."""
-    size = placement.engine.tensor_parallel_size
-    if wanted.kind != placement.infer.kind:
-        expected = "cpu:2" if placement.infer.kind == "cpu" else "accelerators (0-3)"
-        raise ConfigError(f"{key}: expected {expected}, as the run's engines have, got '{wanted}'")
-    _check_exist(key, wanted, placement.accelerator, placement.num_accelerators)
-    for name, used in others.items():
-        if wanted.kind == used.kind == "accelerator" and set(wanted.indices) & set(used.indices):
-            raise ConfigError(f"{key}: expected other devices than {name}='{used}', got '{wanted}'")
-    if wanted.count % size:
-        expected = f"a multiple of {size} devices (rollout.tensor_parallel_size)"
-        raise ConfigError(f"{key}: expected {expected}, got '{wanted}'")
-
-
 def engines_on(devices: DeviceSet, placement: Placement) -> list[tuple[int, ...]]:
     """The devices of each engine."""
     size = placement.engine.tensor_parallel_size
@@ -197,11 +174,9 @@ def engines_on(devices: DeviceSet, placement: Placement) -> list[tuple[int, ...]
 
 def first_engines(number: int, placement: Placement) -> DeviceSet:
     """The devices of this many engines, `devices.infer` before `devices.spare`."""
-    if placement.infer.kind == "cpu":
-        return DeviceSet("cpu", tuple(range(number)))
-    spare = () if placement.spare is None else placement.spare.indices
-    indices = (*placement.infer.indices, *spare)[: number * placement.engine.tensor_parallel_size]
-    return DeviceSet("accelerator", tuple(sorted(indices)))
+    num_devices = number * placement.engine.tensor_parallel_size
+    indices = (*placement.infer.indices, *placement.spare)[:num_devices]
+    return DeviceSet(placement.infer.kind, tuple(sorted(indices)))
 
 
 def check_scale(
@@ -213,7 +188,6 @@ def check_scale(
 ) -> None:
     """Check that the engines of a live run on devices `current` can be changed to `wanted`. Raises
     ConfigError. `changing`: workers that are starting or leaving."""
-    key, most = "--infer-devices", placement.max_rollout_workers
     if config.runtime.deterministic:
         raise ConfigError(
             "runtime.deterministic: expected false in a run whose engines change (which engine "
@@ -222,19 +196,38 @@ def check_scale(
     if changing:
         names = ", ".join(changing)
         raise ConfigError(f"expected one change at a time, but {names} is starting or leaving")
-    _check_engines(key, wanted, placement, {"devices.train": placement.train})
-    before, after = engines_on(current, placement), engines_on(wanted, placement)
-    if len(after) > most:
+    key, before = "--infer-devices", engines_on(current, placement)
+    _check_engines(key, wanted, placement, current, kept=before)
+    num_workers = len({*before, *engines_on(wanted, placement)})
+    if num_workers > placement.max_rollout_workers:
         raise ConfigError(
-            f"{key}: expected at most {counted(most, 'rollout worker')} "
-            f"(devices.max_rollout_workers), got {len(after)} on '{wanted}'"
+            f"{key}: expected at most {placement.max_rollout_workers} rollout workers "
+            f"(devices.max_rollout_workers), those that leave included, got {num_workers}"
         )
-    new = {index for engine in after if engine not in before for index in engine}
-    if taken := sorted(new & set(current.indices)):
-        raise ConfigError(
-            f"{key}: expected engines as they are on '{current}', and others on free devices, got "
-            f"'{wanted}', where an engine would share device {taken[0]} with one that leaves"
-        )
+
+
+def _check_engines(
+    key: str,
+    wanted: DeviceSet,
+    placement: Placement,
+    current: DeviceSet,
+    kept: Sequence[tuple[int, ...]] = (),
+) -> None:
+    """Check that engines on `wanted`, except those `kept`, can be added to those on `current`."""
+    size = placement.engine.tensor_parallel_size
+    new = {i for engine in engines_on(wanted, placement) if engine not in kept for i in engine}
+    trained = placement.train.indices if placement.train.kind == "accelerator" else ()
+    expected = ""
+    if wanted.kind != current.kind:
+        expected = f"devices of the same kind as '{current}'"
+    elif wanted.count % size:
+        expected = f"a multiple of {size} devices (rollout.tensor_parallel_size)"
+    elif wanted.kind == "accelerator":
+        _check_exist(key, wanted, placement.accelerator, placement.num_accelerators)
+        if in_use := new & {*trained, *current.indices}:
+            expected = f"devices that are free for new engines, unlike {min(in_use)}"
+    if expected:
+        raise ConfigError(f"{key}: expected {expected}, got '{wanted}'")
 
 
 def choose_engine(config: Config, infer: DeviceSet, *, accelerator: str = "") -> EngineChoice:

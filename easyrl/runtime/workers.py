@@ -28,7 +28,7 @@ from typing import Any
 
 from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
-from easyrl.config import Config
+from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet
 from easyrl.config.rollout import SamplingChoice
 from easyrl.events import Observer
@@ -164,7 +164,7 @@ class Workers:
             self._notify(events.FromWorker(worker.name, time.monotonic(), event))
             match event:
                 case events.Ready():
-                    worker.state = "ready"
+                    worker.state = "ready" if worker in self.rollout else "working"
                 case events.Lost():
                     self._replace(worker, event)
             if not isinstance(event, events.Activity | events.Starting | events.Failed):
@@ -251,19 +251,24 @@ class Workers:
 
     def scale(self, wanted: DeviceSet) -> None:
         """Let rollout workers leave and start others, so that those of `wanted` remain. The caller
-        has checked `wanted`."""
-        engines = engines_on(wanted, self._placement)
-        for worker in self.rollout:
-            if self._devices[worker.number] in engines:
-                engines.remove(self._devices[worker.number])
-            else:
-                worker.is_leaving = True
+        has checked `wanted`. Raises ConfigError, and changes none, if one cannot be spawned."""
+        engines, before = engines_on(wanted, self._placement), list(self.rollout)
+        new = [engine for engine in engines if engine not in self._devices.values()]
         free = (n for n in range(self._placement.max_rollout_workers) if n not in self._devices)
-        for number, indices in zip(free, engines, strict=False):
+        for number, indices in zip(free, new, strict=False):
             self._devices[number] = indices
-            self.rollout.append(self._spawn_rollout(number))
-            self.rollout[-1].is_optional = True
-            self._announce(self.rollout[-1])
+            try:
+                worker = self._spawn_rollout(number)
+            except OSError as error:
+                del self._devices[number]
+                for added in self.rollout[len(before) :]:
+                    added.is_leaving = True
+                raise ConfigError(f"rollout-{number} cannot be started: {error}") from None
+            worker.is_optional = True
+            self.rollout.append(worker)
+            self._announce(worker)
+        for worker in before:
+            worker.is_leaving = self._devices[worker.number] not in engines
 
     def _announce(self, worker: Worker) -> None:
         worker.may_retry = True
