@@ -86,7 +86,7 @@ def _position(core: int) -> tuple[int, int, int]:
 
 # -- parent and child -----------------------------------------------------------------------------
 
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # of Linux's prctl.h
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of Linux's prctl.h
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -99,11 +99,6 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the lines above
         os._exit(1)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_name(name: str) -> None:

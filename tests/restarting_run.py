@@ -3,23 +3,20 @@
     python restarting_run.py FOLDER END... [SECTION.KEY=VALUE...]
 
 Run n ends in the way of the n-th END, or else of the last: an exit code, a signal's name, or
-"hang". FOLDER/starts gets a line for each, FOLDER/signals one for each signal that it handles. With
-"+" before the END it first makes a checkpoint, with "-" it removes FOLDER/config.yaml.
+"hang" (until a signal). FOLDER/starts gets a line for each. With "+" before the END it first makes
+a checkpoint, with "-" it removes FOLDER/config.yaml.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
-from types import FrameType
 
 from easyrl.config import Config, load_config
-from easyrl.runtime.restart import run_with_restarts
-from easyrl.runtime.supervisor import handle_signals
+from easyrl.runtime import restart
+from easyrl.runtime.supervisor import Interrupted, Supervisor
 
 
 def start(config: Config, resume: Path | None) -> int:
@@ -37,27 +34,25 @@ def start(config: Config, resume: Path | None) -> int:
         (folder / "config.yaml").unlink()
     end = end.lstrip("+-")
     if end == "hang":
-        subprocess.Popen(["sleep", "1"])  # not waited for
-        hang(folder)
+        return hang()
     if end.startswith("SIG"):
         os.kill(os.getpid(), signal.Signals[end])
     return int(end)
 
 
-def hang(folder: Path) -> None:
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        with (folder / "signals").open("a") as signals:
-            signals.write(f"{signum}\n")
-
-    with handle_signals(on_signal):
+def hang() -> int:
+    with Supervisor() as supervisor:
         print("hangs", flush=True)
-        while not (folder / "signals").exists():
-            time.sleep(0.05)
-        time.sleep(0.5)
-    raise SystemExit(143)
+        try:
+            supervisor.wait()
+        except Interrupted as stop:
+            supervisor.wait(0.5)  # raises if the signal counts twice
+            return 128 + stop.signum
+    return 1
 
 
 words = [word for word in sys.argv[2:] if "=" in word]
 ends = [word for word in sys.argv[2:] if "=" not in word]
 config = load_config(None, {"output.dir": sys.argv[1]}, words)
-sys.exit(run_with_restarts(config, None, start))
+restart.PAUSE_SECONDS = 0.0
+sys.exit(restart.run_with_restarts(config, Path(sys.argv[1]), start))

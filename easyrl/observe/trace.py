@@ -32,11 +32,12 @@ from easyrl.observe.report import PlainLines, print_end
 from easyrl.observe.text import is_live_terminal, safe
 from easyrl.observe.view import LiveView
 from easyrl.runtime.run_folder import is_locked, write_whole
+from easyrl.runtime.supervisor import FAILED
 
 FILE_NAME = "trace.json"
 MAX_BYTES = 16 * 2**20
 POLL_SECONDS = 0.25
-KILLED = 1
+RESTART_SECONDS = 30.0  # longest time to a run's next event, with `runtime.restart`
 INTERRUPTED = 128 + signal.SIGINT
 MAX_TEXT = 4000  # characters of a prompt, a completion or an error
 CONTROLLER = 0
@@ -215,7 +216,7 @@ def watch(folder: Path, *, live: bool) -> int:
     observe: Observer = view if live and is_live_terminal() else PlainLines()
     for signum in (signal.SIGTERM, signal.SIGHUP):  # exit through `finally`
         signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
-    exit_code = KILLED
+    exit_code = FAILED
     try:
         for event in follow(files):
             observe(event)
@@ -233,19 +234,27 @@ def watch(folder: Path, *, live: bool) -> int:
 def follow(files: RunFiles) -> Iterator[Event]:
     """Yield the events of a run until it ends. Ends of commands that were resumed are left out."""
     end, is_alive = None, True
-    while is_alive and end is None:
+    while (is_alive and end is None) or _may_start_again(files, end):
         is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
         for event in files.read():
             end = event if isinstance(event, events.RunEnded) else None
             if end is None:
                 yield event
-        time.sleep(POLL_SECONDS if is_alive else 0.0)
+        time.sleep(POLL_SECONDS)
     summary = files.folder / "summary.json"
     if end is None and summary.is_file():  # the trace's end is lost: the disk was full
         yield events.RunFinished(time.monotonic(), json.loads(summary.read_text()))
         end = events.RunEnded(0, "")
     message = f"the run was killed: its process is gone; see {files.folder / 'logs'}"
-    yield end or events.RunEnded(KILLED, message)
+    yield end or events.RunEnded(FAILED, message)
+
+
+def _may_start_again(files: RunFiles, end: events.RunEnded | None) -> bool:
+    """Return whether the run has just failed and may start again by itself."""
+    starts_again = files.config.runtime.restart == "on_failure"
+    has_failed = end is None or end.exit_code == FAILED
+    seconds = time.time() - (files.folder / FILE_NAME).stat().st_mtime
+    return starts_again and has_failed and seconds < RESTART_SECONDS
 
 
 class GrowingFile:

@@ -12,7 +12,6 @@ also raises if the user wants to stop. `stop` leaves no process behind.
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import os
 import signal
@@ -34,12 +33,14 @@ from easyrl.channels.memory import kill_reason, oom_kills
 STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed
 CAUSE_SECONDS = 0.5
 """After a worker failed, look for the first cause for this long: its death makes others fail."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MERGE_SECONDS = 0.5
+"""Signals in this time count once: with `runtime.restart` the parent passes on what a terminal or a
+scheduler sends to both processes."""
 FINISHED, FAILED, USER_ERROR = 0, 1, 2
 """Exit codes of a command."""
 SIGNALLED = 128
 """Exit code of a command that a signal ended, without the signal's number (130 after Ctrl-C)."""
-
-
 WorkerState = Literal["starting", "ready", "joining", "working", "stopping"]
 """Of a rollout worker: `ready` has no current weights, `joining` receives them alone."""
 
@@ -60,37 +61,13 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class MergedSignals:
-    """Signals within `seconds` of one before, which do not count. A parent that passes signals
-    on sets it (`restart`): a terminal sends them to this process as well."""
-
-    seconds = 0.0
-    _newest = -math.inf
-
-    @classmethod
-    def is_repetition(cls) -> bool:
-        now = time.monotonic()
-        if now - cls._newest < cls.seconds:
-            return True
-        cls._newest = now  # no call since it was read: the next signal's handler could run there
-        return False
-
-
 @contextmanager
 def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle the three signals that stop a run, unless they are ignored (nohup)."""
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        if not MergedSignals.is_repetition():
-            handler(signum, frame)
-
     before = {}
     for signum in STOP_SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
-            before[signum] = signal.signal(signum, handle)
+            before[signum] = signal.signal(signum, handler)
     try:
         yield
     finally:
@@ -102,6 +79,7 @@ def signals_as_interrupts() -> AbstractContextManager[None]:
     """Let these signals raise Interrupted, where no Supervisor handles them."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
+        time.sleep(MERGE_SECONDS)  # another one raises in here
         raise Interrupted(signum)
 
     return handle_signals(interrupt)
@@ -221,6 +199,7 @@ class Supervisor:
         sentinels = {worker.process.sentinel: worker for worker in watched}
         ready = self.wait_for([*open_pipes, *sentinels, self._wake_reader], timeout_seconds)
         if self._signum is not None:
+            time.sleep(MERGE_SECONDS)
             signum, self._signum = self._signum, None
             os.read(self._wake_reader, 4096)
             raise Interrupted(signum)
