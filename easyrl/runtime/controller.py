@@ -214,9 +214,6 @@ class Controller:
             ranks_per_engine=placement.engine.tensor_parallel_size,
             waits_for_all=self.config.runtime.deterministic,
         )
-        self.workers.is_busy = lambda worker: (
-            self.exchange.awaits(worker) or self.dispatcher.num_open(worker) > 0
-        )
 
     def _exchange_weights(self) -> float:
         """Broadcast the trainer's weights to the rollout workers; returns the seconds it took."""

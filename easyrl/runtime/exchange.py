@@ -51,9 +51,6 @@ class WeightExchange:
     def is_busy(self) -> bool:
         return bool(self._awaited)
 
-    def awaits(self, worker: Worker) -> bool:
-        return worker in self._awaited
-
     def exchange(self, policy_version: int, next_event: Callable[[], Any]) -> None:
         """Broadcast the trainer's weights to all rollout workers that are ready."""
         num_failures = 0

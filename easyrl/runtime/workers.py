@@ -78,8 +78,6 @@ class Workers:
         self._board = make_idle_board(board_size) if placement.lends_cores else None
         self._received: deque[tuple[Worker, events.WorkerEvent]] = deque()
         self._watchdog = Watchdog(config.runtime.stall_seconds)
-        self.is_busy: Callable[[Worker], bool] = lambda worker: False
-        """Whether the controller expects an answer of a worker."""
         self._deaths: deque[tuple[float, str]] = deque()  # time, worker and cause
         self.num_restarts: Counter[str] = Counter()  # by worker
         self._due: dict[Worker, tuple[float, str]] = {}  # when to kill a silent worker, and why
@@ -190,7 +188,7 @@ class Workers:
                 if time.monotonic() > due:
                     worker.kill(reason)
         pids = {worker.name: worker.process.pid for worker in self.all if worker.process.pid}
-        match self._watchdog.tick(pids, [each.name for each in self.all if self.is_busy(each)]):
+        match self._watchdog.tick(pids):
             case Stall(names, cause):
                 self._watchdog.write_stacks(pids, self._log_of("easyrl"))
                 self._end_stall(names, cause)
