@@ -126,13 +126,6 @@ def test_a_live_run_is_shown_and_reached_from_this_machine_and_by_its_user_only(
     counts = {"controller": 1, "rollout": 1, "train": 2, "reward": 2}
     assert {kind: kinds.count(kind) for kind in kinds} == counts
     assert {pid for _, pid in workers} <= {p.pid for p in every}
-    for each in every:
-        if (role := log_of(each).stem.partition("-")[0]) in ("rollout", "train"):
-            kind = "reward" if each.name() == "easyrl-reward" else role
-            assert (kind, each.pid) in workers or not is_worker(each)
-    assert all(worker["restarts"] == 0 for worker in workers.values())
-    assert all(0.0 <= share <= 1.0 for share in status["waiting"].values())
-    assert status["balanced_rollout_workers"] >= 1
 
     process.kill()
     process.communicate()

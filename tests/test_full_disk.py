@@ -12,7 +12,7 @@ import pytest
 
 from easyrl.model.checkpoint_files import checkpoints_in, read_checkpoint
 from easyrl.runtime.run_folder import read_lines
-from runs import SMALL, command, finish, start, wait_for_line
+from runs import SMALL, command, start, wait_for_line
 
 WORDS = ("train.save_every=2", "train.keep_checkpoints=1", *SMALL)
 
@@ -29,7 +29,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_run_on_a_full_disk_ends_with_the_cause_and_is_resumed(disk: Path) -> None:
+def test_run_on_a_full_disk_ends_with_the_cause_and_a_whole_checkpoint(disk: Path) -> None:
     folder, filler = disk / "run", disk / "filler"
     process = start("--output", str(folder), "--iterations", "1000000", *WORDS)
     wait_for_line(process, "checkpoint of iteration 2:")
@@ -45,25 +45,22 @@ def test_run_on_a_full_disk_ends_with_the_cause_and_is_resumed(disk: Path) -> No
     assert content.endswith(b"\n") and done == list(range(len(done)))
     (saved,) = checkpoints_in(folder / "checkpoints")
     assert read_checkpoint(saved, verify=True).state["num_iterations"] >= 2
-    filler.unlink()
-    total = len(done) + 1
-    code, _, err = finish("--resume", str(folder), "--iterations", str(total))
-    assert (code, err) == (0, "")
-    lines = read_lines(folder / "metrics.jsonl")
-    assert [line["iteration"] for line in lines] == list(range(total))
 
 
-def test_model_that_does_not_fit_ends_the_run_without_a_traceback(tmp_path: Path) -> None:
+def test_checkpoints_that_do_not_fit_do_not_end_a_run_and_a_model_does(tmp_path: Path) -> None:
     """No file may have more than 2 MiB: neither a checkpoint nor the model can be written."""
     folder, limit = tmp_path / "run", (resource.RLIMIT_FSIZE, (2**21, 2**21))
     done = subprocess.run(
-        command("--output", str(folder), "--iterations", "1", *SMALL),
+        command("--output", str(folder), "--iterations", "2", "train.save_every=1", *SMALL),
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
         preexec_fn=lambda: resource.setrlimit(*limit),
     )
+    notes = [line for line in done.stdout.splitlines() if "could not be written" in line]
+    assert len(notes) == 2 and "File too large" in notes[0] and "iteration 2/2" in done.stdout
+    assert list((folder / "checkpoints").iterdir()) == []
     assert done.returncode == 1
     assert f"'{folder}/model'" in done.stderr and "File too large" in done.stderr
     assert "Traceback" not in done.stderr + done.stdout

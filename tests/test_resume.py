@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from easyrl.model.checkpoint_files import UNFINISHED, checkpoints_in, read_check
 from mistakes import TINY
 from runs import (
     SMALL,
-    command,
     descendants,
     finish,
     lines_of,
@@ -184,25 +182,6 @@ def test_a_signal_saves_the_last_whole_iteration(
     assert read_checkpoint(saved).state["num_iterations"] == done >= 2  # no whole one is lost
     resume(folder)
     assert outcome_of(folder) == outcome_of(once)
-
-
-def test_a_checkpoint_that_does_not_fit_does_not_end_the_run(tmp_path: Path) -> None:
-    """No file may have more than 4 MiB: the model can be written, a checkpoint cannot."""
-    folder = tmp_path / "run"
-    limit = (resource.RLIMIT_FSIZE, (2**22, 2**22))
-    done = subprocess.run(
-        command("--output", str(folder), "--iterations", "2", "train.save_every=1", *SMALL),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(*limit),
-    )
-    assert done.returncode == 0, done.stderr
-    notes = [line for line in done.stdout.splitlines() if "could not be written" in line]
-    assert len(notes) == 2 and "File too large" in notes[0]
-    assert list((folder / "checkpoints").iterdir()) == []
-    assert (folder / "model" / "model.safetensors").is_file()
 
 
 def test_a_checkpoint_may_take_longer_to_write_than_the_next_iterations(tmp_path: Path) -> None:

@@ -87,11 +87,9 @@ def _describe(error: BaseException) -> Failed:
     if isinstance(error, RewardError | DiskError):
         return Failed(str(error), traceback="", is_user_error=False)
     message = f"{type(error).__name__}: {error}"
+    is_replaceable = not isinstance(error, BrokenInvariant)
     return Failed(
-        message,
-        traceback.format_exc(),
-        is_user_error=False,
-        is_replaceable=not isinstance(error, BrokenInvariant),
+        message, traceback.format_exc(), is_user_error=False, is_replaceable=is_replaceable
     )
 
 

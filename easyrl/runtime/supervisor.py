@@ -194,7 +194,7 @@ class Supervisor:
         Raises Interrupted once for each SIGINT, SIGTERM or SIGHUP, and WorkerFailure when a worker
         (one of `needed`, if given) failed or died and cannot be replaced.
         """
-        open_pipes = {worker.control: worker for worker in self._workers if worker.is_open}
+        open_pipes = [worker.control for worker in self._workers if worker.is_open]
         watched = self._workers if needed is None else needed
         sentinels = {worker.process.sentinel: worker for worker in watched}
         ready = self.wait_for([*open_pipes, *sentinels, self._wake_reader], timeout_seconds)
@@ -203,40 +203,34 @@ class Supervisor:
             signum, self._signum = self._signum, None
             os.read(self._wake_reader, 4096)
             raise Interrupted(signum)
+        dead = [worker for sentinel, worker in sentinels.items() if sentinel in ready]
         received = [
             (worker, event)
-            for pipe, worker in open_pipes.items()
-            if pipe in ready
+            for worker in self._workers
+            if worker.is_open
             for event in self._receive(worker)
         ]
-        failures = [(w, e) for w, e in received if isinstance(e, events.Failed) and w in watched]
-        dead = [worker for sentinel, worker in sentinels.items() if sentinel in ready]
-        is_final = any(_ends_run(worker, failed) for worker, failed in failures)
+        failures = {w: e for w, e in received if isinstance(e, events.Failed) and w in watched}
+        is_final = any(_ends_run(worker, failed) for worker, failed in failures.items())
         if is_final or not all(worker.is_replaceable for worker in dead):
-            cause = self._first_cause(failures)
+            cause = self._first_cause([*failures.items()])
             if self._signum is not None:  # a signal to the whole process group
                 raise Interrupted(self._signum)
             raise cause
-        for worker in dict.fromkeys([*dead, *(worker for worker, _ in failures)]):
-            received += self._bury(worker, dict(failures).get(worker))
+        for worker in dict.fromkeys([*dead, *failures]):
+            received.append((worker, self._bury(worker, failures.get(worker))))
         return received
 
-    def _bury(
-        self, worker: Worker, failed: events.Failed | None
-    ) -> list[tuple[Worker, events.WorkerEvent]]:
-        """End a worker for certain; return what its pipe still held, and Lost."""
+    def _bury(self, worker: Worker, failed: events.Failed | None) -> events.Lost:
+        """End a worker for certain, after all its events have been received."""
         worker.process.kill()
         worker.process.join()
-        left = self._receive(worker) if worker.is_open else []
-        failed = next((e for e in left if isinstance(e, events.Failed)), failed)
-        if failed is not None and _ends_run(worker, failed):
-            raise self._first_cause([(worker, failed)])
         lost = events.Lost(self._end_of(worker))
         if failed is not None:
             lost = events.Lost(f"failed: {failed.message}", failed.traceback.rstrip())
         worker.close()
         self._workers.remove(worker)
-        return [*((worker, event) for event in left), (worker, lost)]
+        return lost
 
     def _receive(self, worker: Worker) -> list[events.WorkerEvent]:
         received = []
