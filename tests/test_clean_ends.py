@@ -99,13 +99,35 @@ def test_ctrl_c_while_the_workers_start(tmp_path: Path) -> None:
     assert returned == 130 and err == ""
 
 
-@pytest.mark.parametrize("victim", ["rollout-0", "train-0"])
-def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path, victim: str) -> None:
-    process, processes = started(tmp_path, "runtime.max_restarts=0")
-    next(p for p in processes if victim in str(log_of(p))).kill()
+def test_workers_that_die_too_often_end_the_run_with_the_history(tmp_path: Path) -> None:
+    process, _ = started(tmp_path, "runtime.max_restarts=1")
+    kill(process, "rollout-0")
+    wait_for_line(process, "a new one starts in its place")
+    processes = descendants(process.pid)
+    kill(process, "rollout-0")
     returned, _, err = end(process, processes)
     assert returned == 1
-    assert err.count(f"{victim} was killed by SIGKILL") == 1
+    assert err.count("rollout-0 was killed by SIGKILL") == 2 and "runtime.max_restarts=1" in err
+
+
+def test_a_killed_trainer_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    process, processes = started(tmp_path)
+    kill(process, "train-0")
+    returned, _, err = end(process, processes)
+    assert returned == 1
+    assert err.count("train-0 was killed by SIGKILL") == 1
+
+
+def kill(process: subprocess.Popen[str], name: str) -> None:
+    """Kill the worker of this name, once it runs."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for worker in psutil.Process(process.pid).children():
+            if log_of(worker).stem == name:
+                worker.kill()
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"no {name}")
 
 
 def test_a_live_run_is_shown_and_reached_from_this_machine_and_by_its_user_only(
