@@ -215,10 +215,9 @@ def make_process_group(
     options = backend.Options()
     options._timeout = timeout
     group = backend(store, rank, size, options)
-    return (
-        group,
-        lambda: group.abort() if kind == "cuda" else group.abort_hccl_comm("a member is lost"),
-    )
+    if kind == "cuda":
+        return group, group.abort
+    return group, lambda: group.abort_hccl_comm("a member is lost")
 
 
 def _sockets() -> set[tuple[int, str]]:
@@ -226,8 +225,9 @@ def _sockets() -> set[tuple[int, str]]:
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
-            found.add((int(path.name), str(path.readlink())))
-    return {(fd, name) for fd, name in found if name.startswith("socket:")}
+            if (name := str(path.readlink())).startswith("socket:"):
+                found.add((int(path.name), name))
+    return found
 
 
 def _shut_down(sockets: set[tuple[int, str]]) -> None:

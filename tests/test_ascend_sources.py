@@ -166,7 +166,6 @@ def used_of_vllm() -> Iterator[Wanted]:
     for request in calls(ENGINE, "WeightTransfer(Init|Update)Request"):
         yield from fields(TRANSFER, request.keywords)
     overrides = functions(WORKER, "BucketTransfer").keys() - {"__init__", "load"}
-    overrides = {name for name in overrides if not name.startswith("_recording")}
     yield from ((TRANSFER, rf"def {name}\(") for name in overrides)
     yield from ((TRANSFER, rf"self\.{n} = ") for n in ("model", "model_config", "vllm_config"))
     for executor in ("uniproc", "multiproc"):

@@ -25,7 +25,7 @@ import pytest
 
 from easyrl import events
 from easyrl.channels import ring_buffer
-from easyrl.channels.ring_buffer import FREE, STATE_BITS, RingBuffer, RingLayout, TokenPipe
+from easyrl.channels.ring_buffer import FREE, READING, STATE_BITS, RingBuffer, RingLayout, TokenPipe
 from easyrl.config import load_config
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.dispatch import Dispatcher, Rounds
@@ -110,9 +110,8 @@ class World:
         self.tasks = {}  # of each producer: prompts that it has not begun
         # What the reader knows, shared by the consumers
         self.iteration, self.is_stopped = -1, False
-        self.due, self.prompts = set(), {}
+        self.prompts = {}  # of the accepted groups, by group index
         self.trained = Counter()
-        self.accepted_by = {}  # consumer, by group index
         self.reading = set()  # consumers that are not idle
 
     # -- schedule
@@ -210,9 +209,10 @@ class World:
     def died(self, owner):
         self.counts[f"deaths of {owner}"] += 1
         self.reading.discard(owner)
-        for index, consumer in self.accepted_by.items():
-            if consumer == owner and not self.trained[self.iteration, index]:
-                self.due.add(index)
+        held, slots = owner << STATE_BITS | READING, self.ring.slots
+        for slot in np.flatnonzero(slots["status"] == held):
+            index = int(slots["group_index"][slot])
+            if not self.trained[int(slots["iteration"][slot]), index]:
                 self.prompts.pop(index, None)
         self.inbox.append((owner, None))
 
@@ -268,7 +268,7 @@ def consume(world, owner):
     while not world.is_stopped:
         iteration, version = world.iteration, world.iteration
         reader = GroupReader(CONFIG, port, (iteration, version), wait_for_group=lambda: None)
-        reader._due, reader._prompts = world.due, world.prompts
+        reader._prompts = world.prompts
 
         def may_go_on(iteration=iteration):
             is_over = world.is_stopped or world.iteration != iteration
@@ -299,25 +299,13 @@ def control(world):
             num_groups=NUM_GROUPS,
             max_replacements=1,
         )
-        world.due, world.prompts, world.accepted_by = set(range(NUM_GROUPS)), Accepted(world), {}
-        world.iteration = iteration
+        world.iteration, world.prompts = iteration, {}
         run_iteration(world, iteration, rounds)
         assert [world.trained[iteration, i] for i in range(NUM_GROUPS)] == [1] * NUM_GROUPS
         expected = {*range(next_index, rounds.next_index)} - REJECTED
         assert {*world.prompts.values()} == expected
         next_index = rounds.next_index
     world.is_stopped = True
-
-
-class Accepted(dict):
-    """Prompts of the accepted groups."""
-
-    def __init__(self, world):
-        self.world = world
-
-    def __setitem__(self, index, prompt):
-        super().__setitem__(index, prompt)
-        self.world.accepted_by[index] = self.world.running.owner
 
 
 class Producer:
@@ -341,8 +329,8 @@ def run_iteration(world, iteration, rounds):
 
     def is_over():
         states = ring.slots["status"].view(np.ndarray) & (1 << STATE_BITS) - 1
-        is_drained = not world.due and not world.reading and (states == FREE).all()
-        return rounds.is_complete and dispatcher.is_idle and is_drained
+        is_drained = len(world.prompts) == NUM_GROUPS and (states == FREE).all()
+        return rounds.is_complete and dispatcher.is_idle and is_drained and not world.reading
 
     def replace(owner, delivered):
         worker = workers[owner]
@@ -408,7 +396,7 @@ def ring(monkeypatch):
     lengths = {"num_generations": 1, "max_prompt_length": 2, "max_completion_length": 2}
     layout = RingLayout(NUM_SLOTS, **lengths, num_owners=4, num_groups=NUM_GROUPS)
     with contextlib.closing(RingBuffer(layout)) as ring:
-        for name in ("status", "group_index", "prompt_index"):
+        for name in ("status", "group_index"):
             ring.slots[name] = ring.slots[name].view(Shared)
         ring.moves, ring.taken = ring.moves.view(Shared), ring.taken.view(Shared)
         yield ring
@@ -420,9 +408,8 @@ def run(ring, choose, num_iterations, recover):
     for pipe in (ring.ready_pipe, ring.free_pipe):
         pipe.drain()
     for slot in range(NUM_SLOTS):
-        ring.clear(slot)
         ring.free_pipe.send(slot)
-    ring.moves[:], ring.taken[:] = 0, ring_buffer.NEVER
+    ring.slots["status"][:], ring.moves[:], ring.taken[:] = FREE, 0, ring_buffer.NEVER
     world = World(ring, choose, num_iterations, recover)
     clock = SimpleNamespace(sleep=world.sleep, monotonic=lambda: world.clock)
     ring_buffer.time, time = clock, ring_buffer.time

@@ -5,9 +5,7 @@ import multiprocessing
 import os
 import pickle
 import random
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -29,7 +27,6 @@ from easyrl.channels.ring_buffer import (
     ARRAYS,
     HEADER,
     READY,
-    Reclaimed,
     RingBuffer,
     RingLayout,
     TokenPipe,
@@ -336,33 +333,6 @@ def test_memory_is_that_of_the_machine_and_its_cgroups(tmp_path, files, availabl
     assert kill_reason(3, tmp_path) == "" and limit in kill_reason(2, tmp_path)
 
 
-LIMITED = """
-import os, subprocess, sys
-from pathlib import Path
-from easyrl.channels.memory import kill_reason, oom_kills
-
-(Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
-before = oom_kills()
-assert kill_reason(before) == ""
-subprocess.run([sys.executable, "-c", "x = b'1' * (200 << 20)"])
-print(kill_reason(before))
-"""
-
-
-def test_process_killed_by_its_memory_cgroup_is_recognised():
-    group = Path("/sys/fs/cgroup/memory") / f"easyrl-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
-    except OSError:
-        pytest.skip("needs memory cgroups of version 1 and root")
-    try:
-        command = [sys.executable, "-c", LIMITED, str(group)]
-        assert "(64 MiB)" in subprocess.check_output(command, text=True)
-    finally:
-        group.rmdir()
-
-
 def segment_names():
     return {path.name for path in Path("/dev/shm").glob("psm_*")}
 
@@ -399,7 +369,7 @@ def random_word(rng):
 def test_a_damaged_header_is_an_error_or_gives_a_consistent_group(new_ring, num_headers):
     """Another process may write anything. Nothing outside the slot is read."""
     ring, rng = new_ring(num_slots=3), random.Random(num_headers)
-    port, errors, num_sound = ring.attach(0), Counter(), 0
+    port, num_errors = ring.attach(0), 0
     for number in range(num_headers):
         port.put(make_group(number % 100), 0)
         slot = ring.slots["status"].tolist().index(READY)
@@ -409,13 +379,12 @@ def test_a_damaged_header_is_an_error_or_gives_a_consistent_group(new_ring, num_
             place = rng.randrange(ring.layout.num_generations)
             ring.slots["completion_lengths"][slot, place] = rng.randint(-(2**31), 2**31 - 1)
         if number % 100 == 0:
-            ring.delivered(int(ring.slots["iteration"][slot]))
+            ring.delivered(0)
         try:
             group = port.get(0).group
-        except RuntimeError as error:
-            errors[re.search(r"damaged: expected (\d+ )?(\w+)", str(error))[2]] += 1
+        except RuntimeError:
+            num_errors += 1
         else:
-            num_sound += 1
             for name, _, dimension in ARRAYS:
                 array, row = getattr(group, name), ring.slots[name][slot]
                 assert len(array) == ring.slots[dimension][slot] <= len(row)
@@ -424,7 +393,7 @@ def test_a_damaged_header_is_an_error_or_gives_a_consistent_group(new_ring, num_
             assert all(0 <= each.start <= each.stop <= len(group.completion_ids) for each in slices)
             assert sum(len(group.completion_ids[each]) for each in slices) == slices[-1].stop
         port.free_slot(slot)
-    assert len(errors) == 4 and min(num_sound, *errors.values()) > 20
+    assert num_headers / 5 < num_errors < num_headers * 4 / 5
     assert_whole(ring, port)
 
 
@@ -483,10 +452,10 @@ def kill_self():
 
 
 VICTIM = 5
-OUTCOMES = {  # what arrives, is unfinished, is redelivered: from the first line to the last
-    "put": [([1, 2], [], []), ([1, 2], [7], []), ([7, 1, 2], [], [7]), ([1, 2, 7], [], [])],
-    "get": [([1, 2], [], []), ([1, 2], [], [1])],
-    "release": [([1, 2], [], [1]), ([2], [], [])],
+OUTCOMES = {  # what arrives: from the first line to the last
+    "put": [[1, 2], [7, 1, 2], [1, 2, 7]],
+    "get": [[1, 2]],
+    "release": [[1, 2], [2]],
 }
 
 
@@ -504,9 +473,10 @@ def test_process_killed_anywhere_loses_no_slot_and_no_group(new_ring, operation,
         if (code := exit_code(pid)) == 0:
             break
         assert code == KILLED
-        reclaimed = ring.reclaim(VICTIM)
-        lost = [[index for _, index in groups] for groups in reclaimed]
-        outcomes.append((take_all(living), *lost))
+        ring.reclaim(VICTIM)
+        delivered = ring.delivered(0)
+        outcomes.append(take_all(living))
+        assert delivered == {*outcomes[-1]}
         assert_whole(ring, living)
     assert step > 10, "hardly anything was traced"
     assert [outcome for outcome, _ in groupby(outcomes)] == OUTCOMES[operation]
@@ -532,7 +502,7 @@ def test_reclaim_leaves_a_slow_move_of_the_living_alone(new_ring, operation, lef
         os.close(paused)
         if not has_paused:
             break
-        assert ring.reclaim(VICTIM, timeout_seconds=BOUND_SECONDS) == Reclaimed([], [])
+        ring.reclaim(VICTIM, timeout_seconds=BOUND_SECONDS)
         assert exit_code(pid) == 0
         # While `reclaim` holds the other numbers, the living process may be the first on the pipe.
         assert sorted(take_all(port)) == left
@@ -554,7 +524,7 @@ def test_two_owners_dead_in_the_middle_of_moves_are_reclaimed_together(new_ring)
         ring.reclaim(1, timeout_seconds=0.05)
     with port.get(0) as group:  # the ring still works meanwhile
         assert group.prompt_index == 2
-    assert ring.reclaim(1, 2).redelivered == [(0, 1)]
+    ring.reclaim(1, 2)
     assert take_all(port) == [1]
     assert_whole(ring, ring.attach(1))
 
@@ -564,18 +534,13 @@ def test_delivered_groups_are_those_published_being_read_or_taken(new_ring):
     producer, reader = ring.attach(0), ring.attach(1)
     producer.put(make_group(0), 0)
     with reader.get(0) as group:
-        reader.mark_taken(group)
+        ring.taken[group.group_index] = group.iteration
     for index in (1, 2, 10):  # the last is of iteration 1
         producer.put(make_group(index), 0)
     lease = reader.get(0)
-    slot = ring.free_pipe.receive()
-    for name, value in (("iteration", 0), ("group_index", 7), ("prompt_index", 7)):
-        ring.slots[name][slot] = value
-    ring.slots["status"][slot] = VICTIM << ring_buffer.STATE_BITS | ring_buffer.WRITING
     assert ring.delivered(0) == {0, 1, 2} and ring.delivered(1) == {10}
     lease.release()  # not accepted
     assert ring.delivered(0) == {0, 2}
-    assert ring.reclaim(VICTIM).unfinished == [(0, 7)]
     assert take_all(reader) == [2, 10] and ring.delivered(0) == {0}
 
 

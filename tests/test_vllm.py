@@ -208,7 +208,7 @@ class Died(Exception):
     pass
 
 
-@pytest.mark.parametrize("num_sent", [0, 1, 5, 12, 20])
+@pytest.mark.parametrize("num_sent", [0, 5, 20])
 def test_update_that_failed_is_repeated(trained: Trained, num_sent: int) -> None:
     """Layers have none, a part or all of their weights. `update` compares the checksums."""
     trained.join(bucket_bytes=2**12)
@@ -217,6 +217,7 @@ def test_update_that_failed_is_repeated(trained: Trained, num_sent: int) -> None
     weights = list(trained.policy.weights())
 
     def die() -> torch.Tensor:
+        trained.channel.close()
         raise Died
 
     weights[num_sent] = replace(weights[num_sent], materialize=die)
@@ -232,13 +233,12 @@ def test_update_that_failed_is_repeated(trained: Trained, num_sent: int) -> None
 
 
 def test_wait_for_a_stopped_trainer_is_cancelled(trained: Trained) -> None:
-    for _ in range(2):
-        threading.Timer(0.3, trained.cancelled.set).start()
-        started = time.monotonic()
-        with pytest.raises(ConnectionError, match=r"weight channel, rollout-0.*cancelled"):
-            trained.engine.receive_weights(trained.version + 1)
-        assert time.monotonic() - started < TIMEOUT_SECONDS / 2
-        trained.join()
+    threading.Timer(0.3, trained.cancelled.set).start()
+    started = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"weight channel, rollout-0.*cancelled"):
+        trained.engine.receive_weights(trained.version + 1)
+    assert time.monotonic() - started < TIMEOUT_SECONDS / 2
+    trained.join()
     trained.update()
     assert trained.largest_gap(trained.generate()) <= TOLERANCE
 

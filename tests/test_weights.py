@@ -115,13 +115,9 @@ class Peer:
         self.channel = WeightChannel(endpoint, lambda: self.is_cancelled)
 
     def rejoin(self, store_path, rank, world_size, generation):
-        self.is_cancelled = False
+        self.is_cancelled, self.full = False, self.channel
         endpoint = self.endpoint(store_path, rank, world_size, generation, bucket_bytes=512)
         self.channel = WeightChannel(endpoint, lambda: self.is_cancelled)
-
-    def join_temporary(self, store_path, rank, generation):
-        self.full = self.channel
-        self.rejoin(store_path, rank, 2, generation)
 
     def leave_temporary(self):
         self.channel.close()
@@ -141,7 +137,7 @@ class Peer:
         return int(self.channel._buckets[0][0])
 
     def leave(self):
-        self.channel = None
+        self.channel = self.full = None
 
     def send(self, version, names=SHAPES, dtype=None):
         """The bytes sent, and the sizes of the weights in the order in which they are gathered."""
@@ -257,13 +253,16 @@ class Peers:
                 raise answer
         return answers
 
-    def exchange(self, version, size, names=SHAPES, pause_seconds=0.0):
+    def exchange(self, version, size, names=SHAPES, pause_seconds=0.0, dead=None):
         """Let the first `size` peers exchange weights, which must arrive; the bytes sent."""
-        receive = [("receive", version, pause_seconds)] * (size - 1)
-        (sent, _), *received = self.all(("send", version, names), *receive)
+        commands = [("receive", version, pause_seconds)] * size
+        commands[1 if dead == 0 else 0] = ("send", version, names)
+        if dead is not None:
+            commands[dead] = None
+        (sent, _), *received = self.all(*commands)
         weights = make_weights(version)
         expected = digests({name: weights[name] for name in names})
-        assert [got for got, _ in received] == [expected] * (size - 1)
+        assert received and all(got == expected for got, _ in received)
         return sent
 
     def join(self, size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
@@ -273,21 +272,12 @@ class Peers:
         self.all(*[("join", store_path, rank, *how) for rank in range(size)])
         return store_path
 
-    def rejoin(self, store_path, numbers, generation=1):
-        """A process group of these peers, in a store that was used before."""
-        for rank, number in enumerate(numbers):
-            self.command(number, "rejoin", store_path, rank, len(numbers), generation)
-        assert [self.answer(number)[0] for number in numbers] == [None] * len(numbers)
-
-    def deliver(self, version, numbers):
-        """Let these peers exchange weights, which must arrive."""
-        for number in numbers[1:]:
-            self.command(number, "receive", version)
-        self.command(numbers[0], "send", version)
-        answers = [self.answer(number)[0] for number in numbers]
-        assert [answer[0] for answer in answers[1:]] == [digests(make_weights(version))] * (
-            len(numbers) - 1
-        )
+    def rejoin(self, store_path, size, generation=1, dead=None):
+        """A process group of the first `size` peers, in a store that was used before."""
+        living = [number for number in range(size) if number != dead]
+        for rank, number in enumerate(living):
+            self.command(number, "rejoin", store_path, rank, len(living), generation)
+        assert [self.answer(number)[0] for number in living] == [None] * len(living)
 
     def new_store(self):
         """The path of a file for a new process group."""
@@ -462,77 +452,51 @@ def test_a_sender_that_stops_while_a_receiver_loads_is_a_timeout(peers):
     peers.answer(0)
 
 
-@pytest.mark.parametrize("killed", [0, 2])
-def test_a_killed_rank_is_noticed_and_the_others_make_a_channel_without_it(peers, killed):
-    peers.join(3)
-    os.kill(peers.processes[killed].pid, signal.SIGKILL)
-    peers.processes[killed].join()
-    commands = [("send", 0), ("receive", 0), ("receive", 0)]
-    commands[killed] = None
-    for outcome in peers.outcomes(*commands):
-        # The two left may still reach each other for a while; nobody waits past the bound.
-        assert_bounded(outcome, (ConnectionError, TimeoutError), "of 3")
-    store_path, left = peers.new_store(), [number for number in range(3) if number != killed]
-    for rank, number in enumerate(left):
-        peers.command(number, "join", store_path, rank, 2)
-    assert [peers.answer(number)[0] for number in left] == [None, None]
-    peers.command(left[0], "send", 4)
-    peers.command(left[1], "receive", 4)
-    peers.answer(left[0])
-    assert peers.answer(left[1])[0][0] == digests(make_weights(4))
-
-
 SIZES = [tensor.numel() for tensor in make_weights(0).values() if tensor.numel()]
 AT_ONCE_SECONDS = 0.75 * TIMEOUT_SECONDS
 
 
 @pytest.mark.parametrize(
-    ("what", "size"),
+    ("dead", "what", "size"),
     [
-        ("waiting for a version", 3),
-        ("waiting for names", 3),
-        ("bucket 1 of .*", 3),
-        ("bucket 7 of .*", 4),
-        (r"bucket (\d+) of \1", 3),
+        (0, "bucket 7 of .*", 3),
+        (1, "waiting for a version", 3),
+        (1, "bucket 7 of .*", 4),
+        (1, r"bucket (\d+) of \1", 3),
     ],
 )
-def test_a_receivers_death_ends_all_others_at_once_and_the_next_generation_delivers(
-    peers, what, size
-):
+def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers, dead, what, size):
     """Also of those that do not wait for the dead one. The sender gathers every weight once."""
     store_path = peers.join(size, 256)
-    peers.command(1, "end_at", what, signal.SIGKILL)
-    peers.answer(1)
-    living = [number for number in range(size) if number != 1]
-    peers.command(0, "send", 0)
-    for number in range(1, size):
-        peers.command(number, "receive", 0)
-    for number in living:
+    peers.command(dead, "end_at", what, signal.SIGKILL)
+    peers.answer(dead)
+    for number in range(size):
+        peers.command(number, *[("receive" if number else "send"), 0])
+    for number in {*range(size)} - {dead}:
         error, seconds = peers.answer(number)
         is_late_death = what.endswith("1") and not isinstance(error, Exception)  # all was sent
         assert is_late_death or isinstance(error, ConnectionError), error
         assert seconds < AT_ONCE_SECONDS
-    peers.processes[1].join()
-    peers.command(0, "sizes_gathered")
-    assert peers.answer(0)[0] == SIZES
-    peers.rejoin(store_path, living)
+    peers.processes[dead].join()
+    if dead:
+        peers.command(0, "sizes_gathered")
+        assert peers.answer(0)[0] == SIZES
+    peers.rejoin(store_path, size, dead=dead)
     for version in (0, 1):
-        peers.deliver(version, living)
+        peers.exchange(version, size, dead=dead)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("what", ["making the process group", "bucket 7 of .*"])
-def test_a_wait_for_a_lost_rank_can_be_cancelled(peers, what, signum):
-    """A stopped process closes no connection."""
+def test_a_wait_for_a_stopped_rank_can_be_cancelled(peers, what):
+    """It closes no connection."""
     store_path = peers.new_store() if what.startswith("making") else peers.join(3, 256)
-    peers.command(2, "end_at", what, signum)
+    peers.command(2, "end_at", what, signal.SIGSTOP)
     peers.answer(2)
-    if what.startswith("making"):
-        commands = [("join", store_path, rank, 3) for rank in range(3)]
-    else:
-        commands = [("send", 0), ("receive", 0), ("receive", 0)]
-    for number, command in enumerate(commands):
-        peers.command(number, *command)
+    for rank in range(3):
+        if what.startswith("making"):
+            peers.command(rank, "join", store_path, rank, 3)
+        else:
+            peers.command(rank, "receive" if rank else "send", 0)
     time.sleep(0.2 * TIMEOUT_SECONDS)
     for number in (0, 1):
         os.kill(peers.processes[number].pid, signal.SIGUSR1)
@@ -541,31 +505,16 @@ def test_a_wait_for_a_lost_rank_can_be_cancelled(peers, what, signum):
         assert isinstance(error, ConnectionError) and seconds < AT_ONCE_SECONDS
     peers.processes[2].kill()
     peers.processes[2].join()
-    peers.rejoin(store_path, [0, 1])
-    peers.deliver(0, [0, 1])
-
-
-def test_a_closed_channel_ends_the_others_wait_and_is_of_no_more_use(peers):
-    peers.join(2)
-    peers.command(0, "send", 0)
-    time.sleep(0.2)
-    peers.command(1, "leave_temporary")  # closes
-    peers.answer(1)
-    error, seconds = peers.answer(0)
-    assert isinstance(error, ConnectionError) and seconds < AT_ONCE_SECONDS
-    peers.command(0, "send", 0)
-    error, seconds = peers.answer(0)
-    assert isinstance(error, ConnectionError) and seconds < AT_ONCE_SECONDS
-    peers.command(0, "sizes_gathered")
-    assert peers.answer(0)[0] == SIZES
+    peers.rejoin(store_path, 2)
+    peers.exchange(0, 2)
 
 
 def test_a_temporary_channel_of_two_leaves_the_full_one_as_it_is(peers):
     store_path = peers.join(3)
     peers.exchange(0, 3)
     for generation in (1, 2):
-        peers.all(*[("join_temporary", store_path, rank, generation) for rank in (0, 1)])
-        peers.deliver(0, [0, 1])
+        peers.rejoin(store_path, 2, generation)
+        peers.exchange(0, 2)
         peers.all(("leave_temporary",), ("leave_temporary",))
         assert peers.exchange(generation, 3) > 0
 

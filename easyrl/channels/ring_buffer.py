@@ -38,7 +38,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.context import assert_spawning
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,8 +53,8 @@ SETTLE_SECONDS = 0.001  # after this every core sees a plain store, on Arm too
 DIMENSIONS = ("num_prompt_tokens", "num_generations", "num_completion_tokens")
 
 FIELDS = ("iteration", "policy_version", "group_index", "prompt_index")
-# The status is state and owner in one word: both change in one store. The prompt index is NO_PROMPT
-# while the slot holds no group. The dimensions are the lengths of this group's arrays.
+# The status is state and owner in one word: both change in one store. The dimensions are the
+# lengths of this group's arrays.
 HEADER = ("status", *FIELDS, *DIMENSIONS)
 
 ARRAYS = (  # field of RolloutGroup, element type, its one dimension
@@ -68,7 +68,7 @@ ARRAYS = (  # field of RolloutGroup, element type, its one dimension
     ("truncated", np.bool_, "num_generations"),
 )
 
-NO_PROMPT = NEVER = -1
+NEVER = -1
 TOKEN_BYTES = 8
 ALIGNMENT_BYTES = 64
 
@@ -184,15 +184,6 @@ class TokenPipe:
         return (fcntl.fcntl(self.fds[1], fcntl.F_GETPIPE_SZ) - mmap.PAGESIZE) // TOKEN_BYTES
 
 
-class Reclaimed(NamedTuple):
-    """Groups of dead owners, as (iteration, prompt_index)."""
-
-    unfinished: list[tuple[int, int]]
-    """Lost, because they were being written. Slots without a prompt index yet are omitted."""
-    redelivered: list[tuple[int, int]]
-    """Finished but not released by a reader."""
-
-
 class RingBuffer:
     """The shared memory and its two pipes, without a name: nothing is left behind after a kill.
 
@@ -203,7 +194,6 @@ class RingBuffer:
         """Raises ValueError if the memory is too small, or a pipe for the number of slots."""
         layout.check_memory()
         self._map(layout, anonymous_memory(layout.total_bytes))
-        self.slots["prompt_index"][:] = NO_PROMPT
         self.taken[:] = NEVER
         self.free_pipe, self.ready_pipe = TokenPipe(), TokenPipe()
         capacity = self.free_pipe.capacity()
@@ -247,7 +237,7 @@ class RingBuffer:
             raise ValueError(f"owner {owner_id} died during a move: reclaim it first")
         return RingPort(self, owner_id)
 
-    def reclaim(self, *dead_owners: int, timeout_seconds: float = 5.0) -> Reclaimed:
+    def reclaim(self, *dead_owners: int, timeout_seconds: float = 5.0) -> None:
         """Recover the slots of dead owners: those being written become free, those being read (or
         finished but not published) become ready. Call from one process at a time.
 
@@ -276,26 +266,20 @@ class RingBuffer:
                         f"owners {moving or living} still move slots after {timeout_seconds} s; "
                         "reclaim dead ones in the same call"
                     )
-            unfinished: list[tuple[int, int]] = []
-            redelivered: list[tuple[int, int]] = []
-            on_pipes = {*free, *ready}
+            on_pipes, redelivered = {*free, *ready}, []
             for slot, status in enumerate(statuses):
                 state, owner = status & (1 << STATE_BITS) - 1, status >> STATE_BITS
                 is_held = state in (WRITING, READING) and owner in living
                 if slot in on_pipes or is_held:
                     continue
-                group = (int(self.slots["iteration"][slot]), int(self.slots["prompt_index"][slot]))
                 if state in (READY, READING):
                     self.slots["status"][slot] = READY
-                    ready.insert(len(redelivered), slot)  # it arrived before those on the pipe
-                    redelivered.append(group)
+                    redelivered.append(slot)
                 else:
-                    if state == WRITING and group[1] != NO_PROMPT:
-                        unfinished.append(group)
-                    self.clear(slot)
+                    self.slots["status"][slot] = FREE
                     free.append(slot)
+            ready = redelivered + ready  # they arrived before those on the pipe
             self.moves[list(dead_owners)] = 0
-            return Reclaimed(unfinished, redelivered)
         finally:
             for slot in free:
                 self.free_pipe.send(slot)
@@ -331,28 +315,14 @@ class RingBuffer:
         """
         fields: dict[str, Any] = {name: int(self.slots[name][slot]) for name in HEADER[1:]}
         lengths = {dimension: fields.pop(dimension) for dimension in DIMENSIONS}
-        for dimension, most in self.layout.capacities.items():
-            if not 0 <= lengths[dimension] <= most:
-                raise RuntimeError(
-                    f"ring slot {slot} is damaged: expected {dimension} from 0 to {most}, "
-                    f"got {lengths[dimension]}"
-                )
         for name, _, dimension in ARRAYS:
             fields[name] = array = self.slots[name][slot, : lengths[dimension]]
             array.flags.writeable = False
-        of_completions = fields["completion_lengths"].tolist()
-        num_tokens = lengths["num_completion_tokens"]
-        if sum(of_completions) != num_tokens or min(of_completions, default=-1) < 0:
-            raise RuntimeError(
-                f"ring slot {slot} is damaged: expected {num_tokens} completion tokens, "
-                f"got completions of {of_completions}"
-            )
+        capacities, sizes = self.layout.capacities, fields["completion_lengths"].tolist()
+        fits = all(0 <= lengths[dimension] <= capacities[dimension] for dimension in DIMENSIONS)
+        if not fits or min(sizes, default=-1) < 0 or sum(sizes) != lengths["num_completion_tokens"]:
+            raise RuntimeError(f"ring slot {slot} is damaged: {lengths}, completions of {sizes}")
         return RolloutGroup(**fields)
-
-    def clear(self, slot: int) -> None:
-        """Mark a slot as free. The caller sends its number."""
-        self.slots["status"][slot] = FREE  # first: until then the group is still whole
-        self.slots["prompt_index"][slot] = NO_PROMPT
 
     def close(self) -> None:
         """Close this process's descriptors. The memory is freed with the last view of it."""
@@ -383,7 +353,7 @@ class RingPort:
         slot = self._take(ring.free_pipe, WRITING, timeout_seconds)
         if slot is None:
             return False
-        for name in FIELDS:  # from `prompt_index` on `reclaim` can report the group
+        for name in FIELDS:
             slots[name][slot] = getattr(group, name)
         for dimension, length in lengths.items():
             slots[dimension][slot] = length
@@ -399,14 +369,10 @@ class RingPort:
         slot = self._take(self.ring.ready_pipe, READING, timeout_seconds)
         return None if slot is None else Lease(self, slot)
 
-    def mark_taken(self, group: RolloutGroup) -> None:
-        """Record, before its slot is freed, that the trainer has accepted this group."""
-        self.ring.taken[group.group_index] = group.iteration
-
     def free_slot(self, slot: int) -> None:
         """Free a slot that this worker owns (`Lease.release`)."""
         with self._move():
-            self.ring.clear(slot)
+            self.ring.slots["status"][slot] = FREE
             self.ring.free_pipe.send(slot)
 
     def _take(self, pipe: TokenPipe, state: int, timeout_seconds: float) -> int | None:

@@ -39,7 +39,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,7 +59,6 @@ BUSY_SECONDS, REST_SECONDS = 0.05, 0.001
 """Busy-poll for this long, then sleep between polls."""
 SLICE = timedelta(seconds=0.05)
 """Longest wait for a broadcast on the CPU between two polls."""
-CANCELLED = "cancelled, since another member is lost"
 ALIGNMENT_BYTES = 16
 
 Entry = tuple[str, tuple[int, ...], str]
@@ -130,7 +129,7 @@ class WeightEndpoint:
 
 class WeightChannel:
     """One rank's end of the channel. Every method may raise ConnectionError, if another member is
-    lost or `is_cancelled` becomes true, or TimeoutError; the channel is closed then."""
+    lost or `is_cancelled` becomes true, or TimeoutError; it closes the channel first."""
 
     def __init__(
         self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool] = lambda: False
@@ -157,11 +156,10 @@ class WeightChannel:
         self._buckets: list[Tensor] = []
         store = PrefixStore(f"weights-{endpoint.generation}", FileStore(endpoint.store_path, -1))
         store.set_timeout(self._timeout)
-        with self._closed_by_failure():
-            self._bounded("making the process group", lambda: self._join(store))
-            if endpoint.shared_device is not None:
-                assert endpoint.world_size == 2, "one sender and one receiver share a device"
-                self._buckets = self._share_bucket(store, torch.device(endpoint.shared_device))
+        self._bounded("making the process group", lambda: self._join(store))
+        if endpoint.shared_device is not None:
+            assert endpoint.world_size == 2, "one sender and one receiver share a device"
+            self._buckets = self._share_bucket(store, torch.device(endpoint.shared_device))
         self._is_shared = len(self._buckets) == 1
         if self._is_shared:
             self._alone_bytes = math.inf  # a weight is copied through the bucket in any case
@@ -171,19 +169,13 @@ class WeightChannel:
             ]
 
     def close(self) -> None:
-        """Leave the process group without waiting. The other members' waits for this one fail, at
-        once where the backend notices. Call it on all ends, but not before all have succeeded."""
+        """Leave the process group without waiting, and free the buckets. The other members' waits
+        for this one fail, at once where the backend notices. Call it on all ends, but not before
+        all have succeeded."""
         self._abort()
         self._group, self._abort = None, lambda: None
         self._pending.clear()
-
-    @contextlib.contextmanager
-    def _closed_by_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
+        self._buckets.clear()
 
     def send(
         self,
@@ -202,30 +194,22 @@ class WeightChannel:
         Returns the bytes sent.
         """
         assert self.rank == 0
-        by_name = {weight.name: weight for weight in weights}
+        weights, entries = list(weights), []
+        for weight in weights:
+            sent_as = str(dtype or weight.reference.dtype).removeprefix("torch.")
+            entries.append((weight.name, tuple(weight.reference.shape), sent_as))
         gathered = (
             gather(weight.materialize().detach(), dtype or weight.reference.dtype)
-            for weight in by_name.values()
+            for weight in weights
             if weight.reference.numel()
         )
         try:
-            with self._closed_by_failure():
-                return self._send(policy_version, by_name, dtype, gathered)
+            return self._send(policy_version, entries, gathered)
         except OSError:
             deque(gathered, maxlen=0)
             raise
 
-    def _send(
-        self,
-        policy_version: int,
-        by_name: Mapping[str, Weight],
-        dtype: torch.dtype | None,
-        gathered: Iterator[Tensor],
-    ) -> int:
-        entries = []
-        for name, weight in by_name.items():
-            sent_as = str(dtype or weight.reference.dtype).removeprefix("torch.")
-            entries.append((name, tuple(weight.reference.shape), sent_as))
+    def _send(self, policy_version: int, entries: list[Entry], gathered: Iterator[Tensor]) -> int:
         text = json.dumps(entries).encode() if entries != self._entries else b""
         announced = torch.tensor([policy_version, len(text)], device=self._device)
         self.broadcast(announced, "announcing a version")
@@ -267,12 +251,6 @@ class WeightChannel:
         Raises RuntimeError if the sender sends another version than `policy_version`.
         """
         assert self.rank > 0
-        with self._closed_by_failure():
-            yield from self._receive(policy_version, memory_of)
-
-    def _receive(
-        self, policy_version: int, memory_of: Callable[[str], Tensor | None]
-    ) -> Iterator[WeightPiece]:
         announced = torch.zeros(2, dtype=torch.int64, device=self._device)
         self.broadcast(announced, "waiting for a version")
         version, num_bytes = announced.tolist()
@@ -399,8 +377,6 @@ class WeightChannel:
         self._pending.append((number, work))
 
     def _begin(self, tensor: Tensor, root: int) -> Any:
-        if self._group is None:
-            raise RuntimeError("the channel is closed")
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.timeout = self._timeout
@@ -432,7 +408,7 @@ class WeightChannel:
             if waited > self._timeout.total_seconds():
                 raise RuntimeError("Timed out")
             if waited > BUSY_SECONDS and self._is_cancelled():
-                raise RuntimeError(CANCELLED)
+                raise RuntimeError("cancelled, since another member is lost")
             time.sleep(0.0 if waited < BUSY_SECONDS else REST_SECONDS)
 
     def _bounded(self, what: str, action: Callable[[], Any]) -> Any:
@@ -440,13 +416,14 @@ class WeightChannel:
         try:
             return action()
         except (RuntimeError, ValueError) as error:
+            self.close()
             waited = time.monotonic() - started
             text, reason = f"weight channel, {self._name}, {what}", str(error).partition("\n")[0]
             # A broadcast may start before this wait, so it may time out before this wait reaches
             # the bound.
             is_late = waited >= 0.9 * self._timeout.total_seconds()
             is_late |= any(words in str(error) for words in ("Timed out", "timing out"))
-            if not is_late or reason == CANCELLED:
+            if not is_late:
                 raise ConnectionError(f"{text}: {reason}") from error
             # Gloo passes a broadcast from one receiver to the next.
             by_rank = {0: "a rollout worker", 1: "train-0"}

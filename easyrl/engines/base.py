@@ -101,9 +101,7 @@ class Engine:
         return the groups that have finished."""
         raise NotImplementedError
 
-    def join_weights(
-        self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool] = lambda: False
-    ) -> None:
+    def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:
         """Leave the weight channel of before, if any, and join this one, with one rank for each
         device of the engine. Its waits, also later ones, end when `is_cancelled()` is true."""
         raise NotImplementedError
@@ -133,12 +131,9 @@ class PolicyEngine(Engine):
         self.policy = policy
         self._stop = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
 
-    def join_weights(
-        self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool] = lambda: False
-    ) -> None:
+    def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:
         if self._channel is not None:
             self._channel.close()
-        self._channel = None  # free its buckets
         self._channel = WeightChannel(endpoint, is_cancelled)
 
     def receive_weights(self, policy_version: int) -> None:

@@ -147,7 +147,6 @@ class GroupReader:
         `wait_for_group` returns when the ring may hold another group."""
         train = config.train
         self.groups_per_update = train.prompts_per_iteration // train.updates_per_iteration
-        self.num_read = 0  # groups handed out so far
         self.num_duplicates = 0  # groups dropped
         self.completion_tokens = 0  # of the groups handed out
         self.port = port
@@ -157,10 +156,10 @@ class GroupReader:
         self._wait_for_group = wait_for_group
         self._is_ordered = config.runtime.deterministic
         self._waits_for_all = config.runtime.schedule == "sync"
-        self._due = set(range(train.prompts_per_iteration))  # group indices that have not arrived
+        self._num_groups = train.prompts_per_iteration
         self._prompts: dict[int, int] = {}  # of the groups that have arrived, by group index
-        self._arrived: dict[int, Lease] = {}  # by group index, in order of arrival
-        self._handed_out: list[int] = []  # group indices of the current update
+        self._arrived: dict[int, Lease] = {}  # those not handed out, in order of arrival
+        self._handed_out: list[int] = []  # group indices
 
     def next(self, update: int, *, wait: bool) -> Lease | None:
         """Return the next group of an update that has groups left; None, with `wait=False`, if it
@@ -168,64 +167,62 @@ class GroupReader:
         while (index := self._available(update)) is None:
             lease = self.port.get(0.0)
             if lease is not None:
-                if self._is_duplicate(lease.group):
+                if self._accept(lease.group):
+                    self._arrived[lease.group.group_index] = lease
+                else:
                     self.num_duplicates += 1
                     lease.release()
-                    continue
-                self._check(lease.group)
-                self._arrived[lease.group.group_index] = lease
             elif wait or self._waits_for_all:
                 self._wait_for_group()
             else:
                 return None
         lease = self._arrived.pop(index)
         self._handed_out.append(index)
-        self.num_read += 1
         self.completion_tokens += lease.group.num_completion_tokens
         return lease
 
+    @property
+    def num_read(self) -> int:
+        """Number of groups handed out so far."""
+        return len(self._handed_out)
+
     def finish_update(self, update: int) -> None:
-        """Check that each group of the update was handed out exactly once."""
-        first = update * self.groups_per_update
-        expected = range(first, first + self.groups_per_update)
-        got, self._handed_out = sorted(self._handed_out), []
-        if got != [*expected]:
-            raise RuntimeError(f"update {update}: expected the groups {expected} once, got {got}")
+        """Check that each group up to this update was handed out exactly once."""
+        num_groups, got = (update + 1) * self.groups_per_update, sorted(self._handed_out)
+        if got != [*range(num_groups)]:
+            raise RuntimeError(f"expected groups 0 to {num_groups - 1} once each, got {got}")
 
     def _available(self, update: int) -> int | None:
         """Index of the group to hand out now, if it has arrived."""
-        if self._waits_for_all and self._due:
+        if self._waits_for_all and len(self._prompts) < self._num_groups:
             return None
         if self._is_ordered:
             return self.num_read if self.num_read in self._arrived else None
         of_update = (i for i in self._arrived if i // self.groups_per_update == update)
         return next(of_update, None)
 
-    def _is_duplicate(self, group: RolloutGroup) -> bool:
-        """Return whether the same group has been accepted before, in this iteration or the previous
-        one, of which all groups have been trained."""
+    def _accept(self, group: RolloutGroup) -> bool:
+        """Return whether the group is new; False if it has been accepted before, in this iteration
+        or the previous one. Raises RuntimeError if it is off-policy or not due (docs/design.md,
+        Invariants)."""
         got, index = (group.iteration, group.policy_version), group.group_index
-        if got == self._previous:
-            return index in self._previously_taken
-        return got == self._expected and self._prompts.get(index) == group.prompt_index
-
-    def _check(self, group: RolloutGroup) -> None:
-        """Check that the group is on-policy and due (docs/design.md, Invariants). Then accept
-        it."""
-        got = group.iteration, group.policy_version
+        if got == self._previous and index in self._previously_taken:
+            return False
         if got != self._expected:
             raise RuntimeError(
                 f"off-policy group of prompt {group.prompt_index}: expected iteration and policy "
                 f"version {self._expected}, got {got}"
             )
-        if group.group_index not in self._due:
+        if self._prompts.get(index) == group.prompt_index:
+            return False
+        if index in self._prompts or not 0 <= index < self._num_groups:
             raise RuntimeError(
-                f"group {group.group_index} (prompt {group.prompt_index}) has arrived with another "
+                f"group {index} (prompt {group.prompt_index}) has arrived with another "
                 f"prompt in iteration {group.iteration}, or is not one of its groups"
             )
-        self._due.remove(group.group_index)
-        self._prompts[group.group_index] = group.prompt_index
-        self.port.mark_taken(group)
+        self._prompts[index] = group.prompt_index
+        self.port.ring.taken[index] = group.iteration
+        return True
 
 
 class MicroBatches:

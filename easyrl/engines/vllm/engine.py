@@ -25,7 +25,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
@@ -51,7 +51,7 @@ from easyrl.data.hub import resolve_model
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
 from easyrl.engines.vllm.platforms import BACKEND, WORKER, cache_bytes, device_arguments
-from easyrl.engines.vllm.processes import Cleanup
+from easyrl.engines.vllm.processes import Cleanup, cancel_file
 from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.processes import maybe_sleep
 from easyrl.types import Completion
@@ -242,9 +242,7 @@ class VllmEngine(Engine):
 
     # -- weights --------------------------------------------------------------------------------
 
-    def join_weights(
-        self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool] = lambda: False
-    ) -> None:
+    def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:
         self._timeout_seconds = endpoint.timeout_seconds + GRACE_SECONDS
         self._generation, self._is_cancelled = endpoint.generation, is_cancelled
         self._call(self._join(endpoint), is_cancelled=is_cancelled)
@@ -257,20 +255,17 @@ class VllmEngine(Engine):
     async def _join(self, endpoint: WeightEndpoint) -> None:
         request = WeightTransferInitRequest(init_info={"endpoint": asdict(endpoint)})
         await self._engine.init_weight_transfer_engine(request)
-        _raise_first(await self._engine.collective_rpc("easyrl_channel_error"))
+        await self._results()
 
     async def _update(self, policy_version: int) -> None:
         engine = self._engine
         await engine.start_weight_update()
         update = WeightTransferUpdateRequest(update_info={"policy_version": policy_version})
         await engine.update_weights(update)
-        errors = await engine.collective_rpc("easyrl_channel_error")
-        version = None if any(errors) else str(policy_version)
-        await engine.finish_weight_update(weight_version=version)
-        _raise_first(errors)
+        await engine.finish_weight_update(weight_version=str(policy_version))
         await self._reset_prefix_cache(policy_version)
         held = []
-        for rows, unmatched in await engine.collective_rpc("easyrl_held_weights"):
+        for _, rows, unmatched in await self._results():
             if unmatched and self.policy_version < 0:
                 raise ConfigError(
                     f"model.path: {len(unmatched)} of the model's weights have other names in vLLM "
@@ -279,6 +274,13 @@ class VllmEngine(Engine):
                 )
             held.append([ParameterChecksum(*row) for row in rows])
         self._verifier.check(policy_version, held)
+
+    async def _results(self) -> list[tuple[str, list[Any], list[str]]]:
+        """Return each rank's `easyrl_results`. Raises the first error of the weight channel."""
+        results = await self._engine.collective_rpc("easyrl_results")
+        for error in filter(None, (error for error, _, _ in results)):
+            raise ConnectionError(error)
+        return results  # type: ignore[no-any-return]
 
     async def _reset_prefix_cache(self, policy_version: int) -> None:
         if await self._engine.reset_prefix_cache() is False:
@@ -302,7 +304,7 @@ class VllmEngine(Engine):
                 if self._engine is not None and self._engine.errored:  # it will not answer
                     raise self._log.end_error()
                 if is_cancelled():
-                    self._cleanup.cancel(self._generation)
+                    cancel_file(self._cleanup.folder, self._generation).touch()
                 newest = Path(self._cleanup.folder).stat().st_mtime_ns
                 if newest != last:
                     last, changed_at = newest, time.monotonic()
@@ -327,12 +329,6 @@ class VllmEngine(Engine):
 
 async def _make_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
     return AsyncLLM.from_engine_args(arguments)
-
-
-def _raise_first(errors: Sequence[str]) -> None:
-    """Raise the weight channel's error in one of the ranks, if any."""
-    for error in filter(None, errors):
-        raise ConnectionError(error)
 
 
 def sampling_parameters(sampling: SamplingSettings, end_tokens: set[int]) -> dict[str, Any]:

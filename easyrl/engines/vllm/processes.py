@@ -55,10 +55,6 @@ class Cleanup:
         """Do not mark the processes that are started from now on as vLLM's."""
         del os.environ[FOLDER]
 
-    def cancel(self, generation: int) -> None:
-        """End the waits in the weight channel of this generation."""
-        cancel_file(self.folder, generation).touch()
-
     def close(self) -> None:
         assert self._cleaner.stdin is not None
         self._cleaner.stdin.close()
@@ -66,6 +62,7 @@ class Cleanup:
 
 
 def cancel_file(folder: str, generation: int) -> Path:
+    """Return the file that ends the waits in the weight channel of this generation."""
     return Path(folder, f"cancelled-{generation}")
 
 

@@ -118,7 +118,8 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._channel: WeightChannel | None = None
-        self.channel_error = ""  # of the last call
+        self.channel_error = ""
+        """Raised in one of several ranks, it would leave vLLM's calls out of step."""
         self.held: list[ParameterChecksum] = []  # after an update
         self.unmatched: list[str] = []  # weights without a parameter, parameters without a weight
         self._sent: dict[str, ParameterChecksum] = {}  # by parameter
@@ -132,10 +133,12 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
                 endpoint[key] = str(self.device)
         if self._channel is not None:
             self._channel.close()
-        self._channel = None  # free its buckets
         cancelled = cancel_file(os.environ[FOLDER], endpoint["generation"])
-        with self._recording_channel_error():
+        try:
             self._channel = WeightChannel(WeightEndpoint(**endpoint), cancelled.exists)
+            self.channel_error = ""
+        except OSError as error:
+            self.channel_error = str(error)
         if ident := os.environ.get("VLLM_DIST_IDENT"):  # segments that all CPU ranks have opened
             for segment in Path("/dev/shm").glob(f"{ident}-*"):
                 segment.unlink(missing_ok=True)
@@ -148,24 +151,18 @@ class BucketTransfer(WeightTransferEngine[TransferInitInfo, TransferUpdateInfo])
     def receive_weights(self, update_info: TransferUpdateInfo) -> None:
         assert self._channel is not None
         pieces = self._channel.receive(update_info.policy_version)
-        with self._recording_channel_error(), set_current_vllm_config(self.vllm_config):
-            for name, weight in whole_weights(pieces, self.device):
-                parameters = self.load(name, weight)
-                if not parameters:
-                    self.unmatched.append(name)
-                for parameter in parameters:
-                    sent = self._sent.setdefault(parameter, ParameterChecksum(parameter))
-                    sent.is_matrix |= weight.ndim > 1
-                    sent.sent += checksum(weight)
-                    if self.device.type == "cpu" and weight.ndim == 2:
-                        self._sent_columns[parameter] += checksum(_columns(weight))
-
-    @contextmanager
-    def _recording_channel_error(self) -> Iterator[None]:
-        """Raised in one of several ranks, it would leave vLLM's calls out of step."""
-        self.channel_error = ""
         try:
-            yield
+            with set_current_vllm_config(self.vllm_config):
+                for name, weight in whole_weights(pieces, self.device):
+                    parameters = self.load(name, weight)
+                    if not parameters:
+                        self.unmatched.append(name)
+                    for parameter in parameters:
+                        sent = self._sent.setdefault(parameter, ParameterChecksum(parameter))
+                        sent.is_matrix |= weight.ndim > 1
+                        sent.sent += checksum(weight)
+                        if self.device.type == "cpu" and weight.ndim == 2:
+                            self._sent_columns[parameter] += checksum(_columns(weight))
         except OSError as error:
             self.channel_error = str(error)
 
@@ -210,12 +207,10 @@ class WorkerExtension:
     weight_transfer_engine: BucketTransfer
     model_runner: Any
 
-    def easyrl_held_weights(self) -> tuple[list[Any], list[str]]:
+    def easyrl_results(self) -> tuple[str, list[Any], list[str]]:
         transfer = self.weight_transfer_engine
-        return [list(astuple(held)) for held in transfer.held], transfer.unmatched
-
-    def easyrl_channel_error(self) -> str:
-        return self.weight_transfer_engine.channel_error
+        held = [list(astuple(held)) for held in transfer.held]
+        return transfer.channel_error, held, transfer.unmatched
 
     def easyrl_set_logprobs_mode(self, mode: str) -> None:
         sampler = self.model_runner.sampler
