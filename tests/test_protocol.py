@@ -17,11 +17,13 @@ import contextlib
 import random
 import threading
 from collections import Counter, deque
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_ring_buffer
 
 from easyrl import events
 from easyrl.channels import ring_buffer
@@ -29,7 +31,7 @@ from easyrl.channels.ring_buffer import FREE, READING, STATE_BITS, RingBuffer, R
 from easyrl.config import load_config
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.dispatch import Dispatcher, Rounds
-from easyrl.types import Prompt, RolloutGroup
+from easyrl.types import Prompt
 from easyrl.workers.batches import GroupReader
 
 PRODUCERS, CONSUMERS = (0, 1), (2, 3)
@@ -38,6 +40,7 @@ REJECTED = {1, 6}  # prompts, unless it is the last round
 KILL = "kill"
 MAX_STEPS = 5000
 CONFIG = load_config(None, {"train.prompts_per_iteration": NUM_GROUPS})
+SMALL_GROUP = test_ring_buffer.make_group(0, lengths=[1], prompt_length=1)
 
 
 class Killed(BaseException):
@@ -54,9 +57,6 @@ class Process:
         self.is_ready = lambda: True  # what it waits for
         self.thread = threading.Thread(target=self._main, daemon=True)
         self.thread.start()
-
-    def can_run(self):
-        return not self.is_done and self.is_ready()
 
     def _main(self):
         self.baton.acquire()
@@ -145,7 +145,8 @@ class World:
 
     def others(self):
         """Processes that can run, the one that has not run for longest first."""
-        return [each for each in self.processes if each is not self.running and each.can_run()]
+        able = (each for each in self.processes if not each.is_done and each.is_ready())
+        return [each for each in able if each is not self.running]
 
     def step(self):
         """The running process is about to do something that others can see."""
@@ -165,18 +166,18 @@ class World:
         self.switch_to(others[decision])
         self.step()
 
-    def wait(self, is_ready=lambda: True):
+    def let_others_run(self):
+        if others := self.others():
+            self.switch_to(others[0])
+
+    def wait_for(self, is_ready):
         """The running process waits for something that others do."""
         own = self.running
         own.is_ready = is_ready
-        if others := self.others():
-            self.switch_to(others[0])
+        if not is_ready():
+            self.let_others_run()
         assert is_ready(), "deadlock"
         own.is_ready = lambda: True
-
-    def wait_for(self, is_ready):
-        if not is_ready():
-            self.wait(is_ready)
 
     def switch_to(self, other):
         own = self.running
@@ -222,20 +223,13 @@ class World:
 
 
 def make_group(iteration, group_index, prompt_index):
-    tokens = np.full(1 + prompt_index % 2, prompt_index, np.int32)
-    return RolloutGroup(
+    return replace(
+        SMALL_GROUP,
         iteration=iteration,
         policy_version=iteration,
         group_index=group_index,
         prompt_index=prompt_index,
-        prompt_ids=tokens,
-        completion_lengths=np.array([len(tokens)], np.int32),
-        completion_ids=tokens,
-        rollout_logprobs=np.zeros(len(tokens), np.float32),
-        loss_mask=np.ones(len(tokens), np.bool_),
-        rewards=np.zeros(1, np.float32),
-        advantages=np.zeros(1, np.float32),
-        truncated=np.zeros(1, np.bool_),
+        completion_ids=np.array([prompt_index], np.int32),
     )
 
 
@@ -332,7 +326,7 @@ def run_iteration(world, iteration, rounds):
         is_drained = len(world.prompts) == NUM_GROUPS and (states == FREE).all()
         return rounds.is_complete and dispatcher.is_idle and is_drained and not world.reading
 
-    def replace(owner, delivered):
+    def replace_producer(owner, delivered):
         worker = workers[owner]
         asked = SimpleNamespace(delivered=lambda iteration: delivered)
         controller = SimpleNamespace(_ring=asked, dispatcher=dispatcher)
@@ -366,12 +360,12 @@ def run_iteration(world, iteration, rounds):
             try:
                 delivered = world.recover(ring, dead, iteration)
             except TimeoutError:  # another process is in a move, or has died in it
-                world.wait()
+                world.let_others_run()
                 continue
             while dead:
                 owner = dead.pop()
                 if owner in PRODUCERS:
-                    replace(owner, delivered)
+                    replace_producer(owner, delivered)
                 else:
                     world.spawn(owner)
 
@@ -393,7 +387,7 @@ def recover(ring, dead, iteration):
 def ring(monkeypatch):
     monkeypatch.setattr(ring_buffer, "TokenPipe", StepPipe)
     monkeypatch.setattr(Shared, "step", lambda: None, raising=False)
-    lengths = {"num_generations": 1, "max_prompt_length": 2, "max_completion_length": 2}
+    lengths = {"num_generations": 1, "max_prompt_length": 1, "max_completion_length": 1}
     layout = RingLayout(NUM_SLOTS, **lengths, num_owners=4, num_groups=NUM_GROUPS)
     with contextlib.closing(RingBuffer(layout)) as ring:
         for name in ("status", "group_index"):
