@@ -10,17 +10,10 @@ from typing import Any
 from easyrl import events
 
 
-class HangsInPython:
+class HangsInC:
     def __init__(self, settings: Any, control: Connection) -> None:
         self.control = control
 
-    def run(self) -> None:
-        self.control.send(events.Note("hangs from here on"))
-        while True:
-            pass
-
-
-class HangsInC(HangsInPython):
     def run(self) -> None:
         self.control.send(events.Note("hangs from here on"))
         while True:
