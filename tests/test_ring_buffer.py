@@ -153,14 +153,16 @@ def test_released_slot_is_used_again_and_second_release_does_nothing(new_ring):
     assert_whole(ring, port)
 
 
-def produce(ring, owner, indexes, result):
+def produce(ring, owner, indexes, started, result):
     port = ring.attach(owner)
+    started.wait(BOUND_SECONDS)
     result.send([port.put(make_group(i), BOUND_SECONDS) for i in indexes])
 
 
-def consume(ring, owner, left, result):
+def consume(ring, owner, left, started, result):
     """Take groups until none of the shared number is left."""
     port = ring.attach(owner)
+    started.wait(BOUND_SECONDS)
     seen = []
     deadline = time.monotonic() + BOUND_SECONDS
     while left.value and time.monotonic() < deadline:
@@ -176,9 +178,13 @@ def consume(ring, owner, left, result):
 def test_three_producers_and_two_consumers_hand_over_every_group_exactly_once(new_ring):
     ring, num_groups = new_ring(num_slots=4), 300
     left, pipes = SPAWN.Value("i", num_groups), [SPAWN.Pipe(duplex=False) for _ in range(5)]
-    calls = [(produce, (ring, i, range(i, num_groups, 3), pipes[i][1])) for i in range(3)]
-    calls += [(consume, (ring, i, left, pipes[i][1])) for i in (3, 4)]
-    processes = [SPAWN.Process(target=target, args=args, daemon=True) for target, args in calls]
+    calls = [(produce, ring, i, range(i, num_groups, 3)) for i in range(3)]
+    calls += [(consume, ring, i, left) for i in (3, 4)]
+    started = SPAWN.Barrier(5)  # a late consumer would find nothing left
+    processes = [
+        SPAWN.Process(target=target, args=(*args, started, pipe), daemon=True)
+        for (target, *args), (_, pipe) in zip(calls, pipes, strict=True)
+    ]
     for process in processes:
         process.start()
     *puts, one, other = [reader.poll(BOUND_SECONDS) and reader.recv() for reader, _ in pipes]
