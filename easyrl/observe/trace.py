@@ -59,11 +59,8 @@ TYPES = {
 }
 LEFT_OUT = ("folder", "config", "earlier", "rewards_by_function", "columns", "completions")
 """Fields that are null in the file: they are large, or in other files."""
-NAMES = (
-    '"ph": "M"',
-    *(f'"type": "{kind}"' for kind in ("RunStarted", "WorkerSpawned", "WorkerLeft")),
-)
-"""Parts of the lines without which later lines cannot be read."""
+NAMES = ('"ph": "M"', '"type": "RunStarted"', '"type": "Worker')
+"""Parts of the lines without which later ones cannot be read."""
 
 
 def encode(value: Any) -> Any:
