@@ -45,8 +45,11 @@ def settings_on_cpu(name: str, config: Config, **changes: Any) -> WorkerSettings
 def spawned_settings(placement: Placement) -> dict[str, WorkerSettings]:
     """Settings with which the workers of a run are spawned, by name, in order."""
     spawned: dict[str, WorkerSettings] = {}
-    supervisor: Any = SimpleNamespace(
-        spawn=lambda name, target, settings, ring, **_: spawned.update({name: settings})
-    )
+
+    def spawn(name: str, target: Any, settings: WorkerSettings, *_: Any, **__: Any) -> Any:
+        spawned[name] = settings
+        return SimpleNamespace(name=name)
+
+    supervisor: Any = SimpleNamespace(spawn=spawn)
     Workers(load_config(), placement, supervisor, log_of=Path, notify=lambda event: None)
     return spawned

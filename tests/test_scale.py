@@ -16,7 +16,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from easyrl import devices
+from easyrl import devices, events
 from easyrl.cli import app
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
@@ -97,7 +97,10 @@ class Spawned:
         if self.num_left == 0:
             raise OSError(errno.EMFILE, "Too many open files")
         self.num_left -= 1
-        return cast(Any, SimpleNamespace(name=name, number=int(name[-1]), is_leaving=False))
+        number, state = int(name[-1]), "starting" if self.has_begun else "working"
+        return cast(Any, SimpleNamespace(name=name, number=number, state=state, is_leaving=False))
+
+    has_begun = False
 
 
 @pytest.mark.parametrize(("wanted", "staying"), [
@@ -115,10 +118,31 @@ def test_workers_come_and_go_or_nothing_changes(tmp_path: Path, wanted: str, sta
         log_of=tmp_path.joinpath,
         notify=lambda event: None,
     )
+    supervisor.has_begun = True
     is_refused = wanted != staying
     with pytest.raises(ConfigError, match="Too many") if is_refused else contextlib.nullcontext():
         workers.scale(parse_device_set(wanted))
     assert workers.infer_devices == parse_device_set(staying)
+
+
+@pytest.mark.parametrize("last", [events.Ready(), events.Lost("failed: no such device")])
+def test_workers_leave_once_new_ones_are_ready(tmp_path: Path, last: events.WorkerEvent) -> None:
+    words = (*EIGHT, "devices.max_rollout_workers=6")
+    supervisor = cast(Any, Spawned(most=4 + 2 + 2))
+    config, placement = load_config(words=words), place(*words)
+    workers = Workers(
+        config, placement, supervisor, log_of=tmp_path.joinpath, notify=lambda event: None
+    )
+    supervisor.has_begun = True
+    workers.scale(parse_device_set("4-5"))
+    *old, one, two = workers.rollout
+    for new in (one, two):
+        assert not any(worker.is_leaving for worker in old) and len(workers.changing) >= 5
+        workers._received.append((new, last))
+        workers.next_event()
+    has_started = last == events.Ready()
+    assert all(worker.is_leaving == has_started for worker in old)
+    assert workers.infer_devices == parse_device_set("4-5" if has_started else "0-3")
 
 
 @pytest.mark.parametrize(("words", "most"), [

@@ -120,8 +120,8 @@ class TrainRanks:
                 raise
             message = f"train rank {self.rank} of {self.size}, waiting for the others: {text}"
             if "imed out" in text or "imeout" in text:
-                bound = f"runtime.timeout_seconds={self._timeout_seconds:g}"
-                raise TimeoutError(f"{message} ({bound} bounds this wait)") from error
+                bound = f"{self._timeout_seconds:g} s, twice runtime.timeout_seconds"
+                raise TimeoutError(f"{message} (the bound is {bound})") from error
             raise ConnectionError(message) from error
 
 

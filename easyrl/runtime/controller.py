@@ -170,10 +170,8 @@ class Controller:
 
     def _scale(self, wanted: DeviceSet) -> dict[str, Any]:
         """Let rollout workers come and go, so that those on `wanted` remain."""
-        rollout = self.workers.rollout
-        changing = [w.name for w in rollout if w.is_leaving or w.state == "starting"]
         before = self.workers.infer_devices
-        check_scale(self.config, self.checked.placement, before, wanted, changing)
+        check_scale(self.config, self.checked.placement, before, wanted, self.workers.changing)
         self.workers.scale(wanted)
         self.balance.clear()
         message = f"rollout workers on {wanted}, before on {before}"
@@ -184,7 +182,8 @@ class Controller:
         """Change to the number of rollout workers that balances both sides, once two iterations in
         a row agree on it (`runtime.autoscale`)."""
         placement, balanced = self.checked.placement, self.balance.num_engines()
-        if not self.config.runtime.autoscale or balanced is None:
+        is_wanted = self.config.runtime.autoscale and self.workers.num_refused == 0
+        if not is_wanted or balanced is None:
             return
         number = min(max(balanced, placement.num_rollout_workers), placement.max_rollout_workers)
         is_agreed, self._balanced = number == self._balanced, number
@@ -213,6 +212,7 @@ class Controller:
             self.workers,
             ranks_per_engine=placement.engine.tensor_parallel_size,
             waits_for_all=self.config.runtime.deterministic,
+            timeout_seconds=self.config.runtime.timeout_seconds,
         )
 
     def _exchange_weights(self) -> float:
@@ -343,11 +343,11 @@ class Controller:
 
     def _receive(self) -> tuple[Worker, events.WorkerEvent]:
         """Return the next event, after all that concerns workers who come and go."""
+        if not self.dispatcher.is_idle and self._stopping is None:
+            self.exchange.admit(self.state.policy_version)
         worker, event = self.workers.next_event()
         if (joined := self.exchange.on_event(worker, event)) is not None:
             self.dispatcher.on_joined(joined)
-        if not self.dispatcher.is_idle:
-            self.exchange.admit(self.state.policy_version)
         for each in self.workers.rollout:
             is_done = not self.exchange.is_busy and not self.dispatcher.num_open(each)
             if each.is_leaving and is_done and each.state != "stopping":

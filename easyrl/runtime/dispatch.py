@@ -34,7 +34,7 @@ from easyrl import events
 from easyrl.config import Config
 from easyrl.data.streams import PromptStream
 from easyrl.runtime.placement import Placement
-from easyrl.runtime.supervisor import Worker
+from easyrl.runtime.supervisor import Worker, WorkerFailure
 from easyrl.types import IndexedPrompt, Prompt
 
 
@@ -125,6 +125,7 @@ class Dispatcher:
         self._left: deque[Any] = deque()
         self._iteration = -1
         self._shares: dict[str, _Share] = {}
+        self._earlier: dict[str, set[int]] = {}  # prompts of earlier rounds, if deterministic
 
     @property
     def is_idle(self) -> bool:
@@ -140,7 +141,11 @@ class Dispatcher:
     ) -> None:
         """Begin a round of an iteration; the one before it is over."""
         # A worker may die before it has put a group of an earlier round into the ring.
-        if self._is_deterministic or iteration != self._iteration:
+        if iteration != self._iteration:
+            self._shares, self._earlier = {}, {}
+        elif self._is_deterministic:
+            for name, share in self._shares.items():
+                self._earlier.setdefault(name, set()).update(share.prompts)
             self._shares = {}
         self._iteration = iteration
         self._hand_out(
@@ -212,11 +217,14 @@ class Dispatcher:
                 self._on_lost(worker)
 
     def has_answer(self, worker: Worker, prompt_index: int) -> bool:
-        share = self._shares.get(worker.name)
-        return share is not None and prompt_index in share.checksums
+        share = self._shares.get(worker.name, _Share())
+        return prompt_index in share.checksums or prompt_index in self._earlier.get(worker.name, ())
 
     def reopen(self, worker: Worker, prompt_index: int) -> None:
-        """Take back an answer that died with its worker. Call it before that is reported."""
+        """Take back an answer that died with its worker. Call it before that is reported. Raises
+        WorkerFailure for a deterministic group of an earlier round, whose list is over."""
+        if prompt_index in self._earlier.get(worker.name, ()):
+            raise WorkerFailure(f"{worker.name} died before it had delivered an earlier round")
         self._shares[worker.name].open.add(prompt_index)
         del self._shares[worker.name].checksums[prompt_index]
 

@@ -26,8 +26,6 @@ from easyrl import events
 from easyrl.runtime.supervisor import Worker, WorkerFailure
 from easyrl.runtime.workers import Workers
 
-ANSWER_SECONDS = 10.0
-"""Time for the answer to CancelExchange; then a rollout worker is killed."""
 MAX_FAILURES = 3
 """Exchanges in a row that may fail although nobody died."""
 
@@ -35,8 +33,17 @@ MAX_FAILURES = 3
 class WeightExchange:
     """One exchange at a time. The caller passes every event to `on_event`."""
 
-    def __init__(self, workers: Workers, *, ranks_per_engine: int, waits_for_all: bool) -> None:
-        """`waits_for_all`: `exchange` waits for the replacements of dead workers."""
+    def __init__(
+        self,
+        workers: Workers,
+        *,
+        ranks_per_engine: int,
+        waits_for_all: bool,
+        timeout_seconds: float,
+    ) -> None:
+        """`waits_for_all`: `exchange` waits for the replacements of dead workers. A rollout worker
+        whose answer is late by `timeout_seconds` is killed."""
+        self._timeout_seconds = timeout_seconds
         self._workers = workers
         self._ranks_per_engine = ranks_per_engine
         self._waits_for_all = waits_for_all
@@ -119,8 +126,10 @@ class WeightExchange:
                     self._cancel()
                 elif self._admitted is None and worker in self._workers.rollout:
                     worker.state = "working"
+                elif worker is self._workers.rank0:
+                    self._limit_answers()
             case events.Lost() if self._awaited:
-                is_member = worker in self._awaited or worker in self._members
+                is_member = worker in (self._members if self._admitted is None else self._awaited)
                 self._awaited.discard(worker)
                 if is_member:
                     self._cancel()
@@ -131,9 +140,13 @@ class WeightExchange:
     def _cancel(self) -> None:
         for worker in self._awaited:
             worker.send(events.CancelExchange())
-            if worker in self._workers.rollout:
-                reason = "was killed: it did not answer after a failed weight exchange"
-                self._workers.kill_unless_answered(worker, ANSWER_SECONDS, reason)
+        self._limit_answers()
+
+    def _limit_answers(self) -> None:
+        """Kill the rollout workers that do not answer in time: rank 0 has done its part."""
+        for worker in self._awaited & {*self._workers.rollout}:
+            reason = "was killed: it did not take part in a weight exchange"
+            self._workers.kill_unless_answered(worker, self._timeout_seconds, reason)
 
     def _end_admission(self, worker: Worker) -> Worker | None:
         self._admitted = None

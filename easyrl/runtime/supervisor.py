@@ -102,9 +102,8 @@ class Worker:
         self.is_open = True
         self.kill_reason = ""  # set by `kill`
         self.state: WorkerState = "starting"
+        self.origin: Literal["start", "replacement", "added"] = "start"
         self.is_leaving = False  # it gets no more prompts, and no replacement
-        self.is_optional = False  # added to a live run
-        self.may_retry = False  # an error while it starts does not end the run
         self._commands: SimpleQueue[events.Command | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_commands, daemon=True)
         self._sender.start()
@@ -285,8 +284,8 @@ class Supervisor:
 
 def _ends_run(worker: Worker, failed: events.Failed) -> bool:
     """Return whether a replacement would fail as well."""
-    has_worked = worker.state != "starting" or worker.may_retry
-    return not (worker.is_replaceable and failed.is_replaceable and has_worked)
+    is_start = worker.state == "starting" and worker.origin == "start"
+    return is_start or not (worker.is_replaceable and failed.is_replaceable)
 
 
 def _start_resource_tracker() -> None:

@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
@@ -80,6 +80,8 @@ class Workers:
         self._watchdog = Watchdog(config.runtime.stall_seconds)
         self._deaths: deque[tuple[float, str]] = deque()  # time, worker and cause
         self.num_restarts: Counter[str] = Counter()  # by worker
+        self.num_refused = 0  # added workers that did not start
+        self._retiring: list[Worker] = []  # they leave once those that were added are ready
         self._due: dict[Worker, tuple[float, str]] = {}  # when to kill a silent worker, and why
         self._devices = dict(enumerate(engines_on(placement.infer, placement)))
         """Devices by the number of the rollout worker that uses them."""
@@ -115,8 +117,15 @@ class Workers:
             name, worker_main, settings, self._ring, is_replaceable=role == "rollout"
         )
 
-    def _spawn_rollout(self, number: int) -> Worker:
-        return self._spawn("rollout", number, device_indices=self._indices_of(number))
+    def _spawn_rollout(
+        self, number: int, origin: Literal["start", "replacement", "added"] = "start"
+    ) -> Worker:
+        worker = self._spawn("rollout", number, device_indices=self._indices_of(number))
+        worker.origin = origin
+        if origin != "start":
+            device = device_name(self._placement.accelerator, self._indices_of(number))
+            self._notify(events.WorkerSpawned(time.monotonic(), worker.name, device))
+        return worker
 
     def _indices_of(self, number: int) -> tuple[int, ...]:
         """The accelerators of a rollout worker; empty on the CPU."""
@@ -125,9 +134,18 @@ class Workers:
     @property
     def infer_devices(self) -> DeviceSet:
         """The devices of the rollout workers that do not leave."""
-        staying = [worker.number for worker in self.rollout if not worker.is_leaving]
+        staying = [w.number for w in self.rollout if not (w.is_leaving or w in self._retiring)]
         indices = sorted(index for number in staying for index in self._devices[number])
         return DeviceSet(self._placement.infer.kind, tuple(indices))
+
+    @property
+    def changing(self) -> list[str]:
+        """Names of the rollout workers that are starting or leaving."""
+        return [
+            worker.name
+            for worker in self.rollout
+            if worker.is_leaving or worker in self._retiring or worker.state == "starting"
+        ]
 
     @property
     def all(self) -> list[Worker]:
@@ -163,8 +181,10 @@ class Workers:
             match event:
                 case events.Ready():
                     worker.state = "ready" if worker in self.rollout else "working"
+                    self._retire()
                 case events.Lost():
                     self._replace(worker, event)
+                    self._retire()
             if not isinstance(event, events.Activity | events.Starting | events.Failed):
                 return worker, event
 
@@ -183,10 +203,10 @@ class Workers:
                 self._ring.reclaim(*lost)
             except TimeoutError as error:  # another worker was stopped in a move
                 raise WorkerFailure(str(error)) from None
-        if not received:
-            for worker, (due, reason) in list(self._due.items()):
-                if time.monotonic() > due:
-                    worker.kill(reason)
+        answered = {worker for worker, _ in self._received}  # perhaps
+        for worker, (due, reason) in list(self._due.items()):
+            if time.monotonic() > due and worker not in answered:
+                worker.kill(reason)
         pids = {worker.name: worker.process.pid for worker in self.all if worker.process.pid}
         match self._watchdog.tick(pids):
             case Stall(names, cause):
@@ -223,10 +243,11 @@ class Workers:
         `runtime.max_restarts` deaths."""
         self.answered(worker)
         position, runtime = self.rollout.index(worker), self._config.runtime
-        is_dropped = worker.is_optional and worker.state == "starting"
-        if worker.is_leaving or is_dropped:
+        is_refused = worker.origin == "added" and worker.state == "starting"
+        if worker.is_leaving or is_refused:
             del self.rollout[position], self._devices[worker.number]
-            what = lost.cause if is_dropped else "has left"
+            self.num_refused += is_refused
+            what = lost.cause if is_refused else "has left"
             self._notify(events.Note(f"{worker.name} {what}\n{lost.traceback}".rstrip()))
             self._notify(events.WorkerLeft(time.monotonic(), worker.name))
             return
@@ -241,37 +262,38 @@ class Workers:
                 lines.append(f"{now - time_:.0f} s before (runtime.max_restarts={most}): {text}")
             raise WorkerFailure("\n".join(filter(None, lines)))
         self.num_restarts[worker.name] += 1
-        self.rollout[position] = self._spawn_rollout(worker.number)
-        self._announce(self.rollout[position])
+        self.rollout[position] = self._spawn_rollout(worker.number, "replacement")
         within = f"{num_deaths} of {most} in {window:g} s (runtime.max_restarts)"
         note = f"{worker.name} {lost.cause}; a new one starts in its place: {within}"
         self._notify(events.Note(f"{note}\n{lost.traceback}".rstrip()))
 
     def scale(self, wanted: DeviceSet) -> None:
-        """Let rollout workers leave and start others, so that those of `wanted` remain. The caller
-        has checked `wanted`. Raises ConfigError, and changes none, if one cannot be spawned."""
+        """Start rollout workers on the new devices of `wanted`; then let those on other devices
+        leave. The caller has checked `wanted`. Raises ConfigError, and changes nothing, if a
+        process cannot be started."""
         engines, before = engines_on(wanted, self._placement), list(self.rollout)
-        new = [engine for engine in engines if engine not in self._devices.values()]
-        free = (n for n in range(self._placement.max_rollout_workers) if n not in self._devices)
-        for number, indices in zip(free, new, strict=False):
+        most, used = self._placement.max_rollout_workers, {*self._devices.values()}
+        for indices in (engine for engine in engines if engine not in used):
+            number = next(n for n in range(most) if n not in self._devices)
             self._devices[number] = indices
             try:
-                worker = self._spawn_rollout(number)
+                self.rollout.append(self._spawn_rollout(number, "added"))
             except OSError as error:
                 del self._devices[number]
-                for added in self.rollout[len(before) :]:
-                    added.is_leaving = True
+                self._retiring = self.rollout[len(before) :]
+                self._retire()
                 raise ConfigError(f"rollout-{number} cannot be started: {error}") from None
-            worker.is_optional = True
-            self.rollout.append(worker)
-            self._announce(worker)
-        for worker in before:
-            worker.is_leaving = self._devices[worker.number] not in engines
+        self._retiring = [w for w in before if self._devices[w.number] not in engines]
+        self._retire()
 
-    def _announce(self, worker: Worker) -> None:
-        worker.may_retry = True
-        device = self.device_of(worker)
-        self._notify(events.WorkerSpawned(time.monotonic(), worker.name, device))
+    def _retire(self) -> None:
+        """Let the workers on devices that are not wanted leave once the new ones are ready, or stay
+        if none of those has started."""
+        staying = [worker for worker in self.rollout if worker not in self._retiring]
+        if not any(worker.state == "starting" for worker in staying):
+            for worker in self._retiring if staying else ():
+                worker.is_leaving = True
+            self._retiring = []
 
     def dismiss(self, worker: Worker) -> None:
         """End a worker that `is_leaving` and has no prompts."""

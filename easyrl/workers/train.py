@@ -90,7 +90,8 @@ class TrainWorker:
             rank=settings.rank,
             size=settings.num_train_ranks,
             device=self.device,
-            timeout_seconds=self.config.runtime.timeout_seconds,
+            # While rank 0 waits for a rollout worker, the others wait for rank 0.
+            timeout_seconds=2.0 * self.config.runtime.timeout_seconds,
         )
 
     def _load(self) -> Learner:
@@ -125,7 +126,8 @@ class TrainWorker:
             return command
         with self.cores.idle():
             command = self._take_command()
-        if not isinstance(command, events.CancelExchange | events.Stop):
+        of_rank0 = events.CancelExchange | events.SendWeights | events.Stop
+        if not isinstance(command, of_rank0):
             self.pipes.dispatch(command)
         return command
 
@@ -237,8 +239,11 @@ class TrainWorker:
         self._close_temporary_channel()
         with self.timeline.measure("weights"):
             channel, error = self._join_channel(command.world_size, command.generation)
-            with learner.old_policy() if is_old else nullcontext():
-                error = self._broadcast(channel, version) or error
+            if not error:
+                if self.is_first_rank:  # now, since the others' waits for it have a bound
+                    self.pipes.dispatch(command)
+                with learner.old_policy() if is_old else nullcontext():
+                    error = self._broadcast(channel, version)
         self._temporary_channel = channel
         self._report(events.WeightsSent(error))
 
@@ -323,7 +328,6 @@ class TrainWorker:
                 case events.Stop():
                     raise SystemExit(0)
                 case events.SendWeights() as command:
-                    self.pipes.dispatch(command)
                     self._send_weights(command)
 
     def _save(self, folder: Path) -> events.ModelSaved:
