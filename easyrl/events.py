@@ -173,12 +173,6 @@ class WeightsExchanged(WorkerEvent):
     error: str = ""
 
 
-class WeightsSent(WorkerEvent):
-    """Reply of train rank 0 to SendWeights."""
-
-    error: str = ""
-
-
 class Sample(Message):
     """One scored completion as text."""
 

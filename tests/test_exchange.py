@@ -175,7 +175,7 @@ def test_newcomer_is_admitted_alone_over_a_channel_with_rank_0() -> None:
     exchange.admit(7)  # the third one's turn comes later
     assert two.taken() == FIRST and three.commands == [] and one.commands == []
     assert workers.rank0.commands == [events.SendWeights(7, 2, 0)]
-    assert exchange.on_event(workers.rank0, events.WeightsSent()) is None
+    assert exchange.on_event(workers.rank0, DONE) is None
     assert exchange.on_event(two, DONE) is two and two.state == "working"
     exchange.admit(7)
     assert three.taken() == FIRST
@@ -185,7 +185,7 @@ def test_newcomer_that_is_too_late_waits_for_the_next_exchange() -> None:
     workers = StubWorkers(1)
     exchange, (one,) = exchange_of(workers), workers.rollout
     exchange.admit(7)
-    assert exchange.on_event(workers.rank0, events.WeightsSent("the iteration is over")) is None
+    assert exchange.on_event(workers.rank0, FAILED) is None
     assert one.taken() == [*FIRST, "CancelExchange"] and workers.limited == {one}
     assert exchange.on_event(one, FAILED) is None and one.state == "ready"
     exchange.exchange(8, Script(exchange, [(workers.rank0, DONE), (one, DONE)]))
@@ -204,6 +204,6 @@ def test_admission_ends_with_the_newcomer_and_not_with_another_worker() -> None:
     newcomer = workers.rollout.pop(1)
     exchange.on_event(newcomer, LOST)
     assert workers.rank0.taken() == ["CancelExchange"]
-    exchange.on_event(workers.rank0, events.WeightsSent("connection lost"))
+    exchange.on_event(workers.rank0, FAILED)
     exchange.admit(7)
     assert workers.rollout[1].taken() == FIRST

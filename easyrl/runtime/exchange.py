@@ -118,7 +118,7 @@ class WeightExchange:
         """Record an answer, or cancel the exchange if one of its members has died. Return the
         worker that has been admitted with this event."""
         match event:
-            case events.WeightsExchanged(error=error) | events.WeightsSent(error=error):
+            case events.WeightsExchanged(error=error):
                 self._workers.answered(worker)
                 self._awaited.discard(worker)
                 if error:

@@ -234,7 +234,7 @@ class TrainWorker:
         version, learner = command.policy_version, self.learner
         is_old = version != learner.policy_version
         if is_old and (version != self._iteration_version or not learner.has_old):
-            self._report(events.WeightsSent("the iteration is over"))
+            self._report(events.WeightsExchanged(version, "the iteration is over"))
             return
         self._close_temporary_channel()
         with self.timeline.measure("weights"):
@@ -245,7 +245,7 @@ class TrainWorker:
                 with learner.old_policy() if is_old else nullcontext():
                     error = self._broadcast(channel, version)
         self._temporary_channel = channel
-        self._report(events.WeightsSent(error))
+        self._report(events.WeightsExchanged(version, error))
 
     def _close_temporary_channel(self) -> None:
         """Close the channel to the last newcomer, which has everything by now."""
