@@ -85,6 +85,8 @@ class ControlSocket:
                 raise ValueError(f"expected a request of user {os.geteuid()} or root, got {uid}")
             if size > MAX_BYTES:
                 raise ValueError(f"expected at most {MAX_BYTES} bytes")
+            if wait([client], 0.0):  # closed after REPLY_SECONDS, while this process was stopped
+                raise ValueError("expected a client that waits for the reply")
             return self._handle(json.loads(self._buffer[:size]))
         except (ValueError, RecursionError) as error:
             self.num_refused += 1

@@ -119,7 +119,7 @@ class Controller:
                     supervisor,
                     self.notify,
                     status=self._status,
-                    scale=self._scale,
+                    scale=self._scale_by_hand,
                 ),
             ):
                 self._start_workers(supervisor, f"/proc/{os.getpid()}/fd/{store_fd}")
@@ -164,9 +164,14 @@ class Controller:
             "iteration": self.state.num_iterations,
             "num_iterations": self.config.train.iterations,
             "waiting": self.balance.waiting(),
-            "balanced_rollout_workers": self.balance.num_engines(),
+            "balanced_rollout_workers": self._balanced_number(),
             "workers": worker_rows(self.workers),
         }
+
+    def _scale_by_hand(self, wanted: DeviceSet) -> dict[str, Any]:
+        if self.config.runtime.autoscale:
+            raise ConfigError("runtime.autoscale: expected false in a run that is scaled, got true")
+        return self._scale(wanted)
 
     def _scale(self, wanted: DeviceSet) -> dict[str, Any]:
         """Let rollout workers come and go, so that those on `wanted` remain."""
@@ -178,10 +183,15 @@ class Controller:
         self.notify(events.Note(message))
         return {"message": message}
 
+    def _balanced_number(self) -> int | None:
+        """The number of rollout workers that would balance both sides: at most one per prompt."""
+        number = self.balance.num_engines()
+        return number and min(number, self.config.train.prompts_per_iteration)
+
     def _autoscale(self) -> None:
         """Change to the number of rollout workers that balances both sides, once two iterations in
         a row agree on it (`runtime.autoscale`)."""
-        placement, balanced = self.checked.placement, self.balance.num_engines()
+        placement, balanced = self.checked.placement, self._balanced_number()
         is_wanted = self.config.runtime.autoscale and self.workers.num_refused == 0
         if not is_wanted or balanced is None:
             return

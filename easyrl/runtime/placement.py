@@ -194,8 +194,10 @@ def check_scale(
             "generates a group changes its last bits), got true"
         )
     if changing:
-        names = ", ".join(changing)
-        raise ConfigError(f"expected one change at a time, but {names} is starting or leaving")
+        raise ConfigError(
+            "expected one change at a time, and these workers are still starting or leaving (see "
+            f"easyrl status): {', '.join(changing)}"
+        )
     key, before = "--infer-devices", engines_on(current, placement)
     _check_engines(key, wanted, placement, current, kept=before)
     num_workers = len({*before, *engines_on(wanted, placement)})

@@ -247,7 +247,9 @@ class Workers:
         if worker.is_leaving or is_refused:
             del self.rollout[position], self._devices[worker.number]
             self.num_refused += is_refused
-            what = lost.cause if is_refused else "has left"
+            what = "has left"
+            if is_refused:
+                what = f"{lost.cause} while it started, and is not replaced"
             self._notify(events.Note(f"{worker.name} {what}\n{lost.traceback}".rstrip()))
             self._notify(events.WorkerLeft(time.monotonic(), worker.name))
             return
