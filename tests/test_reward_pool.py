@@ -235,6 +235,16 @@ def test_reward_file_that_does_not_load_is_an_error(own: Path, open_pool: Open) 
         score(open_pool("f"))
 
 
+def test_later_processes_use_the_reward_file_as_it_was(own: Path, open_pool: Open) -> None:
+    own.write_text("import os\ndef f(completions, **_): return [float(os.getpid())] * 2")
+    pool = open_pool("f", reward__num_workers=1)
+    first = scores_of(pool)
+    own.write_text("a syntax error")
+    os.kill(int(first[0][0]), signal.SIGKILL)
+    for again, errors, *_ in score(pool, "q"):
+        assert again and again != first and not errors
+
+
 def test_lost_process_costs_its_own_call_and_is_replaced(open_pool: Open) -> None:
     pool = open_pool("by_prompt", reward__on_error="skip_group", reward__timeout_seconds=2)
     prompts = [prompt for lost in LOST for prompt in ("good", lost)]

@@ -73,7 +73,7 @@ def test_what_a_run_cannot_be_scaled_to_is_named(wanted: str, named: str) -> Non
 
 
 def test_one_change_at_a_time_and_none_in_a_deterministic_run() -> None:
-    with pytest.raises(ConfigError, match="starting or leaving.*rollout-4"):
+    with pytest.raises(ConfigError, match=r"starting or leaving.*rollout-4"):
         scale("0-4", starting="rollout-4")
     with pytest.raises(ConfigError, match=r"runtime\.deterministic"):
         scale("cpu:2", *ON_CPU, "runtime.deterministic=true")
@@ -210,7 +210,7 @@ def test_engines_are_added_to_a_live_run_and_removed_from_it(tmp_path: Path) -> 
         with pytest.raises(ValueError, match="max_rollout_workers"):
             scale_to("cpu:3")
         scale_to("cpu:2")
-        with pytest.raises(ValueError, match="starting or leaving.*rollout-1"):
+        with pytest.raises(ValueError, match=r"starting or leaving.*rollout-1"):
             scale_to("cpu")
         wait_until(lambda: states().get("rollout-1") == "working")
         scale_to("cpu")

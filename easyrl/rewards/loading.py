@@ -110,17 +110,34 @@ def load_reward(spec: str, config: Config) -> RewardFunction:
     return functools.partial(_call_verl, function) if is_verl else function
 
 
+sources: dict[str, str] = {}
+"""Source by path of the files that are loaded as they were at the start of the run."""
+
+
+def read_sources(config: Config) -> dict[str, str]:
+    """Read the reward files: a worker that starts later must use the same functions."""
+    paths = (spec.rpartition(":")[0] for spec in reward_specs(config))
+    return {path: _file(path).read_text("utf-8") for path in paths if path.endswith(".py")}
+
+
+def _file(path: str) -> Path:
+    return Path(path).expanduser().resolve()
+
+
 @functools.cache  # entries of the same file share one module
 def _load(path: str) -> ModuleType:
     """Import a file or a module. The user's code can import what lies beside it."""
-    file, is_file = Path(path).expanduser().resolve(), path.endswith(".py")
+    file, is_file = _file(path), path.endswith(".py")
     sys.path.append(str(file.parent if is_file else Path.cwd()))  # last: it shadows nothing
     if not is_file:
         return importlib.import_module(path)
     spec = importlib.util.spec_from_file_location(f"easyrl_reward_{file.stem}", file)
     assert spec is not None and spec.loader is not None  # the suffix is .py
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    if path in sources:
+        exec(compile(sources[path], file, "exec"), module.__dict__)
+    else:
+        spec.loader.exec_module(module)
     return module
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from easyrl.config import Config
 from easyrl.rewards.functions import RewardError
-from easyrl.rewards.loading import PER_COMPLETION, reward_names, reward_specs
+from easyrl.rewards.loading import PER_COMPLETION, read_sources, reward_names, reward_specs
 from easyrl.rewards.worker import Call, Scored, run_call, start
 from easyrl.types import Float32
 
@@ -53,8 +53,10 @@ class RewardPool:
     """Create it in a thread that lives as long as the pool: Linux ends the processes with the
     thread that started them."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, sources: Mapping[str, str] | None = None) -> None:
+        """`sources`: of reward files, by default as they are now (`loading.read_sources`)."""
         self._config = config
+        self._sources = read_sources(config) if sources is None else sources
         self._names = reward_names(config)
         specs = list(enumerate(reward_specs(config)))
         self._per_completion = [n for n, spec in specs if spec in PER_COMPLETION]
@@ -113,7 +115,7 @@ class RewardPool:
         pool = ProcessPool(
             max_workers=self._config.reward.num_workers,
             initializer=start,
-            initargs=(self._config,),
+            initargs=(self._config, self._sources),
             context=get_context("spawn"),
         )
         pool.schedule(int)  # pebble starts the processes with the first task

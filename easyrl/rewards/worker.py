@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from easyrl.config import Config
 from easyrl.events import SAMPLE_COLUMNS
 from easyrl.processes import die_with_parent, maybe_sleep, set_name
+from easyrl.rewards import loading
 from easyrl.rewards.functions import RewardFunction
 from easyrl.rewards.loading import (
     accepted_arguments,
@@ -89,10 +90,11 @@ _functions: list[RewardFunction] = []
 _loop = asyncio.Runner()
 
 
-def start(config: Config) -> None:
-    """Initialize a process of the pool."""
+def start(config: Config, sources: Mapping[str, str]) -> None:
+    """Initialize a process of the pool. `sources`: of reward files (`loading.sources`)."""
     global _config  # noqa: PLW0603  one process, one run
     _config = config
+    loading.sources.update(sources)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # end at once
     die_with_parent()
     set_name(PROCESS_NAME)

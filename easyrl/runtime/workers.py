@@ -32,6 +32,7 @@ from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet
 from easyrl.config.rollout import SamplingChoice
 from easyrl.events import Observer
+from easyrl.rewards.loading import read_sources
 from easyrl.runtime.launch import worker_main
 from easyrl.runtime.placement import Placement, device_name, engines_on
 from easyrl.runtime.resume import Resume
@@ -70,6 +71,7 @@ class Workers:
         self._settings: dict[str, Any] = {
             "sampling": sampling,
             "store_path": store_path,
+            "reward_sources": read_sources(config),
             "checkpoint": str(checkpoint) if checkpoint is not None else None,
             "policy_version": resumed.state.policy_version if resumed is not None else 0,
         }

@@ -58,7 +58,9 @@ class RolloutWorker:
         self.control = control
         self.timeline = Timeline(control.send)
         self.reward_weights = reward_weights(self.config)
-        self.reward_pool = RewardPool(self.config)  # first: it starts while the model loads
+        self.reward_pool = RewardPool(
+            self.config, settings.reward_sources
+        )  # first: it starts meanwhile
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
         pin(settings.cores)  # after the reward pool: rewards may run on any core
         control.send(events.Starting("loading the model"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Literal
@@ -38,6 +39,7 @@ class WorkerSettings:
     pipes: tuple[Connection, ...] = ()  # between train rank 0 and each other rank (`RankPipes`)
     checkpoint: str | None = None  # that a resumed run starts from
     policy_version: int = 0  # of that checkpoint
+    reward_sources: Mapping[str, str] | None = None  # as they were when the run started
 
     def weight_endpoint(self, rank: int, world_size: int, generation: int = 0) -> WeightEndpoint:
         """This worker's end of the weight channel (`events.InitWeightChannel`)."""
