@@ -205,7 +205,7 @@ LOST = {
     "exits": "exit code 3",
     "raises": "KeyError: 'mine'",
     "exits_with_zero": "reward.timeout_seconds",
-    "crashes": "exit code -11",
+    "crashes": "SIGSEGV",
     "hangs": "reward.timeout_seconds",
 }
 
@@ -270,7 +270,7 @@ def test_process_killed_during_a_call_costs_nothing_unless_it_happens_again(
     open_pool: Open,
 ) -> None:
     assert scores_of(open_pool("is_killed_once")) == [[1.0, 1.0]]
-    with pytest.raises(RewardError, match="exit code -9"):
+    with pytest.raises(RewardError, match="SIGKILL"):
         score(open_pool("kills_itself"))
 
 

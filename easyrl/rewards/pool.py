@@ -187,7 +187,8 @@ class RewardPool:
             case ProcessExpired(exitcode=code):
                 if code == -signal.SIGXCPU and task.call.functions != self._per_group:
                     return Scored([], [], {}, {})  # math.MAX_CPU_SECONDS: the score is 0
-                problem = f"ended its process (exit code {code})"
+                how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+                problem = f"ended its process ({how}); reward.on_error decides what follows"
             case error:  # a function cannot be loaded, or a result cannot be pickled
                 problem = f"failed: {error}"
         names = ", ".join(self._names[index] for index in task.call.functions)

@@ -100,10 +100,12 @@ def _train(controller: Controller) -> events.RunEnded:
 
 
 def _resume_hint(folder: RunFolder) -> str:
-    """A line for a run that did not finish; empty without a checkpoint."""
-    if not checkpoints_in(folder.checkpoints):
-        return ""
-    return f"\nto resume: easyrl grpo --resume {quote(str(folder.path))}"
+    """A line for a run that did not finish."""
+    path = str(folder.path)
+    if checkpoints_in(folder.checkpoints):
+        return f"\nto resume: easyrl grpo --resume {quote(path)}"
+    again = f"--config {quote(f'{path}/config.yaml')} --output {quote(f'{path}-2')}"
+    return f"\nto start again (there is no checkpoint): easyrl grpo {again}"
 
 
 def _announce(controller: Controller) -> None:
