@@ -215,5 +215,5 @@ def test_an_exception_in_a_worker_is_reported_once_with_its_traceback(tmp_path: 
     assert code == 1
     assert err.count("Traceback (most recent call last)") >= 1
     assert err.count("easyrl: ") == 1
-    last = err.strip().splitlines()[-1]
+    last = err.partition("to start again")[0].strip().splitlines()[-1]
     assert "Error" in last and err.count(last) == 1
