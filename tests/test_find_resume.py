@@ -65,7 +65,7 @@ def test_a_finished_run_is_left_whatever_checkpoints_it_keeps(
 def test_a_finished_run_without_a_checkpoint_cannot_grow(tmp_path: Path) -> None:
     folder = finished(tmp_path / "run")
     for words, resume in ((AUTO, None), ((), folder)):
-        with pytest.raises(ConfigError, match=r"has no complete checkpoint"):
+        with pytest.raises(ConfigError, match=r"has no whole checkpoint"):
             find_resume(config_of(folder, *words, "train.iterations=70"), resume)
 
 

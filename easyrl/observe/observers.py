@@ -21,14 +21,21 @@ def make_observers(config: Config, *, live: bool = True) -> list[Observer]:
     trackers: list[Observer] = [Trackers(config)] if config.output.log_to else []
     # The view comes last: if another observer cannot start, the terminal is untouched.
     is_live = live and is_live_terminal()
-    view = Guard(LiveView(), fallback=PlainLines()) if is_live else Guard(PlainLines())
-    return [*trackers, Guard(TraceWriter()), view]
+    name = "the view"
+    view = Guard(PlainLines(), name)
+    if is_live:
+        view = Guard(LiveView(), name, fallback=PlainLines())
+    return [*trackers, Guard(TraceWriter(), "trace.json"), view]
 
 
 class Guard:
     """Replace an observer that fails after the run's start by the fallback, with a note."""
 
-    def __init__(self, observer: Observer, *, fallback: Observer | None = None) -> None:
+    def __init__(
+        self, observer: Observer, name: str = "observer", *, fallback: Observer | None = None
+    ) -> None:
+        """`name`: of what fails, for the user."""
+        self._name = name
         self._observer, self._fallback = observer, fallback or _ignore
         self._run: events.RunStarted | None = None
 
@@ -47,7 +54,7 @@ class Guard:
             self._observer(event)
             is_disk = isinstance(error, OSError)  # it is full, for example
             cause = error if is_disk else traceback.format_exc().rstrip()
-            return Note(f"{type(failed).__name__} failed; the run continues without it:\n{cause}")
+            return Note(f"{self._name} failed; the run continues without it:\n{cause}")
         if isinstance(event, events.RunStarted):
             self._run = event
         return note

@@ -170,7 +170,8 @@ class ViewState:
     def _change_workers(self, event: events.WorkerSpawned | events.WorkerLeft) -> None:
         if isinstance(event, events.WorkerSpawned):
             worker = WorkerState(event.worker, event.device, STARTING, event.time)
-            self.workers[event.worker] = worker
+            # Rollout workers stand above the trainers.
+            self.workers = dict(sorted({**self.workers, event.worker: worker}.items()))
         else:
             del self.workers[event.worker]
 

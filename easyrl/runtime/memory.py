@@ -356,4 +356,4 @@ def check_disk(folder: Path, model: ModelFiles, num_checkpoints: int) -> None:
 
 
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB"
+    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:,.0f} MiB"

@@ -96,8 +96,9 @@ def check_open_files(config: Config, num_workers: int) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise ConfigError(
-            f"devices.infer, devices.train: {num_workers} workers need a limit of {needed} open "
-            f"files or more, got {limit}; raise it (ulimit -n {needed}), or use fewer workers"
+            "devices.infer, devices.train, devices.max_rollout_workers: "
+            f"{num_workers} workers need a limit of {needed} open files or more, got {limit}; "
+            f"raise it (ulimit -n {needed}), or use fewer workers"
         )
 
 

@@ -137,10 +137,10 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
             and (damaged or not is_auto or (folder / "summary.json").exists())
         ):
             reasons = "".join(f"\n{why}" for why in damaged.values())
+            why = "" if damaged else " (train.save_every, train.keep_checkpoints)"
             raise ConfigError(
-                f"--resume, runtime.resume: '{folder}' has no complete checkpoint "
-                f"(train.save_every, train.keep_checkpoints){reasons}\nto start again: easyrl grpo "
-                f"--config {folder / 'config.yaml'} --output {folder}-2"
+                f"--resume, runtime.resume: '{folder}' has no whole checkpoint{why}{reasons}\n"
+                f"to start again: easyrl grpo --config {folder / 'config.yaml'} --output {folder}-2"
             )
     except BaseException:
         os.close(lock)
