@@ -59,7 +59,7 @@ LEAVING_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done to a trial's run."""
+    """Victim, action and moment of a trial."""
 
     victim: str
     number: int  # among the processes of this kind
@@ -354,7 +354,7 @@ def expected_restarts(outcome: Outcome) -> tuple[int, int]:
 
 
 def ledger(output: Path) -> list[str]:
-    """What is wrong with the files of a finished run: each iteration, group and sample is once."""
+    """Return faults in the files of a finished run: each iteration, group and sample is once."""
     problems = []
     summary, lines = summary_of(output), lines_of(output / "metrics.jsonl")
     iterations = [line["iteration"] for line in lines]
@@ -401,7 +401,7 @@ def trace_times(output: Path) -> tuple[float, float, float]:
 
 
 def phase_at(output: Path, moment: float) -> str:
-    """What the run did at this Unix time."""
+    """Return the phase of the run at this Unix time."""
     phase = "startup"
     for line in _trace(output):
         name, began = line["name"], line["ts"] / 1e6

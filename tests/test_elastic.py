@@ -69,7 +69,7 @@ def rollout_workers(folder: Path) -> list[dict[str, Any]]:
 
 
 class Trace:
-    """What the workers did. Times are Unix seconds."""
+    """Activities of the workers. Times are Unix seconds."""
 
     def __init__(self, folder: Path) -> None:
         lines = [

@@ -70,7 +70,7 @@ def test_a_finished_run_without_a_checkpoint_cannot_grow(tmp_path: Path) -> None
 
 
 def test_lost_lines_of_metrics_are_named_before_the_run_continues(tmp_path: Path) -> None:
-    """With fewer lines before the checkpoint, one after it is within the file's size: it goes."""
+    """A line after the checkpoint is dropped, also if lines before it were lost."""
     folder = tmp_path / "run"
     make_run(folder, {5: {"file_sizes": {"metrics.jsonl": 10_000}}})
     for kept, is_noted in (((0, 1, 4), True), ((0, 1, 2, 3, 4), False)):

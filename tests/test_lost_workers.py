@@ -35,7 +35,7 @@ DELAYS = {"EASYRL_RANDOM_DELAYS": "0.05"}
 
 
 def bits_of(folder: Path) -> tuple[Any, ...]:
-    """What equal runs have in common, whatever they lost."""
+    """Return results that are equal in equal runs, whatever they lost."""
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
     names = "weights_sha256", "accuracy_before", "accuracy_after", "groups_trained", "iterations"
     summary = summary_of(folder)

@@ -378,7 +378,7 @@ def reclaim(ring, dead):
 
 
 def recover(ring, dead, iteration):
-    """What the controller does about dead processes; returns which groups were delivered."""
+    """Handle dead processes as the controller does; return which groups were delivered."""
     reclaim(ring, dead)
     return ring.delivered(iteration)
 

@@ -47,7 +47,7 @@ class Run:
     def ticks(
         self, seconds: int, meanwhile: Callable[[], None] = lambda: None
     ) -> dict[int, str | Stall]:
-        """What the watchdog returns, by second."""
+        """Return the watchdog's replies by second."""
         results = {}
         for second in range(1, seconds + 1):
             self.now += 1.0

@@ -97,8 +97,8 @@ Command = Callable[[Sequence[Any], Mapping[int, int]], events.Command]
 
 @dataclass(slots=True)
 class _Share:
-    """What one worker has been handed out: in deterministic mode in this round, otherwise in this
-    iteration. Prompts are named by their index."""
+    """Prompts handed out to one worker, by index: in this round in deterministic mode, else in
+    this iteration."""
 
     prompts: dict[int, Any] = field(default_factory=dict)  # in the order of handing out
     open: set[int] = field(default_factory=set)  # not answered

@@ -1,4 +1,4 @@
-"""What `easyrl status` shows of a live run, and the number that `runtime.autoscale` follows."""
+"""The content of `easyrl status`, and the number that `runtime.autoscale` follows."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ FINISHED, FAILED, USER_ERROR = 0, 1, 2
 SIGNALLED = 128
 """Exit code of a command that a signal ended, without the signal's number (130 after Ctrl-C)."""
 WorkerState = Literal["starting", "ready", "joining", "working", "stopping"]
-"""Of a rollout worker: `ready` has no current weights, `joining` receives them alone."""
+"""State of a rollout worker: `ready` has no current weights, `joining` receives them alone."""
 
 
 class WorkerFailure(RuntimeError):
