@@ -4,7 +4,7 @@
 
 Run n ends in the way of the n-th END, or else of the last: an exit code, a signal's name, or
 "hang" (until a signal). FOLDER/starts gets a line for each. With "+" before the END it first makes
-a checkpoint, with "-" it removes FOLDER/config.yaml.
+a checkpoint, with "-" it removes FOLDER/config.yaml. PAUSE_SECONDS is the time between two runs.
 """
 
 from __future__ import annotations
@@ -54,5 +54,5 @@ def hang() -> int:
 words = [word for word in sys.argv[2:] if "=" in word]
 ends = [word for word in sys.argv[2:] if "=" not in word]
 config = load_config(None, {"output.dir": sys.argv[1]}, words)
-restart.PAUSE_SECONDS = 0.0
+restart.PAUSE_SECONDS = float(os.environ.get("PAUSE_SECONDS", "0"))
 sys.exit(restart.run_with_restarts(config, Path(sys.argv[1]), start))

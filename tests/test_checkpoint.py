@@ -23,6 +23,7 @@ from easyrl.model import checkpoint_files
 from easyrl.model.checkpoint import copy_of_training, read_tensors, write_tensors
 from easyrl.model.checkpoint_files import (
     checkpoints_in,
+    find_checkpoint,
     keep_newest,
     name_best,
     newest_checkpoint,
@@ -238,6 +239,16 @@ def test_damaged_checkpoint_is_refused_and_the_older_one_taken(
     found, damaged = newest_checkpoint(folder)
     assert list(damaged) == [folder / "10"]
     assert found is not None and found.path.name == "9" and found.state["note"] == "ü"
+
+
+def test_error_of_a_named_damaged_checkpoint_names_the_run_folder(
+    two: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(two, tmp_path / "checkpoints"))
+    flip_bit(folder / "10")
+    with pytest.raises(ValueError, match=f"'{tmp_path}'"):
+        find_checkpoint(folder / "10")
+    assert find_checkpoint(tmp_path).path.name == "9"
 
 
 def test_no_flipped_bit_of_the_state_is_accepted(tmp_path: Path) -> None:

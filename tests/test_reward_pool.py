@@ -115,13 +115,19 @@ def own(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def open_pool(own: Path) -> Iterator[Open]:
+def reports() -> list[str]:
+    """What the pools report."""
+    return []
+
+
+@pytest.fixture
+def open_pool(own: Path, reports: list[str]) -> Iterator[Open]:
     """Function that opens a pool for names of FUNCTIONS and built-in names."""
     with ExitStack() as opened:
 
         def make(*names: str, **settings: object) -> RewardPool:
             specs = [name if name in ("code", "math") else f"{own}:{name}" for name in names]
-            pool = RewardPool(config_of(*specs, **settings))
+            pool = RewardPool(config_of(*specs, **settings), None, reports.append)
             opened.callback(pool.close)
             return pool
 
@@ -256,7 +262,9 @@ def test_lost_process_costs_its_own_call_and_is_replaced(open_pool: Open) -> Non
             assert f"'{prompt}'" in errors[0] and LOST[prompt] in errors[0]
 
 
-def test_process_killed_between_two_calls_costs_nothing(open_pool: Open) -> None:
+def test_process_killed_between_two_calls_costs_nothing_and_is_reported(
+    open_pool: Open, reports: list[str]
+) -> None:
     pool = open_pool("pid", reward__num_workers=1)
     for pause in (0.0, 0.5):  # before the pool notices, and after
         scores = scores_of(pool)
@@ -264,12 +272,13 @@ def test_process_killed_between_two_calls_costs_nothing(open_pool: Open) -> None
         time.sleep(pause)
         for again, errors, *_ in score(pool, "q", "q", "q"):
             assert again and again != scores and not errors
+    assert len(reports) == 2
 
 
 def test_process_killed_during_a_call_costs_nothing_unless_it_happens_again(
-    open_pool: Open,
+    open_pool: Open, reports: list[str]
 ) -> None:
-    assert scores_of(open_pool("is_killed_once")) == [[1.0, 1.0]]
+    assert scores_of(open_pool("is_killed_once")) == [[1.0, 1.0]] and len(reports) == 1
     with pytest.raises(RewardError, match="SIGKILL"):
         score(open_pool("kills_itself"))
 

@@ -79,7 +79,11 @@ def find_checkpoint(source: Path, *, verify: bool = True) -> Checkpoint:
     damaged ones. Raises ValueError if it is damaged, or there is none."""
     if (source / STATE).is_file():
         path = source.parent / source.readlink() if source.is_symlink() else source
-        return read_checkpoint(path, verify=verify)  # `best` may change later
+        try:
+            return read_checkpoint(path, verify=verify)  # `best` may change later
+        except ValueError as error:
+            others = f"to use the newest whole checkpoint of its run: '{path.parent.parent}'"
+            raise ValueError(f"{error}\n{others}") from None
     found, damaged = newest_checkpoint(source / CHECKPOINTS, verify=verify)
     if found is None:
         problem = f"expected a checkpoint or a run folder with one, got '{source}'"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -53,9 +53,15 @@ class RewardPool:
     """Create it in a thread that lives as long as the pool: Linux ends the processes with the
     thread that started them."""
 
-    def __init__(self, config: Config, sources: Mapping[str, str] | None = None) -> None:
-        """`sources`: of reward files, by default as they are now (`loading.read_sources`)."""
-        self._config = config
+    def __init__(
+        self,
+        config: Config,
+        sources: Mapping[str, str] | None = None,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`sources`: of reward files, by default as they are now (`loading.read_sources`).
+        `report` is called when lost reward processes are replaced."""
+        self._config, self._report = config, report
         self._sources = read_sources(config) if sources is None else sources
         self._names = reward_names(config)
         specs = list(enumerate(reward_specs(config)))
@@ -89,6 +95,7 @@ class RewardPool:
             self._restart()
         for task in chain(*self._groups.values()):
             if _was_killed(task) and not task.is_repeated:
+                self._report("a reward process was killed by SIGKILL; its call is repeated")
                 task.is_repeated, task.future = True, self._schedule(task.call)
         keys = [key for key, tasks in self._groups.items() if all(map(_is_over, tasks))]
         if keys:
@@ -129,6 +136,7 @@ class RewardPool:
         self._num_restarts += 1
         if self._num_restarts > MAX_RESTARTS:
             raise RewardError(f"the reward processes ended {self._num_restarts} times")
+        self._report("the reward processes were lost; new ones start, and repeat their calls")
         self._stop_pool()
         self._pool = self._start_pool()
         for tasks in self._groups.values():

@@ -22,7 +22,7 @@ from pathlib import Path
 from easyrl.config import Config
 from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in
 from easyrl.processes import die_with_parent
-from easyrl.runtime.run_folder import folder_of
+from easyrl.runtime.run_folder import folder_of, resume_hint
 from easyrl.runtime.supervisor import FAILED, SIGNALLED, STOP_SIGNALS, handle_signals
 
 PAUSE_SECONDS = 2.0  # before a restart: the workers of a killed controller release their devices
@@ -39,7 +39,7 @@ def run_with_restarts(
     auto = runtime.model_copy(update={"resume": "auto"})
     failures: list[tuple[float, Path | None]] = []  # time, newest checkpoint
     while True:
-        code, is_stopped = _run_in_child(partial(start, config, resume))
+        code, is_stopped = _run_in_child(partial(start, config, resume), folder, len(failures))
         is_failure = code == FAILED or code < 0
         if is_stopped or not is_failure or not (folder / "config.yaml").is_file():
             return code if code >= 0 else SIGNALLED - code
@@ -53,17 +53,24 @@ def run_with_restarts(
             limits = f"runtime.restart_window_seconds={runtime.restart_window_seconds:g}"
             times = f"{number} times within {limits} or without a newer checkpoint"
             allowed = f"allowed: runtime.max_restarts={runtime.max_restarts}"
-            _report(folder, f"the run failed {times} (now: {cause}); {allowed}")
+            end = f"the run failed {times} (now: {cause}); {allowed}"
+            _report(folder, end + (resume_hint(folder) if code < 0 else ""))
             return FAILED
         limit = f"restart {number} of at most {runtime.max_restarts}"
         _report(folder, f"the run failed ({cause}) and starts again ({limit})")
-        time.sleep(PAUSE_SECONDS)
         config, resume = config.model_copy(update={"runtime": auto}), None
 
 
-def _run_in_child(run: Callable[[], int]) -> tuple[int, bool]:
+def _run_in_child(run: Callable[[], int], folder: Path, num_failures: int) -> tuple[int, bool]:
     """Return the child's exit code (negative: killed by that signal), and whether a signal was
     passed on to it."""
+
+    def stop(signum: int, frame: object) -> None:
+        if num_failures:
+            name = signal.Signals(signum).name
+            _report(folder, f"stopped by {name} before the run had started{resume_hint(folder)}")
+        os._exit(SIGNALLED + signum)
+
     handled = {each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN}
     awaited = {*handled, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -71,9 +78,9 @@ def _run_in_child(run: Callable[[], int]) -> tuple[int, bool]:
     sys.stdout.flush()
     if (child := os.fork()) == 0:
         die_with_parent(parent)
-        # Until the run has its own handlers:
-        with handle_signals(lambda signum, frame: os._exit(SIGNALLED + signum)):
+        with handle_signals(stop):  # until the run has its own handlers
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            time.sleep(PAUSE_SECONDS if num_failures else 0.0)
             raise SystemExit(run())
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if (signum := signal.sigwait(awaited)) in handled:

@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 
 from easyrl import events
 from easyrl.channels.ring_buffer import RingBuffer
@@ -15,12 +14,12 @@ from easyrl.config import Config
 from easyrl.data.hub import describe_model
 from easyrl.events import Observer, combine_observers
 from easyrl.formatting import counted
-from easyrl.model.checkpoint_files import checkpoints_in, discard_unfinished, set_aside
+from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.placement import describe, device_names, ring_layout
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
-from easyrl.runtime.run_folder import RunFolder, RunFolderLost
+from easyrl.runtime.run_folder import RunFolder, RunFolderLost, resume_hint
 from easyrl.runtime.supervisor import (
     FAILED,
     FINISHED,
@@ -86,26 +85,17 @@ def _train(controller: Controller) -> events.RunEnded:
     except Interrupted as interrupted:
         discard_unfinished(folder.checkpoints)  # a second signal ends its writing
         message = f"stopped by {interrupted}; the run folder is {folder.path}"
-        return events.RunEnded(SIGNALLED + interrupted.signum, message + _resume_hint(folder))
+        return events.RunEnded(SIGNALLED + interrupted.signum, message + resume_hint(folder.path))
     except WorkerFailure as failure:
         exit_code = USER_ERROR if failure.is_user_error else FAILED
-        return events.RunEnded(exit_code, f"{failure}{_resume_hint(folder)}")
+        return events.RunEnded(exit_code, f"{failure}{resume_hint(folder.path)}")
     except RunFolderLost as lost:
-        return events.RunEnded(FAILED, f"{lost}{_resume_hint(folder)}")
+        return events.RunEnded(FAILED, f"{lost}{resume_hint(folder.path)}")
     except Exception as error:
         cause = traceback.format_exception_only(error)[-1].strip()
         folder.write_log(traceback.format_exc())
         return events.RunEnded(FAILED, f"{cause}\n(the full traceback is in {folder.log})")
     return events.RunEnded(FINISHED, "")
-
-
-def _resume_hint(folder: RunFolder) -> str:
-    """A line for a run that did not finish."""
-    path = str(folder.path)
-    if checkpoints_in(folder.checkpoints):
-        return f"\nto resume: easyrl grpo --resume {quote(path)}"
-    again = f"--config {quote(f'{path}/config.yaml')} --output {quote(f'{path}-2')}"
-    return f"\nto start again (there is no checkpoint): easyrl grpo {again}"
 
 
 def _announce(controller: Controller) -> None:

@@ -21,12 +21,13 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
+from shlex import quote
 from typing import IO, Any
 
 from easyrl import __version__, events
 from easyrl.config import Config, ConfigError, to_commented_yaml
 from easyrl.events import Event
-from easyrl.model.checkpoint_files import CHECKPOINTS
+from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in
 
 FULL_DISK_SECONDS = 2.0
 """Retry a write on a full disk for this long: a checkpoint that does not fit is soon removed."""
@@ -261,6 +262,14 @@ def _unusable(folder: Path, error: OSError) -> ConfigError:
         "output.dir (--output, --resume): expected a folder that can be read and written, got "
         f"'{folder}': {error.strerror}"
     )
+
+
+def resume_hint(folder: Path) -> str:
+    """A line for a run that did not finish."""
+    if checkpoints_in(folder / CHECKPOINTS):
+        return f"\nto resume: easyrl grpo --resume {quote(str(folder))}"
+    again = f"--config {quote(f'{folder}/config.yaml')} --output {quote(f'{folder}-2')}"
+    return f"\nto start again (there is no checkpoint): easyrl grpo {again}"
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,9 +58,11 @@ class RolloutWorker:
         self.control = control
         self.timeline = Timeline(control.send)
         self.reward_weights = reward_weights(self.config)
-        self.reward_pool = RewardPool(
-            self.config, settings.reward_sources
-        )  # first: it starts meanwhile
+        self.reward_pool = RewardPool(  # first: it starts meanwhile
+            self.config,
+            settings.reward_sources,
+            lambda text: control.send(events.Note(f"{settings.name}: {text}")),
+        )
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
         pin(settings.cores)  # after the reward pool: rewards may run on any core
         control.send(events.Starting("loading the model"))
