@@ -248,5 +248,5 @@ def test_random_inputs_are_refused_and_counted(
         if number == min(1000, num_inputs // 2):
             memory = process.memory_info().rss
     assert control.num_refused == num_inputs
-    assert process.num_fds() == descriptors
+    assert process.num_fds() <= descriptors
     assert process.memory_info().rss < memory * 1.02 + 2**20
