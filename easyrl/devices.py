@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import importlib.util
 import json
 import os
 import socket
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -38,8 +40,7 @@ Ascend's libraries are not. `load_backend` loads the backend that is needed."""
 AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
 """Variables for processes of other programs, which do not call `load_backend`."""
 
-LOOPBACK_ENVIRONMENT = {f"{name}_SOCKET_IFNAME": "lo" for name in ("GLOO", "NCCL", "HCCL")}
-"""Set in every worker before torch is imported: nothing listens beyond loopback."""
+LOOPBACK = "127.0.0.1"
 SHARED_DEVICE_ENVIRONMENT = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
 """Also set if two processes use one device: by default HCCL's ports are fixed per device, and
 CANN's guide says that such processes may then fail because of each other's ports."""
@@ -49,11 +50,26 @@ process if another member is lost."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Also set for deterministic runs."""
 
+SIOCGIFADDR = 0x8915  # of Linux's sockios.h
+
 DEVICE_NODES = Path("/dev")
 NODES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}
 CUDA_DRIVER, AMD_NODE = "libcuda.so.1", "kfd"
 """torch needs one of these for a GPU. NVIDIA's device nodes may appear only at first use, so they
 are not sufficient to decide."""
+
+
+def network_environment(address: str) -> dict[str, str]:
+    """Variables that let process groups listen on the network interface of `address` alone. Set in
+    every worker before torch is imported. Raises ValueError if no interface has the address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode())
+                reply = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    return {f"{kind}_SOCKET_IFNAME": name for kind in ("GLOO", "NCCL", "HCCL")}
+    raise ValueError(f"expected a network interface with the address {address}")
 
 
 def num_device_nodes(kind: str) -> int:
@@ -191,6 +207,39 @@ def trains_flex_attention(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def listen(address: str) -> socket.socket:
+    """Return a socket that listens on this address alone, at a free port."""
+    return socket.create_server((address, 0), backlog=1024)
+
+
+_served: list[Any] = []  # stores live as long as the process
+
+
+def serve_store(listener: socket.socket) -> None:
+    """Serve the store to which `open_store` connects. torch's own server would listen on every
+    address."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, port = listener.getsockname()
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    _served.append(store)
+
+
+def open_store(store: str, timeout: timedelta) -> Any:
+    """Open the store over which process groups are made: a file that all members can open, or
+    `tcp://HOST:PORT`, which one of them serves."""
+    from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+
+    if store.startswith("tcp://"):
+        host, _, port = store.removeprefix("tcp://").rpartition(":")
+        return TCPStore(host, int(port), is_master=False, timeout=timeout)
+    opened = FileStore(store, -1)
+    opened.set_timeout(timeout)
+    return opened
+
+
 def make_process_group(
     device: str, store: Any, rank: int, size: int, timeout: timedelta
 ) -> tuple[Any, Callable[[], None]]:
@@ -240,12 +289,12 @@ def _shut_down(sockets: set[tuple[int, str]]) -> None:
 
 
 def join_train_world(
-    device: torch.device, store_path: str, rank: int, size: int, timeout: timedelta
+    device: torch.device, store: str, rank: int, size: int, timeout: timedelta
 ) -> None:
     """Create torch's default process group, of the train ranks: the device's backend for weights
     and gradients, Gloo for small tensors on the CPU.
 
-    The rendezvous is the file `store_path`: torch's TCP store would listen on every address.
+    `store`: see `open_store`.
     """
     import torch
     import torch.distributed as dist
@@ -253,10 +302,10 @@ def join_train_world(
     backends = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
-    store = dist.PrefixStore("train", dist.FileStore(store_path, -1))  # type: ignore[attr-defined]
-    store.set_timeout(timeout)
+    opened = dist.PrefixStore("train", open_store(store, timeout))  # type: ignore[attr-defined]
+    opened.set_timeout(timeout)
     dist.init_process_group(
-        backends[device.type], store=store, rank=rank, world_size=size, timeout=timeout
+        backends[device.type], store=opened, rank=rank, world_size=size, timeout=timeout
     )
 
 

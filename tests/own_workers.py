@@ -36,7 +36,7 @@ def settings_on_cpu(name: str, config: Config, **changes: Any) -> WorkerSettings
         "weights_cross_on_cpu": True,
         "num_threads": 1,
         "max_concurrent_groups": 1,
-        "store_path": "",
+        "store": "",
         "log_file": None,
     }
     return WorkerSettings(name=name, config=config, **(settings | changes))

@@ -67,7 +67,7 @@ from easyrl.workers.settings import WorkerSettings
 
 settings = WorkerSettings(
     name="rollout-1", owner_id=1, device="npu:0", weights_cross_on_cpu=True, num_threads=1,
-    config=load_config(), max_concurrent_groups=1, store_path="", log_file=None,
+    config=load_config(), max_concurrent_groups=1, store="", log_file=None,
     device_indices=(2,), memory_fraction=0.25, engine=sys.argv[1],
 )
 launch._set_up_environment(settings)

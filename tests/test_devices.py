@@ -194,7 +194,7 @@ assert "torch" not in sys.modules
 settings = WorkerSettings(
     name="rollout-0", owner_id=0, device="cpu", weights_cross_on_cpu=True, num_threads=1,
     config=load_config(words=["runtime.deterministic=true"]), max_concurrent_groups=1,
-    store_path="", log_file=None,
+    store="", log_file=None,
 )
 launch._set_up_environment(settings)
 import torch

@@ -129,7 +129,7 @@ from easyrl.runtime import launch
 from easyrl.workers.settings import WorkerSettings
 settings = WorkerSettings(
     name="rollout-0", owner_id=0, device="cuda:0", weights_cross_on_cpu=False, num_threads=1,
-    config=load_config(), max_concurrent_groups=1, store_path="", log_file=None,
+    config=load_config(), max_concurrent_groups=1, store="", log_file=None,
     device_indices=(int(sys.argv[1]),), memory_fraction=0.01,
 )
 launch._set_up_environment(settings)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from easyrl.channels.ring_buffer import RingBuffer, RingPort
 from easyrl.config import load_config
-from easyrl.devices import LOOPBACK_ENVIRONMENT
+from easyrl.devices import LOOPBACK, network_environment
 from easyrl.model.sharding import TrainRanks, own_part, whole
 from easyrl.types import MicroBatch, RolloutGroup
 from easyrl.workers.learner import Learner
@@ -98,7 +98,7 @@ def run_case(case: Case, settings: WorkerSettings, port: RingPort, producer: Rin
 def rank_main(
     rank: int, store: str, ring: RingBuffer, pipes: tuple[Connection, ...], orders: Connection
 ) -> None:
-    os.environ.update(LOOPBACK_ENVIRONMENT)
+    os.environ.update(network_environment(LOOPBACK))
     device = torch.device("cpu")
     ranks = TrainRanks.join(store, rank=rank, size=NUM_RANKS, device=device, timeout_seconds=120)
     TrainWorker._join_ranks = lambda self: ranks  # type: ignore[method-assign]
@@ -111,7 +111,7 @@ def rank_main(
 
 
 def settings_of(rank: int, store: str, pipes: tuple[Connection, ...]) -> WorkerSettings:
-    where = {"owner_id": rank, "rank": rank, "store_path": store, "pipes": pipes}
+    where = {"owner_id": rank, "rank": rank, "store": store, "pipes": pipes}
     return settings_on_cpu(f"train-{rank}", load_config(), num_train_ranks=NUM_RANKS, **where)
 
 

@@ -21,7 +21,7 @@ from easyrl.channels import BUCKET_BYTES
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import ConfigError
 from easyrl.data.hub import resolve_model
-from easyrl.devices import LOOPBACK_ENVIRONMENT
+from easyrl.devices import LOOPBACK, network_environment
 from easyrl.engines.base import FinishedGroup, GroupRequest, SamplingSettings
 from easyrl.engines.vllm.platforms import environment
 from easyrl.model.attention import PackedGroups
@@ -30,7 +30,7 @@ from tiny_models import untied_model
 
 pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm` installs it and runs these")
 pytestmark = pytest.mark.vllm
-os.environ |= {**LOOPBACK_ENVIRONMENT, **environment("cpu"), "OMP_NUM_THREADS": "1"}
+os.environ |= {**network_environment(LOOPBACK), **environment("cpu"), "OMP_NUM_THREADS": "1"}
 
 TOLERANCE = 1e-4  # nats, in float32
 TEMPERATURE = 0.7

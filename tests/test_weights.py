@@ -105,28 +105,28 @@ class Peer:
 
         WeightChannel._bounded = end
 
-    def endpoint(self, store_path, rank, world_size, generation=0, **changes):
-        settings = replace(self.settings, name=f"worker-{rank}", store_path=store_path)
+    def endpoint(self, store, rank, world_size, generation=0, **changes):
+        settings = replace(self.settings, name=f"worker-{rank}", store=store)
         return replace(settings.weight_endpoint(rank, world_size, generation), **changes)
 
-    def join(self, store_path, rank, world_size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
+    def join(self, store, rank, world_size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
         weights_module.ALONE_BYTES = alone_bytes
-        endpoint = self.endpoint(store_path, rank, world_size, bucket_bytes=bucket_bytes)
+        endpoint = self.endpoint(store, rank, world_size, bucket_bytes=bucket_bytes)
         self.channel = WeightChannel(endpoint, lambda: self.is_cancelled)
 
-    def rejoin(self, store_path, rank, world_size, generation):
+    def rejoin(self, store, rank, world_size, generation):
         self.is_cancelled, self.full = False, self.channel
-        endpoint = self.endpoint(store_path, rank, world_size, generation, bucket_bytes=512)
+        endpoint = self.endpoint(store, rank, world_size, generation, bucket_bytes=512)
         self.channel = WeightChannel(endpoint, lambda: self.is_cancelled)
 
     def leave_temporary(self):
         self.channel.close()
         self.channel = self.full
 
-    def join_on_one_device(self, store_path, rank, share=share_cpu_memory, open_=open_cpu_memory):
+    def join_on_one_device(self, store, rank, share=share_cpu_memory, open_=open_cpu_memory):
         """The bucket is memory that both ranks see; `share` and `open_` stand for a device's."""
         devices.share_memory, devices.open_memory = share, open_
-        endpoint = self.endpoint(store_path, rank, 2, shared_device="cpu", bucket_bytes=512)
+        endpoint = self.endpoint(store, rank, 2, shared_device="cpu", bucket_bytes=512)
         self.channel = WeightChannel(endpoint)
         return self.channel.not_shared_reason
 
@@ -268,15 +268,15 @@ class Peers:
     def join(self, size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
         """A new process group of the first `size` peers."""
         self.start(size)
-        store_path, how = self.new_store(), (size, bucket_bytes, alone_bytes)
-        self.all(*[("join", store_path, rank, *how) for rank in range(size)])
-        return store_path
+        store, how = self.new_store(), (size, bucket_bytes, alone_bytes)
+        self.all(*[("join", store, rank, *how) for rank in range(size)])
+        return store
 
-    def rejoin(self, store_path, size, generation=1, dead=None):
+    def rejoin(self, store, size, generation=1, dead=None):
         """A process group of the first `size` peers, in a store that was used before."""
         living = [number for number in range(size) if number != dead]
         for rank, number in enumerate(living):
-            self.command(number, "rejoin", store_path, rank, len(living), generation)
+            self.command(number, "rejoin", store, rank, len(living), generation)
         assert [self.answer(number)[0] for number in living] == [None] * len(living)
 
     def new_store(self):
@@ -412,8 +412,8 @@ def test_an_unexpected_version_is_an_error(peers):
 
 
 def test_the_wait_for_a_rank_that_never_joins_is_bounded(peers):
-    store_path = peers.new_store()
-    for rank, outcome in enumerate(peers.outcomes(*[("join", store_path, r, 3) for r in (0, 1)])):
+    store = peers.new_store()
+    for rank, outcome in enumerate(peers.outcomes(*[("join", store, r, 3) for r in (0, 1)])):
         words = rf"worker-{rank} \(rank {rank} of 3\), making the process group: waited [23]\.\d s"
         assert_bounded(outcome, TimeoutError, words, "runtime.timeout_seconds")
 
@@ -467,7 +467,7 @@ AT_ONCE_SECONDS = 0.75 * TIMEOUT_SECONDS
 )
 def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers, dead, what, size):
     """Also of those that do not wait for the dead one. The sender gathers every weight once."""
-    store_path = peers.join(size, 256)
+    store = peers.join(size, 256)
     peers.command(dead, "end_at", what, signal.SIGKILL)
     peers.answer(dead)
     for number in range(size):
@@ -481,7 +481,7 @@ def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers,
     if dead:
         peers.command(0, "sizes_gathered")
         assert peers.answer(0)[0] == SIZES
-    peers.rejoin(store_path, size, dead=dead)
+    peers.rejoin(store, size, dead=dead)
     for version in (0, 1):
         peers.exchange(version, size, dead=dead)
 
@@ -489,12 +489,12 @@ def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers,
 @pytest.mark.parametrize("what", ["making the process group", "bucket 7 of .*"])
 def test_a_wait_for_a_stopped_rank_can_be_cancelled(peers, what):
     """It closes no connection."""
-    store_path = peers.new_store() if what.startswith("making") else peers.join(3, 256)
+    store = peers.new_store() if what.startswith("making") else peers.join(3, 256)
     peers.command(2, "end_at", what, signal.SIGSTOP)
     peers.answer(2)
     for rank in range(3):
         if what.startswith("making"):
-            peers.command(rank, "join", store_path, rank, 3)
+            peers.command(rank, "join", store, rank, 3)
         else:
             peers.command(rank, "receive" if rank else "send", 0)
     time.sleep(0.2 * TIMEOUT_SECONDS)
@@ -505,15 +505,15 @@ def test_a_wait_for_a_stopped_rank_can_be_cancelled(peers, what):
         assert isinstance(error, ConnectionError) and seconds < AT_ONCE_SECONDS
     peers.processes[2].kill()
     peers.processes[2].join()
-    peers.rejoin(store_path, 2)
+    peers.rejoin(store, 2)
     peers.exchange(0, 2)
 
 
 def test_a_temporary_channel_of_two_leaves_the_full_one_as_it_is(peers):
-    store_path = peers.join(3)
+    store = peers.join(3)
     peers.exchange(0, 3)
     for generation in (1, 2):
-        peers.rejoin(store_path, 2, generation)
+        peers.rejoin(store, 2, generation)
         peers.exchange(0, 2)
         peers.all(("leave_temporary",), ("leave_temporary",))
         assert peers.exchange(generation, 3) > 0
@@ -523,8 +523,8 @@ def test_a_temporary_channel_of_two_leaves_the_full_one_as_it_is(peers):
 
 
 def join_on_one_device(peers, *how):
-    store_path = peers.new_store()
-    return peers.all(*[("join_on_one_device", store_path, rank, *how) for rank in range(2)])
+    store = peers.new_store()
+    return peers.all(*[("join_on_one_device", store, rank, *how) for rank in range(2)])
 
 
 def test_weights_cross_in_memory_that_both_ranks_see(peers):

@@ -96,13 +96,11 @@ def _spawn(
 ) -> Callable[[str], list[Any]]:
     """Start a process for the trainer and one for each engine. The function returned calls a method
     of every `_Member` at the same time and returns their results, the trainer's first."""
-    store_path = f"/proc/{os.getpid()}/fd/{os.memfd_create('easyrl-store')}"
+    store = f"/proc/{os.getpid()}/fd/{os.memfd_create('easyrl-store')}"
     names = [("train", 0), *(("rollout", n) for n in range(placement.num_rollout_workers))]
     workers = []
     for rank, (role, number) in enumerate(names):
-        settings = worker_settings(
-            config, placement, role, number, store_path=store_path, log_file=None
-        )
+        settings = worker_settings(config, placement, role, number, store=store, log_file=None)
         member = (__name__, "_Member", settings, settings.weight_endpoint(rank, len(names)), size)
         workers.append(supervisor.spawn(settings.name, run_worker, *member))
 

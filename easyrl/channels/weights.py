@@ -49,7 +49,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from easyrl import devices
 from easyrl.channels import ALONE_BYTES, BUCKET_BYTES, NUM_BUCKETS
@@ -116,7 +116,7 @@ def make_plan(
 class WeightEndpoint:
     """Settings with which a process opens its end of the channel."""
 
-    store_path: str  # file that all ranks can open; the process group is made over it
+    store: str  # over which the process group is made (`devices.open_store`)
     rank: int  # 0 sends, the others receive
     world_size: int
     worker: str  # its name, for error messages
@@ -154,7 +154,8 @@ class WeightChannel:
             ALONE_BYTES if self._device.type == "cpu" else endpoint.bucket_bytes
         )
         self._buckets: list[Tensor] = []
-        store = PrefixStore(f"weights-{endpoint.generation}", FileStore(endpoint.store_path, -1))
+        opened = devices.open_store(endpoint.store, self._timeout)
+        store = PrefixStore(f"weights-{endpoint.generation}", opened)
         store.set_timeout(self._timeout)
         self._bounded("making the process group", lambda: self._join(store))
         if endpoint.shared_device is not None:

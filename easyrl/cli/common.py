@@ -28,6 +28,9 @@ InferDevices = Annotated[
     str | None, Option(help="Devices that generate: 0-3, 0,2,5, cpu or cpu:2.")
 ]
 TrainDevices = Annotated[str | None, Option(help="Devices that train.")]
+RayAddress = Annotated[
+    str | None, Option(metavar="HOST:PORT", help="The Ray cluster, for devices like ray:8.")
+]
 Seed = Annotated[int | None, Option(help="Same seed, same data and sampling.")]
 NoLive = Annotated[bool, Option("--no-live", help="Plain lines instead of the live view.")]
 

@@ -12,6 +12,7 @@ from easyrl.cli.common import (
     ConfigFile,
     InferDevices,
     NoLive,
+    RayAddress,
     Reward,
     Seed,
     TrainDevices,
@@ -37,6 +38,7 @@ def grpo(
     spare_devices: Annotated[
         str | None, Option(help="More devices that may generate (runtime.autoscale).")
     ] = None,
+    ray_address: RayAddress = None,
     output: Annotated[str | None, Option(metavar="DIR", help="The run folder.")] = None,
     iterations: Annotated[int | None, Option(help="Iterations in all, resumed or not.")] = None,
     seed: Seed = None,
@@ -58,6 +60,7 @@ def grpo(
         "devices.infer": infer_devices,
         "devices.train": train_devices,
         "devices.spare": spare_devices,
+        "devices.ray_address": ray_address,
         "output.dir": output,
         "train.iterations": iterations,
         "runtime.seed": seed,

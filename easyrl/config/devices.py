@@ -18,20 +18,28 @@ class DeviceSet:
 
     kind: Literal["cpu", "accelerator"]
     indices: tuple[int, ...]
-    """Device numbers; for the CPU the workers' numbers, 0 to count - 1."""
+    """Device numbers; for the CPU the workers' numbers, 0 to count - 1. On a Ray cluster, which
+    chooses the devices, they only tell devices apart."""
+    is_ray: bool = False
 
     @property
     def count(self) -> int:
         return len(self.indices)
 
     def __str__(self) -> str:
+        if self.is_ray:
+            return f"ray:{'cpu:' if self.kind == 'cpu' else ''}{self.count}"
         if self.kind == "cpu":
             return "cpu" if self.count == 1 else f"cpu:{self.count}"
         return ",".join(map(str, self.indices))
 
 
 def parse_device_set(text: str) -> DeviceSet:
-    """Parse `0-3`, `0,2,5`, `0-1,4`, `cpu` or `cpu:3`. Raises ValueError for any other text."""
+    """Parse `0-3`, `0,2,5`, `0-1,4`, `cpu`, `cpu:3`, `ray:4` or `ray:cpu:4`. Raises ValueError for
+    any other text."""
+    if match := re.fullmatch(r"ray:(cpu:)?([1-9][0-9]{0,3})", text.strip()):
+        kind: Literal["cpu", "accelerator"] = "cpu" if match[1] else "accelerator"
+        return DeviceSet(kind, tuple(range(int(match[2]))), is_ray=True)
     if match := re.fullmatch(r"cpu(?::([1-9][0-9]{0,3}))?", text.strip()):
         return DeviceSet("cpu", tuple(range(int(match[1] or 1))))
     indices: list[int] = []
@@ -39,7 +47,10 @@ def parse_device_set(text: str) -> DeviceSet:
         match = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
         part_indices = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
         if not part_indices or set(indices) & set(part_indices):
-            raise ValueError("expected 0-3 (a range), 0,2,5 (each once), cpu or cpu:3 (3 workers)")
+            raise ValueError(
+                "expected 0-3 (a range), 0,2,5 (each once), cpu or cpu:3 (3 workers), or on a Ray "
+                "cluster ray:4 or ray:cpu:4"
+            )
         indices += part_indices
     return DeviceSet("accelerator", tuple(sorted(indices)))
 
@@ -52,7 +63,7 @@ def _check(text: str | None) -> str | None:
 
 class DevicesConfig(Section):
     """Devices that generate and devices that train: `0-3`, `0,2,5`, `cpu` (one worker) or `cpu:3`
-    (three workers)."""
+    (three workers); on a Ray cluster `ray:4` (four accelerators) or `ray:cpu:4` (four workers)."""
 
     infer: Annotated[str | None, AfterValidator(_check)] = None
     """Devices that generate; null: chosen from what the machine has."""
@@ -63,6 +74,9 @@ class DevicesConfig(Section):
     max_rollout_workers: int | None = Field(default=None, ge=1)
     """Most rollout workers that the run may have (`easyrl scale`); null: those of `infer` and
     `spare`."""
+    ray_address: str | None = None
+    """Address of the Ray cluster (`HOST:PORT`) for `ray:` devices. Null: the one in RAY_ADDRESS, or
+    that runs on this machine; otherwise one is started for this run."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of each worker. Null: its share of the cores, and on a CPU each worker has cores
     of its own. While a rollout worker waits, the train worker uses its cores, and the reverse (not

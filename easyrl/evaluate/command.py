@@ -37,6 +37,7 @@ from easyrl.observe.report import print_end
 from easyrl.observe.text import say
 from easyrl.rewards.loading import check_rewards, reward_names, reward_specs, reward_weights
 from easyrl.runtime.dispatch import Dispatcher
+from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.memory import (
     bytes_by_memory,
     check_memory,
@@ -205,11 +206,12 @@ def answers_of_workers(
     with the seconds since all workers were ready."""
     config, placement = _with_model(plan.worker_config, model), plan.placement
     num_samples = plan.sampling.num_samples
-    with Supervisor() as supervisor:
+    with make_launcher(config, placement) as launcher, Supervisor() as supervisor:
         workers = Workers(
             config,
             placement,
             supervisor,
+            launcher,
             log_of=lambda worker: folder.path / "logs" / f"{worker}.log",
             notify=view.observe,
             sampling=plan.sampling,

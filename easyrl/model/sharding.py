@@ -47,10 +47,10 @@ class TrainRanks:
 
     @classmethod
     def join(
-        cls, store_path: str, *, rank: int, size: int, device: torch.device, timeout_seconds: float
+        cls, store: str, *, rank: int, size: int, device: torch.device, timeout_seconds: float
     ) -> TrainRanks:
-        """Initialize rank `rank` of `size` in torch's default process group. `store_path` is a file
-        that all ranks can open. Raises TimeoutError if the others do not join within
+        """Initialize rank `rank` of `size` in torch's default process group. `store`:
+        see `devices.open_store`. Raises TimeoutError if the others do not join within
         `timeout_seconds`, which also bounds every later wait for them.
         """
         from torch.distributed.device_mesh import DeviceMesh
@@ -60,7 +60,7 @@ class TrainRanks:
         ranks._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
         with ranks.naming_failures():
-            devices.join_train_world(device, store_path, rank, size, timeout)
+            devices.join_train_world(device, store, rank, size, timeout)
             ranks.mesh = DeviceMesh(device.type, list(range(size)))
             if size > 1:
                 ranks.group_for_files = devices.join_checkpoint_group()

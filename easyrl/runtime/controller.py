@@ -41,14 +41,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from easyrl import events
-from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config, ConfigError
 from easyrl.config.algorithm import REPLACEMENT_ROUNDS
 from easyrl.config.devices import DeviceSet, count_devices
@@ -57,6 +55,7 @@ from easyrl.rewards.loading import reward_names
 from easyrl.runtime.control import serving
 from easyrl.runtime.dispatch import Dispatcher, Rounds
 from easyrl.runtime.exchange import WeightExchange
+from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.metrics import IterationRecord, best_of, evaluation_metrics, summarize
 from easyrl.runtime.placement import check_scale, device_names, first_engines
 from easyrl.runtime.preflight import Preflight
@@ -79,7 +78,7 @@ class Controller:
         checked: Preflight,
         *,
         folder: RunFolder,
-        ring: RingBuffer,
+        launcher: Launcher,
         started: float,
         notify: Observer,
         resumed: Resume | None = None,
@@ -89,7 +88,7 @@ class Controller:
         self.checked = checked
         self.folder = folder
         self.notify = notify
-        self._ring = ring
+        self._launcher = launcher
         self.started = started
         self.resumed = resumed
         before = resumed.state if resumed is not None else SavedState()
@@ -110,22 +109,18 @@ class Controller:
 
     def run(self) -> dict[str, Any]:
         """Train; returns the contents of `summary.json`."""
-        store_fd = os.memfd_create("easyrl-store")  # no name, so that no file is left behind
-        try:
-            with (
-                Supervisor() as supervisor,
-                serving(
-                    self.folder.path,
-                    supervisor,
-                    self.notify,
-                    status=self._status,
-                    scale=self._scale_by_hand,
-                ),
-            ):
-                self._start_workers(supervisor, f"/proc/{os.getpid()}/fd/{store_fd}")
-                return self._run()
-        finally:
-            os.close(store_fd)
+        with (
+            Supervisor() as supervisor,
+            serving(
+                self.folder.path,
+                supervisor,
+                self.notify,
+                status=self._status,
+                scale=self._scale_by_hand,
+            ),
+        ):
+            self._start_workers(supervisor)
+            return self._run()
 
     def _run(self) -> dict[str, Any]:
         held_out = self.checked.held_out
@@ -204,16 +199,15 @@ class Controller:
 
     # -- phases of a run --------------------------------------------------------------------------
 
-    def _start_workers(self, supervisor: Supervisor, store_path: str) -> None:
+    def _start_workers(self, supervisor: Supervisor) -> None:
         placement = self.checked.placement
         self.workers = Workers(
             self.config,
             placement,
             supervisor,
+            self._launcher,
             log_of=self.folder.log_of,
             notify=self.notify,
-            ring=self._ring,
-            store_path=store_path,
             resumed=self.resumed,
         )
         self.workers.wait_until_ready()
@@ -277,7 +271,7 @@ class Controller:
     def _reopen_undelivered(self, worker: Worker, record: IterationRecord, rounds: Rounds) -> None:
         """Take back the reports of groups that a dead worker did not put into the ring: it reports
         a group just before."""
-        delivered = self._ring.delivered(record.iteration)
+        delivered = self._launcher.delivered(record.iteration)
         for group in list(record.groups):
             is_missing = not group.is_rejected and group.group_index not in delivered
             if is_missing and self.dispatcher.has_answer(worker, group.prompt_index):

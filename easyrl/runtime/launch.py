@@ -94,7 +94,7 @@ def _describe(error: BaseException) -> Failed:
 
 
 def _set_up_environment(settings: WorkerSettings) -> None:
-    os.environ.update(devices.LOOPBACK_ENVIRONMENT)
+    os.environ.update(devices.network_environment(settings.address))
     os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     kind = settings.device.partition(":")[0]
@@ -116,6 +116,8 @@ def _set_up_environment(settings: WorkerSettings) -> None:
     quieten_transformers()
     torch.set_num_threads(settings.num_threads)
     devices.load_backend(kind)
+    if settings.listener is not None:
+        devices.serve_store(settings.listener)
     if settings.memory_fraction is not None and not is_vllm:  # vLLM's own processes have limits
         devices.limit_memory(torch.device(settings.device), settings.memory_fraction)
     if deterministic:

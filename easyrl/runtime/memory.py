@@ -10,8 +10,9 @@ allocations, and the estimate with measured peaks, to 15 %.
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -277,10 +278,12 @@ def _memory_of(worker: str, device: str) -> str:
     return "cpu" if device == "cpu" else f"{device} ({worker})"
 
 
-def memory_budgets(placement: Placement) -> dict[str, int]:
+def memory_budgets(placement: Placement) -> dict[str, float]:
     """Return the bytes that may be taken: on the CPU together what this machine and its cgroup have
     left, by each other worker the memory of its accelerators, or its part of a shared one."""
-    budgets = {"cpu": available_memory_bytes()}
+    if placement.is_ray:  # what its nodes have is not known here
+        return defaultdict(lambda: math.inf)
+    budgets: dict[str, float] = {"cpu": available_memory_bytes()}
     for worker, device in device_names(placement).items():
         if device != "cpu":
             kind, _, numbers = device.partition(":")
@@ -297,7 +300,7 @@ def bytes_by_memory(parts: Iterable[Part]) -> Counter[str]:
     return totals
 
 
-def check_memory(parts: Sequence[Part], budgets: Mapping[str, int]) -> list[str]:
+def check_memory(parts: Sequence[Part], budgets: Mapping[str, float]) -> list[str]:
     """Return a warning for each memory that the run may not fit. Raises ConfigError if the certain
     parts alone do not fit."""
     warnings = []
@@ -321,10 +324,10 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, int]) -> list[str]
     return warnings
 
 
-def memory_table(parts: Sequence[Part], budgets: Mapping[str, int]) -> str:
+def memory_table(parts: Sequence[Part], budgets: Mapping[str, float]) -> str:
     """List the parts of one worker of each role, then the sum on each device."""
 
-    def line(label: str, num_bytes: int) -> str:
+    def line(label: str, num_bytes: float) -> str:
         return f"{label:<25}{f'{num_bytes / MIB:,.0f} MiB':>12}"
 
     lines = ["memory at the most, by estimate:"]
@@ -337,7 +340,8 @@ def memory_table(parts: Sequence[Part], budgets: Mapping[str, int]) -> str:
             where = "" if part.memory == own[0].memory else f", {part.memory.partition(' ')[0]}"
             lines.append(line(f"  {part.what}{where}", part.num_bytes))
     for memory, num_bytes in bytes_by_memory(parts).items():
-        lines += [line(f"all on {memory}", num_bytes), line("  available", budgets[memory])]
+        lines.append(line(f"all on {memory}", num_bytes))
+        lines += [line("  available", budgets[memory])] if memory in budgets else []
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingLayout
@@ -12,6 +12,9 @@ from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet, check_disjoint, parse_device_set
 from easyrl.engines.vllm.platforms import unsupported_reason
 from easyrl.processes import num_cores, split_cores
+
+if TYPE_CHECKING:
+    from easyrl.runtime.ray.cluster import Resources
 
 ROWS_OF_EVALUATION = 128
 """Sequences in flight per engine in an evaluation."""
@@ -41,7 +44,7 @@ class Placement:
     """Whether workers use the cores of waiting workers of the other role (vLLM only lends its)."""
     spare: tuple[int, ...] = ()  # indices of `devices.spare`; on the CPU they follow `infer`
     most_rollout_workers: int | None = None  # `devices.max_rollout_workers`
-    num_accelerators: int = 0  # of the machine
+    num_accelerators: int = 0  # of the machine, or of the Ray cluster
 
     @property
     def max_rollout_workers(self) -> int:
@@ -52,6 +55,11 @@ class Placement:
     @property
     def num_rollout_workers(self) -> int:
         return self.infer.count // self.engine.tensor_parallel_size
+
+    @property
+    def is_ray(self) -> bool:
+        """Whether the workers run on a Ray cluster."""
+        return self.infer.is_ray
 
     @property
     def shares_device(self) -> bool:
@@ -90,7 +98,12 @@ def resolve_placement(config: Config) -> Placement:
     """Choose devices, threads, cores and engine. Raises ConfigError for missing devices."""
     infer, train = _wanted(config.devices.infer), _wanted(config.devices.train)
     spare = _wanted(config.devices.spare)
-    kind, count = _accelerators(infer, train)
+    cluster = _connect(config, infer, train, spare)
+    if cluster is not None:
+        kind, count = cluster.accelerator, cluster.num_accelerators
+        infer, train, spare = _on_cluster(infer, train, spare)
+    else:
+        kind, count = _accelerators(infer, train)
     infer = infer or _default("infer", count, train, spare)
     train = train or _default("train", count, infer, spare)
     check_disjoint(infer, train)
@@ -100,7 +113,8 @@ def resolve_placement(config: Config) -> Placement:
             f"devices.train (--train-devices): expected at most {prompts // updates} devices "
             f"(train.prompts_per_iteration / train.updates_per_iteration), got '{train}'"
         )
-    placement, most = _place(config, infer, train, kind, count), config.devices.max_rollout_workers
+    placement = _place(config, infer, train, kind, count, cluster=cluster)
+    most = config.devices.max_rollout_workers
     if most is not None and most < placement.num_rollout_workers:
         expected = f"null or at least {placement.num_rollout_workers} (devices.infer='{infer}')"
         raise ConfigError(f"devices.max_rollout_workers: expected {expected}, got {most}")
@@ -108,17 +122,20 @@ def resolve_placement(config: Config) -> Placement:
     if spare is None:
         return placement
     _check_engines("devices.spare (--spare-devices)", spare, placement, infer)
-    first = infer.count if spare.kind == "cpu" else 0
+    first = infer.count if spare.kind == "cpu" else 0  # on a cluster, too
     return replace(placement, spare=tuple(first + index for index in spare.indices))
 
 
 def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Placement:
     """The placement of an evaluation: engines only, by default one on each accelerator."""
     infer = _wanted(config.devices.infer)
+    cluster = _connect(config, infer)
     kind, count = _accelerators(infer)
+    if cluster is not None:
+        kind, count = cluster.accelerator, cluster.num_accelerators
     if infer is None:
         infer = DeviceSet("accelerator", tuple(range(count))) if count else DeviceSet("cpu", (0,))
-    placement = _place(config, infer, DeviceSet("cpu", ()), kind, count)
+    placement = _place(config, infer, DeviceSet("cpu", ()), kind, count, cluster=cluster)
     most = config.rollout.max_concurrent_groups or max(1, ROWS_OF_EVALUATION // num_samples)
     per_engine = -(-num_prompts // placement.num_rollout_workers)
     return replace(placement, max_concurrent_groups=min(most, per_engine))
@@ -126,6 +143,42 @@ def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Plac
 
 def _wanted(text: str | None) -> DeviceSet | None:
     return None if text is None else parse_device_set(text)
+
+
+def _connect(config: Config, *wanted: DeviceSet | None) -> Resources | None:
+    """What the Ray cluster has; None if no devices of one are wanted."""
+    given = [each for each in wanted if each is not None]
+    if not any(each.is_ray for each in given):
+        return None
+    if not all(each.is_ray and each.kind == given[0].kind for each in given):
+        raise ConfigError(
+            "devices (--infer-devices, --train-devices, --spare-devices): expected all of one "
+            f"kind with ray: devices, got {' and '.join(map(repr, map(str, given)))}"
+        )
+    from easyrl.runtime.ray.cluster import connect
+
+    resources = connect(config, sum(each.count for each in given) + 1)
+    if given[0].kind == "accelerator" and resources.accelerator == "cpu":
+        raise ConfigError(
+            "devices: expected ray:cpu:N in a cluster without accelerators, got ray:N"
+        )
+    return resources
+
+
+def _on_cluster(
+    infer: DeviceSet | None, train: DeviceSet | None, spare: DeviceSet | None
+) -> tuple[DeviceSet, DeviceSet, DeviceSet | None]:
+    """Number a cluster's devices so that those of workers differ; a worker each by default."""
+    kind = next(each.kind for each in (infer, train) if each is not None)
+    one = DeviceSet(kind, (0,), is_ray=True)
+    infer, train = infer or one, train or one
+    if kind == "cpu":
+        return infer, train, spare
+    return _behind(infer, train.count), train, spare and _behind(spare, train.count + infer.count)
+
+
+def _behind(devices: DeviceSet, first: int) -> DeviceSet:
+    return replace(devices, indices=tuple(first + index for index in devices.indices))
 
 
 def _accelerators(*wanted: DeviceSet | None) -> tuple[str, int]:
@@ -136,13 +189,26 @@ def _accelerators(*wanted: DeviceSet | None) -> tuple[str, int]:
     return devices.accelerator(is_asked="accelerator" in kinds)
 
 
-def _place(config: Config, infer: DeviceSet, train: DeviceSet, kind: str, count: int) -> Placement:
+def _place(
+    config: Config,
+    infer: DeviceSet,
+    train: DeviceSet,
+    kind: str,
+    count: int,
+    *,
+    cluster: Resources | None,
+) -> Placement:
     for key, wanted in (("infer", infer), ("train", train)):
         _check_exist(f"devices.{key} (--{key}-devices)", wanted, kind, count)
     engine = choose_engine(config, infer, accelerator=kind)
     num_engines = infer.count // engine.tensor_parallel_size
     num_workers = num_engines + train.count
-    has_own_cores = config.devices.threads is None and infer.kind == train.kind == "cpu"
+    is_on_cpu, is_local = infer.kind == train.kind == "cpu", cluster is None
+    has_own_cores = config.devices.threads is None and is_on_cpu and is_local
+    if cluster is None:
+        num_threads = max(1, num_cores() // num_workers)
+    else:
+        num_threads = cluster.num_threads(num_workers if is_on_cpu else max(count, num_workers))
     can_lend = has_own_cores and train.count > 0 and not config.runtime.deterministic
     lends_cores = can_lend and num_workers <= num_cores()
     borrows = lends_cores and engine.name == "embedded"
@@ -150,7 +216,7 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, kind: str, count:
         infer=infer,
         train=train,
         accelerator=kind,
-        num_threads=config.devices.threads or max(1, num_cores() // num_workers),
+        num_threads=config.devices.threads or num_threads,
         max_concurrent_groups=_max_concurrent_groups(config, num_engines, borrows=borrows),
         engine=engine,
         infer_memory_fraction=config.rollout.memory_fraction or 0.5,
@@ -161,6 +227,8 @@ def _place(config: Config, infer: DeviceSet, train: DeviceSet, kind: str, count:
 
 
 def _check_exist(key: str, wanted: DeviceSet, kind: str, count: int) -> None:
+    if wanted.is_ray:  # the cluster may grow: `ray.launcher` waits for it
+        return
     if wanted.kind == "accelerator" and max(wanted.indices) >= count:
         found = f"{kind} devices 0-{count - 1}, or cpu" if count else "cpu (see easyrl doctor)"
         raise ConfigError(f"{key}: expected {found}, got '{wanted}'")
@@ -176,7 +244,7 @@ def first_engines(number: int, placement: Placement) -> DeviceSet:
     """The devices of this many engines, `devices.infer` before `devices.spare`."""
     num_devices = number * placement.engine.tensor_parallel_size
     indices = (*placement.infer.indices, *placement.spare)[:num_devices]
-    return DeviceSet(placement.infer.kind, tuple(sorted(indices)))
+    return replace(placement.infer, indices=tuple(sorted(indices)))
 
 
 def check_scale(
@@ -220,7 +288,7 @@ def _check_engines(
     new = {i for engine in engines_on(wanted, placement) if engine not in kept for i in engine}
     trained = placement.train.indices if placement.train.kind == "accelerator" else ()
     expected = ""
-    if wanted.kind != current.kind:
+    if (wanted.kind, wanted.is_ray) != (current.kind, current.is_ray):
         expected = f"devices of the same kind as '{current}'"
     elif wanted.count % size:
         expected = f"a multiple of {size} devices (rollout.tensor_parallel_size)"

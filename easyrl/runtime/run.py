@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from easyrl import events
-from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
 from easyrl.data.hub import describe_model
 from easyrl.events import Observer, combine_observers
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.runtime.controller import Controller
-from easyrl.runtime.placement import describe, device_names, ring_layout
+from easyrl.runtime.launchers import make_launcher
+from easyrl.runtime.placement import describe, device_names
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
 from easyrl.runtime.run_folder import RunFolder, RunFolderLost, resume_hint
@@ -47,31 +47,31 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         notify(events.RunEnded(FINISHED, f"{resumed.folder} {done}; {hint}"))
         return FINISHED
     checked = check_run(config, resumed)
-    ring = RingBuffer(ring_layout(config, checked.placement))
-    if resumed is None:
-        folder = RunFolder(config)
-    else:
-        state = resumed.state
-        folder = RunFolder(config, resumed.lock, state.file_sizes, state.num_iterations)
-        for path in resumed.damaged:
-            set_aside(path)
-        discard_unfinished(folder.checkpoints)
-    controller = Controller(
-        config,
-        checked,
-        folder=folder,
-        ring=ring,
-        started=started,
-        notify=combine_observers([folder.observe, *observers]),
-        resumed=resumed,
-    )
-    with signals_as_interrupts():
-        try:
-            end = _train(controller)
-            controller.notify(end)
-        finally:
-            folder.close()
-    return end.exit_code
+    with make_launcher(config, checked.placement) as launcher:
+        if resumed is None:
+            folder = RunFolder(config)
+        else:
+            state = resumed.state
+            folder = RunFolder(config, resumed.lock, state.file_sizes, state.num_iterations)
+            for path in resumed.damaged:
+                set_aside(path)
+            discard_unfinished(folder.checkpoints)
+        controller = Controller(
+            config,
+            checked,
+            folder=folder,
+            launcher=launcher,
+            started=started,
+            notify=combine_observers([folder.observe, *observers]),
+            resumed=resumed,
+        )
+        with signals_as_interrupts():
+            try:
+                end = _train(controller)
+                controller.notify(end)
+            finally:
+                folder.close()
+        return end.exit_code
 
 
 def _train(controller: Controller) -> events.RunEnded:

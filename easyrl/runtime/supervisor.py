@@ -25,10 +25,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from easyrl import events
 from easyrl.channels.memory import kill_reason, oom_kills
+
+if TYPE_CHECKING:
+    from easyrl.runtime.ray.launcher import RemoteProcess
 
 STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed
 CAUSE_SECONDS = 0.5
@@ -93,7 +96,12 @@ class Worker:
     """
 
     def __init__(
-        self, name: str, process: BaseProcess, control: Connection, *, is_replaceable: bool
+        self,
+        name: str,
+        process: BaseProcess | RemoteProcess,
+        control: Connection,
+        *,
+        is_replaceable: bool,
     ) -> None:
         self.name = name
         self.process = process
@@ -111,6 +119,20 @@ class Worker:
     @property
     def number(self) -> int:
         return int(self.name.rpartition("-")[2])
+
+    @property
+    def local_pid(self) -> int:
+        """Its process id; 0 on another machine."""
+        is_local = isinstance(self.process, BaseProcess)
+        return self.process.pid or 0 if is_local else 0
+
+    def write_stacks(self) -> None:
+        """Let the worker append the Python stacks of all its threads to its log."""
+        if isinstance(self.process, BaseProcess):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.local_pid, signal.SIGUSR1)
+        else:
+            self.process.write_stacks()
 
     @property
     def can_work(self) -> bool:
@@ -181,7 +203,13 @@ class Supervisor:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        worker = Worker(name, process, ours, is_replaceable=is_replaceable)
+        return self._add(Worker(name, process, ours, is_replaceable=is_replaceable))
+
+    def adopt(self, name: str, process: RemoteProcess, *, is_replaceable: bool = False) -> Worker:
+        """Watch a worker that was started elsewhere."""
+        return self._add(Worker(name, process, process.control, is_replaceable=is_replaceable))
+
+    def _add(self, worker: Worker) -> Worker:
         self._workers.append(worker)
         return worker
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import math
-import os
-import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from easyrl import events
+from easyrl.runtime.supervisor import Worker
 
 TICK_SECONDS = 1.0
 WARN_SECONDS = 60.0  # without any event, warn; then each time the period has doubled
@@ -66,7 +65,8 @@ class Watchdog:
 
     def tick(self, pids: Mapping[str, int]) -> str | Stall:
         """Call about once a second, while events arrive as well. Returns a stall or a warning, if
-        one is due, else an empty string. `pids`: processes of all living workers, by name."""
+        one is due, else an empty string. `pids`: processes of all living workers, by
+        name; 0 on another machine."""
         now = time.monotonic()
         seconds, self._ticked = min(now - self._ticked, TICK_SECONDS), now
         self._quiet += seconds
@@ -98,16 +98,16 @@ class Watchdog:
         state, since = self._state_of(worker)
         return f"{worker} ({state} {time.monotonic() - since:,.0f} s)"
 
-    def write_stacks(self, pids: Mapping[str, int], log: Path) -> None:
+    def write_stacks(self, workers: Sequence[Worker], log: Path) -> None:
         """Let workers append the Python stacks of all their threads to their logs, also while they
         hang in C code; append the stacks of this process to `log`.
 
         A process that is stopped writes nothing. One that has sent no event yet may not have the
         signal's handler, and is left out.
         """
-        for name in pids.keys() & self._states.keys():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[name], signal.SIGUSR1)
+        for worker in workers:
+            if worker.name in self._states:
+                worker.write_stacks()
         with contextlib.suppress(OSError), log.open("a") as file:
             faulthandler.dump_traceback(file)
         time.sleep(STACKS_SECONDS)

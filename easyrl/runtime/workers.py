@@ -22,18 +22,17 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from multiprocessing import Pipe
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from easyrl import events
-from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import DeviceSet
 from easyrl.config.rollout import SamplingChoice
 from easyrl.events import Observer
 from easyrl.rewards.loading import read_sources
-from easyrl.runtime.launch import worker_main
+from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.placement import Placement, device_name, engines_on
 from easyrl.runtime.resume import Resume
 from easyrl.runtime.supervisor import STOP_SECONDS, Supervisor, Worker, WorkerFailure
@@ -50,27 +49,25 @@ class Workers:
         config: Config,
         placement: Placement,
         supervisor: Supervisor,
+        launcher: Launcher,
         *,
         log_of: Callable[[str], Path],
         notify: Observer,
-        ring: RingBuffer | None = None,
-        store_path: str = "",
         resumed: Resume | None = None,
         sampling: SamplingChoice | None = None,
     ) -> None:
-        """Spawn the workers.
+        """Start the workers.
 
         Args:
             log_of: Path of a worker's log file, by its name.
-            store_path: File over which process groups are created.
             sampling: Sampling settings, if not those of training.
         """
         self._config, self._placement, self._supervisor = config, placement, supervisor
-        self._log_of, self._notify, self._ring = log_of, notify, ring
+        self._log_of, self._notify, self._launcher = log_of, notify, launcher
         checkpoint = resumed.checkpoint if resumed is not None else None
         self._settings: dict[str, Any] = {
             "sampling": sampling,
-            "store_path": store_path,
+            "store": launcher.store,
             "reward_sources": read_sources(config),
             "checkpoint": str(checkpoint) if checkpoint is not None else None,
             "policy_version": resumed.state.policy_version if resumed is not None else 0,
@@ -88,41 +85,32 @@ class Workers:
         self._devices = dict(enumerate(engines_on(placement.infer, placement)))
         """Devices by the number of the rollout worker that uses them."""
         self.rollout = [self._spawn_rollout(number) for number in self._devices]
-        pairs = [Pipe() for _ in range(1, num_train)]  # train rank 0 and each other rank
-        of_rank0 = tuple(ours for ours, _ in pairs)
-        pipes = [of_rank0, *((theirs,) for _, theirs in pairs)]  # by rank
-        self.train = [self._spawn("train", rank, pipes=pipes[rank]) for rank in range(num_train)]
-        # Workers have descriptors of their own. A rank would not notice the death of another one
-        # while this process held the pipe's end.
-        for ours, theirs in pairs:
-            ours.close()
-            theirs.close()
+        ranks = [self._settings_of("train", rank) for rank in range(num_train)]
+        self.train = launcher.start_train(supervisor, ranks)
         self._needed: list[Worker] | None = None
         self._deadline = math.inf
 
-    def _spawn(self, role: str, number: int, **others: Any) -> Worker:
+    def _settings_of(self, role: str, number: int, **others: Any) -> WorkerSettings:
         config, placement, board = self._config, self._placement, self._board
-        name = f"{role}-{number}"
         settings = worker_settings(
             config,
             placement,
             role,
             number,
-            log_file=str(self._log_of(name)),
+            log_file=str(self._log_of(f"{role}-{number}")),
             core_sharing=_core_sharing(board, placement, role, number),
             **self._settings,
             **others,
         )
         if board is not None:
             board[settings.owner_id] = False  # a dead worker may have been idle
-        return self._supervisor.spawn(
-            name, worker_main, settings, self._ring, is_replaceable=role == "rollout"
-        )
+        return settings
 
     def _spawn_rollout(
         self, number: int, origin: Literal["start", "replacement", "added"] = "start"
     ) -> Worker:
-        worker = self._spawn("rollout", number, device_indices=self._indices_of(number))
+        settings = self._settings_of("rollout", number, device_indices=self._indices_of(number))
+        worker = self._launcher.start_rollout(self._supervisor, settings)
         worker.origin = origin
         if origin != "start":
             device = device_name(self._placement.accelerator, self._indices_of(number))
@@ -138,7 +126,7 @@ class Workers:
         """The devices of the rollout workers that do not leave."""
         staying = [w.number for w in self.rollout if not (w.is_leaving or w in self._retiring)]
         indices = sorted(index for number in staying for index in self._devices[number])
-        return DeviceSet(self._placement.infer.kind, tuple(indices))
+        return replace(self._placement.infer, indices=tuple(indices))
 
     @property
     def changing(self) -> list[str]:
@@ -200,19 +188,19 @@ class Workers:
         for worker, event in received:
             self._watchdog.on_event(worker.name, event)
         lost = [worker.number for worker, event in received if isinstance(event, events.Lost)]
-        if lost and self._ring is not None:
+        if lost:
             try:
-                self._ring.reclaim(*lost)
+                self._launcher.reclaim(lost)
             except TimeoutError as error:  # another worker was stopped in a move
                 raise WorkerFailure(str(error)) from None
         answered = {worker for worker, _ in self._received}  # perhaps
         for worker, (due, reason) in list(self._due.items()):
             if time.monotonic() > due and worker not in answered:
                 worker.kill(reason)
-        pids = {worker.name: worker.process.pid for worker in self.all if worker.process.pid}
+        pids = {worker.name: worker.local_pid for worker in self.all}
         match self._watchdog.tick(pids):
             case Stall(names, cause):
-                self._watchdog.write_stacks(pids, self._log_of("easyrl"))
+                self._watchdog.write_stacks(self.all, self._log_of("easyrl"))
                 self._end_stall(names, cause)
             case str(warning) if warning:
                 self._notify(events.NoEvents(time.monotonic(), warning))

@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 
 from easyrl import events
+from easyrl.channels.messages import decode, encode
 from easyrl.channels.ring_buffer import Lease, RingPort
 from easyrl.config import Config
 from easyrl.data.packing import Rollout, pack, split_group
@@ -54,8 +55,9 @@ gradient are 0, and no metric counts it."""
 PACKED = "packed"
 """Message: this rank has packed its share and no longer reads the slots."""
 
-Share = list[tuple[int, int]]
-"""Message: a rank's rollouts in the next micro-step, as (slot of the ring, `Rollout.number`)."""
+Share = list[tuple[int, int]] | bytes
+"""Message: a rank's rollouts in the next micro-step, as (slot of the ring, `Rollout.number`), or
+their content (`encode_rollouts`) where the ranks have no ring in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +141,22 @@ class GroupReader:
     def __init__(
         self,
         config: Config,
-        port: RingPort,
+        port: RingPort | None,
         expected: tuple[int, int],
         wait_for_group: Callable[[], None],
     ) -> None:
         """`expected`: the iteration, and the policy version that was broadcast at its start.
-        `wait_for_group` returns when the ring may hold another group."""
+        `wait_for_group` returns when the ring may hold another group. `port` is None on a rank that
+        only receives shares."""
         train = config.train
         self.groups_per_update = train.prompts_per_iteration // train.updates_per_iteration
         self.num_duplicates = 0  # groups dropped
         self.completion_tokens = 0  # of the groups handed out
-        self.port = port
+        self._port = port
         self._expected = expected
         self._previous = expected[0] - 1, expected[1] - train.updates_per_iteration
-        self._previously_taken = {*np.flatnonzero(port.ring.taken == self._previous[0]).tolist()}
+        taken = () if port is None else np.flatnonzero(port.ring.taken == self._previous[0])
+        self._previously_taken = {*map(int, taken)}
         self._wait_for_group = wait_for_group
         self._is_ordered = config.runtime.deterministic
         self._waits_for_all = config.runtime.schedule == "sync"
@@ -191,6 +195,11 @@ class GroupReader:
         num_groups, got = (update + 1) * self.groups_per_update, sorted(self._handed_out)
         if got != [*range(num_groups)]:
             raise RuntimeError(f"expected groups 0 to {num_groups - 1} once each, got {got}")
+
+    @property
+    def port(self) -> RingPort:
+        assert self._port is not None
+        return self._port
 
     def _available(self, update: int) -> int | None:
         """Index of the group to hand out now, if it has arrived."""
@@ -238,11 +247,12 @@ class MicroBatches:
         pipes: RankPipes,
         *,
         shares_prompts: bool,
+        shares_by_message: bool = False,
         check_commands: Callable[[], None] = lambda: None,
         send_weights: Callable[[events.SendWeights], None] = lambda command: None,
     ) -> None:
         """Only rank 0 reads with `reader`. The other ranks call `send_weights`, which gathers the
-        weights, when rank 0 does.
+        weights, when rank 0 does. `shares_by_message`: they cannot read the ring.
 
         `check_commands` raises Dropped to drop the iteration. It is called while no rank has begun
         the next micro-step or the optimizer's step, so that no rank waits for another one in vain.
@@ -251,6 +261,7 @@ class MicroBatches:
         self._reader = reader
         self._pipes = pipes
         self._shares_prompts = shares_prompts
+        self._shares_by_message = shares_by_message
         self._check_commands = check_commands
         self._send_weights = send_weights
 
@@ -264,7 +275,8 @@ class MicroBatches:
                 continue
             rollouts, leases = step
             batch = pack(rollouts, shares_prompts=self._shares_prompts) if rollouts else EMPTY
-            self._pipes.finish_packing()
+            if not self._shares_by_message:
+                self._pipes.finish_packing()
             for lease in leases:
                 lease.release()
             yield batch
@@ -277,14 +289,18 @@ class MicroBatches:
             for rows, leases in self._micro_steps(update):
                 own, *others = share_out(rows, self._pipes.num_ranks)
                 self._check_commands()
-                shares: list[Share] = [[(r.slot, r.number) for r in share] for share in others]
-                self._pipes.dispatch_each(shares)
+                self._pipes.dispatch_each([self._message(share) for share in others])
                 yield own, leases
             self._check_commands()
             self._reader.finish_update(update)
             end = UpdateEnd(self._num_loss_tokens)
             self._pipes.dispatch(end)
             yield end
+
+    def _message(self, rollouts: list[Rollout]) -> Share:
+        if self._shares_by_message:
+            return encode_rollouts(rollouts)
+        return [(rollout.slot, rollout.number) for rollout in rollouts]
 
     def _micro_steps(self, update: int) -> Iterator[tuple[Rows, list[Lease]]]:
         """Cut the update's groups into micro-steps: rows of rollouts, one per rank at the most,
@@ -330,6 +346,8 @@ class MicroBatches:
                     slots = {slot for slot, _ in share}
                     groups = {slot: self._split(group_of(slot), slot) for slot in slots}
                     yield [groups[slot][number] for slot, number in share], []
+                case bytes(content):
+                    yield decode_rollouts(content), []
                 case UpdateEnd() as end:
                     num_left -= 1
                     yield end
@@ -350,6 +368,32 @@ class MicroBatches:
             mask_truncated=algorithm.mask_truncated_completions,
             keep_zero_advantages=algorithm.trains_zero_advantages,
         )
+
+
+def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:
+    """Encode rollouts for another rank. The prompt of consecutive ones is sent once."""
+    numbers: list[int] = []
+    arrays: list[Any] = [np.array([rollout.advantage for rollout in rollouts])]
+    previous = None
+    for rollout in rollouts:
+        is_new = previous is None or previous.prompt_index != rollout.prompt_index
+        numbers += [rollout.prompt_index, is_new]
+        arrays += [rollout.prompt_ids] if is_new else []
+        arrays += [rollout.completion_ids, rollout.rollout_logprobs, rollout.loss_mask]
+        previous = rollout
+    return encode(numbers, arrays)
+
+
+def decode_rollouts(message: bytes) -> list[Rollout]:
+    numbers, (advantages, *rest) = decode(message)
+    arrays, rollouts, prompt_ids = iter(rest), [], _ID
+    for prompt_index, is_new, advantage in zip(
+        numbers[::2], numbers[1::2], advantages.tolist(), strict=True
+    ):
+        prompt_ids = next(arrays) if is_new else prompt_ids
+        values = next(arrays), next(arrays), next(arrays)
+        rollouts.append(Rollout(prompt_index, prompt_ids, *values, advantage))
+    return rollouts
 
 
 class Rows:

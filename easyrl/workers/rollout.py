@@ -56,7 +56,7 @@ class RolloutWorker:
         self.port = port
         self.sampling = settings.sampling or SamplingChoice.of_training(self.config.rollout)
         self.control = control
-        self.timeline = Timeline(control.send)
+        self.timeline = Timeline(control.send, settings.clock_offset_seconds)
         self.reward_weights = reward_weights(self.config)
         self.reward_pool = RewardPool(  # first: it starts meanwhile
             self.config,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from socket import socket
 from typing import TYPE_CHECKING, Literal
 
 from easyrl.config import Config
 from easyrl.config.rollout import SamplingChoice
+from easyrl.devices import LOOPBACK
 from easyrl.workers.core_sharing import CoreSharing
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ class WorkerSettings:
     weights_cross_on_cpu: bool  # the weight channel's process group is on the CPU in any case
     num_threads: int
     max_concurrent_groups: int
-    store_path: str  # file over which process groups are made
+    store: str  # over which process groups are made (`devices.open_store`)
     log_file: str | None  # for the worker's output; None: the terminal
     device_indices: tuple[int, ...] = ()  # the user's numbers of its accelerators
     memory_fraction: float | None = None
@@ -40,13 +42,17 @@ class WorkerSettings:
     checkpoint: str | None = None  # that a resumed run starts from
     policy_version: int = 0  # of that checkpoint
     reward_sources: Mapping[str, str] | None = None  # as they were when the run started
+    address: str = LOOPBACK  # of this machine: process groups listen there
+    listener: socket | None = None  # where this worker serves `store`; None: it does not
+    clock_offset_seconds: float = 0.0  # of the controller's machine's clock to this one's
+    shares_by_message: bool = False  # train ranks have no ring in common (`batches`)
 
     def weight_endpoint(self, rank: int, world_size: int, generation: int = 0) -> WeightEndpoint:
         """This worker's end of the weight channel (`events.InitWeightChannel`)."""
         from easyrl.channels.weights import WeightEndpoint
 
         return WeightEndpoint(
-            store_path=self.store_path,
+            store=self.store,
             rank=rank,
             world_size=world_size,
             worker=self.name,

@@ -21,8 +21,9 @@ MERGE_SECONDS = 0.002
 
 
 class Timeline:
-    def __init__(self, send: Callable[[Activity], None]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[Activity], None], clock_offset_seconds: float = 0.0) -> None:
+        """`clock_offset_seconds`: added to the times of this machine in reports."""
+        self._send, self._offset = send, clock_offset_seconds
         self._spans: list[Span] = []
         self._newest: dict[SpanKind, int] = {}  # of each kind, its index in _spans
         self._seconds: dict[SpanKind, float] = {}  # of each kind, the length of the last span
@@ -81,7 +82,10 @@ class Timeline:
         if self._spans or self._num_groups or under_way is not None:
             for kind, index in self._newest.items():
                 self._past[kind] = self._spans[index].ended
-            spans = tuple(self._spans)
+            offset = self._offset
+            spans = tuple(Span(s.kind, s.started + offset, s.ended + offset) for s in self._spans)
+            if under_way is not None:
+                under_way = UnderWay(under_way.kind, under_way.started + offset)
             self._send(Activity(spans, self._num_groups, under_way, self._num_tokens))
             self._shown = under_way.kind if under_way is not None else None
         self._spans, self._newest, self._num_groups, self._num_tokens = [], {}, 0, 0

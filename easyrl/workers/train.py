@@ -44,7 +44,10 @@ from easyrl.workers.timeline import Timeline
 
 
 class TrainWorker:
-    def __init__(self, settings: WorkerSettings, port: RingPort, control: Connection) -> None:
+    def __init__(
+        self, settings: WorkerSettings, port: RingPort | None, control: Connection
+    ) -> None:
+        """`port` is None on a rank that receives its shares by message."""
         self.settings = settings
         self.config: Config = settings.config
         self.port = port
@@ -54,7 +57,7 @@ class TrainWorker:
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.timeline = Timeline(self._send)
+        self.timeline = Timeline(self._send, settings.clock_offset_seconds)
         self._sending = threading.Lock()  # the saver reports from a thread
         self.is_first_rank = settings.rank == 0
         timeout_seconds = self.config.runtime.timeout_seconds
@@ -86,7 +89,7 @@ class TrainWorker:
             if self.config.model.dtype == "float32" and not is_offloaded:
                 return TrainRanks()
         return TrainRanks.join(
-            settings.store_path,
+            settings.store,
             rank=settings.rank,
             size=settings.num_train_ranks,
             device=self.device,
@@ -274,6 +277,7 @@ class TrainWorker:
             reader,
             self.pipes,
             shares_prompts=self.learner.policy.shares_prompts,
+            shares_by_message=self.settings.shares_by_message,
             check_commands=self._check_commands,
             send_weights=self._send_weights,
         )
@@ -316,6 +320,7 @@ class TrainWorker:
     def _wait_for_group(self) -> None:
         if not self._deferred:
             with self._waiting():
+                assert self.port is not None
                 wait([self.port.readable_fd, self.control])
         self._check_commands()
 

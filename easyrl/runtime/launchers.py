@@ -1,0 +1,102 @@
+"""Start workers and connect them: on this machine here, on a Ray cluster in `ray.launcher`.
+
+                 one machine                          Ray cluster
+worker           spawned process                      child process of an actor
+groups           ring in memory that all share        messages to the node of train rank 0
+shares of ranks  slots of the ring                    messages from train rank 0
+process groups   over a file, on loopback             over a TCP store, on the nodes' addresses
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from multiprocessing import Pipe
+from typing import Protocol, Self
+
+from easyrl.channels.ring_buffer import RingBuffer
+from easyrl.config import Config
+from easyrl.runtime.launch import worker_main
+from easyrl.runtime.placement import Placement, ring_layout
+from easyrl.runtime.supervisor import Supervisor, Worker
+from easyrl.workers.settings import WorkerSettings
+
+
+class Launcher(AbstractContextManager["Launcher"], Protocol):
+    """Leave it after the supervisor: the workers have ended then."""
+
+    store: str
+    """Address of the store over which process groups are made (`devices.open_store`)."""
+
+    def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
+        """Start a rollout worker. Raises OSError if that is impossible."""
+
+    def start_train(
+        self, supervisor: Supervisor, settings: Sequence[WorkerSettings]
+    ) -> list[Worker]:
+        """Start all train ranks, in their order."""
+
+    def reclaim(self, owner_ids: Sequence[int]) -> None:
+        """Free what dead rollout workers hold of the ring. Nothing more of them arrives. Raises
+        TimeoutError if another worker prevents it."""
+
+    def delivered(self, iteration: int) -> set[int]:
+        """`RingBuffer.delivered`."""
+
+
+def make_launcher(config: Config, placement: Placement) -> Launcher:
+    """Return the launcher for these devices. Raises ValueError if the ring's memory is missing, or
+    the cluster cannot place the workers."""
+    if placement.is_ray:
+        from easyrl.runtime.ray.launcher import RayLauncher
+
+        return RayLauncher(config, placement)
+    return ProcessLauncher(RingBuffer(ring_layout(config, placement)))
+
+
+class ProcessLauncher:
+    """Start workers as processes of this machine."""
+
+    def __init__(self, ring: RingBuffer | None = None) -> None:
+        """`ring` is None in an evaluation, which has no train workers."""
+        self._ring = ring
+        # No name, so that no file is left behind.
+        self._store_fd = os.memfd_create("easyrl-store")
+        self.store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._store_fd)
+
+    def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
+        return supervisor.spawn(
+            settings.name, worker_main, settings, self._ring, is_replaceable=True
+        )
+
+    def start_train(
+        self, supervisor: Supervisor, settings: Sequence[WorkerSettings]
+    ) -> list[Worker]:
+        pairs = [Pipe() for _ in settings[1:]]  # train rank 0 and each other rank
+        pipes = [tuple(ours for ours, _ in pairs), *((theirs,) for _, theirs in pairs)]
+        workers = [
+            supervisor.spawn(each.name, worker_main, replace(each, pipes=own), self._ring)
+            for each, own in zip(settings, pipes, strict=True)
+        ]
+        # Workers have descriptors of their own. A rank would not notice the death of another one
+        # while this process held the pipe's end.
+        for pair in pairs:
+            for end in pair:
+                end.close()
+        return workers
+
+    def reclaim(self, owner_ids: Sequence[int]) -> None:
+        if self._ring is not None:
+            self._ring.reclaim(*owner_ids)
+
+    def delivered(self, iteration: int) -> set[int]:
+        assert self._ring is not None
+        return self._ring.delivered(iteration)

@@ -1,0 +1,154 @@
+"""The Ray cluster: connect, count its devices, and reserve those of a run.
+
+Imports ray where it is used: this module is imported only for `ray:` devices.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from easyrl.config import Config, ConfigError
+from easyrl.processes import num_cores
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+CONNECT_SECONDS = 10.0
+RESOURCES = {"GPU": "cuda", "NPU": "npu"}
+"""Ray's name of a kind of accelerators -> torch's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a cluster has, whether in use or not."""
+
+    accelerator: str  # kind in torch; "cpu" where there is none
+    num_accelerators: int
+    num_cpus: tuple[int, ...]  # of each node
+
+    def num_threads(self, num_workers: int) -> int:
+        """The most CPUs of each worker with which all of them fit the nodes."""
+        best = max(self.num_cpus, default=1)
+        fits = (n for n in range(best, 0, -1) if sum(c // n for c in self.num_cpus) >= num_workers)
+        return next(fits, 1)
+
+
+def connect(config: Config, num_workers: int) -> Resources:
+    """Connect to the cluster, or start one on this machine for `num_workers`, and return what it
+    has. Raises ConfigError if Ray is not installed, or there is no cluster at the address."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("devices: ray: devices need Ray: pip install 'easyrl[ray]'")
+    import ray
+
+    if not ray.is_initialized():
+        address = config.devices.ray_address or os.environ.get("RAY_ADDRESS")
+        if address not in (None, "auto", "local"):
+            _check_reachable(str(address))
+        try:
+            ray.init(
+                address=address or _running(),
+                num_cpus=None if address or _running() else max(num_cores(), num_workers),
+                include_dashboard=None if address or _running() else False,
+                namespace="easyrl",
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = f"at {address}" if address else "on this machine"
+            raise ConfigError(
+                "devices.ray_address (--ray-address): expected a Ray cluster with this version of "
+                f"Ray and Python {where}: {' '.join(str(error).split())}"
+            ) from None
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    counts = {name: int(sum(node.get(name, 0) for node in nodes)) for name in RESOURCES}
+    name = max(counts, key=lambda name: counts[name])
+    return Resources(
+        RESOURCES[name] if counts[name] else "cpu",
+        counts[name],
+        tuple(int(node.get("CPU", 0)) for node in nodes),
+    )
+
+
+def _running() -> str | None:
+    """Address of a cluster that runs on this machine."""
+    from ray._private.services import find_gcs_addresses
+
+    return next(iter(find_gcs_addresses()), None)
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ConfigError unless something listens there: Ray itself would retry for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"devices.ray_address (--ray-address): expected the address of a Ray cluster, like "
+            f"10.0.0.1:6379, got '{address}': {error}"
+        ) from None
+
+
+def versions() -> dict[str, str]:
+    """Versions that must be the same on all nodes."""
+    names = ("easyrl", "torch", "transformers")
+    found = {"Python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def options_of(kind: str, num_devices: int, num_threads: int) -> dict[str, Any]:
+    """Resources of an actor with so many devices."""
+    if kind == "cpu":
+        return {"num_cpus": num_threads}
+    name = next(name for name, torch_name in RESOURCES.items() if torch_name == kind)
+    if name == "GPU":
+        return {"num_cpus": 0, "num_gpus": num_devices}
+    return {"num_cpus": 0, "resources": {name: num_devices}}
+
+
+def bundle_of(options: dict[str, Any]) -> dict[str, float]:
+    """The same as a bundle of a placement group."""
+    bundle = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0)}
+    return {name: n for name, n in (bundle | options.get("resources", {})).items() if n}
+
+
+def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> PlacementGroup:
+    """Reserve the train ranks' devices, on as few nodes as possible. Raises ConfigError, with what
+    was requested and what the cluster has, if they are not free in time."""
+    import ray
+    from ray.util import placement_group, remove_placement_group
+
+    group = placement_group(list(bundles), strategy="PACK")
+    if group.wait(timeout_seconds):
+        return group
+    states = ray.util.placement_group_table(group)
+    remove_placement_group(group)
+    raise ConfigError(
+        f"devices.train (--train-devices): {len(bundles)} workers with {_text(bundles[0])} each "
+        f"found no place within {timeout_seconds:g} s (runtime.timeout_seconds), state "
+        f"{states['state']}; {describe_cluster()}"
+    )
+
+
+def describe_cluster() -> str:
+    """One line: what the cluster has, and what is free."""
+    import ray
+
+    free = ray.available_resources()  # type: ignore[no-untyped-call]
+    return f"the cluster has {_text(ray.cluster_resources())}, of which are free: {_text(free)}"
+
+
+def _text(resources: dict[str, float]) -> str:
+    shown: Iterable[str] = ("CPU", *RESOURCES)
+    return ", ".join(f"{resources[name]:g} {name}" for name in shown if name in resources) or "none"

@@ -1,0 +1,201 @@
+"""The Ray actor that hosts a worker: it starts the worker as its child process, and passes its
+messages on.
+
+    controller ──deliver──► host ──pipe──► worker
+               ◄──run────── host ◄──pipe── worker            its events, as a stream
+    host of train rank 0 ◄──deliver──► hosts of the other ranks
+    host of train rank 0 ◄──put──────── hosts of rollout workers: groups for its ring
+
+Ray calls `run`, `deliver`, `put` and `query` in a thread each, and calls of one kind in the order
+in which one caller makes them. The child dies with the thread that started it, which is in `run`
+until the child has ended. This process imports no torch.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from socket import socket
+from types import ModuleType
+from typing import Any
+
+from ray import method
+
+from easyrl import devices
+from easyrl.channels.messages import MAX_UNACKNOWLEDGED, TOKEN, RemoteRing, decode_group
+from easyrl.channels.ring_buffer import RingBuffer, RingLayout, RingPort
+from easyrl.runtime.launch import worker_main
+from easyrl.runtime.ray.cluster import versions
+from easyrl.workers.settings import WorkerSettings
+
+GROUPS = {"deliver": 1, "put": 1, "query": 1}
+"""Ray's concurrency groups: threads for each kind of call."""
+RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """The actor's node."""
+
+    address: str
+    name: str
+    devices: tuple[str, ...]  # accelerators of the actor, as Ray numbers them
+    versions: dict[str, str]
+    missing: tuple[str, ...]  # of the paths that were asked for
+    clock: float  # time.monotonic there
+    store: str = ""
+
+
+class WorkerHost:
+    def __init__(self) -> None:
+        self._pipes: dict[int | str, Connection] = {}  # to the child
+        self._ring: RingBuffer | None = None
+        self._port: RingPort | None = None
+        self._putting = threading.Lock()
+        self._fenced: set[str] = set()  # rollout workers whose groups are refused
+        self._listener: socket | None = None
+        self._pid = 0
+
+    def describe(self, paths: Sequence[str], *, serves_store: bool = False) -> NodeFacts:
+        """Describe the node. `serves_store`: also open the port of the store."""
+        import ray
+
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        ids = ray.get_runtime_context().get_accelerator_ids()
+        store = ""
+        if serves_store:
+            self._listener = devices.listen(address)
+            store = f"tcp://{address}:{self._listener.getsockname()[1]}"
+        return NodeFacts(
+            address,
+            os.uname().nodename,
+            tuple(number for name in sorted(ids) for number in ids[name]),
+            versions(),
+            tuple(path for path in paths if not Path(path).exists()),
+            time.monotonic(),
+            store,
+        )
+
+    def run(
+        self,
+        settings: WorkerSettings,
+        layout: RingLayout | None,
+        peers: dict[int | str, Any],
+        sender: str,
+    ) -> Iterator[Any]:
+        """Start the worker. Yield its process id, its events, and its exit code.
+
+        Args:
+            layout: Of the ring: train rank 0 makes it, rollout workers send groups to it.
+            peers: Hosts by rank, and the ring's host as "ring".
+            sender: Name of this rollout worker that no other one ever has.
+        """
+        context = multiprocessing.get_context("spawn")
+        ring: Any = None
+        children: list[Connection] = []
+
+        def pipe_to(peer: int | str) -> Connection:
+            self._pipes[peer], theirs = context.Pipe()
+            children.append(theirs)
+            return theirs
+
+        control = pipe_to("control")
+        ranks = sorted(peer for peer in peers if isinstance(peer, int))
+        settings = replace(settings, pipes=tuple(pipe_to(rank) for rank in ranks))
+        if settings.name == "train-0":
+            assert layout is not None
+            ring = self._ring = RingBuffer(layout)
+            self._port = ring.attach(0)
+            settings = replace(settings, listener=self._listener)
+        elif "ring" in peers:
+            assert layout is not None
+            ring = RemoteRing(layout, pipe_to("ring"))
+            for _ in range(MAX_UNACKNOWLEDGED):
+                self._pipes["ring"].send_bytes(TOKEN)
+        process = context.Process(
+            target=worker_main, args=(settings, ring, control), name=settings.name
+        )
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # else the child imports Ray's program
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"] = main
+        for child in children:
+            child.close()
+        self._pid = process.pid or 0
+        yield self._pid
+        yield from self._pump(peers, sender, settings.rank)
+        process.join()
+        yield process.exitcode
+
+    def _pump(self, peers: dict[int | str, Any], sender: str, rank: int) -> Iterator[Any]:
+        """Pass on what the child sends; yield its events until it ends."""
+        open_pipes = {pipe: peer for peer, pipe in self._pipes.items()}
+        while self._pipes["control"] in open_pipes:
+            for pipe in wait(list(open_pipes)):
+                assert isinstance(pipe, Connection)
+                peer = open_pipes[pipe]
+                try:
+                    message = pipe.recv_bytes() if peer == "ring" else pipe.recv()
+                except (EOFError, OSError):
+                    del open_pipes[pipe]
+                    continue
+                if peer == "control":
+                    yield message
+                elif peer == "ring":
+                    reference = peers["ring"].put.remote(sender, message)
+                    reference.future().add_done_callback(partial(self._acknowledge, pipe))
+                else:
+                    peers[peer].deliver.remote(rank, message)
+
+    def _acknowledge(self, pipe: Connection, done: Any) -> None:
+        """Give the worker a token back, once its group is in the ring."""
+        if done.exception() is None and done.result():
+            pipe.send_bytes(TOKEN)
+
+    @method(concurrency_group="deliver")  # type: ignore[untyped-decorator]
+    def deliver(self, pipe: int | str, message: Any) -> None:
+        """Send a message to the child."""
+        self._pipes[pipe].send(message)
+
+    @method(concurrency_group="put")  # type: ignore[untyped-decorator]
+    def put(self, sender: str, message: bytes) -> bool:
+        """Put a group into the ring. Returns False if the sender is dead."""
+        assert self._port is not None
+        group = decode_group(message)
+        while True:
+            with self._putting:
+                if sender in self._fenced:
+                    return False
+                if self._port.put(group, 0.0):
+                    return True
+            wait([self._port.writable_fd], RETRY_SECONDS)
+
+    @method(concurrency_group="query")  # type: ignore[untyped-decorator]
+    def query(self, what: str, *arguments: Any) -> Any:
+        return getattr(self, f"_{what}")(*arguments)
+
+    def _clock(self) -> float:
+        return time.monotonic()
+
+    def _fence(self, senders: Sequence[str]) -> None:
+        """Refuse all later groups of these rollout workers."""
+        with self._putting:
+            self._fenced.update(senders)
+
+    def _delivered(self, iteration: int) -> set[int]:
+        assert self._ring is not None
+        return self._ring.delivered(iteration)
+
+    def _write_stacks(self) -> None:
+        os.kill(self._pid, signal.SIGUSR1)
