@@ -34,6 +34,8 @@ ASCEND = "npu"
 
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """Kind of accelerator -> environment variable that restricts what a process sees."""
+RAY_RESOURCES = {"GPU": "cuda", "NPU": "npu"}
+"""Ray's name of a kind of accelerators -> torch's."""
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Set before torch is imported: `import torch` fails without it if torch_npu is installed but
 Ascend's libraries are not. `load_backend` loads the backend that is needed."""

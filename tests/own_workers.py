@@ -10,6 +10,7 @@ from test_packing import LONGEST_COMPLETION, LONGEST_PROMPT, NUM_GENERATIONS
 
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout
 from easyrl.config import Config, load_config
+from easyrl.runtime.launchers import ProcessLauncher
 from easyrl.runtime.placement import Placement
 from easyrl.runtime.workers import Workers
 from easyrl.workers.settings import WorkerSettings
@@ -51,5 +52,13 @@ def spawned_settings(placement: Placement) -> dict[str, WorkerSettings]:
         return SimpleNamespace(name=name)
 
     supervisor: Any = SimpleNamespace(spawn=spawn)
-    Workers(load_config(), placement, supervisor, log_of=Path, notify=lambda event: None)
+    with ProcessLauncher() as launcher:
+        Workers(
+            load_config(),
+            placement,
+            supervisor,
+            launcher,
+            log_of=Path,
+            notify=lambda event: None,
+        )
     return spawned

@@ -21,6 +21,7 @@ from easyrl.cli import app
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime.control import request
+from easyrl.runtime.launchers import ProcessLauncher
 from easyrl.runtime.placement import (
     EngineChoice,
     Placement,
@@ -93,7 +94,7 @@ class Spawned:
     def __init__(self, most: int) -> None:
         self.num_left = most
 
-    def spawn(self, name: str, *arguments: object, is_replaceable: bool) -> Worker:
+    def spawn(self, name: str, *arguments: object, **options: object) -> Worker:
         if self.num_left == 0:
             raise OSError(errno.EMFILE, "Too many open files")
         self.num_left -= 1
@@ -115,6 +116,7 @@ def test_workers_come_and_go_or_nothing_changes(tmp_path: Path, wanted: str, sta
         load_config(words=words),
         place(*words),
         supervisor,
+        ProcessLauncher(),
         log_of=tmp_path.joinpath,
         notify=lambda event: None,
     )
@@ -131,7 +133,12 @@ def test_workers_leave_once_new_ones_are_ready(tmp_path: Path, last: events.Work
     supervisor = cast(Any, Spawned(most=4 + 2 + 2))
     config, placement = load_config(words=words), place(*words)
     workers = Workers(
-        config, placement, supervisor, log_of=tmp_path.joinpath, notify=lambda event: None
+        config,
+        placement,
+        supervisor,
+        ProcessLauncher(),
+        log_of=tmp_path.joinpath,
+        notify=lambda event: None,
     )
     supervisor.has_begun = True
     workers.scale(parse_device_set("4-5"))

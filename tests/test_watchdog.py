@@ -153,7 +153,7 @@ def test_stacks_of_workers_that_hang(tmp_path: Path) -> None:
             for worker, event in supervisor.wait(1.0):
                 watchdog.on_event(worker.name, event)
                 hangs = hangs or isinstance(event, events.Note)
-        watchdog.write_stacks(pids, tmp_path / "easyrl.log")
+        watchdog.write_stacks([late, early], tmp_path / "easyrl.log")
         assert "hanging_worker.py" in log.read_text()
         assert "test_stacks_of_workers" in (tmp_path / "easyrl.log").read_text()
         assert late.process.is_alive() and early.process.is_alive()

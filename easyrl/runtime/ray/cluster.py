@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import socket
@@ -15,14 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from easyrl.config import Config, ConfigError
+from easyrl.devices import RAY_RESOURCES
 from easyrl.processes import num_cores
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 CONNECT_SECONDS = 10.0
-RESOURCES = {"GPU": "cuda", "NPU": "npu"}
-"""Ray's name of a kind of accelerators -> torch's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,38 +49,30 @@ def connect(config: Config, num_workers: int) -> Resources:
 
     if not ray.is_initialized():
         address = config.devices.ray_address or os.environ.get("RAY_ADDRESS")
-        if address not in (None, "auto", "local"):
-            _check_reachable(str(address))
+        if address is not None:
+            _check_reachable(address)
+        quiet = {"namespace": "easyrl", "log_to_driver": False, "logging_level": logging.ERROR}
         try:
-            ray.init(
-                address=address or _running(),
-                num_cpus=None if address or _running() else max(num_cores(), num_workers),
-                include_dashboard=None if address or _running() else False,
-                namespace="easyrl",
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
+            try:
+                ray.init(address=address or "auto", **quiet)
+            except ConnectionError:
+                if address is not None:
+                    raise
+                num_cpus = max(num_cores(), num_workers)
+                ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            where = f"at {address}" if address else "on this machine"
             raise ConfigError(
                 "devices.ray_address (--ray-address): expected a Ray cluster with this version of "
-                f"Ray and Python {where}: {' '.join(str(error).split())}"
+                f"Ray and Python at {address or 'RAY_ADDRESS'}: {' '.join(str(error).split())}"
             ) from None
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    counts = {name: int(sum(node.get(name, 0) for node in nodes)) for name in RESOURCES}
+    counts = {name: int(sum(node.get(name, 0) for node in nodes)) for name in RAY_RESOURCES}
     name = max(counts, key=lambda name: counts[name])
     return Resources(
-        RESOURCES[name] if counts[name] else "cpu",
+        RAY_RESOURCES[name] if counts[name] else "cpu",
         counts[name],
         tuple(int(node.get("CPU", 0)) for node in nodes),
     )
-
-
-def _running() -> str | None:
-    """Address of a cluster that runs on this machine."""
-    from ray._private.services import find_gcs_addresses
-
-    return next(iter(find_gcs_addresses()), None)
 
 
 def _check_reachable(address: str) -> None:
@@ -111,7 +103,7 @@ def options_of(kind: str, num_devices: int, num_threads: int) -> dict[str, Any]:
     """Resources of an actor with so many devices."""
     if kind == "cpu":
         return {"num_cpus": num_threads}
-    name = next(name for name, torch_name in RESOURCES.items() if torch_name == kind)
+    name = next(name for name, torch_name in RAY_RESOURCES.items() if torch_name == kind)
     if name == "GPU":
         return {"num_cpus": 0, "num_gpus": num_devices}
     return {"num_cpus": 0, "resources": {name: num_devices}}
@@ -150,5 +142,5 @@ def describe_cluster() -> str:
 
 
 def _text(resources: dict[str, float]) -> str:
-    shown: Iterable[str] = ("CPU", *RESOURCES)
+    shown: Iterable[str] = ("CPU", *RAY_RESOURCES)
     return ", ".join(f"{resources[name]:g} {name}" for name in shown if name in resources) or "none"
