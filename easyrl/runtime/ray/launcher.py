@@ -19,6 +19,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
+from uuid import uuid4
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -150,36 +151,34 @@ class RayLauncher:
         for bundle in range(num_ranks):
             where = PlacementGroupSchedulingStrategy(self._group, bundle)
             self._hosts.append(Host(scheduling_strategy=where, **options))
-        asked = [host.describe(self._paths("train"), serves_store=True) for host in self._hosts]
+        asked = [host.describe(self._paths(), serves_store=True) for host in self._hosts]
         found = list(zip(ray.get(asked, timeout=self._timeout_seconds), self._hosts, strict=True))
         found.sort(key=lambda each: (each[0].address, each[0].devices))
         self._facts = [facts for facts, _ in found]
         self._hosts = [host for _, host in found]
         for facts in self._facts:
-            if problem := self._problem_of(facts):
+            if problem := self._problem_of(facts, writes_files=True):
                 raise ConfigError(problem)
         self.store = self._facts[0].store
 
-    def _paths(self, role: str) -> list[str]:
-        """Paths that must exist on a node: the model if it is a folder here and, for checkpoints,
-        the folder of runs."""
+    def _paths(self) -> list[str]:
+        """Paths that nodes may need: the folder of runs and, if it is a folder here, the model."""
+        self._folder.mkdir(parents=True, exist_ok=True)
         model = Path(self._config.model.path)
-        paths = [str(model.absolute())] if model.exists() else []
-        if role == "train":
-            self._folder.mkdir(parents=True, exist_ok=True)
-            paths.append(str(self._folder))
-        return paths
+        return [str(self._folder), *([str(model.absolute())] if model.exists() else [])]
 
-    def _problem_of(self, facts: NodeFacts) -> str:
-        """What is wrong with a node; empty if nothing is."""
+    def _problem_of(self, facts: NodeFacts, *, writes_files: bool) -> str:
+        """Return why a worker cannot run on the node, or an empty string. Train workers write
+        checkpoints and the model (`writes_files`)."""
         node, own = f"node {facts.name} ({facts.address})", versions()
         for name, version in own.items():
             if facts.versions[name] != version:
                 return f"{node}: expected {name} {version}, as here, got {facts.versions[name]}"
-        if facts.missing:
+        missing = [p for p in facts.missing if writes_files or p != str(self._folder)]
+        if missing:
             return (
-                f"{node}: expected {' and '.join(facts.missing)}, as here: model and run folder "
-                "(--output) must be on storage that all nodes share, or be a hub id"
+                f"{node}: expected {' and '.join(missing)}, as here: put model and run folder "
+                "(--model, --output) on storage that the nodes share, or name the model by a hub id"
             )
         return ""
 
@@ -207,9 +206,9 @@ class RayLauncher:
         return workers
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
-        sender = self._senders[settings.owner_id] = f"{settings.name} {next(self._numbers)}"
+        is_first = next(self._numbers) < self._placement.num_rollout_workers
+        sender = self._senders[settings.owner_id] = f"{settings.name} {uuid4()}"
         peers = {"ring": self._hosts[0].actor} if self._hosts else {}
-        is_first = next(self._numbers) < 2 * self._placement.num_rollout_workers
 
         def serve(process: RemoteProcess, control: Connection) -> int:
             process.host = Host(scheduling_strategy="SPREAD", **self._options("rollout"))
@@ -226,7 +225,7 @@ class RayLauncher:
         """Wait until Ray has placed a rollout worker: at the start for `timeout_seconds`, later for
         ever. Reports what is wrong and returns None, or returns the node."""
         assert process.host is not None
-        asked, started, is_reported = process.host.describe(self._paths("rollout")), time.time(), 0
+        asked, started, is_reported = process.host.describe(self._paths()), time.time(), 0
         while True:
             try:
                 facts: NodeFacts = ray.get(asked, timeout=PENDING_SECONDS)
@@ -246,7 +245,7 @@ class RayLauncher:
             except RayError as error:
                 control.send(_lost(error))
                 return None
-            if problem := self._problem_of(facts):
+            if problem := self._problem_of(facts, writes_files=False):
                 control.send(Failed(problem, "", is_user_error=True))
                 return None
             return facts
@@ -264,16 +263,15 @@ class RayLauncher:
         host = process.host
         assert host is not None
         try:
-            before = time.monotonic()
-            offset = (before + time.monotonic()) / 2 - host.query("clock")
-            offset += (time.monotonic() - before) / 2
+            before, there = time.monotonic(), host.query("clock")
+            offset = (before + time.monotonic()) / 2 - there
             settings = replace(
                 settings,
                 address=facts.address,
                 clock_offset_seconds=offset if abs(offset) > SAME_CLOCK_SECONDS else 0.0,
                 shares_by_message=True,
                 core_sharing=None,
-                log_file=settings.log_file if self._sees_folder(facts) else None,
+                log_file=None if str(self._folder) in facts.missing else settings.log_file,
                 device_indices=tuple(range(len(settings.device_indices))),
             )
             stream = host.actor.run.options(num_returns="streaming")
@@ -293,9 +291,6 @@ class RayLauncher:
         finally:
             host.kill()
         return 1
-
-    def _sees_folder(self, facts: NodeFacts) -> bool:
-        return str(self._folder) not in facts.missing
 
     def reclaim(self, owner_ids: Sequence[int]) -> None:
         if self._hosts:
