@@ -27,8 +27,10 @@ from easyrl.runtime.placement import (
     Placement,
     check_scale,
     first_engines,
+    numbered,
     resolve_placement,
 )
+from easyrl.runtime.ray import cluster
 from easyrl.runtime.supervisor import Worker
 from easyrl.runtime.workers import Workers
 from runs import SMALL, lines_of, start, wait_for_line
@@ -86,6 +88,21 @@ def test_tensor_parallel_engines_keep_their_devices() -> None:
     for wanted, named in (("0-2", "tensor_parallel_size"), ("0-1,3-4", "unlike 3")):
         with pytest.raises(ConfigError, match=named):
             scale(wanted, size=2)
+
+
+def test_engines_on_a_cluster_get_other_accelerators_than_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resources = cluster.Resources("cuda", 24, (64, 64, 64))
+    monkeypatch.setattr(cluster, "connect", lambda config, num_workers: resources)
+    words = ("devices.infer=ray:4", "devices.train=ray:2", "devices.max_rollout_workers=6")
+    placement = place(*words)
+    for count, added in (("2", 0), ("6", 2), ("7", None)):
+        wanted = numbered(parse_device_set(f"ray:{count}"), placement)
+        with contextlib.nullcontext() if added is not None else pytest.raises(ConfigError):
+            check_scale(load_config(words=words), placement, placement.infer, wanted)
+            assert len({*wanted.indices} - {*placement.infer.indices}) == added
+            assert not {*wanted.indices} & {*placement.train.indices}
 
 
 class Spawned:

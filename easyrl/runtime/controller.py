@@ -57,7 +57,7 @@ from easyrl.runtime.dispatch import Dispatcher, Rounds
 from easyrl.runtime.exchange import WeightExchange
 from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.metrics import IterationRecord, best_of, evaluation_metrics, summarize
-from easyrl.runtime.placement import check_scale, device_names, first_engines
+from easyrl.runtime.placement import check_scale, device_names, first_engines, numbered
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
@@ -166,7 +166,7 @@ class Controller:
     def _scale_by_hand(self, wanted: DeviceSet) -> dict[str, Any]:
         if self.config.runtime.autoscale:
             raise ConfigError("runtime.autoscale: expected false in a run that is scaled, got true")
-        return self._scale(wanted)
+        return self._scale(numbered(wanted, self.checked.placement))
 
     def _scale(self, wanted: DeviceSet) -> dict[str, Any]:
         """Let rollout workers come and go, so that those on `wanted` remain."""

@@ -234,6 +234,12 @@ def _check_exist(key: str, wanted: DeviceSet, kind: str, count: int) -> None:
         raise ConfigError(f"{key}: expected {found}, got '{wanted}'")
 
 
+def numbered(wanted: DeviceSet, placement: Placement) -> DeviceSet:
+    """Number the devices of a live run's engines as at its start (`_on_cluster`)."""
+    is_cluster_of_accelerators = wanted.is_ray and wanted.kind == "accelerator"
+    return _behind(wanted, placement.train.count) if is_cluster_of_accelerators else wanted
+
+
 def engines_on(devices: DeviceSet, placement: Placement) -> list[tuple[int, ...]]:
     """The devices of each engine."""
     size = placement.engine.tensor_parallel_size
