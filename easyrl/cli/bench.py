@@ -11,7 +11,7 @@ from typer import Option
 
 from easyrl.cli.common import InferDevices, TrainDevices, Words, command
 
-Suite = Literal["attention", "engine", "loop", "pipeline", "ring", "weights"]
+Suite = Literal["attention", "engine", "loop", "pipeline", "ray", "ring", "weights"]
 
 
 @command
@@ -41,6 +41,7 @@ def bench(
     engine: the embedded engine against transformers' generate;
     loop: whole runs on random models of real shapes (takes devices and any setting);
     pipeline: whole iterations under four schedules;
+    ray: iterations on a Ray cluster against the same without Ray;
     ring: the ring buffer against a queue;
     weights: a weight update against bare broadcasts (takes devices).
     """
