@@ -33,7 +33,7 @@ from easyrl.runtime.placement import Placement, ring_layout
 from easyrl.runtime.ray.cluster import bundle_of, describe_cluster, options_of, reserve, versions
 from easyrl.runtime.ray.host import GROUPS, NodeFacts, WorkerHost
 from easyrl.runtime.run_folder import folder_of
-from easyrl.runtime.supervisor import Supervisor, Worker
+from easyrl.runtime.supervisor import Supervisor, Worker, WorkerFailure
 from easyrl.workers.settings import WorkerSettings
 
 PENDING_SECONDS = 10.0  # then a worker without a place is reported
@@ -294,11 +294,17 @@ class RayLauncher:
 
     def reclaim(self, owner_ids: Sequence[int]) -> None:
         if self._hosts:
-            self._hosts[0].query("fence", [self._senders[owner] for owner in owner_ids])
+            self._query_ring("fence", [self._senders[owner] for owner in owner_ids])
 
     def delivered(self, iteration: int) -> set[int]:
-        found: set[int] = self._hosts[0].query("delivered", iteration)
+        found: set[int] = self._query_ring("delivered", iteration)
         return found
+
+    def _query_ring(self, what: str, argument: Any) -> Any:
+        try:
+            return self._hosts[0].query(what, argument)
+        except RayError as error:  # a timeout too
+            raise WorkerFailure(f"train-0 {_lost(error).message}") from None
 
 
 def _pass_commands(control: Connection, host: Host) -> None:
