@@ -84,20 +84,25 @@ def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
 
     `is_asked`: the user has named accelerators. Raises ValueError without Ascend's libraries.
     """
-    if is_asked or _has_driver():  # otherwise torch, which takes seconds to import, is not needed
+    if is_asked or has_driver(
+        "cuda"
+    ):  # otherwise torch, which takes seconds to import, is not needed
         import torch
 
         if torch.cuda.is_available():
             return "cuda", torch.cuda.device_count()
-    if (is_asked or num_device_nodes("npu")) and importlib.util.find_spec("torch_npu"):
+    if (is_asked or has_driver("npu")) and importlib.util.find_spec("torch_npu"):
         load_backend("npu")
         if device_module("npu").is_available():
             return "npu", device_module("npu").device_count()
     return "cpu", 0
 
 
-def _has_driver() -> bool:
-    if num_device_nodes("cuda") or (DEVICE_NODES / AMD_NODE).exists():
+def has_driver(kind: str) -> bool:
+    """Whether the system has a driver for this kind of device. Does not load torch."""
+    if num_device_nodes(kind) or kind != "cuda":
+        return num_device_nodes(kind) > 0
+    if (DEVICE_NODES / AMD_NODE).exists():
         return True
     with contextlib.suppress(OSError):
         ctypes.CDLL(CUDA_DRIVER)

@@ -116,7 +116,9 @@ class Spawned:
             raise OSError(errno.EMFILE, "Too many open files")
         self.num_left -= 1
         number, state = int(name[-1]), "starting" if self.has_begun else "working"
-        return cast(Any, SimpleNamespace(name=name, number=number, state=state, is_leaving=False))
+        worker = SimpleNamespace(name=name, number=number, state=state, is_leaving=False)
+        worker.remote_device = ""
+        return cast(Any, worker)
 
     has_begun = False
 

@@ -25,7 +25,7 @@ Reward = Annotated[
     Option(help="exact_match, file.py:function or package.module:function; repeatable."),
 ]
 InferDevices = Annotated[
-    str | None, Option(help="Devices that generate: 0-3, 0,2,5, cpu or cpu:2.")
+    str | None, Option(help="Devices that generate: 0-3, 0,2,5, cpu:2, ray:8 or ray:cpu:2.")
 ]
 TrainDevices = Annotated[str | None, Option(help="Devices that train.")]
 RayAddress = Annotated[

@@ -35,7 +35,7 @@ def status(
 def scale(
     folder: LiveRun,
     infer_devices: Annotated[
-        str, Option(help="Devices that shall generate from now on: 0-5, 0,2,5 or cpu:2.")
+        str, Option(help="Devices that shall generate from now on: 0-5, 0,2,5, cpu:2 or ray:8.")
     ],
 ) -> None:
     """Add and remove rollout workers of a live run."""

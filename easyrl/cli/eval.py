@@ -7,7 +7,16 @@ from typing import Annotated
 
 from typer import Option
 
-from easyrl.cli.common import ConfigFile, InferDevices, NoLive, Reward, Seed, Words, command
+from easyrl.cli.common import (
+    ConfigFile,
+    InferDevices,
+    NoLive,
+    RayAddress,
+    Reward,
+    Seed,
+    Words,
+    command,
+)
 
 
 @command
@@ -25,6 +34,7 @@ def evaluate(
     num_samples: Annotated[int | None, Option(help="Completions per problem.")] = None,
     engine: Annotated[str | None, Option(help="vllm or embedded.")] = None,
     infer_devices: InferDevices = None,
+    ray_address: RayAddress = None,
     output: Annotated[
         str | None, Option(metavar="DIR", help="Folder of the results; a stopped one continues.")
     ] = None,
@@ -43,6 +53,7 @@ def evaluate(
         "eval.num_samples": num_samples,
         "rollout.engine": engine,
         "devices.infer": infer_devices,
+        "devices.ray_address": ray_address,
         "output.dir": output,
         "runtime.seed": seed,
     }

@@ -97,4 +97,7 @@ def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
 def count_devices(names: Iterable[str]) -> int:
     """Count the workers' devices: the CPU once per worker, a shared accelerator once."""
     every = list(names)
-    return every.count("cpu") + len(set(every) - {"cpu"})
+    cpus = [
+        name for name in every if name.endswith("cpu")
+    ]  # on a cluster behind the node's address
+    return len(cpus) + len({*every} - {*cpus})

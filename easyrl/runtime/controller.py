@@ -88,7 +88,7 @@ class Controller:
         self.checked = checked
         self.folder = folder
         self.notify = notify
-        self._launcher = launcher
+        self.launcher = launcher
         self.started = started
         self.resumed = resumed
         before = resumed.state if resumed is not None else SavedState()
@@ -205,7 +205,7 @@ class Controller:
             self.config,
             placement,
             supervisor,
-            self._launcher,
+            self.launcher,
             log_of=self.folder.log_of,
             notify=self.notify,
             resumed=self.resumed,
@@ -271,7 +271,7 @@ class Controller:
     def _reopen_undelivered(self, worker: Worker, record: IterationRecord, rounds: Rounds) -> None:
         """Take back the reports of groups that a dead worker did not put into the ring: it reports
         a group just before."""
-        delivered = self._launcher.delivered(record.iteration)
+        delivered = self.launcher.delivered(record.iteration)
         for group in list(record.groups):
             is_missing = not group.is_rejected and group.group_index not in delivered
             if is_missing and self.dispatcher.has_answer(worker, group.prompt_index):

@@ -10,7 +10,7 @@ process groups   over a file, on loopback             over a TCP store, on the n
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -29,6 +29,8 @@ class Launcher(AbstractContextManager["Launcher"], Protocol):
 
     store: str
     """Address of the store over which process groups are made (`devices.open_store`)."""
+    devices: Mapping[str, str]
+    """Nodes and devices of the first workers by name, where the placement does not know them."""
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
         """Start a rollout worker. Raises OSError if that is impossible."""
@@ -53,7 +55,8 @@ def make_launcher(config: Config, placement: Placement) -> Launcher:
         from easyrl.runtime.ray.launcher import RayLauncher
 
         return RayLauncher(config, placement)
-    return ProcessLauncher(RingBuffer(ring_layout(config, placement)))
+    is_training = placement.train.count > 0
+    return ProcessLauncher(RingBuffer(ring_layout(config, placement)) if is_training else None)
 
 
 class ProcessLauncher:
@@ -65,6 +68,7 @@ class ProcessLauncher:
         # No name, so that no file is left behind.
         self._store_fd = os.memfd_create("easyrl-store")
         self.store = f"/proc/{os.getpid()}/fd/{self._store_fd}"
+        self.devices: Mapping[str, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -84,7 +88,7 @@ class ProcessLauncher:
         pipes = [tuple(ours for ours, _ in pairs), *((theirs,) for _, theirs in pairs)]
         workers = [
             supervisor.spawn(each.name, worker_main, replace(each, pipes=own), self._ring)
-            for each, own in zip(settings, pipes, strict=True)
+            for each, own in zip(settings, pipes, strict=False)  # no rank at all in an evaluation
         ]
         # Workers have descriptors of their own. A rank would not notice the death of another one
         # while this process held the pipe's end.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -45,6 +45,7 @@ class Placement:
     spare: tuple[int, ...] = ()  # indices of `devices.spare`; on the CPU they follow `infer`
     most_rollout_workers: int | None = None  # `devices.max_rollout_workers`
     num_accelerators: int = 0  # of the machine, or of the Ray cluster
+    cluster: str = ""  # the Ray cluster, as text
 
     @property
     def max_rollout_workers(self) -> int:
@@ -130,9 +131,10 @@ def place_evaluation(config: Config, num_prompts: int, num_samples: int) -> Plac
     """The placement of an evaluation: engines only, by default one on each accelerator."""
     infer = _wanted(config.devices.infer)
     cluster = _connect(config, infer)
-    kind, count = _accelerators(infer)
     if cluster is not None:
         kind, count = cluster.accelerator, cluster.num_accelerators
+    else:
+        kind, count = _accelerators(infer)
     if infer is None:
         infer = DeviceSet("accelerator", tuple(range(count))) if count else DeviceSet("cpu", (0,))
     placement = _place(config, infer, DeviceSet("cpu", ()), kind, count, cluster=cluster)
@@ -149,11 +151,16 @@ def _connect(config: Config, *wanted: DeviceSet | None) -> Resources | None:
     """What the Ray cluster has; None if no devices of one are wanted."""
     given = [each for each in wanted if each is not None]
     if not any(each.is_ray for each in given):
+        if config.devices.ray_address is not None:
+            raise ConfigError(
+                "devices.ray_address (--ray-address): expected ray: devices with it "
+                f"(--infer-devices ray:1), or null, got '{config.devices.ray_address}'"
+            )
         return None
     if not all(each.is_ray and each.kind == given[0].kind for each in given):
         raise ConfigError(
             "devices (--infer-devices, --train-devices, --spare-devices): expected all of one "
-            f"kind with ray: devices, got {' and '.join(map(repr, map(str, given)))}"
+            f"kind with ray: devices, got {', '.join(map(str, given))}"
         )
     from easyrl.runtime.ray.cluster import connect
 
@@ -223,6 +230,7 @@ def _place(
         cores=split_cores(num_workers) if has_own_cores else (),
         lends_cores=lends_cores,
         num_accelerators=count,
+        cluster=cluster.text if cluster is not None else "",
     )
 
 
@@ -348,14 +356,14 @@ def device_names(placement: Placement) -> dict[str, str]:
     return names
 
 
-def device_name(accelerator: str, indices: tuple[int, ...]) -> str:
+def device_name(accelerator: str, indices: Sequence[object]) -> str:
     return f"{accelerator}:{','.join(map(str, indices))}" if indices else "cpu"
 
 
-def describe(placement: Placement) -> str:
-    """Describe the placement in lines of text."""
-    lines = []
-    for worker, device in device_names(placement).items():
+def describe(placement: Placement, found: Mapping[str, str] | None = None) -> str:
+    """Describe the placement in lines of text. `found`: `Launcher.devices`."""
+    lines = [placement.cluster] if placement.cluster else []
+    for worker, device in (device_names(placement) | dict(found or {})).items():
         lines.append(f"{worker}: {device}, {placement.num_threads} CPU thread(s)")
     lines.append(f"groups in flight per rollout worker: {placement.max_concurrent_groups}")
     why = f" ({placement.engine.reason})" if placement.engine.reason else ""

@@ -101,6 +101,7 @@ def _train(controller: Controller) -> events.RunEnded:
 def _announce(controller: Controller) -> None:
     """Send the first events of a run."""
     config, checked, resumed = controller.config, controller.checked, controller.resumed
+    found = controller.launcher.devices
     lines = controller.folder.read_metrics()  # of a resumed run
     notes, num_done = _notes(config, checked, resumed), controller.state.num_iterations
     if lost := sorted({*range(num_done)} - {line["iteration"] for line in lines}):
@@ -115,8 +116,8 @@ def _announce(controller: Controller) -> None:
             controller.started,
             controller.folder.path,
             config,
-            devices=device_names(checked.placement),
-            description="\n".join([*notes, describe(checked.placement)]),
+            devices=device_names(checked.placement) | dict(found),
+            description="\n".join([*notes, describe(checked.placement, found)]),
             num_iterations=num_done,
             earlier=lines,
             accuracies=[(number, value) for number, value in measured if value is not None],

@@ -64,7 +64,7 @@ def worker_rows(workers: Workers) -> list[dict[str, Any]]:
         kind, num_restarts = name.partition("-")[0], workers.num_restarts[name]
         pid, device = worker.process.pid, workers.device_of(worker)
         rows.append((name, kind, pid, device, state, num_restarts))
-    names = {worker.process.pid or 0: worker.name for worker in workers.rollout}
+    names = {worker.local_pid: worker.name for worker in workers.rollout if worker.local_pid}
     for pid, parent in sorted(children_named(PROCESS_NAME, names).items()):
         rows.append((f"{names[parent]}/reward", "reward", pid, "cpu", "running", 0))
     return [dict(zip(COLUMNS, row, strict=True)) for row in rows]

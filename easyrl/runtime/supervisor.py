@@ -126,6 +126,11 @@ class Worker:
         is_local = isinstance(self.process, BaseProcess)
         return self.process.pid or 0 if is_local else 0
 
+    @property
+    def remote_device(self) -> str:
+        """Its node and device on a cluster, or an empty string."""
+        return "" if isinstance(self.process, BaseProcess) else self.process.device
+
     def write_stacks(self) -> None:
         """Let the worker append the Python stacks of all its threads to its log."""
         if isinstance(self.process, BaseProcess):

@@ -113,7 +113,8 @@ class Workers:
         worker = self._launcher.start_rollout(self._supervisor, settings)
         worker.origin = origin
         if origin != "start":
-            device = device_name(self._placement.accelerator, self._indices_of(number))
+            device = worker.remote_device
+            device = device or device_name(self._placement.accelerator, self._indices_of(number))
             self._notify(events.WorkerSpawned(time.monotonic(), worker.name, device))
         return worker
 
@@ -150,7 +151,7 @@ class Workers:
         placement, number = self._placement, worker.number
         is_train = worker in self.train
         indices = placement.indices_of("train", number) if is_train else self._indices_of(number)
-        return device_name(placement.accelerator, indices)
+        return worker.remote_device or device_name(placement.accelerator, indices)
 
     # -- events -----------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.devices import RAY_RESOURCES
+from easyrl.formatting import counted
 from easyrl.processes import num_cores
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Resources:
     accelerator: str  # kind in torch; "cpu" where there is none
     num_accelerators: int
     num_cpus: tuple[int, ...]  # of each node
+    text: str = ""  # its nodes
 
     def num_threads(self, num_workers: int) -> int:
         """The most CPUs of each worker with which all of them fit the nodes."""
@@ -65,13 +67,16 @@ def connect(config: Config, num_workers: int) -> Resources:
                 "devices.ray_address (--ray-address): expected a Ray cluster with this version of "
                 f"Ray and Python at {address or 'RAY_ADDRESS'}: {' '.join(str(error).split())}"
             ) from None
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = [node["Resources"] for node in alive]
+    texts = sorted(f"{node['NodeManagerAddress']} ({text_of(node['Resources'])})" for node in alive)
     counts = {name: int(sum(node.get(name, 0) for node in nodes)) for name in RAY_RESOURCES}
     name = max(counts, key=lambda name: counts[name])
     return Resources(
         RAY_RESOURCES[name] if counts[name] else "cpu",
         counts[name],
         tuple(int(node.get("CPU", 0)) for node in nodes),
+        f"Ray cluster of {counted(len(nodes), 'node')}: {', '.join(texts)}",
     )
 
 
@@ -118,29 +123,35 @@ def bundle_of(options: dict[str, Any]) -> dict[str, float]:
 def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> PlacementGroup:
     """Reserve the train ranks' devices, on as few nodes as possible. Raises ConfigError, with what
     was requested and what the cluster has, if they are not free in time."""
-    import ray
     from ray.util import placement_group, remove_placement_group
 
     group = placement_group(list(bundles), strategy="PACK")
     if group.wait(timeout_seconds):
         return group
-    states = ray.util.placement_group_table(group)
+    message = no_place("train", f"all {len(bundles)}", bundles[0], timeout_seconds)
     remove_placement_group(group)
-    raise ConfigError(
-        f"devices.train (--train-devices): {len(bundles)} workers with {_text(bundles[0])} each "
-        f"found no place within {timeout_seconds:g} s (runtime.timeout_seconds), state "
-        f"{states['state']}; {describe_cluster()}"
+    raise ConfigError(message)
+
+
+def no_place(role: str, counts: str, bundle: dict[str, float], timeout_seconds: float) -> str:
+    """Report that workers, `counts` of them, found no place."""
+    key = (
+        "devices.train (--train-devices)" if role == "train" else "devices.infer (--infer-devices)"
+    )
+    return (
+        f"{key}: {counts} {role} workers, which need {text_of(bundle)} each, found no place within "
+        f"{timeout_seconds:g} s (runtime.timeout_seconds); {cluster_text()}"
     )
 
 
-def describe_cluster() -> str:
+def cluster_text() -> str:
     """One line: what the cluster has, and what is free."""
     import ray
 
     free = ray.available_resources()  # type: ignore[no-untyped-call]
-    return f"the cluster has {_text(ray.cluster_resources())}, of which are free: {_text(free)}"
+    return f"the cluster has {text_of(ray.cluster_resources())}, of which are free: {text_of(free)}"
 
 
-def _text(resources: dict[str, float]) -> str:
+def text_of(resources: dict[str, float]) -> str:
     shown: Iterable[str] = ("CPU", *RAY_RESOURCES)
     return ", ".join(f"{resources[name]:g} {name}" for name in shown if name in resources) or "none"

@@ -28,7 +28,8 @@ from socket import socket
 from types import ModuleType
 from typing import Any
 
-from ray import method
+from ray import get_runtime_context, method
+from ray.util import get_node_ip_address
 
 from easyrl import devices
 from easyrl.channels.messages import MAX_UNACKNOWLEDGED, TOKEN, RemoteRing, decode_group
@@ -49,10 +50,17 @@ class NodeFacts:
     address: str
     name: str
     devices: tuple[str, ...]  # accelerators of the actor, as Ray numbers them
+    without_driver: tuple[str, ...]  # kinds of these accelerators
     versions: dict[str, str]
     missing: tuple[str, ...]  # of the paths that were asked for
     clock: float  # time.monotonic there
     store: str = ""
+
+
+def _accelerators() -> dict[str, list[str]]:
+    """The accelerators of this actor by their kind in torch."""
+    ids = get_runtime_context().get_accelerator_ids()
+    return {kind: ids[name] for name, kind in devices.RAY_RESOURCES.items() if ids.get(name)}
 
 
 class WorkerHost:
@@ -67,10 +75,8 @@ class WorkerHost:
 
     def describe(self, paths: Sequence[str], *, serves_store: bool = False) -> NodeFacts:
         """Describe the node. `serves_store`: also open the port of the store."""
-        import ray
-
-        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        ids = ray.get_runtime_context().get_accelerator_ids()
+        address: str = get_node_ip_address()
+        ids = _accelerators()
         store = ""
         if serves_store:
             self._listener = devices.listen(address)
@@ -78,7 +84,8 @@ class WorkerHost:
         return NodeFacts(
             address,
             os.uname().nodename,
-            tuple(number for name in sorted(ids) for number in ids[name]),
+            tuple(number for numbers in ids.values() for number in numbers),
+            tuple(kind for kind in ids if not devices.has_driver(kind)),
             versions(),
             tuple(path for path in paths if not Path(path).exists()),
             time.monotonic(),
@@ -108,6 +115,8 @@ class WorkerHost:
             children.append(theirs)
             return theirs
 
+        for kind, numbers in _accelerators().items():  # Ray does not if it was told so
+            os.environ[devices.VISIBLE_DEVICES[kind]] = ",".join(numbers)
         control = pipe_to("control")
         ranks = sorted(peer for peer in peers if isinstance(peer, int))
         settings = replace(settings, pipes=tuple(pipe_to(rank) for rank in ranks))

@@ -10,14 +10,15 @@ is a new actor, wherever there is room.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from socket import SHUT_RDWR, socket
 from typing import Any, Self
 from uuid import uuid4
 
@@ -29,8 +30,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import Config, ConfigError
 from easyrl.events import Command, Failed, Note
-from easyrl.runtime.placement import Placement, ring_layout
-from easyrl.runtime.ray.cluster import bundle_of, describe_cluster, options_of, reserve, versions
+from easyrl.runtime.placement import Placement, device_name, ring_layout
+from easyrl.runtime.ray.cluster import (
+    bundle_of,
+    cluster_text,
+    no_place,
+    options_of,
+    reserve,
+    text_of,
+    versions,
+)
 from easyrl.runtime.ray.host import GROUPS, NodeFacts, WorkerHost
 from easyrl.runtime.run_folder import folder_of
 from easyrl.runtime.supervisor import Supervisor, Worker, WorkerFailure
@@ -61,14 +70,23 @@ class Host:
         ray.kill(self.actor, no_restart=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A host, and the node on which Ray has placed it."""
+
+    host: Host
+    facts: NodeFacts
+
+
 class RemoteProcess:
     """A worker on a node of the cluster, with the attributes of a multiprocessing.Process."""
 
-    def __init__(self, serve: Callable[[RemoteProcess, Connection], int]) -> None:
+    def __init__(self, host: Host, serve: Callable[[RemoteProcess, Connection], int]) -> None:
         """`serve` runs in a thread until the worker has ended, and returns its exit code."""
         self.pid = 0
         self.exitcode: int | None = None
-        self.host: Host | None = None
+        self.host = host
+        self.device = "pending"  # and its node, once it is placed
         self._is_killed = False
         self.control, theirs = Pipe()
         self.sentinel, self._ended = Pipe(duplex=False)
@@ -78,7 +96,8 @@ class RemoteProcess:
                 self.exitcode = serve(self, theirs)
             finally:
                 self.exitcode = 1 if self.exitcode is None else self.exitcode
-                theirs.close()
+                with socket(fileno=os.dup(theirs.fileno())) as end:  # another thread receives there
+                    end.shutdown(SHUT_RDWR)
                 self._ended.close()
 
         self._thread = threading.Thread(target=run, daemon=True)
@@ -90,8 +109,7 @@ class RemoteProcess:
 
     def kill(self) -> None:
         self._is_killed = True
-        if self.host is not None:
-            self.host.kill()
+        self.host.kill()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the worker has ended. Once it is killed, a node that does not answer is not
@@ -101,40 +119,46 @@ class RemoteProcess:
             self.exitcode = 1
 
     def write_stacks(self) -> None:
-        if self.host is not None:
-            with contextlib.suppress(RayError):
-                self.host.actor.query.remote("write_stacks")
+        with contextlib.suppress(RayError):
+            self.host.actor.query.remote("write_stacks")
 
 
 class RayLauncher:
     """Start workers as children of Ray actors."""
 
     def __init__(self, config: Config, placement: Placement) -> None:
-        """Reserve the train ranks' devices, and open the store on the node of rank 0. Raises
-        ConfigError if that is impossible, or a node does not fit."""
+        """Place the workers, and open the store on the node of train rank 0. Raises ConfigError if
+        there is no place for all, or a node does not fit."""
         self._config, self._placement = config, placement
         self._timeout_seconds = config.runtime.timeout_seconds
         self._folder = folder_of(config).absolute().parent
         self._layout: RingLayout | None = None
         self._group: PlacementGroup | None = None
-        self._hosts: list[Host] = []  # of the train ranks
-        self._facts: list[NodeFacts] = []
+        self._every: list[Host] = []
+        self._train: list[Placed] = []
+        self._rollout: list[Placed] = []  # those that are not started yet
         self._senders: dict[int, str] = {}  # by owner id
-        self._numbers = count()
         self.store = ""
-        if placement.train.count:
-            self._layout = ring_layout(config, placement)
-            try:
+        try:
+            if placement.train.count:
+                self._layout = ring_layout(config, placement)
                 self._place_train()
-            except BaseException:
-                self.__exit__()
-                raise
+                self.store = self._train[0].facts.store
+            self._rollout = self._place("rollout", placement.num_rollout_workers)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.devices: Mapping[str, str] = {
+            f"{role}-{number}": self._device_of(placed.facts)
+            for role, every in (("rollout", self._rollout), ("train", self._train))
+            for number, placed in enumerate(every)
+        }
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for host in self._hosts:
+        for host in self._every:
             host.kill()
         if self._group is not None:
             remove_placement_group(self._group)
@@ -145,21 +169,38 @@ class RayLauncher:
         size = placement.engine.tensor_parallel_size if role == "rollout" else 1
         return options_of(kind, size, placement.num_threads)
 
+    def _new_host(self, role: str, strategy: Any) -> Host:
+        self._every.append(Host(scheduling_strategy=strategy, **self._options(role)))
+        return self._every[-1]
+
+    def _device_of(self, facts: NodeFacts) -> str:
+        return f"{facts.address}/{device_name(self._placement.accelerator, facts.devices)}"
+
     def _place_train(self) -> None:
-        options, num_ranks = self._options("train"), self._placement.train.count
-        self._group = reserve([bundle_of(options)] * num_ranks, self._timeout_seconds)
-        for bundle in range(num_ranks):
-            where = PlacementGroupSchedulingStrategy(self._group, bundle)
-            self._hosts.append(Host(scheduling_strategy=where, **options))
-        asked = [host.describe(self._paths(), serves_store=True) for host in self._hosts]
-        found = list(zip(ray.get(asked, timeout=self._timeout_seconds), self._hosts, strict=True))
-        found.sort(key=lambda each: (each[0].address, each[0].devices))
-        self._facts = [facts for facts, _ in found]
-        self._hosts = [host for _, host in found]
-        for facts in self._facts:
-            if problem := self._problem_of(facts, writes_files=True):
+        bundle, number = bundle_of(self._options("train")), self._placement.train.count
+        self._group = reserve([bundle] * number, self._timeout_seconds)
+        bundles = [PlacementGroupSchedulingStrategy(self._group, each) for each in range(number)]
+        self._train = self._place("train", number, bundles)
+
+    def _place(self, role: str, number: int, strategies: Sequence[Any] = ()) -> list[Placed]:
+        """Start this many hosts, wait until all are placed, and number them by node address and
+        device. Raises ConfigError as `__init__`."""
+        strategies = strategies or ["SPREAD"] * number
+        hosts, paths = [self._new_host(role, each) for each in strategies], self._paths()
+        asked = [host.describe(paths, serves_store=role == "train") for host in hosts]
+        _, pending = ray.wait(asked, num_returns=number, timeout=self._timeout_seconds)
+        if pending:
+            bundle, counts = bundle_of(self._options(role)), f"{len(pending)} of {number}"
+            raise ConfigError(no_place(role, counts, bundle, self._timeout_seconds))
+        try:
+            found = [Placed(*each) for each in zip(hosts, ray.get(asked), strict=True)]
+        except RayError as error:
+            cause = " ".join(str(error).split())
+            raise ConfigError(f"a node of the cluster cannot run EasyRL: {cause}") from None
+        for placed in found:
+            if problem := self._problem_of(placed.facts, writes_files=role == "train"):
                 raise ConfigError(problem)
-        self.store = self._facts[0].store
+        return sorted(found, key=lambda placed: (placed.facts.address, placed.facts.devices))
 
     def _paths(self) -> list[str]:
         """Paths that nodes may need: the folder of runs and, if it is a folder here, the model."""
@@ -174,6 +215,12 @@ class RayLauncher:
         for name, version in own.items():
             if facts.versions[name] != version:
                 return f"{node}: expected {name} {version}, as here, got {facts.versions[name]}"
+        if facts.without_driver:
+            return (
+                f"{node}: expected a driver for {facts.without_driver[0]} devices, as Ray counts "
+                "them there, got none (easyrl doctor on that node); or start it without: ray start "
+                "--num-gpus=0"
+            )
         missing = [p for p in facts.missing if writes_files or p != str(self._folder)]
         if missing:
             return (
@@ -188,58 +235,48 @@ class RayLauncher:
         workers = []
         for rank, each in enumerate(settings):
             others = range(1, len(settings)) if rank == 0 else [0]
-            peers = {peer: self._hosts[peer].actor for peer in others if len(settings) > 1}
-            host, facts = self._hosts[rank], self._facts[rank]
+            peers = {peer: self._train[peer].host.actor for peer in others if len(settings) > 1}
+            host, facts = self._train[rank].host, self._train[rank].facts
             layout = self._layout if rank == 0 else None
 
             def serve(
                 process: RemoteProcess,
                 control: Connection,
-                host: Host = host,
-                facts: NodeFacts = facts,
-                arguments: tuple[Any, ...] = (each, layout, peers, ""),
+                arguments: tuple[Any, ...] = (facts, each, layout, peers, ""),
             ) -> int:
-                process.host = host
-                return self._serve(process, control, facts, *arguments)
+                return self._serve(process, control, *arguments)
 
-            workers.append(supervisor.adopt(each.name, RemoteProcess(serve)))
+            workers.append(supervisor.adopt(each.name, RemoteProcess(host, serve)))
         return workers
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
-        is_first = next(self._numbers) < self._placement.num_rollout_workers
         sender = self._senders[settings.owner_id] = f"{settings.name} {uuid4()}"
-        peers = {"ring": self._hosts[0].actor} if self._hosts else {}
+        peers = {"ring": self._train[0].host.actor} if self._train else {}
+        first = self._rollout.pop(0) if self._rollout else None
+        host = self._new_host("rollout", "SPREAD") if first is None else first.host
 
         def serve(process: RemoteProcess, control: Connection) -> int:
-            process.host = Host(scheduling_strategy="SPREAD", **self._options("rollout"))
-            facts = self._wait_for_place(process, control, settings.name, is_first=is_first)
+            facts = None if first is None else first.facts
+            facts = facts or self._wait_for_place(process, control, settings.name)
             if facts is None:
                 return 1
             return self._serve(process, control, facts, settings, self._layout, peers, sender)
 
-        return supervisor.adopt(settings.name, RemoteProcess(serve), is_replaceable=True)
+        return supervisor.adopt(settings.name, RemoteProcess(host, serve), is_replaceable=True)
 
     def _wait_for_place(
-        self, process: RemoteProcess, control: Connection, name: str, *, is_first: bool
+        self, process: RemoteProcess, control: Connection, name: str
     ) -> NodeFacts | None:
-        """Wait until Ray has placed a rollout worker: at the start for `timeout_seconds`, later for
-        ever. Reports what is wrong and returns None, or returns the node."""
-        assert process.host is not None
-        asked, started, is_reported = process.host.describe(self._paths()), time.time(), 0
+        """Wait until Ray has placed a later rollout worker, however long. Reports what is wrong and
+        returns None, or returns the node."""
+        asked, is_reported = process.host.describe(self._paths()), False
         while True:
             try:
                 facts: NodeFacts = ray.get(asked, timeout=PENDING_SECONDS)
             except GetTimeoutError:
-                needed = ", ".join(
-                    f"{n:g} {k}" for k, n in bundle_of(self._options("rollout")).items()
-                )
-                pending = f"{name} waits for a place with {needed}; {describe_cluster()}"
-                if is_first and time.time() - started > self._timeout_seconds:
-                    bound = f"for {self._timeout_seconds:g} s (runtime.timeout_seconds)"
-                    control.send(Failed(f"{pending} {bound}", "", is_user_error=True))
-                    return None
                 if not is_reported:
-                    control.send(Note(pending))
+                    needed = text_of(bundle_of(self._options("rollout")))
+                    control.send(Note(f"{name} waits for a place with {needed}; {cluster_text()}"))
                 is_reported = True
                 continue
             except RayError as error:
@@ -260,8 +297,7 @@ class RayLauncher:
     ) -> int:
         """Pass on commands and events until the worker ends. Returns its exit code. `arguments`:
         the others of `WorkerHost.run`."""
-        host = process.host
-        assert host is not None
+        host, process.device = process.host, self._device_of(facts)
         try:
             before, there = time.monotonic(), host.query("clock")
             offset = (before + time.monotonic()) / 2 - there
@@ -293,7 +329,7 @@ class RayLauncher:
         return 1
 
     def reclaim(self, owner_ids: Sequence[int]) -> None:
-        if self._hosts:
+        if self._train:
             self._query_ring("fence", [self._senders[owner] for owner in owner_ids])
 
     def delivered(self, iteration: int) -> set[int]:
@@ -302,7 +338,7 @@ class RayLauncher:
 
     def _query_ring(self, what: str, argument: Any) -> Any:
         try:
-            return self._hosts[0].query(what, argument)
+            return self._train[0].host.query(what, argument)
         except RayError as error:  # a timeout too
             raise WorkerFailure(f"train-0 {_lost(error).message}") from None
 

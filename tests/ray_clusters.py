@@ -1,0 +1,28 @@
+"""Ray clusters of several nodes on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def cluster_of(*nodes: dict[str, Any]) -> Iterator[Any]:
+    """Start a head and more nodes, each with these arguments of `Cluster.add_node`, on ports and in
+    a folder of their own. `cluster.address` is for --ray-address."""
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="ray-")  # a short name: it holds sockets
+    cluster = Cluster()
+    try:
+        for node in nodes:
+            is_head = cluster.head_node is None
+            of_head = {"include_dashboard": False, "temp_dir": folder} if is_head else {}
+            cluster.add_node(**of_head, **node)
+        yield cluster
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
