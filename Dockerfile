@@ -74,6 +74,7 @@ RUN printf '%s\n' '#!/bin/bash' \
       'if [ -f "$file" ]; then . "$file" --cxx_abi=1; fi' \
       'exec /opt/easyrl/bin/easyrl "$@"' > /usr/local/bin/easyrl \
  && chmod 755 /usr/local/bin/easyrl \
+ && if [ -e /opt/easyrl/bin/ray ]; then ln -s /opt/easyrl/bin/ray /usr/local/bin/ray; fi \
  && useradd --create-home --uid "$USER_ID" easyrl \
  && install --directory --owner=easyrl /work
 WORKDIR /work

@@ -33,7 +33,7 @@ from easyrl.runtime.placement import (
 from easyrl.runtime.ray import cluster
 from easyrl.runtime.supervisor import Worker
 from easyrl.runtime.workers import Workers
-from runs import SMALL, lines_of, start, wait_for_line
+from runs import SMALL, finish, lines_of, start, summary_of, wait_for_line
 
 ON_CPU = ("devices.infer=cpu", "devices.train=cpu")
 EIGHT = ("devices.infer=0-3", "devices.train=6-7", "devices.max_rollout_workers=5")
@@ -212,11 +212,24 @@ def test_spare_devices_have_a_flag() -> None:
     assert yaml.safe_load(result.stdout)["devices"]["spare"] == "cpu:2"
 
 
+OTHER_FEATURES = (
+    *("--train-devices", "cpu:2", "model.lora.rank=4", "algorithm.beta=0.04"),
+    *("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2"),
+)
+
+
 @pytest.mark.alone
-def test_engines_are_added_to_a_live_run_and_removed_from_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [(), pytest.param(OTHER_FEATURES, marks=pytest.mark.long)],
+    ids=["plain", "other features"],
+)
+def test_engines_are_added_to_a_live_run_and_removed_from_it(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
     run = tmp_path / "run"
     on_cpu = ("--infer-devices", "cpu", "--train-devices", "cpu", "devices.max_rollout_workers=2")
-    process = start("--output", str(run), "--iterations", "100000", *SMALL, *on_cpu)
+    process = start("--output", str(run), "--iterations", "100000", *SMALL, *on_cpu, *words)
     wait_for_line(process, "iteration 2/")
 
     def states() -> dict[str, str]:
@@ -249,3 +262,9 @@ def test_engines_are_added_to_a_live_run_and_removed_from_it(tmp_path: Path) -> 
     assert err == "" and process.returncode == 128 + signal.SIGTERM
     lines = lines_of(run / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == list(range(len(lines)))
+    if words:
+        num_iterations = len(lines) + 2
+        code, out, err = finish("--resume", str(run), "--iterations", str(num_iterations))
+        assert (code, err) == (0, "")
+        assert "rollout-0: cpu" in out and "rollout-1" not in out  # those of devices.infer
+        assert summary_of(run)["groups_trained"] == 4 * num_iterations

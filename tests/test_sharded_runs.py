@@ -28,8 +28,13 @@ TWO = ("--train-devices", "cpu:2")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "words",
-    [(), HARDER, (*HARDER, "model.lora.rank=4", "train.offload=[optimizer]")],
-    ids=["plain", "harder", "LoRA"],
+    [
+        (),
+        HARDER,
+        (*HARDER, "model.lora.rank=4", "train.offload=[optimizer]"),
+        ("algorithm.dynamic_sampling=true",),
+    ],
+    ids=["plain", "harder", "LoRA", "dynamic sampling"],
 )
 def test_two_train_ranks_end_in_the_weights_of_one(tmp_path: Path, words: tuple[str, ...]) -> None:
     ends = []

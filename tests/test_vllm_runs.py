@@ -20,6 +20,7 @@ import pytest
 from test_clean_ends import SECONDS
 
 from easyrl.engines.vllm.processes import processes_of
+from easyrl.runtime.control import request
 from runs import (
     SMALL,
     descendants,
@@ -125,6 +126,42 @@ def test_both_schedules_end_in_the_same_bits_under_random_delays(
         metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
         ends[schedule] = summary_of(folder)["weights_sha256"], metrics
     assert ends["sync"] == ends["periodic"]
+
+
+@pytest.mark.long
+def test_other_features_go_with_vllm(tmp_path: Path) -> None:
+    """Two train ranks, LoRA, several updates and replaced groups; engines are added, and the run is
+    stopped and resumed."""
+    pytest.importorskip("peft")
+    folder = tmp_path / "run"
+    process = start(
+        *("--output", str(folder), "--iterations", "100000", "--infer-devices", "cpu"),
+        *("--train-devices", "cpu:2", "devices.max_rollout_workers=2", "model.lora.rank=4"),
+        *("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2", *SMALL, *VLLM),
+    )
+    try:
+        wait_for_line(process, "iteration 1/", timeout=START_SECONDS)
+        request(folder, {"command": "scale", "infer_devices": "cpu:2"})
+        deadline = time.monotonic() + START_SECONDS
+        while [w["state"] for w in request(folder, {"command": "status"})["workers"]][
+            1
+        ] != "working":
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        num_done = len(lines_of(folder / "metrics.jsonl"))
+        wait_for_line(process, f"iteration {num_done + 2}/", timeout=START_SECONDS)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (128 + signal.SIGTERM, "")
+    num_iterations = len(lines_of(folder / "metrics.jsonl")) + 2
+    words = ("--resume", str(folder), "--iterations", str(num_iterations))
+    code, _, err = finish(*words, timeout=START_SECONDS)
+    assert (code, err) == (0, "")
+    assert_on_policy(folder)
+    summary = summary_of(folder)
+    assert summary["groups_trained"] == 4 * num_iterations
+    assert summary["policy_version"] == 2 * num_iterations
 
 
 # -- ends -----------------------------------------------------------------------------------------
