@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from easyrl.cli import app
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime import placement
 from easyrl.runtime.ray import cluster
-from runs import lines_of, wait_until_gone
+from runs import finish, lines_of, wait_until_gone
 
 ROOT = Path(__file__).parent.parent
 SLURM, RAY_JOB, PAGE = (
@@ -147,6 +148,18 @@ def test_options_of_ray_start_exist() -> None:
     for words in commands:
         numbers = [re.sub(r"\$\w+", "1", word) for word in words[1:]]
         cli.commands[words[0]].make_context("ray start", numbers)
+
+
+def test_a_missing_token_is_reported(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        code, _, err = finish(
+            *("--infer-devices", "ray:cpu:1", "--ray-address", address),
+            HOME=str(tmp_path),  # where Ray would find a token
+            RAY_AUTH_MODE="token",
+        )
+    assert code == 2 and "--ray-address" in err and "token" in err
 
 
 # -- the Slurm file, run --------------------------------------------------------------------------

@@ -48,6 +48,7 @@ def connect(config: Config, num_workers: int) -> Resources:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("devices: ray: devices need Ray: pip install 'easyrl[ray]'")
     import ray
+    from ray.exceptions import RayError
 
     if not ray.is_initialized():
         address = config.devices.ray_address or os.environ.get("RAY_ADDRESS")
@@ -62,10 +63,11 @@ def connect(config: Config, num_workers: int) -> Resources:
                     raise
                 num_cpus = max(num_cores(), num_workers)
                 ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             raise ConfigError(
                 "devices.ray_address (--ray-address): expected a Ray cluster with this version of "
-                f"Ray and Python at {address or 'RAY_ADDRESS'}: {' '.join(str(error).split())}"
+                f"Ray and Python, and its token, at {address or 'RAY_ADDRESS'}: "
+                f"{' '.join(str(error).split())}"
             ) from None
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [node["Resources"] for node in alive]
