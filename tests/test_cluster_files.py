@@ -115,6 +115,9 @@ def test_the_cluster_of_the_kubernetes_file_has_the_devices_of_its_run() -> None
         volumes = {volume["name"] for volume in pod["template"]["spec"]["volumes"]}
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
         assert container["resources"]["limits"] == container["resources"]["requests"]
+    user = re.search(r"ARG USER_ID=(\d+)", (ROOT / "Dockerfile").read_text())
+    groups = {pod["template"]["spec"]["securityContext"]["fsGroup"] for pod in pods}
+    assert user and groups == {int(user[1])}
     assert len({container["image"] for container in containers}) == 1
     (group,) = spec["workerGroupSpecs"]
     num_gpus = group["replicas"] * int(containers[1]["resources"]["limits"]["nvidia.com/gpu"])
