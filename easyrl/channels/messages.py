@@ -43,12 +43,14 @@ def encode(numbers: Sequence[int], arrays: Sequence[Array]) -> bytes:
 def decode(message: bytes) -> tuple[list[int], list[Array]]:
     """Return the numbers, and the arrays as read-only views of the message. Raises ValueError if
     the message is not whole."""
-    end = message.index(b"\n")
-    numbers, shapes = json.loads(message[:end])
-    arrays, offset = [], end + 1
-    for dtype, length in shapes:
-        arrays.append(np.frombuffer(message, np.dtype(dtype), length, offset))
-        offset += arrays[-1].nbytes
+    offset, arrays = message.index(b"\n") + 1, []
+    try:
+        numbers, shapes = json.loads(message[:offset])
+        for dtype, length in shapes:
+            arrays.append(np.frombuffer(message, np.dtype(dtype), length, offset))
+            offset += arrays[-1].nbytes
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"expected the header of a message, got {message[:80]!r}") from error
     if offset != len(message):
         raise ValueError(f"expected a message of {offset} bytes, got {len(message)}")
     return numbers, arrays

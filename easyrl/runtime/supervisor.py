@@ -44,6 +44,8 @@ FINISHED, FAILED, USER_ERROR = 0, 1, 2
 """Exit codes of a command."""
 SIGNALLED = 128
 """Exit code of a command that a signal ended, without the signal's number (130 after Ctrl-C)."""
+PENDING = "pending"
+"""Device of a worker that waits for a place on a cluster."""
 WorkerState = Literal["starting", "ready", "joining", "working", "stopping"]
 """State of a rollout worker: `ready` has no current weights, `joining` receives them alone."""
 

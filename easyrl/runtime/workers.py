@@ -35,7 +35,7 @@ from easyrl.rewards.loading import read_sources
 from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.placement import Placement, device_name, engines_on
 from easyrl.runtime.resume import Resume
-from easyrl.runtime.supervisor import STOP_SECONDS, Supervisor, Worker, WorkerFailure
+from easyrl.runtime.supervisor import PENDING, STOP_SECONDS, Supervisor, Worker, WorkerFailure
 from easyrl.runtime.watchdog import TICK_SECONDS, Stall, Watchdog
 from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores, make_idle_board
 from easyrl.workers.settings import WorkerSettings
@@ -131,12 +131,11 @@ class Workers:
 
     @property
     def changing(self) -> list[str]:
-        """Names of the rollout workers that are starting or leaving."""
-        return [
-            worker.name
-            for worker in self.rollout
-            if worker.is_leaving or worker in self._retiring or worker.state == "starting"
-        ]
+        """Names of the rollout workers that are starting or leaving. One that waits for a place on
+        a cluster may wait for ever, and is not among them."""
+        starting = [w for w in self.rollout if w.state == "starting" and w.remote_device != PENDING]
+        leaving = [w for w in self.rollout if w.is_leaving or w in self._retiring]
+        return [worker.name for worker in (*starting, *leaving)]
 
     @property
     def all(self) -> list[Worker]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -42,7 +43,7 @@ from easyrl.runtime.ray.cluster import (
 )
 from easyrl.runtime.ray.host import GROUPS, NodeFacts, WorkerHost
 from easyrl.runtime.run_folder import folder_of
-from easyrl.runtime.supervisor import Supervisor, Worker, WorkerFailure
+from easyrl.runtime.supervisor import PENDING, Supervisor, Worker, WorkerFailure
 from easyrl.workers.settings import WorkerSettings
 
 PENDING_SECONDS = 10.0  # then a worker without a place is reported
@@ -86,7 +87,7 @@ class RemoteProcess:
         self.pid = 0
         self.exitcode: int | None = None
         self.host = host
-        self.device = "pending"  # and its node, once it is placed
+        self.device = PENDING  # later its node and device
         self._is_killed = False
         self.control, theirs = Pipe()
         self.sentinel, self._ended = Pipe(duplex=False)
@@ -195,10 +196,16 @@ class RayLauncher:
         try:
             found = [Placed(*each) for each in zip(hosts, ray.get(asked), strict=True)]
         except RayError as error:
-            cause = " ".join(str(error).split())
-            raise ConfigError(f"a node of the cluster cannot run EasyRL: {cause}") from None
+            text = str(error)
+            where = re.search(r"ip=([^,)]+)", text)
+            raise ConfigError(
+                f"node {where[1] if where else ''}: expected EasyRL and what it needs as here, "
+                f"but its worker cannot start: {text.strip().splitlines()[-1]}"
+            ) from None
+        # Train workers write checkpoints and the model, rollout workers only logs.
+        unneeded = [] if role == "train" else [str(self._folder)]
         for placed in found:
-            if problem := self._problem_of(placed.facts, writes_files=role == "train"):
+            if problem := problem_of(placed.facts, unneeded=unneeded):
                 raise ConfigError(problem)
         return sorted(found, key=lambda placed: (placed.facts.address, placed.facts.devices))
 
@@ -207,27 +214,6 @@ class RayLauncher:
         self._folder.mkdir(parents=True, exist_ok=True)
         model = Path(self._config.model.path)
         return [str(self._folder), *([str(model.absolute())] if model.exists() else [])]
-
-    def _problem_of(self, facts: NodeFacts, *, writes_files: bool) -> str:
-        """Return why a worker cannot run on the node, or an empty string. Train workers write
-        checkpoints and the model (`writes_files`)."""
-        node, own = f"node {facts.name} ({facts.address})", versions()
-        for name, version in own.items():
-            if facts.versions[name] != version:
-                return f"{node}: expected {name} {version}, as here, got {facts.versions[name]}"
-        if facts.without_driver:
-            return (
-                f"{node}: expected a driver for {facts.without_driver[0]} devices, as Ray counts "
-                "them there, got none (easyrl doctor on that node); or start it without: ray start "
-                "--num-gpus=0"
-            )
-        missing = [p for p in facts.missing if writes_files or p != str(self._folder)]
-        if missing:
-            return (
-                f"{node}: expected {' and '.join(missing)}, as here: put model and run folder "
-                "(--model, --output) on storage that the nodes share, or name the model by a hub id"
-            )
-        return ""
 
     def start_train(
         self, supervisor: Supervisor, settings: Sequence[WorkerSettings]
@@ -282,7 +268,7 @@ class RayLauncher:
             except RayError as error:
                 control.send(_lost(error))
                 return None
-            if problem := self._problem_of(facts, writes_files=False):
+            if problem := problem_of(facts, unneeded=[str(self._folder)]):
                 control.send(Failed(problem, "", is_user_error=True))
                 return None
             return facts
@@ -341,6 +327,27 @@ class RayLauncher:
             return self._train[0].host.query(what, argument)
         except RayError as error:  # a timeout too
             raise WorkerFailure(f"train-0 {_lost(error).message}") from None
+
+
+def problem_of(facts: NodeFacts, *, unneeded: Collection[str] = ()) -> str:
+    """Return why a worker cannot run on the node, or an empty string. `unneeded`: paths that may be
+    missing there."""
+    node, own = f"node {facts.name} ({facts.address})", versions()
+    for name, version in own.items():
+        if facts.versions.get(name) != version:
+            return f"{node}: expected {name} {version}, as here, got {facts.versions.get(name)}"
+    if facts.without_driver:
+        return (
+            f"{node}: expected a driver for {facts.without_driver[0]} devices, as Ray counts "
+            "them there, got none (easyrl doctor on that node); or start it without: ray start "
+            "--num-gpus=0"
+        )
+    if missing := [path for path in facts.missing if path not in unneeded]:
+        return (
+            f"{node}: expected {' and '.join(missing)}, as here: put model and run folder "
+            "(--model, --output) on storage that the nodes share, or name the model by a hub id"
+        )
+    return ""
 
 
 def _pass_commands(control: Connection, host: Host) -> None:

@@ -1,0 +1,340 @@
+"""Runs on a Ray cluster: a head and two more nodes on this machine, with one CPU each.
+
+A worker takes one CPU, so three workers are on three nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from easyrl.runtime.control import request
+from ray_clusters import cluster_of
+from runs import (
+    SMALL,
+    finish,
+    lines_of,
+    start,
+    summary_of,
+    wait_for_line,
+    wait_until_gone,
+    without_timing,
+)
+
+pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl[ray]'")
+
+ONE_THREAD = "devices.threads=1"
+SAME = (*SMALL, "runtime.deterministic=true", ONE_THREAD, "algorithm.beta=0.04")
+"""A deterministic run that trains in every iteration."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with cluster_of(*[{"num_cpus": 1}] * 3) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def no_ray(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment in which `import ray` fails."""
+    folder = tmp_path_factory.mktemp("no_ray")
+    (folder / "ray.py").write_text("raise AssertionError('ray is imported')")
+    return {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def on(cluster: Any, infer: str, train: str = "ray:cpu:1") -> tuple[str, ...]:
+    devices = ("--infer-devices", infer, "--train-devices", train)
+    return ("--ray-address", cluster.address, *devices)
+
+
+def nodes_of_newest_run(cluster: Any) -> list[str]:
+    """The node of each worker that was placed."""
+    actors = list(cluster.global_state.actor_table(None, None, None).values())
+    newest = max(each["JobID"] for each in actors)
+    return [each["Address"]["NodeID"] for each in actors if each["JobID"] == newest]
+
+
+def outcome_of(folder: Path) -> tuple[Any, ...]:
+    """What runs with the same bits have in common."""
+    metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
+    return summary_of(folder)["weights_sha256"], metrics
+
+
+def assert_same_bits(
+    cluster: Any, tmp_path: Path, infer: int, train: int, *words: str, **environment: str
+) -> Path:
+    """Run without Ray and on the cluster; return the folder of the latter."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    on_here = ("--infer-devices", f"cpu:{infer}", "--train-devices", f"cpu:{train}")
+    on_there = on(cluster, f"ray:cpu:{infer}", f"ray:cpu:{train}")
+    every = ("--iterations", "2", *SAME, *words)
+    code, _, err = finish("--output", str(here), *on_here, *every, **environment)
+    assert (code, err) == (0, "")
+    code, _, err = finish("--output", str(there), *on_there, *every)
+    assert (code, err) == (0, "")
+    assert len({*nodes_of_newest_run(cluster)}) == infer + train
+    assert outcome_of(here) == outcome_of(there)
+    assert summary_of(there)["groups_off_policy"] == summary_of(there)["worker_restarts"] == 0
+    return there
+
+
+@pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
+def test_runs_end_in_the_same_bits_with_and_without_ray(
+    cluster: Any, no_ray: dict[str, str], tmp_path: Path, infer: int, train: int
+) -> None:
+    assert_same_bits(cluster, tmp_path, infer, train, **no_ray)
+
+
+def test_commands_without_ray_devices_do_not_import_it(no_ray: dict[str, str]) -> None:
+    environment = os.environ | no_ray
+    for words in (("-m", "easyrl", "--help"), ("-c", "import easyrl"), ("-m", "easyrl", "config")):
+        subprocess.run([sys.executable, *words], env=environment, check=True, capture_output=True)
+    with pytest.raises(subprocess.CalledProcessError):  # or the check above checks nothing
+        subprocess.run([sys.executable, "-c", "import ray"], env=environment, check=True)
+
+
+@contextmanager
+def live(cluster: Any, folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """An endless run; ends with a signal and leaves no process behind."""
+    process = start("--output", str(folder), "--iterations", "100000", *words)
+    try:
+        wait_for_line(process, "iteration 2/")
+        pids = [each["pid"] for each in workers_of(folder)]
+        yield process
+        pids += [each["pid"] for each in workers_of(folder)]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert err == "" and process.returncode == 128 + signal.SIGTERM
+    left = [psutil.Process(pid) for pid in {*pids} if psutil.pid_exists(pid)]
+    assert not wait_until_gone(left, 15.0)
+    lines = lines_of(folder / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == list(range(len(lines)))
+
+
+def workers_of(folder: Path) -> list[dict[str, Any]]:
+    workers: list[dict[str, Any]] = request(folder, {"command": "status"})["workers"]
+    return workers
+
+
+def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while not is_so():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+
+
+def test_status_shows_the_workers_of_a_live_run_and_their_nodes(
+    cluster: Any, tmp_path: Path
+) -> None:
+    folder, address = tmp_path / "run", cluster.address.rpartition(":")[0]
+    with live(cluster, folder, *on(cluster, "ray:cpu:2"), *SMALL) as process:
+        workers = {each["name"]: each for each in workers_of(folder)}
+        assert workers.keys() == {"controller", "rollout-0", "rollout-1", "train-0"}
+        assert workers["controller"]["pid"] == process.pid
+        for name in ("rollout-0", "rollout-1", "train-0"):
+            assert workers[name]["device"] == f"{address}/cpu"
+            command = " ".join(psutil.Process(workers[name]["pid"]).cmdline())
+            assert "multiprocessing" in command  # the worker, not its actor
+        assert len({each["pid"] for each in workers.values()}) == 4
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def refused(*words: str, timeout_seconds: int) -> str:
+    """The message of a run that is refused in time, before a worker loads anything."""
+    started = time.monotonic()
+    code, out, err = finish(*words, *SMALL, f"runtime.timeout_seconds={timeout_seconds}")
+    assert code == 2 and err.startswith("easyrl: ") and "Traceback" not in err
+    assert "importing torch" not in out
+    assert time.monotonic() - started < timeout_seconds + 20
+    return err
+
+
+@pytest.mark.parametrize(("infer", "train", "key"), [
+    ("ray:cpu:3", "ray:cpu:1", "devices.infer (--infer-devices): 1 of 3"),
+    ("ray:cpu:1", "ray:cpu:4", "devices.train (--train-devices): all 4"),
+])  # fmt: skip
+def test_more_workers_than_the_cluster_has_room_for(
+    cluster: Any, tmp_path: Path, infer: str, train: str, key: str
+) -> None:
+    folder = tmp_path / "run"
+    err = refused("--output", str(folder), *on(cluster, infer, train), timeout_seconds=3)
+    assert key in err and "runtime.timeout_seconds" in err and "the cluster has 3 CPU" in err
+    assert not folder.exists()
+
+
+def test_a_dry_run_prints_the_cluster(cluster: Any) -> None:
+    code, out, _ = finish(*on(cluster, "ray:cpu:2"), "--dry-run")
+    assert code == 0 and out.count("(1 CPU)") == 3
+    assert all(f"# {worker}: cpu, 1 CPU" in out for worker in ("rollout-0", "rollout-1", "train-0"))
+
+
+@pytest.mark.parametrize("problem", ["another version", "no EasyRL"])
+def test_a_node_that_cannot_run_easyrl(cluster: Any, tmp_path: Path, problem: str) -> None:
+    path = tmp_path / "path"
+    if problem == "no EasyRL":
+        path.mkdir()
+        (path / "sitecustomize.py").write_text("import sys; sys.modules['easyrl'] = None")
+    else:
+        (path / "torch-0.1.dist-info").mkdir(parents=True)
+        (path / "torch-0.1.dist-info/METADATA").write_text("Name: torch\nVersion: 0.1\n")
+    paths = f"{path}:{os.environ.get('PYTHONPATH', '')}"
+    node = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": paths})
+    try:
+        words = ("--output", str(tmp_path / "run"), *on(cluster, "ray:cpu:3"))
+        err = refused(*words, timeout_seconds=30)
+    finally:
+        cluster.remove_node(node)
+    named = "No module named 'easyrl" if problem == "no EasyRL" else "expected torch"
+    assert named in err and "node" in err and cluster.address.rpartition(":")[0] in err
+
+
+# -- pairs of features (docs/compatibility.md) -----------------------------------------------------
+
+DYNAMIC = ("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100")
+TWO_UPDATES = ("train.updates_per_iteration=2", "algorithm.epsilon_high=0.28")
+LORA = ("model.lora.rank=4",)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
+@pytest.mark.parametrize(
+    "words",
+    [LORA, DYNAMIC, TWO_UPDATES, (*LORA, *DYNAMIC, *TWO_UPDATES), ("train.eval_every=1",)],
+    ids=["LoRA", "dynamic-sampling", "two-updates", "all", "evaluation"],
+)
+def test_features_end_in_the_same_bits_with_and_without_ray(
+    cluster: Any, tmp_path: Path, words: tuple[str, ...], infer: int, train: int
+) -> None:
+    assert_same_bits(cluster, tmp_path, infer, train, *words)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
+def test_a_killed_and_resumed_run_ends_in_the_same_bits(
+    cluster: Any, tmp_path: Path, infer: int, train: int
+) -> None:
+    whole = assert_same_bits(cluster, tmp_path, infer, train, "--iterations=6")
+    folder, devices = tmp_path / "run", on(cluster, f"ray:cpu:{infer}", f"ray:cpu:{train}")
+    words = (*SAME, "train.save_every=2", *devices)
+    process = start("--output", str(folder), "--iterations=6", *words)
+    wait_for_line(process, "checkpoint of iteration 2")
+    process.kill()
+    process.communicate()
+    code, _, err = finish("--resume", str(folder))
+    assert (code, err) == (0, "")
+    assert outcome_of(folder) == outcome_of(whole)
+
+
+@pytest.mark.long
+def test_the_demo_is_as_accurate_as_on_one_node(cluster: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    code, _, err = finish("--output", str(folder), *on(cluster, "ray:cpu:2"), timeout=600)
+    assert (code, err) == (0, "")
+    summary = summary_of(folder)
+    assert 0.2 <= summary["accuracy_before"] <= 0.6
+    assert summary["accuracy_after"] >= 0.85 and summary["reward_last"] >= 0.9
+    assert summary["updates_not_finite"] == summary["groups_off_policy"] == 0
+    assert summary["sampling_logp_difference_max"] <= 1e-4
+
+
+def names_of_engines(folder: Path) -> set[str]:
+    is_working = {each["name"]: each["state"] == "working" for each in workers_of(folder)}
+    return {name for name, works in is_working.items() if works and name.startswith("rollout")}
+
+
+def scale(folder: Path, wanted: str) -> None:
+    words = ["scale", str(folder), "--infer-devices", wanted]
+    subprocess.run([sys.executable, "-m", "easyrl", *words], check=True, capture_output=True)
+
+
+def wait_for_iteration(folder: Path, process: subprocess.Popen[str]) -> None:
+    """Wait for a whole iteration."""
+    num_done = request(folder, {"command": "status"})["iteration"]
+    wait_until(lambda: request(folder, {"command": "status"})["iteration"] > num_done + 1, process)
+
+
+@pytest.mark.long
+def test_a_live_run_is_scaled_while_requested_nodes_start(cluster: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = (
+        *on(cluster, "ray:cpu:1"),
+        *SMALL,
+        "devices.max_rollout_workers=3",
+        "devices.threads=1",
+    )
+    with live(cluster, folder, *words) as process:
+        for wanted in ("cpu:2", "0-1"):
+            with pytest.raises(ValueError, match=r"--infer-devices: expected .*ray:cpu"):
+                request(folder, {"command": "scale", "infer_devices": wanted})
+        scale(folder, "ray:cpu:3")  # there is a place for one of the two new engines
+        wait_until(lambda: len(names_of_engines(folder)) == 2, process)
+        devices = {each["device"] for each in workers_of(folder) if each["state"] == "starting"}
+        assert devices == {"pending"}
+        wait_for_iteration(folder, process)
+        scale(folder, "ray:cpu:2")  # the one without a place leaves
+        wait_until(lambda: len(workers_of(folder)) == 4, process)
+        scale(folder, "ray:cpu:3")
+        node = cluster.add_node(num_cpus=1)
+        try:
+            wait_until(lambda: len(names_of_engines(folder)) == 3, process)
+            scale(folder, "ray:cpu:1")
+            wait_until(lambda: names_of_engines(folder) == {"rollout-0"}, process)
+            wait_for_iteration(folder, process)
+        finally:
+            cluster.remove_node(node)
+
+
+@pytest.mark.long
+def test_autoscale_uses_spare_devices_of_the_cluster(cluster: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = (*on(cluster, "ray:cpu:1"), *SMALL, "runtime.autoscale=true", ONE_THREAD)
+    long_answers = ("rollout.max_completion_length=200", "train.prompts_per_iteration=16")
+    with live(cluster, folder, *words, *long_answers, "--spare-devices", "ray:cpu:1") as process:
+        wait_until(lambda: len(names_of_engines(folder)) == 2, process)
+
+
+@pytest.mark.long
+def test_a_run_that_loses_its_trainer_starts_again_by_itself(cluster: Any, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    every = ("--iterations", "30", *SAME, "train.save_every=2", "train.keep_checkpoints=1")
+    code, _, _ = finish("--output", str(here), "--infer-devices", "cpu:2", *every)
+    assert code == 0
+    folder = tmp_path / "run"
+    words = (*on(cluster, "ray:cpu:2"), *every, "runtime.restart=on_failure")
+    process = start("--output", str(folder), *words)
+    wait_for_line(process, "checkpoint of iteration 4")
+    trainer = next(each for each in workers_of(folder) if each["name"] == "train-0")
+    psutil.Process(trainer["pid"]).kill()
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0 and err.count("starts again") == 1
+    assert outcome_of(folder)[0] == outcome_of(here)[0]
+
+
+@pytest.mark.long
+def test_an_evaluation_on_a_cluster_has_the_results_of_one_node(
+    cluster: Any, tmp_path: Path
+) -> None:
+    results = []
+    here = ("--infer-devices", "cpu:2")
+    there = ("--infer-devices", "ray:cpu:2", "--ray-address", cluster.address)
+    for name, devices in (("here", here), ("there", there)):
+        words = ["eval", "--model", "tiny", "--dataset", "arithmetic", *devices, *SAME]
+        words += ["--num-samples", "2", "--output", str(tmp_path / name)]
+        subprocess.run([sys.executable, "-m", "easyrl", *words], check=True, timeout=240)
+        results.append(lines_of(tmp_path / name / "samples.jsonl"))
+    one, other = (sorted(lines, key=lambda line: line["prompt_index"]) for lines in results)
+    assert one == other and len(one) == 16
+    assert len({*nodes_of_newest_run(cluster)}) == 2

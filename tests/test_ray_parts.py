@@ -1,0 +1,246 @@
+"""Parts of a run on a Ray cluster, without one: the host of a worker, the placement, the checks."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_packing import FIRST, make_group
+
+from easyrl.channels.messages import encode_group
+from easyrl.config import ConfigError, load_config
+from easyrl.config.devices import count_devices, parse_device_set
+from easyrl.runtime.placement import (
+    Placement,
+    check_scale,
+    describe,
+    engines_on,
+    first_engines,
+    numbered,
+    place_evaluation,
+    resolve_placement,
+)
+from easyrl.runtime.ray import cluster as cluster_module
+from easyrl.runtime.ray.cluster import Resources, connect, versions
+from own_workers import make_ring
+
+ray_host = pytest.importorskip("easyrl.runtime.ray.host", reason="needs Ray: pip install ray")
+ray_launcher = pytest.importorskip("easyrl.runtime.ray.launcher")
+
+CPUS = Resources("cpu", 0, (8, 4, 4), "a cluster")
+GPUS = Resources("cuda", 8, (32, 32), "a cluster")
+
+
+# -- devices and placement -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "kind", "count"), [
+    ("ray:8", "accelerator", 8), ("ray:cpu:4", "cpu", 4), ("ray:cpu:1", "cpu", 1),
+])  # fmt: skip
+def test_ray_devices_are_counted(text: str, kind: str, count: int) -> None:
+    parsed = parse_device_set(text)
+    assert (parsed.kind, parsed.count, parsed.is_ray, str(parsed)) == (kind, count, True, text)
+
+
+@pytest.mark.parametrize(
+    "text", ["ray", "ray:", "ray:0", "ray:cpu", "ray:cpu:0", "ray:0-3", "ray:gpu:1"]
+)
+def test_other_ray_devices_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parse_device_set(text)
+
+
+@pytest.mark.parametrize(("num_cpus", "num_workers", "num_threads"), [
+    ((1, 1, 1), 3, 1),
+    ((8, 4, 4), 3, 4),
+    ((8, 4, 4), 4, 4),
+    ((8, 4, 4), 5, 2),
+    ((8, 4, 4), 2, 4),
+    ((16, 1), 2, 8),
+    ((2,), 3, 1),  # there is no place for all
+])  # fmt: skip
+def test_workers_share_the_cpus_of_nodes(
+    num_cpus: tuple[int, ...], num_workers: int, num_threads: int
+) -> None:
+    assert Resources("cpu", 0, num_cpus, "").num_threads(num_workers) == num_threads
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def place(*words: str, resources: Resources = GPUS) -> Placement:
+        monkeypatch.setattr(cluster_module, "connect", lambda config, num_workers: resources)
+        return resolve_placement(load_config(words=words))
+
+    return place
+
+
+def test_workers_of_a_cluster_have_devices_of_their_own(place: Any) -> None:
+    words = ("devices.infer=ray:4", "devices.train=ray:2", "devices.spare=ray:2")
+    placement = place(*words, "rollout.engine=embedded")
+    every = [placement.indices_of("train", rank) for rank in range(2)]
+    every += engines_on(placement.infer, placement) + [(index,) for index in placement.spare]
+    assert len({*every}) == 8
+    assert (placement.accelerator, placement.max_rollout_workers) == ("cuda", 6)
+    assert "a cluster" in describe(placement)
+    assert not placement.cores and not placement.lends_cores  # of this machine
+    grown, shrunk = first_engines(6, placement), numbered(parse_device_set("ray:1"), placement)
+    for wanted in (grown, shrunk):
+        check_scale(load_config(), placement, placement.infer, wanted)
+    assert {*shrunk.indices} < {*placement.infer.indices} < {*grown.indices}
+
+
+def test_one_sort_of_devices_alone_gets_a_worker_of_the_other(place: Any) -> None:
+    placement = place("devices.infer=ray:cpu:3", resources=CPUS)
+    assert (str(placement.infer), str(placement.train)) == ("ray:cpu:3", "ray:cpu:1")
+    placement = place("devices.train=ray:2", "rollout.engine=embedded")
+    assert (str(placement.infer), str(placement.train)) == ("ray:1", "ray:2")
+    assert not {*placement.infer.indices} & {*placement.train.indices}
+
+
+def test_an_evaluation_is_placed_on_a_cluster(place: Any) -> None:
+    place("devices.infer=ray:cpu:1", resources=CPUS)
+    config = load_config(words=["devices.infer=ray:cpu:2"])
+    placement = place_evaluation(config, num_prompts=10, num_samples=1)
+    assert placement.is_ray and placement.num_rollout_workers == 2
+
+
+@pytest.mark.parametrize(("words", "key"), [
+    (("devices.infer=ray:cpu:2", "devices.train=cpu"), "devices"),
+    (("devices.infer=0-3", "devices.train=ray:4"), "devices"),
+    (("devices.infer=ray:4", "devices.train=ray:cpu:4"), "devices"),
+    (("devices.infer=ray:2", "devices.train=ray:2", "devices.spare=4-5"), "devices"),
+    (("devices.infer=cpu", "devices.ray_address=127.0.0.1:1"), r"devices\.ray_address"),
+    (("devices.ray_address=127.0.0.1:1",), r"devices\.ray_address"),
+])  # fmt: skip
+def test_ray_devices_are_not_mixed_with_others(
+    place: Any, words: tuple[str, ...], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{key} .*expected .*got"):
+        place(*words)
+
+
+def test_a_live_run_is_not_scaled_to_devices_of_another_sort(place: Any) -> None:
+    placement = place("devices.infer=ray:cpu:2", resources=CPUS)
+    for wanted in ("cpu:1", "0", "ray:1"):
+        with pytest.raises(ConfigError, match=r"--infer-devices: expected .*ray:cpu:2.*, got"):
+            check_scale(load_config(), placement, placement.infer, parse_device_set(wanted))
+
+
+def test_accelerators_in_a_cluster_without_them_are_refused(place: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected ray:cpu:N .*got ray:N"):
+        place("devices.infer=ray:1", resources=CPUS)
+
+
+def test_workers_on_several_nodes_are_as_many_devices() -> None:
+    assert count_devices(["10.0.0.1/cpu", "10.0.0.1/cpu", "10.0.0.2/cpu"]) == 3
+    assert count_devices(["10.0.0.1/cuda:0", "10.0.0.2/cuda:0", "cpu"]) == 3
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def test_without_ray_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"easyrl\[ray\]"):
+        connect(load_config(words=["devices.infer=ray:1"]), 1)
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "127.0.0.1", "no.such.host.invalid:6379", "auto"]
+)
+def test_an_address_without_a_cluster_is_named(address: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"devices\.ray_address.*expected.*'{address}'"):
+        connect(load_config(words=[f"devices.ray_address={address}"]), 1)
+    assert time.monotonic() - started < cluster_module.CONNECT_SECONDS + 10.0
+
+
+FACTS = {
+    "address": "10.0.0.2",
+    "name": "node-2",
+    "devices": (),
+    "without_driver": (),
+    "versions": versions(),
+    "missing": (),
+    "clock": 0.0,
+}
+
+
+@pytest.mark.parametrize(("changes", "named"), [
+    *[({"versions": versions() | {name: "0.1"}}, rf"{name} .*got 0\.1") for name in versions()],
+    ({"versions": {}}, "Python .*got"),
+    ({"missing": ("/models/m",)}, "/models/m.*--model"),
+    ({"missing": ("/models/m", "/runs")}, "/models/m.*--model"),
+    ({"without_driver": ("cuda",)}, "driver for cuda"),
+])  # fmt: skip
+def test_a_node_that_cannot_run_a_worker_is_named(changes: Any, named: str) -> None:
+    facts = ray_host.NodeFacts(**(FACTS | changes))
+    problem = ray_launcher.problem_of(facts, unneeded=["/runs"])
+    assert problem.startswith("node node-2 (10.0.0.2): expected ")
+    assert re.search(named, problem) and "/runs" not in problem
+
+
+def test_a_node_like_this_one_can_run_workers() -> None:
+    assert ray_launcher.problem_of(ray_host.NodeFacts(**FACTS)) == ""
+    without_runs = ray_host.NodeFacts(**(FACTS | {"missing": ("/runs",)}))
+    assert ray_launcher.problem_of(without_runs, unneeded=["/runs"]) == ""
+    assert "/runs" in ray_launcher.problem_of(without_runs)
+
+
+# -- groups that arrive at the ring's host ---------------------------------------------------------
+
+
+@pytest.fixture
+def host() -> Iterator[Any]:
+    """The host of train rank 0, with a ring of two slots."""
+    host = ray_host.WorkerHost()
+    host._ring = make_ring(2)
+    host._port = host._ring.attach(0)
+    yield host
+    host._ring.close()
+
+
+def group(number: int) -> bytes:
+    return encode_group(make_group(FIRST + number))
+
+
+def test_groups_of_a_fenced_worker_are_refused(host: Any) -> None:
+    assert host.put("rollout-0 a", group(0))
+    host.query("fence", ["rollout-0 a"])
+    assert not host.put("rollout-0 a", group(1))
+    assert host.put("rollout-0 b", group(2))  # its replacement
+    assert host.query("delivered", make_group(FIRST).iteration) == {0, 2}
+
+
+def test_a_group_that_waits_for_a_slot_is_refused_once_its_worker_is_fenced(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_host, "RETRY_SECONDS", 0.05)
+    assert host.put("a", group(0)) and host.put("a", group(1))
+    found: list[bool] = []
+    waiting = threading.Thread(target=lambda: found.append(host.put("a", group(2))))
+    waiting.start()
+    time.sleep(0.2)
+    assert not found  # the ring is full
+    host.query("fence", ["a"])
+    waiting.join(10.0)
+    assert found == [False]
+    lease = host._ring.attach(1).get(0.0)
+    lease.release()
+    assert host.put("b", group(3))
+    assert host.query("delivered", make_group(FIRST).iteration) == {1, 3}
+
+
+def test_a_group_waits_for_a_slot(host: Any) -> None:
+    assert host.put("a", group(0)) and host.put("a", group(1))
+    found: list[bool] = []
+    waiting = threading.Thread(target=lambda: found.append(host.put("a", group(2))))
+    waiting.start()
+    consumer = host._ring.attach(1)
+    consumer.get(0.0).release()
+    waiting.join(10.0)
+    assert found == [True]
