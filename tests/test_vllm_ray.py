@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_clusters import cluster_of
 from test_vllm_runs import START_SECONDS, VLLM, assert_on_policy
 
+from ray_clusters import cluster_of
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 
 pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm` installs it and runs these")
