@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FEATURES = (
-    *("several train ranks", "LoRA", "vLLM", "dynamic sampling"),
+    *("Ray", "several train ranks", "LoRA", "vLLM", "dynamic sampling"),
     *("several updates", "deterministic mode", "scaling", "resume"),
 )
 ROWS = re.findall(
