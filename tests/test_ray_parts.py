@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -157,6 +158,25 @@ def test_an_address_without_a_cluster_is_named(address: str) -> None:
     with pytest.raises(ConfigError, match=rf"devices\.ray_address.*expected.*'{address}'"):
         connect(load_config(words=[f"devices.ray_address={address}"]), 1)
     assert time.monotonic() - started < cluster_module.CONNECT_SECONDS + 10.0
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_another_server_at_the_address_is_named(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "CONNECT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        clients = []
+
+        def serve() -> None:
+            clients.append(server.accept()[0])
+            clients[0].sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"devices\.ray_address.*expected.*'{address}'"):
+            connect(load_config(words=[f"devices.ray_address={address}"]), 1)
+        clients[0].close()
 
 
 FACTS = {

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 CONNECT_SECONDS = 10.0
+HTTP2_SETTINGS = b"\x04"  # type of the frame with which a server of HTTP/2, as gRPC's, begins
+HTTP2_CLIENT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,15 @@ def connect(config: Config, num_workers: int) -> Resources:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise ConfigError unless something listens there: Ray itself would retry for a minute."""
+    """Raise ConfigError unless a server of gRPC listens there: Ray itself would retry for minutes,
+    or for a quarter of an hour if it is another server."""
     host, _, port = address.rpartition(":")
+    uses_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     try:
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        with socket.create_connection((host, int(port)), CONNECT_SECONDS) as connection:
+            connection.sendall(b"" if uses_tls else HTTP2_CLIENT)
+            if not uses_tls and connection.recv(9)[3:4] != HTTP2_SETTINGS:
+                raise OSError("another server answers there")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"devices.ray_address (--ray-address): expected the address of a Ray cluster, like "
