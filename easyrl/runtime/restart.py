@@ -23,7 +23,13 @@ from easyrl.config import Config
 from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in
 from easyrl.processes import die_with_parent
 from easyrl.runtime.run_folder import folder_of, resume_hint
-from easyrl.runtime.supervisor import FAILED, SIGNALLED, STOP_SIGNALS, handle_signals
+from easyrl.runtime.supervisor import (
+    FAILED,
+    SIGNALLED,
+    STOP_SIGNALS,
+    USER_ERROR,
+    handle_signals,
+)
 
 PAUSE_SECONDS = 2.0  # before a restart: the workers of a killed controller release their devices
 
@@ -40,7 +46,8 @@ def run_with_restarts(
     failures: list[tuple[float, Path | None]] = []  # time, newest checkpoint
     while True:
         code, is_stopped = _run_in_child(partial(start, config, resume), folder, len(failures))
-        is_failure = code == FAILED or code < 0
+        # On a cluster that has lost a node there may be no room yet.
+        is_failure = code == FAILED or code < 0 or (code == USER_ERROR and bool(failures))
         if is_stopped or not is_failure or not (folder / "config.yaml").is_file():
             return code if code >= 0 else SIGNALLED - code
         now, newest = time.monotonic(), next(reversed(checkpoints_in(folder / CHECKPOINTS)), None)

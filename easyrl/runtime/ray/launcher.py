@@ -47,6 +47,8 @@ from easyrl.runtime.supervisor import PENDING, Supervisor, Worker, WorkerFailure
 from easyrl.workers.settings import WorkerSettings
 
 PENDING_SECONDS = 10.0  # then a worker without a place is reported
+NOTICE_SECONDS = 60.0  # Ray needs about half of it to notice that a node is lost
+PAUSE_SECONDS = 1.0
 KILL_SECONDS = 5.0  # for Ray to confirm that an actor is dead: a lost node confirms nothing
 SAME_CLOCK_SECONDS = 0.01  # clocks that differ by less are the same, or as good
 QUERY_SECONDS = 30.0
@@ -111,6 +113,12 @@ class RemoteProcess:
     def kill(self) -> None:
         self._is_killed = True
         self.host.kill()
+
+    def replace_host(self, host: Host) -> None:
+        """Use this host instead, which dies at once if the worker is killed."""
+        self.host = host
+        if self._is_killed:
+            host.kill()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the worker has ended. Once it is killed, a node that does not answer is not
@@ -256,6 +264,7 @@ class RayLauncher:
         """Wait until Ray has placed a later rollout worker, however long. Reports what is wrong and
         returns None, or returns the node."""
         asked, is_reported = process.host.describe(self._paths()), False
+        deadline = time.monotonic() + NOTICE_SECONDS
         while True:
             try:
                 facts: NodeFacts = ray.get(asked, timeout=PENDING_SECONDS)
@@ -266,8 +275,16 @@ class RayLauncher:
                 is_reported = True
                 continue
             except RayError as error:
-                control.send(_lost(error))
-                return None
+                if process.is_killed:
+                    return None
+                if time.monotonic() > deadline:
+                    control.send(_lost(error))
+                    return None
+                # Ray still places workers on a node that was lost a moment ago.
+                time.sleep(PAUSE_SECONDS)
+                process.replace_host(self._new_host("rollout", "SPREAD"))
+                asked = process.host.describe(self._paths())
+                continue
             if problem := problem_of(facts, unneeded=[str(self._folder)]):
                 control.send(Failed(problem, "", is_user_error=True))
                 return None

@@ -1,0 +1,263 @@
+"""Hosts of a Ray cluster as Linux namespaces: each with an address, processes, /dev/shm and
+/tmp/ray of its own. They share the disk.
+
+    hosts = Hosts(3)                      # 10.99.0.1 has the bridge, and Ray's head without CPUs
+    hosts = Hosts(3, delay_seconds=0.05)  # all packets pass through a thread here, that much later
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import secrets
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+UNSHARE = [
+    "setpriv",
+    "--pdeathsig=KILL",
+    "unshare",
+    "--net",
+    "--mount",
+    "--pid",
+    "--uts",
+    "--ipc",
+    "--mount-proc",
+]
+UNSHARE += ["--fork", "--kill-child", "sh", "-c"]
+SET_UP = """
+set -e
+mkdir -p /tmp/ray
+for folder in /dev/shm /tmp/ray; do mount -t tmpfs tmpfs $folder; done
+hostname host-{number}
+echo '127.0.0.1 localhost\n{address} host-{number}' > /dev/shm/hosts
+mount --bind /dev/shm/hosts /etc/hosts
+ip link set lo up
+echo ready
+sleep infinity
+true
+"""
+"""The last line keeps the shell, which is process 1 there and reaps orphans."""
+RAY_WORDS = ("--block", "--disable-usage-stats", "--object-store-memory=100000000")
+RAY_PORT = 6379
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # of Linux's if_tun.h
+CLONE_NEWNET = 0x40000000
+LISTENING = "0A"
+
+
+def unsupported_reason() -> str:
+    """Why there can be no such hosts here; empty if there can."""
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        return "needs unshare and ip (util-linux, iproute2)"
+    command = [*UNSHARE, "mount -t tmpfs tmpfs /dev/shm && ip link add type veth"]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        return "needs the right to make network, mount and process namespaces"
+    return "" if Path("/dev/net/tun").exists() else "needs /dev/net/tun"
+
+
+class Host:
+    def __init__(self, number: int) -> None:
+        self.address = f"10.99.0.{number}"
+        set_up = SET_UP.format(number=number, address=self.address)
+        self._holder = subprocess.Popen([*UNSHARE, set_up], stdout=subprocess.PIPE, text=True)
+        assert self._holder.stdout is not None
+        assert self._holder.stdout.readline() == "ready\n"
+        (first,) = psutil.Process(self._holder.pid).children()
+        self.pid = first.pid  # of its process 1, as counted here
+
+    def popen(self, *words: str, **options: Any) -> subprocess.Popen[str]:
+        """Start a process here."""
+        command = ["nsenter", "--all", f"--target={self.pid}", *words]
+        return subprocess.Popen(command, text=True, env={**os.environ, **TOKEN}, **options)
+
+    def ip(self, words: str) -> None:
+        command = ["nsenter", "--net", f"--target={self.pid}", "ip", *words.split()]
+        subprocess.run(command, check=True)
+
+    def start_ray(self, *words: str) -> None:
+        ray = (sys.executable, "-m", "ray.scripts.scripts", "start", *RAY_WORDS, *words)
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.popen(*ray, f"--node-ip-address={self.address}", **silent)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run here."""
+        ours = Path(f"/proc/{self.pid}/ns/pid").readlink()
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                if Path(f"/proc/{process.pid}/ns/pid").readlink() == ours:
+                    found.append(process)
+        return found
+
+    def named(self, name: str) -> list[psutil.Process]:
+        return [process for process in self.processes() if process.name() == name]
+
+    def workers(self) -> dict[str, psutil.Process]:
+        """EasyRL's workers, by the name of their log."""
+        found = {}
+        for process in self.processes():
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                log = Path(f"/proc/{process.pid}/fd/1").readlink()
+                if log.suffix == ".log" and "spawn_main" in " ".join(process.cmdline()):
+                    found[log.stem] = process
+        return found
+
+    def listening(self, process: psutil.Process) -> set[str]:
+        """Addresses on which a process and its descendants listen."""
+        sockets = set()
+        for each in [process, *process.children(recursive=True)]:
+            for fd in Path(f"/proc/{each.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    sockets.add(str(fd.readlink()))
+        found = set()
+        for family in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{process.pid}/net/{family}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == LISTENING and f"socket:[{words[9]}]" in sockets:
+                    raw = bytes.fromhex(words[1].partition(":")[0])
+                    found.add(".".join(map(str, raw[::-1])) if len(raw) == 4 else raw.hex())
+        return found
+
+    def open_tun(self) -> int:
+        """Make the network interface eth0 here, and return the descriptor of its packets."""
+        opened: list[int] = []
+
+        def enter() -> None:  # a thread of its own: it never returns to our namespace
+            namespace = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY)
+            assert ctypes.CDLL(None).setns(namespace, CLONE_NEWNET) == 0
+            os.close(namespace)
+            tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", b"eth0", IFF_TUN | IFF_NO_PI))
+            opened.append(tun)
+
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+        return opened[0]
+
+    def kill(self) -> None:
+        """End all of the host's processes at once."""
+        self._holder.kill()
+        self._holder.wait()
+        while psutil.pid_exists(self.pid):
+            time.sleep(0.02)
+        assert self._holder.stdout is not None
+        self._holder.stdout.close()
+
+
+class Hosts:
+    """A Ray cluster: a head without CPUs on the first host, a node on each other one."""
+
+    def __init__(self, num_hosts: int, num_cpus: int, *, delay_seconds: float = 0.0) -> None:
+        self._exit = contextlib.ExitStack()
+        self.all: list[Host] = []
+        try:
+            for number in range(1, num_hosts + 1):
+                self.all.append(Host(number))
+                self._exit.callback(self.all[-1].kill)
+            if delay_seconds:
+                self._exit.enter_context(delayed_network(self.all, delay_seconds))
+            else:
+                bridge(self.all)
+            self.head, self.nodes = self.all[0], self.all[1:]
+            self.address = f"{self.head.address}:{RAY_PORT}"
+            self.head.start_ray(
+                "--head", f"--port={RAY_PORT}", "--num-cpus=0", "--include-dashboard=false"
+            )
+            for node in self.nodes:
+                node.start_ray(f"--address={self.address}", f"--num-cpus={num_cpus}")
+            self._wait_for_nodes()
+        except BaseException:
+            self._exit.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._exit.close()
+
+    def _wait_for_nodes(self) -> None:
+        script = (
+            "import ray, sys, time\n"
+            "ray.init(address=sys.argv[1], log_to_driver=False)\n"
+            "while len(ray.nodes()) < int(sys.argv[2]): time.sleep(0.1)\n"
+        )
+        words = (sys.executable, "-c", script, self.address, str(len(self.all)))
+        for _ in range(60):
+            if self.head.popen(*words, stderr=subprocess.DEVNULL).wait() == 0:
+                return
+            time.sleep(0.5)
+        raise TimeoutError("the Ray cluster did not start")
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Start `easyrl grpo` on the first host."""
+        command = (sys.executable, "-m", "easyrl", "grpo", "--ray-address", self.address, *words)
+        return self.head.popen(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def host_of(self, worker: str) -> Host:
+        return next(host for host in self.all if worker in host.workers())
+
+
+def bridge(hosts: list[Host]) -> None:
+    """Connect hosts by veth pairs and a bridge on the first one."""
+    first = hosts[0]
+    first.ip("link add eth0 type bridge")
+    for host in hosts[1:]:
+        port = f"port-{host.address.rpartition('.')[2]}"
+        first.ip(f"link add {port} type veth peer name eth0 netns {host.pid}")
+        first.ip(f"link set {port} master eth0 up")
+    for host in hosts:
+        host.ip(f"addr add {host.address}/24 dev eth0")
+        host.ip("link set eth0 up")
+
+
+@contextlib.contextmanager
+def delayed_network(hosts: list[Host], seconds: float) -> Iterator[None]:
+    """Connect hosts by a thread that passes on each packet after this time."""
+    fds = {socket.inet_aton(host.address): host.open_tun() for host in hosts}
+    for host in hosts:
+        host.ip(f"addr add {host.address}/24 dev eth0")
+        host.ip("link set eth0 mtu 60000 up")
+    packets: deque[tuple[float, int, bytes]] = deque()
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.is_set():
+            due = packets[0][0] - time.monotonic() if packets else 0.1
+            ready, _, _ = select.select([*fds.values()], [], [], max(0.0, due))
+            for fd in ready:
+                packet = os.read(fd, 65536)
+                target = fds.get(packet[16:20])  # its destination, if it is IPv4
+                if target is not None:
+                    packets.append((time.monotonic() + seconds, target, packet))
+            while packets and packets[0][0] <= time.monotonic():
+                _, target, packet = packets.popleft()
+                with contextlib.suppress(OSError):  # the host is gone, or its queue is full
+                    os.write(target, packet)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        for fd in fds.values():
+            os.close(fd)
