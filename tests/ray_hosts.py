@@ -106,7 +106,12 @@ class Host:
         return found
 
     def named(self, name: str) -> list[psutil.Process]:
-        return [process for process in self.processes() if process.name() == name]
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith(name):  # Ray appends the method that is running
+                    found.append(process)
+        return found
 
     def workers(self) -> dict[str, psutil.Process]:
         """EasyRL's workers, by the name of their log."""
