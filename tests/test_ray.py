@@ -104,7 +104,7 @@ def test_commands_without_ray_devices_do_not_import_it(no_ray: dict[str, str]) -
 
 
 @contextmanager
-def live(cluster: Any, folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def live(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     """An endless run; ends with a signal and leaves no process behind."""
     process = start("--output", str(folder), "--iterations", "100000", *words)
     try:
@@ -134,11 +134,11 @@ def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> Non
         time.sleep(0.2)
 
 
-def test_status_shows_the_workers_of_a_live_run_and_their_nodes(
+def test_the_demo_runs_and_status_shows_its_workers_and_their_nodes(
     cluster: Any, tmp_path: Path
 ) -> None:
     folder, address = tmp_path / "run", cluster.address.rpartition(":")[0]
-    with live(cluster, folder, *on(cluster, "ray:cpu:2"), *SMALL) as process:
+    with live(folder, *on(cluster, "ray:cpu:2")) as process:
         workers = {each["name"]: each for each in workers_of(folder)}
         assert workers.keys() == {"controller", "rollout-0", "rollout-1", "train-0"}
         assert workers["controller"]["pid"] == process.pid
@@ -147,6 +147,8 @@ def test_status_shows_the_workers_of_a_live_run_and_their_nodes(
             command = " ".join(psutil.Process(workers[name]["pid"]).cmdline())
             assert "multiprocessing" in command  # the worker, not its actor
         assert len({each["pid"] for each in workers.values()}) == 4
+    lines = lines_of(folder / "metrics.jsonl")
+    assert all(line["sampling/sampling_logp_difference/max"] <= 1e-4 for line in lines)
 
 
 # -- bad input -------------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ def test_a_live_run_is_scaled_while_requested_nodes_start(cluster: Any, tmp_path
         "devices.max_rollout_workers=3",
         "devices.threads=1",
     )
-    with live(cluster, folder, *words) as process:
+    with live(folder, *words) as process:
         for wanted in ("cpu:2", "0-1"):
             with pytest.raises(ValueError, match=r"--infer-devices: expected .*ray:cpu"):
                 request(folder, {"command": "scale", "infer_devices": wanted})
@@ -302,7 +304,7 @@ def test_autoscale_uses_spare_devices_of_the_cluster(cluster: Any, tmp_path: Pat
     folder = tmp_path / "run"
     words = (*on(cluster, "ray:cpu:1"), *SMALL, "runtime.autoscale=true", ONE_THREAD)
     long_answers = ("rollout.max_completion_length=200", "train.prompts_per_iteration=16")
-    with live(cluster, folder, *words, *long_answers, "--spare-devices", "ray:cpu:1") as process:
+    with live(folder, *words, *long_answers, "--spare-devices", "ray:cpu:1") as process:
         wait_until(lambda: len(names_of_engines(folder)) == 2, process)
 
 
@@ -330,10 +332,14 @@ def test_an_evaluation_on_a_cluster_has_the_results_of_one_node(
     results = []
     here = ("--infer-devices", "cpu:2")
     there = ("--infer-devices", "ray:cpu:2", "--ray-address", cluster.address)
+    command = [sys.executable, "-m", "easyrl", "eval", "--model", "tiny", "--dataset", "arithmetic"]
+    too_many = ["--infer-devices", "ray:cpu:4", *there[2:], "--output", str(tmp_path / "none")]
+    too_many += ["runtime.timeout_seconds=3"]
+    ended = subprocess.run([*command, *too_many], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2 and "devices.infer (--infer-devices): 1 of 4" in ended.stderr
     for name, devices in (("here", here), ("there", there)):
-        words = ["eval", "--model", "tiny", "--dataset", "arithmetic", *devices, *SAME]
-        words += ["--num-samples", "2", "--output", str(tmp_path / name)]
-        subprocess.run([sys.executable, "-m", "easyrl", *words], check=True, timeout=240)
+        words = [*devices, *SAME, "--num-samples", "2", "--output", str(tmp_path / name)]
+        subprocess.run([*command, *words], check=True, timeout=240)
         results.append(lines_of(tmp_path / name / "samples.jsonl"))
     one, other = (sorted(lines, key=lambda line: line["prompt_index"]) for lines in results)
     assert one == other and len(one) == 16
