@@ -329,6 +329,27 @@ def test_a_run_that_loses_its_trainer_starts_again_by_itself(cluster: Any, tmp_p
 
 
 @pytest.mark.long
+def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
+    """Its rollout worker is replaced on the node that was free."""
+    here, folder = tmp_path / "here", tmp_path / "run"
+    every = ("--iterations", "20", *SAME)
+    assert finish("--output", str(here), "--infer-devices", "cpu:2", *every)[0] == 0
+    with cluster_of({"num_cpus": 0}, *[{"num_cpus": 1}] * 4) as cluster:
+        process = start("--output", str(folder), *on(cluster, "ray:cpu:2"), *every)
+        wait_for_line(process, "iteration 2/")
+        (pid,) = (each["pid"] for each in workers_of(folder) if each["name"] == "rollout-1")
+        host = psutil.Process(pid).parent()
+        nodes = [node.all_processes["raylet"][0].process for node in cluster.list_all_nodes()]
+        (raylet,) = (each for each in nodes if host is not None and each.pid == host.ppid())
+        raylet.kill()
+        raylet.wait()  # a process that is not waited for seems to be alive
+        _, err = process.communicate(timeout=240)
+        assert (process.returncode, err) == (0, "")
+    assert summary_of(folder)["worker_restarts"] == 1
+    assert outcome_of(folder) == outcome_of(here)
+
+
+@pytest.mark.long
 def test_an_evaluation_on_a_cluster_has_the_results_of_one_node(
     cluster: Any, tmp_path: Path
 ) -> None:
