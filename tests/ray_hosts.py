@@ -185,9 +185,10 @@ class Hosts:
             self.head.start_ray(
                 "--head", f"--port={RAY_PORT}", "--num-cpus=0", "--include-dashboard=false"
             )
+            self._wait_for_nodes(1)  # a node gives up if it does not find the head in time
             for node in self.nodes:
                 node.start_ray(f"--address={self.address}", f"--num-cpus={num_cpus}")
-            self._wait_for_nodes()
+            self._wait_for_nodes(len(self.all))
         except BaseException:
             self._exit.close()
             raise
@@ -198,14 +199,16 @@ class Hosts:
     def __exit__(self, *exc_info: object) -> None:
         self._exit.close()
 
-    def _wait_for_nodes(self) -> None:
+    def _wait_for_nodes(self, number: int) -> None:
         script = (
             "import ray, sys, time\n"
             "ray.init(address=sys.argv[1], log_to_driver=False)\n"
-            "while len(ray.nodes()) < int(sys.argv[2]): time.sleep(0.1)\n"
+            "end = time.time() + 60\n"
+            "while len(ray.nodes()) < int(sys.argv[2]): time.sleep(0.1); assert time.time() < end\n"
         )
-        words = (sys.executable, "-c", script, self.address, str(len(self.all)))
-        for _ in range(60):
+        words = (sys.executable, "-c", script, self.address, str(number))
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
             if self.head.popen(*words, stderr=subprocess.DEVNULL).wait() == 0:
                 return
             time.sleep(0.5)
