@@ -84,9 +84,8 @@ def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
 
     `is_asked`: the user has named accelerators. Raises ValueError without Ascend's libraries.
     """
-    if is_asked or has_driver(
-        "cuda"
-    ):  # otherwise torch, which takes seconds to import, is not needed
+    # Without either torch, which takes seconds to import, is not needed.
+    if is_asked or has_driver("cuda"):
         import torch
 
         if torch.cuda.is_available():
@@ -100,8 +99,10 @@ def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
 
 def has_driver(kind: str) -> bool:
     """Whether the system has a driver for this kind of device. Does not load torch."""
-    if num_device_nodes(kind) or kind != "cuda":
-        return num_device_nodes(kind) > 0
+    if num_device_nodes(kind):
+        return True
+    if kind != "cuda":
+        return False
     if (DEVICE_NODES / AMD_NODE).exists():
         return True
     with contextlib.suppress(OSError):

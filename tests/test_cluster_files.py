@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from easyrl.cli import app
 from easyrl.config.devices import parse_device_set
 from easyrl.runtime import placement
 from easyrl.runtime.ray import cluster
+from easyrl.runtime.ray.cluster import HTTP2_SETTINGS
 from runs import SMALL, descendants, finish, lines_of, summary_of, wait_until_gone
 
 ROOT = Path(__file__).parent.parent
@@ -155,10 +157,19 @@ def test_options_of_ray_start_exist() -> None:
         cli.commands[words[0]].make_context("ray start", numbers)
 
 
+def _answer(listener: socket.socket) -> None:
+    """Answer as Ray does."""
+    client, _ = listener.accept()
+    with client:
+        client.sendall(bytes(3) + HTTP2_SETTINGS + bytes(5))
+        client.recv(100)
+
+
 def test_a_missing_token_is_reported(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
+        threading.Thread(target=_answer, args=(listener,), daemon=True).start()
         code, _, err = finish(
             *("--infer-devices", "ray:cpu:1", "--ray-address", address),
             HOME=str(tmp_path),  # where Ray would find a token

@@ -329,7 +329,7 @@ def run_iteration(world, iteration, rounds):
     def replace_producer(owner, delivered):
         worker = workers[owner]
         asked = SimpleNamespace(delivered=lambda iteration: delivered)
-        controller = SimpleNamespace(_ring=asked, dispatcher=dispatcher)
+        controller = SimpleNamespace(launcher=asked, dispatcher=dispatcher)
         num_groups = len(record.groups)
         Controller._reopen_undelivered(controller, worker, record, rounds)
         world.counts["lost"] += num_groups - len(record.groups)

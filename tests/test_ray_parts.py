@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,9 +151,7 @@ def test_without_ray_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatc
         connect(load_config(words=["devices.infer=ray:1"]), 1)
 
 
-@pytest.mark.parametrize(
-    "address", ["127.0.0.1:1", "127.0.0.1", "no.such.host.invalid:6379", "auto"]
-)
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "no.such.host.invalid:6379"])
 def test_an_address_without_a_cluster_is_named(address: str) -> None:
     started = time.monotonic()
     with pytest.raises(ConfigError, match=rf"devices\.ray_address.*expected.*'{address}'"):
@@ -185,8 +184,8 @@ FACTS = {
     "devices": (),
     "without_driver": (),
     "versions": versions(),
+    "sees_folder": True,
     "missing": (),
-    "clock": 0.0,
 }
 
 
@@ -194,21 +193,21 @@ FACTS = {
     *[({"versions": versions() | {name: "0.1"}}, rf"{name} .*got 0\.1") for name in versions()],
     ({"versions": {}}, "Python .*got"),
     ({"missing": ("/models/m",)}, "/models/m.*--model"),
-    ({"missing": ("/models/m", "/runs")}, "/models/m.*--model"),
     ({"without_driver": ("cuda",)}, "driver for cuda"),
 ])  # fmt: skip
 def test_a_node_that_cannot_run_a_worker_is_named(changes: Any, named: str) -> None:
     facts = ray_host.NodeFacts(**(FACTS | changes))
-    problem = ray_launcher.problem_of(facts, unneeded=["/runs"])
+    problem = ray_launcher.problem_of(facts)
     assert problem.startswith("node node-2 (10.0.0.2): expected ")
-    assert re.search(named, problem) and "/runs" not in problem
+    assert re.search(named, problem)
 
 
 def test_a_node_like_this_one_can_run_workers() -> None:
     assert ray_launcher.problem_of(ray_host.NodeFacts(**FACTS)) == ""
-    without_runs = ray_host.NodeFacts(**(FACTS | {"missing": ("/runs",)}))
-    assert ray_launcher.problem_of(without_runs, unneeded=["/runs"]) == ""
-    assert "/runs" in ray_launcher.problem_of(without_runs)
+
+
+def test_train_workers_need_the_run_folder() -> None:
+    assert "--output" in ray_launcher.problem_of(ray_host.NodeFacts(**FACTS), Path("/runs"))
 
 
 # -- groups that arrive at the ring's host ---------------------------------------------------------

@@ -70,7 +70,7 @@ def decode_group(message: bytes) -> RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class RemoteRing:
-    """What a rollout worker has in place of the ring: the pipe to its host."""
+    """The pipe to its host, which a rollout worker has in place of the ring."""
 
     layout: RingLayout
     pipe: Connection

@@ -97,7 +97,5 @@ def check_disjoint(infer: DeviceSet, train: DeviceSet) -> None:
 def count_devices(names: Iterable[str]) -> int:
     """Count the workers' devices: the CPU once per worker, a shared accelerator once."""
     every = list(names)
-    cpus = [
-        name for name in every if name.endswith("cpu")
-    ]  # on a cluster behind the node's address
+    cpus = [name for name in every if name.endswith("cpu")]  # `10.0.0.2/cpu` on a cluster
     return len(cpus) + len({*every} - {*cpus})

@@ -14,6 +14,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,9 @@ def _fit_memory(config: Config, placement: Placement, files: ModelFiles) -> Plac
     budgets = memory_budgets(placement)
     while True:
         parts = estimate_memory(config, placement, model)
-        fits = all(needed <= budgets[key] for key, needed in bytes_by_memory(parts).items())
+        fits = all(
+            needed <= budgets.get(key, inf) for key, needed in bytes_by_memory(parts).items()
+        )
         num_problems = placement.max_concurrent_groups
         if fits or num_problems == 1 or config.rollout.max_concurrent_groups is not None:
             check_memory(parts, budgets)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -282,7 +282,7 @@ def memory_budgets(placement: Placement) -> dict[str, float]:
     """Return the bytes that may be taken: on the CPU together what this machine and its cgroup have
     left, by each other worker the memory of its accelerators, or its part of a shared one."""
     if placement.is_ray:  # what its nodes have is not known here
-        return defaultdict(lambda: math.inf)
+        return {}
     budgets: dict[str, float] = {"cpu": available_memory_bytes()}
     for worker, device in device_names(placement).items():
         if device != "cpu":
@@ -306,7 +306,7 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float]) -> list[st
     warnings = []
     for counted in ([part for part in parts if part.is_certain], parts):
         for memory, needed in bytes_by_memory(counted).items():
-            if needed <= budgets[memory]:
+            if needed <= budgets.get(memory, math.inf):
                 continue
             totals = Counter[tuple[str, str]]()  # of all processes
             for part in counted:

@@ -148,7 +148,7 @@ def _wanted(text: str | None) -> DeviceSet | None:
 
 
 def _connect(config: Config, *wanted: DeviceSet | None) -> Resources | None:
-    """What the Ray cluster has; None if no devices of one are wanted."""
+    """Connect to the Ray cluster if devices of one are wanted; return its resources, or None."""
     given = [each for each in wanted if each is not None]
     if not any(each.is_ray for each in given):
         if config.devices.ray_address is not None:
@@ -176,7 +176,7 @@ def _on_cluster(
     infer: DeviceSet | None, train: DeviceSet | None, spare: DeviceSet | None
 ) -> tuple[DeviceSet, DeviceSet, DeviceSet | None]:
     """Number a cluster's devices so that those of workers differ; a worker each by default."""
-    kind = next(each.kind for each in (infer, train) if each is not None)
+    kind = next(each.kind for each in (infer, train, spare) if each is not None)
     one = DeviceSet(kind, (0,), is_ray=True)
     infer, train = infer or one, train or one
     if kind == "cpu":

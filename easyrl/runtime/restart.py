@@ -43,11 +43,13 @@ def run_with_restarts(
     output = config.output.model_copy(update={"dir": str(folder)})
     config = config.model_copy(update={"output": output})
     auto = runtime.model_copy(update={"resume": "auto"})
+    is_ray = str(config.devices.infer or config.devices.train).startswith("ray:")
     failures: list[tuple[float, Path | None]] = []  # time, newest checkpoint
     while True:
         code, is_stopped = _run_in_child(partial(start, config, resume), folder, len(failures))
         # On a cluster that has lost a node there may be no room yet.
-        is_failure = code == FAILED or code < 0 or (code == USER_ERROR and bool(failures))
+        lacks_room = code == USER_ERROR and is_ray and bool(failures)
+        is_failure = code == FAILED or code < 0 or lacks_room
         if is_stopped or not is_failure or not (folder / "config.yaml").is_file():
             return code if code >= 0 else SIGNALLED - code
         now, newest = time.monotonic(), next(reversed(checkpoints_in(folder / CHECKPOINTS)), None)

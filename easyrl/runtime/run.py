@@ -19,7 +19,7 @@ from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.placement import describe, device_names
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
-from easyrl.runtime.run_folder import RunFolder, RunFolderLost, resume_hint
+from easyrl.runtime.run_folder import RunFolder, RunFolderLost, folder_of, resume_hint
 from easyrl.runtime.supervisor import (
     FAILED,
     FINISHED,
@@ -47,6 +47,9 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         notify(events.RunEnded(FINISHED, f"{resumed.folder} {done}; {hint}"))
         return FINISHED
     checked = check_run(config, resumed)
+    if checked.placement.is_ray:  # nodes have other working directories
+        output = config.output.model_copy(update={"dir": str(folder_of(config).absolute())})
+        config = config.model_copy(update={"output": output})
     with make_launcher(config, checked.placement) as launcher:
         if resumed is None:
             folder = RunFolder(config)

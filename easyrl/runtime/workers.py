@@ -133,7 +133,7 @@ class Workers:
     def changing(self) -> list[str]:
         """Names of the rollout workers that are starting or leaving. One that waits for a place on
         a cluster may wait for ever, and is not among them."""
-        starting = [w for w in self.rollout if w.state == "starting" and w.remote_device != PENDING]
+        starting = [worker for worker in self.rollout if _is_starting(worker)]
         leaving = [w for w in self.rollout if w.is_leaving or w in self._retiring]
         return [worker.name for worker in (*starting, *leaving)]
 
@@ -197,7 +197,7 @@ class Workers:
         for worker, (due, reason) in list(self._due.items()):
             if time.monotonic() > due and worker not in answered:
                 worker.kill(reason)
-        pids = {worker.name: worker.local_pid for worker in self.all}
+        pids = {w.name: w.local_pid for w in self.all if w.remote_device != PENDING}
         match self._watchdog.tick(pids):
             case Stall(names, cause):
                 self._watchdog.write_stacks(self.all, self._log_of("easyrl"))
@@ -282,7 +282,7 @@ class Workers:
         """Let the workers on devices that are not wanted leave once the new ones are ready, or stay
         if none of those has started."""
         staying = [worker for worker in self.rollout if worker not in self._retiring]
-        if not any(worker.state == "starting" for worker in staying):
+        if not any(map(_is_starting, staying)):
             for worker in self._retiring if staying else ():
                 worker.is_leaving = True
             self._retiring = []
@@ -292,6 +292,11 @@ class Workers:
         worker.state = "stopping"
         worker.send(events.Stop())
         self.kill_unless_answered(worker, STOP_SECONDS, "did not stop")
+
+
+def _is_starting(worker: Worker) -> bool:
+    """Return whether the worker starts, and has a place if it is on a cluster."""
+    return worker.state == "starting" and worker.remote_device != PENDING
 
 
 def _core_sharing(

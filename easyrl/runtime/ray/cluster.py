@@ -30,7 +30,7 @@ HTTP2_CLIENT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a cluster has, whether in use or not."""
+    """Resources of a cluster, whether in use or not."""
 
     accelerator: str  # kind in torch; "cpu" where there is none
     num_accelerators: int
@@ -54,6 +54,7 @@ def connect(config: Config, num_workers: int) -> Resources:
 
     if not ray.is_initialized():
         address = config.devices.ray_address or os.environ.get("RAY_ADDRESS")
+        address = None if address in ("", "auto") else address
         if address is not None:
             _check_reachable(address)
         quiet = {"namespace": "easyrl", "log_to_driver": False, "logging_level": logging.ERROR}
@@ -143,7 +144,7 @@ def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> Plac
 
 
 def no_place(role: str, counts: str, bundle: dict[str, float], timeout_seconds: float) -> str:
-    """Report that workers, `counts` of them, found no place."""
+    """The message that workers, `counts` of them, found no place."""
     key = (
         "devices.train (--train-devices)" if role == "train" else "devices.infer (--infer-devices)"
     )

@@ -13,6 +13,7 @@ until the child has ended. This process imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -21,8 +22,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from socket import socket
 from types import ModuleType
@@ -52,9 +53,8 @@ class NodeFacts:
     devices: tuple[str, ...]  # accelerators of the actor, as Ray numbers them
     without_driver: tuple[str, ...]  # kinds of these accelerators
     versions: dict[str, str]
+    sees_folder: bool  # where the run folder is
     missing: tuple[str, ...]  # of the paths that were asked for
-    clock: float  # time.monotonic there
-    store: str = ""
 
 
 def _accelerators() -> dict[str, list[str]]:
@@ -71,25 +71,19 @@ class WorkerHost:
         self._putting = threading.Lock()
         self._fenced: set[str] = set()  # rollout workers whose groups are refused
         self._listener: socket | None = None
-        self._pid = 0
+        self._process: BaseProcess | None = None
 
-    def describe(self, paths: Sequence[str], *, serves_store: bool = False) -> NodeFacts:
-        """Describe the node. `serves_store`: also open the port of the store."""
-        address: str = get_node_ip_address()
+    def describe(self, probe: str, paths: Sequence[str]) -> NodeFacts:
+        """Describe the node. `probe`: a file where the run folder is."""
         ids = _accelerators()
-        store = ""
-        if serves_store:
-            self._listener = devices.listen(address)
-            store = f"tcp://{address}:{self._listener.getsockname()[1]}"
         return NodeFacts(
-            address,
+            get_node_ip_address(),
             os.uname().nodename,
             tuple(number for numbers in ids.values() for number in numbers),
             tuple(kind for kind in ids if not devices.has_driver(kind)),
             versions(),
+            Path(probe).exists(),
             tuple(path for path in paths if not Path(path).exists()),
-            time.monotonic(),
-            store,
         )
 
     def run(
@@ -141,8 +135,8 @@ class WorkerHost:
             sys.modules["__main__"] = main
         for child in children:
             child.close()
-        self._pid = process.pid or 0
-        yield self._pid
+        self._process = process
+        yield process.pid
         yield from self._pump(peers, sender, settings.rank)
         process.join()
         yield process.exitcode
@@ -163,14 +157,22 @@ class WorkerHost:
                     yield message
                 elif peer == "ring":
                     reference = peers["ring"].put.remote(sender, message)
-                    reference.future().add_done_callback(partial(self._acknowledge, pipe))
+                    reference.future().add_done_callback(self._after_put)
                 else:
-                    peers[peer].deliver.remote(rank, message)
+                    reference = peers[peer].deliver.remote(rank, message)
+                    reference.future().add_done_callback(self._after_call)
 
-    def _acknowledge(self, pipe: Connection, done: Any) -> None:
+    def _after_call(self, done: Any) -> None:
+        """End the worker if its message may be lost: then the run replaces it, or ends."""
+        if done.exception() is not None and self._process is not None:
+            self._process.kill()
+
+    def _after_put(self, done: Any) -> None:
         """Give the worker a token back, once its group is in the ring."""
+        self._after_call(done)
         if done.exception() is None and done.result():
-            pipe.send_bytes(TOKEN)
+            with contextlib.suppress(OSError):  # the worker has ended
+                self._pipes["ring"].send_bytes(TOKEN)
 
     @method(concurrency_group="deliver")  # type: ignore[untyped-decorator]
     def deliver(self, pipe: int | str, message: Any) -> None:
@@ -206,5 +208,12 @@ class WorkerHost:
         assert self._ring is not None
         return self._ring.delivered(iteration)
 
+    def _open_store(self) -> str:
+        """Open the port of the store, which the worker then serves; return its address."""
+        self._listener = devices.listen(get_node_ip_address())
+        host, port = self._listener.getsockname()
+        return f"tcp://{host}:{port}"
+
     def _write_stacks(self) -> None:
-        os.kill(self._pid, signal.SIGUSR1)
+        if self._process is not None and self._process.pid is not None:
+            os.kill(self._process.pid, signal.SIGUSR1)

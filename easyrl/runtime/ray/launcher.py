@@ -14,17 +14,18 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import SHUT_RDWR, socket
+from tempfile import NamedTemporaryFile
 from typing import Any, Self
 from uuid import uuid4
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -63,9 +64,6 @@ class Host:
     def __init__(self, **options: Any) -> None:
         self.actor = actor_of(WorkerHost).options(**options).remote()
 
-    def describe(self, paths: Sequence[str], *, serves_store: bool = False) -> Any:
-        return self.actor.describe.remote(paths, serves_store=serves_store)
-
     def query(self, what: str, *arguments: Any) -> Any:
         return ray.get(self.actor.query.remote(what, *arguments), timeout=QUERY_SECONDS)
 
@@ -90,7 +88,7 @@ class RemoteProcess:
         self.exitcode: int | None = None
         self.host = host
         self.device = PENDING  # later its node and device
-        self._is_killed = False
+        self.is_killed = False
         self.control, theirs = Pipe()
         self.sentinel, self._ended = Pipe(duplex=False)
 
@@ -106,25 +104,22 @@ class RemoteProcess:
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
-    @property
-    def is_killed(self) -> bool:
-        return self._is_killed
-
     def kill(self) -> None:
-        self._is_killed = True
+        self.is_killed = True
         self.host.kill()
 
     def replace_host(self, host: Host) -> None:
         """Use this host instead, which dies at once if the worker is killed."""
+        self.host.kill()
         self.host = host
-        if self._is_killed:
+        if self.is_killed:
             host.kill()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the worker has ended. Once it is killed, a node that does not answer is not
         waited for: what its worker still sends is refused."""
-        self._thread.join(KILL_SECONDS if self._is_killed and timeout is None else timeout)
-        if self._is_killed and self.exitcode is None:
+        self._thread.join(KILL_SECONDS if self.is_killed and timeout is None else timeout)
+        if self.is_killed and self.exitcode is None:
             self.exitcode = 1
 
     def write_stacks(self) -> None:
@@ -140,7 +135,7 @@ class RayLauncher:
         there is no place for all, or a node does not fit."""
         self._config, self._placement = config, placement
         self._timeout_seconds = config.runtime.timeout_seconds
-        self._folder = folder_of(config).absolute().parent
+        self._folder = folder_of(config).absolute()
         self._layout: RingLayout | None = None
         self._group: PlacementGroup | None = None
         self._every: list[Host] = []
@@ -149,11 +144,12 @@ class RayLauncher:
         self._senders: dict[int, str] = {}  # by owner id
         self.store = ""
         try:
-            if placement.train.count:
-                self._layout = ring_layout(config, placement)
-                self._place_train()
-                self.store = self._train[0].facts.store
-            self._rollout = self._place("rollout", placement.num_rollout_workers)
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            # A folder of this name may exist on every node.
+            with NamedTemporaryFile(dir=self._folder.parent, prefix=".easyrl-") as probe:
+                self._probe = Path(probe.name)
+                self._place_all()
+            self._probe = self._folder / "config.yaml"
         except BaseException:
             self.__exit__()
             raise
@@ -162,6 +158,13 @@ class RayLauncher:
             for role, every in (("rollout", self._rollout), ("train", self._train))
             for number, placed in enumerate(every)
         }
+
+    def _place_all(self) -> None:
+        if self._placement.train.count:
+            self._layout = ring_layout(self._config, self._placement)
+            self._place_train()
+            self.store = self._train[0].host.query("open_store")
+        self._rollout = self._place("rollout", self._placement.num_rollout_workers)
 
     def __enter__(self) -> Self:
         return self
@@ -195,8 +198,8 @@ class RayLauncher:
         """Start this many hosts, wait until all are placed, and number them by node address and
         device. Raises ConfigError as `__init__`."""
         strategies = strategies or ["SPREAD"] * number
-        hosts, paths = [self._new_host(role, each) for each in strategies], self._paths()
-        asked = [host.describe(paths, serves_store=role == "train") for host in hosts]
+        hosts = [self._new_host(role, each) for each in strategies]
+        asked = [self._describe(host) for host in hosts]
         _, pending = ray.wait(asked, num_returns=number, timeout=self._timeout_seconds)
         if pending:
             bundle, counts = bundle_of(self._options(role)), f"{len(pending)} of {number}"
@@ -210,18 +213,20 @@ class RayLauncher:
                 f"node {where[1] if where else ''}: expected EasyRL and what it needs as here, "
                 f"but its worker cannot start: {text.strip().splitlines()[-1]}"
             ) from None
-        # Train workers write checkpoints and the model, rollout workers only logs.
-        unneeded = [] if role == "train" else [str(self._folder)]
         for placed in found:
-            if problem := problem_of(placed.facts, unneeded=unneeded):
+            if problem := self._problem_of(placed.facts, role):
                 raise ConfigError(problem)
         return sorted(found, key=lambda placed: (placed.facts.address, placed.facts.devices))
 
-    def _paths(self) -> list[str]:
-        """Paths that nodes may need: the folder of runs and, if it is a folder here, the model."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+    def _describe(self, host: Host) -> Any:
         model = Path(self._config.model.path)
-        return [str(self._folder), *([str(model.absolute())] if model.exists() else [])]
+        paths = [str(model.absolute())] if model.exists() else []
+        return host.actor.describe.remote(str(self._probe), paths)
+
+    def _problem_of(self, facts: NodeFacts, role: str) -> str:
+        # Train workers write checkpoints and the model, rollout workers only logs.
+        needed = self._folder.parent if role == "train" and not facts.sees_folder else None
+        return problem_of(facts, needed)
 
     def start_train(
         self, supervisor: Supervisor, settings: Sequence[WorkerSettings]
@@ -229,7 +234,7 @@ class RayLauncher:
         workers = []
         for rank, each in enumerate(settings):
             others = range(1, len(settings)) if rank == 0 else [0]
-            peers = {peer: self._train[peer].host.actor for peer in others if len(settings) > 1}
+            peers = {peer: self._train[peer].host.actor for peer in others}
             host, facts = self._train[rank].host, self._train[rank].facts
             layout = self._layout if rank == 0 else None
 
@@ -263,7 +268,7 @@ class RayLauncher:
     ) -> NodeFacts | None:
         """Wait until Ray has placed a later rollout worker, however long. Reports what is wrong and
         returns None, or returns the node."""
-        asked, is_reported = process.host.describe(self._paths()), False
+        asked, is_reported = self._describe(process.host), False
         deadline = time.monotonic() + NOTICE_SECONDS
         while True:
             try:
@@ -283,10 +288,10 @@ class RayLauncher:
                 # Ray still places workers on a node that was lost a moment ago.
                 time.sleep(PAUSE_SECONDS)
                 process.replace_host(self._new_host("rollout", "SPREAD"))
-                asked = process.host.describe(self._paths())
+                asked = self._describe(process.host)
                 continue
-            if problem := problem_of(facts, unneeded=[str(self._folder)]):
-                control.send(Failed(problem, "", is_user_error=True))
+            if problem := self._problem_of(facts, "rollout"):
+                control.send(Failed(problem, "", is_user_error=True, is_replaceable=True))
                 return None
             return facts
 
@@ -309,8 +314,7 @@ class RayLauncher:
                 address=facts.address,
                 clock_offset_seconds=offset if abs(offset) > SAME_CLOCK_SECONDS else 0.0,
                 shares_by_message=True,
-                core_sharing=None,
-                log_file=None if str(self._folder) in facts.missing else settings.log_file,
+                log_file=_absolute(settings.log_file) if facts.sees_folder else None,
                 device_indices=tuple(range(len(settings.device_indices))),
             )
             stream = host.actor.run.options(num_returns="streaming")
@@ -322,7 +326,7 @@ class RayLauncher:
                 if isinstance(event, int):
                     return event
                 control.send(event)
-        except (RayError, GetTimeoutError) as error:
+        except RayError as error:
             if not process.is_killed:
                 control.send(_lost(error))
         except OSError:  # the controller has closed the pipe: it does not need the worker any more
@@ -346,9 +350,9 @@ class RayLauncher:
             raise WorkerFailure(f"train-0 {_lost(error).message}") from None
 
 
-def problem_of(facts: NodeFacts, *, unneeded: Collection[str] = ()) -> str:
-    """Return why a worker cannot run on the node, or an empty string. `unneeded`: paths that may be
-    missing there."""
+def problem_of(facts: NodeFacts, needed_folder: Path | None = None) -> str:
+    """Return why a worker cannot run on the node, or an empty string. `needed_folder`: a folder
+    that the node does not share with this machine."""
     node, own = f"node {facts.name} ({facts.address})", versions()
     for name, version in own.items():
         if facts.versions.get(name) != version:
@@ -359,7 +363,7 @@ def problem_of(facts: NodeFacts, *, unneeded: Collection[str] = ()) -> str:
             "them there, got none (easyrl doctor on that node); or start it without: ray start "
             "--num-gpus=0"
         )
-    if missing := [path for path in facts.missing if path not in unneeded]:
+    if missing := [*facts.missing, *([str(needed_folder)] if needed_folder else [])]:
         return (
             f"{node}: expected {' and '.join(missing)}, as here: put model and run folder "
             "(--model, --output) on storage that the nodes share, or name the model by a hub id"
@@ -367,15 +371,29 @@ def problem_of(facts: NodeFacts, *, unneeded: Collection[str] = ()) -> str:
     return ""
 
 
+def _absolute(path: str | None) -> str | None:
+    return path and str(Path(path).absolute())
+
+
 def _pass_commands(control: Connection, host: Host) -> None:
     """Send the controller's commands to the worker, until the pipe is closed."""
+
+    def after_call(done: Any) -> None:
+        if done.exception() is not None:  # the command may be lost
+            host.kill()
+
     with contextlib.suppress(EOFError, OSError):
         while True:
             command: Command = control.recv()
-            host.actor.deliver.remote("control", command)
+            reference = host.actor.deliver.remote("control", command)
+            reference.future().add_done_callback(after_call)
 
 
 def _lost(error: Exception) -> Failed:
-    """An actor or its node is gone."""
-    cause = " ".join(str(error).split())
-    return Failed(f"its Ray actor or node is lost: {cause:.300}", "", False, is_replaceable=True)
+    """Report an exception of `WorkerHost.run`, or that the actor or its node is gone."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        is_user_error = isinstance(cause, ValueError)
+        return Failed(f"{cause}", "", is_user_error=is_user_error, is_replaceable=True)
+    cause_text = " ".join(str(error).split())
+    return Failed(f"its Ray actor or node is lost: {cause_text:.300}", "", False, True)
