@@ -65,7 +65,7 @@ def nodes_of_newest_run(cluster: Any) -> list[str]:
 
 
 def outcome_of(folder: Path) -> tuple[Any, ...]:
-    """What runs with the same bits have in common."""
+    """Results that are equal in runs with the same bits."""
     metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
     return summary_of(folder)["weights_sha256"], metrics
 

@@ -116,7 +116,7 @@ def own(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def reports() -> list[str]:
-    """What the pools report."""
+    """Messages that the pools have reported."""
     return []
 
 

@@ -109,7 +109,8 @@ class WorkerHost:
             children.append(theirs)
             return theirs
 
-        for kind, numbers in _accelerators().items():  # Ray does not if it was told so
+        # Ray sets this as well, unless RAY_EXPERIMENTAL_NOSET_... switches that off.
+        for kind, numbers in _accelerators().items():
             os.environ[devices.VISIBLE_DEVICES[kind]] = ",".join(numbers)
         control = pipe_to("control")
         ranks = sorted(peer for peer in peers if isinstance(peer, int))
