@@ -13,6 +13,19 @@ from easyrl.model.files import fingerprint
 from easyrl.runtime.run_folder import lock_folder
 
 TINY = Path(__file__).parent.parent / "easyrl" / "model" / "built_in" / "tiny"
+REWARDS = """
+def score(completions, **columns):
+    return [0.0] * len(completions)
+
+def one_for_all(completions, **columns):
+    return 1.0
+
+def chat(completions, answer, **columns):
+    return [float(each[0]["content"] == right) for each, right in zip(completions, answer)]
+
+def text(completions, answer, **columns):
+    return [float(each.strip() == right) for each, right in zip(completions, answer)]
+"""
 CHAT = [{"role": "user", "content": "1+1="}]
 
 
@@ -25,7 +38,7 @@ def write_files(folder: Path) -> None:
         "chat.jsonl": "".join(json.dumps({"prompt": CHAT, "answer": "2"}) + "\n" for _ in "ab"),
         "long.jsonl": '{"prompt": "1+1=", "answer": "2"}\n\n'
         '{"prompt": "1+1+1+1+1=", "answer": "5"}\n',
-        "r.py": "def score(completions, **columns):\n    return [0.0]\n",
+        "r.py": REWARDS,
         "fails.py": "import math\n\nimport nothing_of_that_name\n",
         "syntax.yaml": "train:\n  iterations: [1\nmodel: {}\n",
     }
@@ -181,6 +194,9 @@ MISTAKES = {
     "--reward exactmatch": "reward.functions",
     "--reward FOLDER/fails.py:score": 'fails.py", line 3',
     "--reward code --dataset FOLDER/good.jsonl": "tests",
+    "--reward FOLDER/r.py:one_for_all --dataset FOLDER/good.jsonl": "reward.functions",
+    "--reward FOLDER/r.py:chat --dataset FOLDER/good.jsonl": "data.chat=true",
+    "--reward FOLDER/r.py:text --dataset FOLDER/chat.jsonl": "data.chat=false",
     # the ring, memory, the disk
     "rollout.max_completion_length=50000000 train.max_tokens_per_micro_batch=60000000": (
         "rollout.max_completion_length"

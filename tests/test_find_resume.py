@@ -18,6 +18,7 @@ from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.preflight import check_run
 from easyrl.runtime.resume import find_resume, with_absolute_paths
+from easyrl.runtime.run_folder import resume_hint
 from mistakes import TINY, make_run
 
 AUTO = ("runtime.resume=auto",)
@@ -94,6 +95,21 @@ def test_limit_of_open_files_is_named_before_anything_starts(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
     with pytest.raises(Started):
         run.run(config_of(tmp_path / "run"))
+
+
+def test_a_run_that_never_started_does_not_block_its_folder(tmp_path: Path) -> None:
+    """Its workers could not start. One that has results is not overwritten."""
+    received: list[Any] = []
+    for words in ((), ("train.learning_rate=0.1",)):
+        with pytest.raises(Started):
+            run.run(config_of(tmp_path / "run", *words), [received.append])
+    assert "started again" in received[-1].description
+    assert "learning_rate: 0.1" in (tmp_path / "run" / "config.yaml").read_text()
+    assert resume_hint(tmp_path / "run").endswith(f"--output {tmp_path}/run")
+    (tmp_path / "run" / "samples.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"output.dir.*exists"):
+        run.run(config_of(tmp_path / "run"))
+    assert resume_hint(tmp_path / "run").endswith(f"--output {tmp_path}/run-2")
 
 
 # -- paths ---------------------------------------------------------------------------------------

@@ -19,11 +19,15 @@ import pytest
 from reward_pools import config_of, finished
 
 from easyrl import events
+from easyrl.config import ConfigError
+from easyrl.processes import children_named
+from easyrl.rewards import pool as pool_module
 from easyrl.rewards import worker
 from easyrl.rewards.functions import RewardError
-from easyrl.rewards.pool import RewardPool, weighted_sum
-from easyrl.rewards.worker import Call, Scored
+from easyrl.rewards.pool import RewardPool, try_rewards, weighted_sum
+from easyrl.rewards.worker import PROCESS_NAME, Call, Scored
 from easyrl.runtime.metrics import IterationRecord
+from easyrl.types import Prompt
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 
 FUNCTIONS = """
@@ -145,6 +149,32 @@ def scores_of(pool: RewardPool, *prompts: Any, **columns: Any) -> Any:
     (scored,) = score(pool, *prompts, **columns)
     assert scored.scores and not scored.errors, scored
     return scored.scores
+
+
+def tried(own: Path, *names: str, **settings: object) -> list[str]:
+    config = config_of(*(f"{own}:{n}" for n in names), rollout__num_generations=2, **settings)
+    return try_rewards(config, Prompt(0, "1+1=", {"answer": "2"}))
+
+
+def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are tried nevertheless, and what hangs is ended."""
+    monkeypatch.setattr(pool_module, "CHECK_SECONDS", 2.0)
+    started = time.monotonic()
+    warnings = tried(own, "hangs", "crashes", "raises", "nan", "good", "needs_answer")
+    for text, warning in zip(("2 s", "ended", "KeyError: 'mine'", "nan"), warnings, strict=True):
+        assert text in warning and "reward.check" in warning
+    assert time.monotonic() - started < 30
+    assert not children_named(PROCESS_NAME, [os.getpid()])
+    with pytest.raises(ConfigError, match="too_few"):
+        tried(own, "good", "numpy_scores", "too_few")
+
+
+def test_functions_are_only_loaded_with_check_false(own: Path) -> None:
+    assert not tried(own, "hangs", "too_few", reward__check=False)
+    with pytest.raises(ConfigError, match="nothing_of_that_name"):
+        tried(own, "nothing_of_that_name", reward__check=False)
 
 
 def ended(pid: int, seconds: float = 5.0) -> bool:

@@ -35,6 +35,8 @@ class RewardConfig(Section):
     """After a reward call that raises, returns an invalid value, takes too long, needs too much
     memory or ends its process: end the run (`stop`), replace the group (`skip_group`), or let its
     completions score 0 in that function (`zero`). The last two log to reward_errors.jsonl."""
+    check: bool = True
+    """Call each function of the user on dummy completions before a run starts."""
 
     @field_validator("code_sandbox", mode="before")
     @classmethod

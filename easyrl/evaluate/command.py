@@ -36,7 +36,8 @@ from easyrl.model.export import ModelSource, find_model
 from easyrl.model.files import ModelFiles, read_model_files
 from easyrl.observe.report import print_end
 from easyrl.observe.text import say
-from easyrl.rewards.loading import check_rewards, reward_names, reward_specs, reward_weights
+from easyrl.rewards.loading import reward_names, reward_specs, reward_weights
+from easyrl.rewards.pool import try_rewards
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.memory import (
@@ -94,7 +95,8 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     }
     sampled = config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
     check_positions(sampled, files, section="eval")
-    check_rewards(sampled, next(iter(problems.values())))
+    for warning in try_rewards(sampled, next(iter(problems.values()))):
+        say(warning)
     prompts = short_problems(_with_model(config, source.base), problems)
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
     check_open_files(config, placement.num_rollout_workers)

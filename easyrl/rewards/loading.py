@@ -75,9 +75,14 @@ def reward_weights(config: Config) -> list[float]:
     return config.reward.weights or [1.0] * len(reward_specs(config))
 
 
-def check_rewards(config: Config, example: Prompt) -> None:
-    """Load every function and check that the data has its columns, before a run starts."""
-    for spec in reward_specs(config):
+def is_built_in(spec: str) -> bool:
+    """Return whether the function is EasyRL's: a built-in one, or the default of a preset."""
+    return spec in BUILT_IN or spec.startswith("easyrl.")
+
+
+def check_rewards(config: Config, example: Prompt, specs: Sequence[str] | None = None) -> None:
+    """Load every function, or those of `specs`, and check that the data has its columns."""
+    for spec in reward_specs(config) if specs is None else specs:
         function = load_reward(spec, config)
         given = dict.fromkeys([*RESERVED_COLUMNS, *example.columns])
         try:
@@ -178,5 +183,6 @@ async def _call_verl(
         row["solution_str"] = text_of(completion)
         result = compute_score(**accepted_arguments(compute_score, row))
         result = await result if inspect.isawaitable(result) else result
-        scores.append(result["score"] if isinstance(result, Mapping) else result)
+        is_mapping = isinstance(result, Mapping)
+        scores.append(result.get("score", "no key 'score'") if is_mapping else result)
     return scores

@@ -32,11 +32,20 @@ from pebble import ProcessExpired, ProcessPool
 
 from easyrl.config import Config
 from easyrl.rewards.functions import RewardError
-from easyrl.rewards.loading import PER_COMPLETION, read_sources, reward_names, reward_specs
-from easyrl.rewards.worker import Call, Scored, run_call, start
-from easyrl.types import Float32
+from easyrl.rewards.loading import (
+    PER_COMPLETION,
+    check_rewards,
+    is_built_in,
+    read_sources,
+    reward_names,
+    reward_specs,
+)
+from easyrl.rewards.worker import Call, Scored, run_call, start, try_function
+from easyrl.types import Float32, Prompt
 
 POLL_SECONDS = 1.0
+CHECK_SECONDS = 10.0
+"""Longest time of a function's check, with the time that its file takes to load."""
 MAX_RESTARTS = 3
 """Pools that may break one after the other without scoring a group."""
 
@@ -201,6 +210,39 @@ class RewardPool:
                 problem = f"failed: {error}"
         names = ", ".join(self._names[index] for index in task.call.functions)
         return Scored([], [f"reward ({names}) {problem}"], {}, {})
+
+
+def try_rewards(config: Config, example: Prompt) -> list[str]:
+    """Check the reward functions on a prompt before a run starts; returns warnings.
+
+    The user's functions are loaded and called in a process of their own, which may hang or crash.
+    Raises ConfigError for a function that cannot be loaded, lacks a column, or takes or returns
+    another form than it must.
+    """
+    specs = reward_specs(config)
+    own = [spec for spec in specs if not is_built_in(spec)]
+    check_rewards(config, example, [spec for spec in specs if spec not in own])
+    if not own:
+        return []
+    reward = config.reward.model_copy(update={"functions": own})
+    config = config.model_copy(update={"reward": reward})
+    pool = ProcessPool(1, initializer=start, initargs=(config, {}), context=get_context("spawn"))
+    warnings = []
+    try:
+        tried = [
+            pool.schedule(try_function, (each, example), timeout=CHECK_SECONDS) for each in own
+        ]
+        for spec, future in zip(own, tried, strict=True):
+            try:
+                warnings.append(future.result())
+            except (TimeoutError, ProcessExpired) as error:
+                is_late = isinstance(error, TimeoutError)
+                how = f"took longer than {CHECK_SECONDS:g} s" if is_late else "ended its process"
+                warnings.append(f"warning: reward '{spec}' {how} when it was tried (reward.check)")
+    finally:
+        pool.stop()  # type: ignore[no-untyped-call]
+        pool.join()
+    return list(filter(None, warnings))
 
 
 def weighted_sum(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) -> Float32:

@@ -21,25 +21,40 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from easyrl.config import Config
+from easyrl.config import Config, ConfigError
 from easyrl.events import SAMPLE_COLUMNS
 from easyrl.processes import die_with_parent, maybe_sleep, set_name
 from easyrl.rewards import loading
 from easyrl.rewards.functions import RewardFunction
 from easyrl.rewards.loading import (
+    KEY,
     accepted_arguments,
+    check_rewards,
     load_reward,
     reward_names,
     reward_specs,
     user_traceback,
 )
-from easyrl.types import Messages
+from easyrl.types import Messages, Prompt
 
 MAX_SCORE = 1e30
 """Scores are summed with weights in float32, whose largest number is about 3e38."""
 MAX_OUTPUT_CHARACTERS = 2**24
 """Most that a function may print in a call, so that endless output fills no disk."""
 
+
+MAX_DUMMIES = 8
+NEEDS_MESSAGES = (
+    "reads chat messages (completion[0]['content']), but the prompts of the data are strings, and "
+    "so are the completions; set data.chat=true, which makes chats of them, or read the string"
+)
+NEEDS_TEXT = (
+    "reads strings, but the prompts of the data are chats, and a completion is [{'role': "
+    "'assistant', 'content': text}]; read completion[0]['content'], or set data.chat=false if the "
+    "data has strings"
+)
+WRONG_FORM = (TypeError, AttributeError, LookupError)
+"""Exceptions of a function that takes text for chat messages, or the reverse."""
 
 PROCESS_NAME = "easyrl-reward"
 
@@ -150,6 +165,42 @@ def run_call(call: Call) -> Scored:
     return result
 
 
+def try_function(spec: str, example: Prompt) -> str:
+    """Load a function, check its columns, and call it on dummy completions (`reward.check`).
+
+    Returns a warning, empty if all is well. Raises ConfigError where a run would fail.
+    """
+    check_rewards(_config, example, [spec])
+    if not _config.reward.check:
+        return ""
+    _functions[:] = [load_reward(spec, _config)]
+    content, num_dummies = example.content, min(MAX_DUMMIES, _config.rollout.num_generations)
+    returned = _call_on_dummies(content, example, num_dummies)
+    if isinstance(returned, WRONG_FORM):
+        is_text = isinstance(content, str)
+        other: Messages | str = [{"role": "user", "content": content}] if is_text else str(content)
+        if not isinstance(_call_on_dummies(other, example, num_dummies), BaseException):
+            raise ConfigError(f"{KEY}: '{spec}' {NEEDS_MESSAGES if is_text else NEEDS_TEXT}")
+    try:
+        _as_scores(returned, num_dummies)
+    except BaseException as error:
+        if returned is not error and isinstance(error, TypeError):
+            raise ConfigError(f"{KEY}: '{spec}' on dummy completions: {error}") from None
+        return (
+            f"warning: reward '{spec}' failed on a dummy completion; the run starts, since real "
+            f"ones may differ (reward.check=false: no such calls):\n{user_traceback(error)}"
+        )
+    return ""
+
+
+def _call_on_dummies(content: str | Messages, example: Prompt, number: int) -> Any:
+    """Return what the only loaded function returns, or its exception."""
+    texts = [f"This is dummy completion {n}." for n in range(number)]
+    call = Call(content, texts, [[0] * 5] * number, example.columns, functions=[0])
+    (returned,) = _call_all(call, dict.fromkeys(("log_extra", "log_metric"), lambda *_: None))
+    return returned
+
+
 def _call_all(call: Call, services: Mapping[str, Any]) -> list[Any]:
     """Return the result of each function, or its exception. Each gets its own copy of the
     arguments."""
@@ -179,17 +230,19 @@ async def _await_all(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
 
 
 def _as_scores(returned: Any, num_completions: int) -> list[float | None]:
-    """Convert what a function returned, or raise its exception, or ValueError."""
+    """Convert what a function returned, or raise its exception, TypeError for another form, or
+    ValueError for NaN and infinity."""
     if isinstance(returned, BaseException):
         raise returned
+    scores: list[float | None] = []
     with contextlib.suppress(Exception):  # any: `float` calls the user's types
         values = [] if isinstance(returned, (Mapping, Set)) else list(returned)  # no order
         numbers = [value for value in values if not isinstance(value, str)]
         scores = [None if value is None else float(value) for value in numbers]  # also of torch
-        is_valid = all(score is None or abs(score) <= MAX_SCORE for score in scores)
-        if is_valid and len(scores) == num_completions:
-            return scores
-    raise ValueError(
+    is_list = len(scores) == num_completions
+    if is_list and all(score is None or abs(score) <= MAX_SCORE for score in scores):
+        return scores
+    raise (ValueError if is_list else TypeError)(
         f"expected a list of {num_completions} finite numbers or None, one per completion, got "
         f"{reprlib.repr(returned)}"
     )

@@ -31,7 +31,7 @@ from easyrl.model.files import (
     quieten_transformers,
     read_model_files,
 )
-from easyrl.rewards.loading import check_rewards
+from easyrl.rewards.pool import try_rewards
 from easyrl.runtime import memory
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.resume import Resume
@@ -59,20 +59,21 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
         refuse_existing(folder_of(config))
     files = read_model_files(config.model.path)
     prompts = open_prompts(config)
-    check_rewards(config, prompts.prompt(0))
+    warnings = try_rewards(config, prompts.prompt(0))
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
     num_rollout = max(placement.num_rollout_workers, config.devices.max_rollout_workers or 0)
     check_open_files(config, num_rollout + placement.train.count)
     skipped = too_long_prompts(config, prompts.examples())
     prompts = prompts.without(skipped)
-    held_out = _held_out(config, prompts)
+    held_out, of_eval = _held_out(config, prompts)
     num_trained = _num_trained(config)
     parts = _estimate(config, placement, files, num_trained)
     budgets = memory.memory_budgets(placement)
-    warnings = sampling_warnings(config) + memory.check_memory(parts, budgets)
+    warnings += [*of_eval, *sampling_warnings(config), *memory.check_memory(parts, budgets)]
     check_positions(config, files)
     # A resumed run has its checkpoints already; those of adapters are small.
-    is_small = resume is not None or num_trained is not None
+    has_checkpoint = resume is not None and resume.checkpoint is not None
+    is_small = has_checkpoint or num_trained is not None
     num_kept = config.train.keep_checkpoints + config.train.keep_best
     memory.check_disk(folder_of(config), files, 0 if is_small else num_kept)
     identity = {
@@ -86,7 +87,15 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
                 f"{key}: the files have changed since the run in '{resume.folder}' started; "
                 "restore them, or start a new run (--output)"
             )
-    return Preflight(prompts, len(skipped), placement, num_trained, identity, held_out, warnings)
+    return Preflight(
+        prompts,
+        len(skipped),
+        placement,
+        num_trained,
+        identity,
+        held_out,
+        list(dict.fromkeys(warnings)),
+    )
 
 
 def check_open_files(config: Config, num_workers: int) -> None:
@@ -153,21 +162,21 @@ def _estimate(
     return [] if size is None else memory.estimate_memory(config, placement, size)
 
 
-def _held_out(config: Config, prompts: PromptStream) -> list[Prompt]:
-    """Open the held-out problems of `eval.dataset`, else of `data.dataset`."""
+def _held_out(config: Config, prompts: PromptStream) -> tuple[list[Prompt], list[str]]:
+    """Open the held-out problems of `eval.dataset`, else of `data.dataset`; with warnings."""
     if config.data.num_held_out == 0 or (config.eval.dataset is None and not prompts.held_out()):
         if config.train.eval_every:
             raise ConfigError(
                 "train.eval_every: expected 0, because there are no held-out problems, got "
                 f"{config.train.eval_every}; set eval.dataset and data.num_held_out"
             )
-        return []
+        return [], []
     if config.eval.dataset is None:
-        return list(problems_of(prompts, config).values())
+        return list(problems_of(prompts, config).values()), []
     other = with_eval_data(config)
     problems = problems_of(open_prompts(other, is_trained=False), other)
-    check_rewards(config, next(iter(problems.values())))
-    return short_problems(other, problems)
+    warnings = try_rewards(config, next(iter(problems.values())))
+    return short_problems(other, problems), warnings
 
 
 def short_problems(config: Config, problems: Mapping[str, Prompt]) -> list[Prompt]:

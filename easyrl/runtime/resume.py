@@ -3,6 +3,7 @@
     --resume RUN            the run folder must have a complete checkpoint
     runtime.resume=auto     resume if there is a checkpoint; a run that was killed before its first
                             one starts again in its folder; without a folder, start a new run
+    runtime.resume=never    only a run that never finished an iteration starts again in its folder
 
 Writes nothing and imports no torch. Raises ConfigError for mistakes of the user.
 """
@@ -23,10 +24,11 @@ from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, Checkpoint, newest_checkpoint
-from easyrl.runtime.run_folder import UNFINISHED_CONFIG, folder_of, lock_folder
+from easyrl.runtime.run_folder import UNFINISHED_CONFIG, folder_of, is_unstarted, lock_folder
 
 MAY_CHANGE = (
     "model.attention",
+    "reward.check",
     "reward.code_sandbox",
     "reward.num_workers",
     "reward.on_error",
@@ -106,8 +108,9 @@ class Resume:
     def describe(self, config: Config) -> str:
         """Return what the run resumes from and what it skips, as lines of text for the user."""
         total = counted(config.train.iterations, "iteration")
-        done = f"{self.state.num_iterations} of {total} done"
-        lines = [f"resumed from {self.checkpoint or self.folder}: {done}"]
+        lines = [f"resumed from {self.checkpoint}: {self.state.num_iterations} of {total} done"]
+        if self.checkpoint is None:
+            lines = [f"started again in {self.folder}: the run there has no checkpoint"]
         lines += [f"{why} (renamed: {path.name}{DAMAGED})" for path, why in self.damaged.items()]
         return "\n".join(lines)
 
@@ -121,7 +124,8 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
     is_auto = folder is None
     if folder is None:
         folder = folder_of(config)
-        if config.runtime.resume == "never" or not _is_begun(folder):
+        is_wanted = config.runtime.resume == "auto" or is_unstarted(folder)
+        if not is_wanted or not _is_begun(folder):
             return None
     lock = lock_folder(folder)
     try:

@@ -248,6 +248,14 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def is_unstarted(folder: Path) -> bool:
+    """Return whether this is the folder of a run that ended without any result, such as one whose
+    workers could not start: a run may start again in it."""
+    results = ("metrics.jsonl", "samples.jsonl", "summary.json", CHECKPOINTS, "model")
+    has_result = any((folder / name).exists() for name in results)
+    return (folder / "logs" / "easyrl.log").is_file() and not has_result
+
+
 def refuse_existing(folder: Path) -> None:
     """Raise ConfigError if the path exists."""
     if os.path.lexists(folder):
@@ -268,7 +276,8 @@ def resume_hint(folder: Path) -> str:
     """A line for a run that did not finish."""
     if checkpoints_in(folder / CHECKPOINTS):
         return f"\nto resume: easyrl grpo --resume {quote(str(folder))}"
-    again = f"--config {quote(f'{folder}/config.yaml')} --output {quote(f'{folder}-2')}"
+    new = folder if is_unstarted(folder) else f"{folder}-2"
+    again = f"--config {quote(f'{folder}/config.yaml')} --output {quote(str(new))}"
     return f"\nto start again (there is no checkpoint): easyrl grpo {again}"
 
 
