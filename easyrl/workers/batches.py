@@ -386,11 +386,11 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> bytes:
 
 def decode_rollouts(message: bytes) -> list[Rollout]:
     numbers, (advantages, *rest) = decode(message)
-    arrays, rollouts, prompt_ids = iter(rest), [], _ID
+    arrays, rollouts = iter(rest), list[Rollout]()
     for prompt_index, is_new, advantage in zip(
         numbers[::2], numbers[1::2], advantages.tolist(), strict=True
     ):
-        prompt_ids = next(arrays) if is_new else prompt_ids
+        prompt_ids = next(arrays) if is_new else rollouts[-1].prompt_ids
         values = next(arrays), next(arrays), next(arrays)
         rollouts.append(Rollout(prompt_index, prompt_ids, *values, advantage))
     return rollouts
