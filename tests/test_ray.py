@@ -178,6 +178,22 @@ def test_more_workers_than_the_cluster_has_room_for(
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(("signum", "infer", "train"), [
+    (signal.SIGTERM, "ray:cpu:3", "ray:cpu:1"), (signal.SIGINT, "ray:cpu:1", "ray:cpu:4"),
+])  # fmt: skip
+def test_a_signal_ends_a_run_that_waits_for_places(
+    cluster: Any, tmp_path: Path, signum: signal.Signals, infer: str, train: str
+) -> None:
+    folder = tmp_path / "run"
+    process = start("--output", str(folder), *on(cluster, infer, train))
+    wait_for_line(process, "waiting for places")
+    time.sleep(1.0)
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (128 + signum, "")
+    assert not folder.exists()
+
+
 def test_a_dry_run_prints_the_cluster(cluster: Any) -> None:
     code, out, _ = finish(*on(cluster, "ray:cpu:2"), "--dry-run")
     assert code == 0 and out.count("(1 CPU)") == 3

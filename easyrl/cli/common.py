@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,6 +47,8 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
         except ValueError as error:
             typer.echo("easyrl: " + str(error).replace("\n", "\n        "), err=True)
             code = USER_ERROR
+        except KeyboardInterrupt as stop:
+            code = 128 + getattr(stop, "signum", signal.SIGINT)  # of `supervisor.Interrupted`
         raise typer.Exit(code or 0)
 
     return run

@@ -75,8 +75,8 @@ class DevicesConfig(Section):
     """Most rollout workers that the run may have (`easyrl scale`); null: those of `infer` and
     `spare`."""
     ray_address: str | None = None
-    """Address of the Ray cluster (`HOST:PORT`) for `ray:` devices. Null: the one in RAY_ADDRESS, or
-    that runs on this machine; otherwise one is started for this run."""
+    """Address of the Ray cluster (`HOST:PORT`) for `ray:` devices; `local`: start one for this run.
+    Null: the one in RAY_ADDRESS, or that runs on this machine, or `local` if there is none."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of each worker. Null: its share of the cores, and on a CPU each worker has cores
     of its own. While a rollout worker waits, the train worker uses its cores, and the reverse (not

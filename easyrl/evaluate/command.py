@@ -211,7 +211,8 @@ def answers_of_workers(
     with the seconds since all workers were ready."""
     config, placement = _with_model(plan.worker_config, model), plan.placement
     num_samples = plan.sampling.num_samples
-    with make_launcher(config, placement) as launcher, Supervisor() as supervisor:
+    launcher = make_launcher(config, placement, view.observe)
+    with launcher, Supervisor() as supervisor:
         workers = Workers(
             config,
             placement,

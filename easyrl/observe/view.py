@@ -247,7 +247,7 @@ class LiveView:
             case events.RunEnded():
                 self.close()
                 self._print_end(event)
-            case events.Note(text) if self._state.ended is not None:
+            case events.Note(text) if self._live is None or self._state.ended is not None:
                 say(safe(text))
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from typing import Protocol, Self
 
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
+from easyrl.events import Observer
 from easyrl.runtime.launch import worker_main
 from easyrl.runtime.placement import Placement, ring_layout
 from easyrl.runtime.supervisor import Supervisor, Worker
@@ -48,13 +49,13 @@ class Launcher(AbstractContextManager["Launcher"], Protocol):
         """`RingBuffer.delivered`."""
 
 
-def make_launcher(config: Config, placement: Placement) -> Launcher:
+def make_launcher(config: Config, placement: Placement, notify: Observer) -> Launcher:
     """Return the launcher for these devices. Raises ValueError if the ring's memory is missing, or
     the cluster cannot place the workers."""
     if placement.is_ray:
         from easyrl.runtime.ray.launcher import RayLauncher
 
-        return RayLauncher(config, placement)
+        return RayLauncher(config, placement, notify)
     is_training = placement.train.count > 0
     return ProcessLauncher(RingBuffer(ring_layout(config, placement)) if is_training else None)
 

@@ -31,10 +31,13 @@ from easyrl.runtime.supervisor import (
 )
 
 
+@signals_as_interrupts()
 def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None = None) -> int:
-    """Train; returns the exit code. Raises ValueError for mistakes of the user.
+    """Train; returns the exit code. Raises ValueError for mistakes of the user, and Interrupted for
+    a signal before the run has started.
 
-    `resume`: run folder to resume. Observers learn of a run only after all checks have passed.
+    `resume`: run folder to resume. Observers learn of a run only after all checks have passed; they
+    get notes before.
     """
     started = time.monotonic()
     config = with_absolute_paths(config, is_resumed=resume is not None)
@@ -50,7 +53,8 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
     if checked.placement.is_ray:  # nodes have other working directories
         output = config.output.model_copy(update={"dir": str(folder_of(config).absolute())})
         config = config.model_copy(update={"output": output})
-    with make_launcher(config, checked.placement) as launcher:
+    notify = combine_observers(observers)
+    with make_launcher(config, checked.placement, notify) as launcher:
         if resumed is None:
             folder = RunFolder(config)
         else:
@@ -68,12 +72,11 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
             notify=combine_observers([folder.observe, *observers]),
             resumed=resumed,
         )
-        with signals_as_interrupts():
-            try:
-                end = _train(controller)
-                controller.notify(end)
-            finally:
-                folder.close()
+        try:
+            end = _train(controller)
+            controller.notify(end)
+        finally:
+            folder.close()
         return end.exit_code
 
 

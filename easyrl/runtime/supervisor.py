@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -80,14 +80,24 @@ def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator
             signal.signal(signum, handler_before)
 
 
-def signals_as_interrupts() -> AbstractContextManager[None]:
+@contextmanager
+def signals_as_interrupts() -> Iterator[None]:
     """Let these signals raise Interrupted, where no Supervisor handles them."""
 
+    received = []
+
     def interrupt(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
         time.sleep(MERGE_SECONDS)  # another one raises in here
         raise Interrupted(signum)
 
-    return handle_signals(interrupt)
+    with handle_signals(interrupt):
+        try:
+            yield
+        except KeyboardInterrupt:  # Ray raises its own instead
+            if not received:
+                raise
+            raise Interrupted(received[-1]) from None
 
 
 class Worker:

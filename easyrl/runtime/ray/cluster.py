@@ -10,7 +10,9 @@ import importlib.util
 import logging
 import os
 import platform
+import signal
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 CONNECT_SECONDS = 10.0
+POLL_SECONDS = 1.0
 HTTP2_SETTINGS = b"\x04"  # type of the frame with which a server of HTTP/2, as gRPC's, begins
 HTTP2_CLIENT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0" * 5
 
@@ -55,14 +58,17 @@ def connect(config: Config, num_workers: int) -> Resources:
     if not ray.is_initialized():
         address = config.devices.ray_address or os.environ.get("RAY_ADDRESS")
         address = None if address in ("", "auto") else address
-        if address is not None:
+        if address not in (None, "local"):
             _check_reachable(address)
         quiet = {"namespace": "easyrl", "log_to_driver": False, "logging_level": logging.ERROR}
+        on_sigterm = signal.getsignal(signal.SIGTERM)  # Ray sets its own
         try:
             try:
+                if address == "local":
+                    raise ConnectionError
                 ray.init(address=address or "auto", **quiet)
             except ConnectionError:
-                if address is not None:
+                if address not in (None, "local"):
                     raise
                 num_cpus = max(num_cores(), num_workers)
                 ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
@@ -72,6 +78,8 @@ def connect(config: Config, num_workers: int) -> Resources:
                 f"Ray and Python, and its token, at {address or 'RAY_ADDRESS'}: "
                 f"{' '.join(str(error).split())}"
             ) from None
+        finally:
+            signal.signal(signal.SIGTERM, on_sigterm)
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [node["Resources"] for node in alive]
     texts = sorted(f"{node['NodeManagerAddress']} ({text_of(node['Resources'])})" for node in alive)
@@ -136,8 +144,10 @@ def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> Plac
     from ray.util import placement_group, remove_placement_group
 
     group = placement_group(list(bundles), strategy="PACK")
-    if group.wait(timeout_seconds):
-        return group
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        if group.wait(POLL_SECONDS):  # a signal has no effect in it
+            return group
     message = no_place("train", f"all {len(bundles)}", bundles[0], timeout_seconds)
     remove_placement_group(group)
     raise ConfigError(message)

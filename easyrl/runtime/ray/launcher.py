@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +32,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from easyrl.channels.ring_buffer import RingLayout
 from easyrl.config import Config, ConfigError
-from easyrl.events import Command, Failed, Note
+from easyrl.events import Command, Failed, Note, Observer
+from easyrl.formatting import counted
 from easyrl.runtime.placement import Placement, device_name, ring_layout
 from easyrl.runtime.ray.cluster import (
     bundle_of,
@@ -130,7 +132,7 @@ class RemoteProcess:
 class RayLauncher:
     """Start workers as children of Ray actors."""
 
-    def __init__(self, config: Config, placement: Placement) -> None:
+    def __init__(self, config: Config, placement: Placement, notify: Observer) -> None:
         """Place the workers, and open the store on the node of train rank 0. Raises ConfigError if
         there is no place for all, or a node does not fit."""
         self._config, self._placement = config, placement
@@ -143,6 +145,12 @@ class RayLauncher:
         self._rollout: list[Placed] = []  # those that are not started yet
         self._senders: dict[int, str] = {}  # by owner id
         self.store = ""
+        places = [
+            f"{counted(number, f'{role} worker')} ({text_of(bundle_of(self._options(role)))} each)"
+            for role in ("train", "rollout")
+            if (number := placement.num_workers(role))
+        ]
+        notify(Note(f"waiting for places on the Ray cluster: {', '.join(places)}"))
         try:
             self._folder.parent.mkdir(parents=True, exist_ok=True)
             # A folder of this name may exist on every node.
@@ -235,17 +243,9 @@ class RayLauncher:
         for rank, each in enumerate(settings):
             others = range(1, len(settings)) if rank == 0 else [0]
             peers = {peer: self._train[peer].host.actor for peer in others}
-            host, facts = self._train[rank].host, self._train[rank].facts
-            layout = self._layout if rank == 0 else None
-
-            def serve(
-                process: RemoteProcess,
-                control: Connection,
-                arguments: tuple[Any, ...] = (facts, each, layout, peers, ""),
-            ) -> int:
-                return self._serve(process, control, *arguments)
-
-            workers.append(supervisor.adopt(each.name, RemoteProcess(host, serve)))
+            placed, layout = self._train[rank], self._layout if rank == 0 else None
+            serve = partial(self._serve, placed.facts, each, (layout, peers, ""))
+            workers.append(supervisor.adopt(each.name, RemoteProcess(placed.host, serve)))
         return workers
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
@@ -253,14 +253,8 @@ class RayLauncher:
         peers = {"ring": self._train[0].host.actor} if self._train else {}
         first = self._rollout.pop(0) if self._rollout else None
         host = self._new_host("rollout", "SPREAD") if first is None else first.host
-
-        def serve(process: RemoteProcess, control: Connection) -> int:
-            facts = None if first is None else first.facts
-            facts = facts or self._wait_for_place(process, control, settings.name)
-            if facts is None:
-                return 1
-            return self._serve(process, control, facts, settings, self._layout, peers, sender)
-
+        facts = None if first is None else first.facts
+        serve = partial(self._serve, facts, settings, (self._layout, peers, sender))
         return supervisor.adopt(settings.name, RemoteProcess(host, serve), is_replaceable=True)
 
     def _wait_for_place(
@@ -297,14 +291,16 @@ class RayLauncher:
 
     def _serve(
         self,
+        facts: NodeFacts | None,
+        settings: WorkerSettings,
+        others: tuple[Any, ...],
         process: RemoteProcess,
         control: Connection,
-        facts: NodeFacts,
-        settings: WorkerSettings,
-        *arguments: Any,
     ) -> int:
-        """Pass on commands and events until the worker ends. Returns its exit code. `arguments`:
-        the others of `WorkerHost.run`."""
+        """Pass on commands and events until the worker ends. Returns its exit code. `facts` is None
+        if it has no place yet. `others`: the other arguments of `WorkerHost.run`."""
+        if facts is None and not (facts := self._wait_for_place(process, control, settings.name)):
+            return 1
         host, process.device = process.host, self._device_of(facts)
         try:
             before, there = time.monotonic(), host.query("clock")
@@ -318,7 +314,7 @@ class RayLauncher:
                 device_indices=tuple(range(len(settings.device_indices))),
             )
             stream = host.actor.run.options(num_returns="streaming")
-            answers = stream.remote(settings, *arguments)
+            answers = stream.remote(settings, *others)
             process.pid = ray.get(next(answers))
             threading.Thread(target=_pass_commands, args=(control, host), daemon=True).start()
             for reference in answers:
