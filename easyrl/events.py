@@ -132,6 +132,7 @@ class Note(Event, WorkerEvent):
     """One line that the user should read; from a worker, the controller or an observer."""
 
     text: str
+    is_lasting: bool = False  # the live view shows it until the end
 
 
 class Ready(WorkerEvent):

@@ -128,6 +128,13 @@ def test_shows_what_goes_wrong() -> None:
     assert (state.num_groups, state.note) == (2, "reward f failed")
 
 
+def test_lasting_note_is_wrapped_and_stays() -> None:
+    text = "warning: " + "nothing " * 30 + "\nto see: easyrl samples RUN"
+    shown = picture(state_after(Note(text, is_lasting=True), Note("a note")))
+    assert shown.count("nothing") == 30 and "to see: easyrl samples RUN" in shown
+    assert "a note" in shown and "completion 1" in shown
+
+
 def test_fits_into_any_terminal() -> None:
     for width, height, num_rollout in itertools.product((1, 40, 80, 300), (1, 5, 24, 100), (1, 40)):
         state = state_after(num_rollout=num_rollout)

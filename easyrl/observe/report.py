@@ -88,6 +88,7 @@ class PlainLines:
         say(
             f"iteration {number}/{self._config.train.iterations}  "
             f"reward {shown(metrics['reward'], '.3f')}  "
+            f"no spread {shown(metrics.get('frac_reward_zero_std'), '.0%')}  "
             f"length {metrics['completions/mean_length']:.1f}  "
             f"loss {shown(metrics['loss'], '+.4f')}  "
             f"grad_norm {shown(metrics['grad_norm'], '.3f')}  "

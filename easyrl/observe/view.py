@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import fmean
+from textwrap import wrap
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -118,6 +119,7 @@ class ViewState:
     accuracies: dict[int, float | None] = field(default_factory=dict)
     """Number of iterations trained -> held-out accuracy."""
     note: str = ""  # the newest note
+    lasting_note: str = ""
     warning: str = ""  # what the workers do, if there have been no events for long
     sampled: events.GroupScored | None = None  # the newest group with its samples
     evaluation: events.EvaluationStarted | None = None
@@ -156,8 +158,9 @@ class ViewState:
                 self.lines[metrics["iteration"]] = metrics
             case events.SavingModel(time):
                 self.saving_since = time
-            case events.Note(text):
-                self.note = text
+            case events.Note(text, is_lasting):
+                self.note = self.note if is_lasting else text
+                self.lasting_note = text if is_lasting else self.lasting_note
             case events.NoEvents(_, warning):
                 self.warning = warning
             case events.WorkerSpawned() | events.WorkerLeft():
@@ -307,7 +310,7 @@ def render(state: ViewState, now: float, width: int, height: int) -> RenderableT
         return Text("EasyRL", style="bold")
     if state.ended is not None:
         now = state.newest
-    lines = [*_header(state, state.run, now), *_warnings(state)]
+    lines = [*_header(state, state.run, now), *_warnings(state, width)]
     lines += _workers(state, now, width, max_lanes=max(2, height - len(lines) - 9))
     if state.lines:
         lines.append(_rewards(state, width))
@@ -379,9 +382,10 @@ def _progress(state: ViewState, train: TrainConfig, now: float) -> RenderableTyp
     return row
 
 
-def _warnings(state: ViewState) -> list[RenderableType]:
+def _warnings(state: ViewState, width: int) -> list[RenderableType]:
     texts = (", ".join(problems_in(state.problems)), state.note, state.warning)
-    return [_line((printable(text), "bold yellow")) for text in texts if text]
+    lines = [line for text in state.lasting_note.split("\n") for line in wrap(text, max(9, width))]
+    return [_line((printable(line), "bold yellow")) for line in [*lines, *texts] if line]
 
 
 def _workers(state: ViewState, now: float, width: int, max_lanes: int) -> list[RenderableType]:

@@ -42,6 +42,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -56,7 +57,14 @@ from easyrl.runtime.control import serving
 from easyrl.runtime.dispatch import Dispatcher, Rounds
 from easyrl.runtime.exchange import WeightExchange
 from easyrl.runtime.launchers import Launcher
-from easyrl.runtime.metrics import IterationRecord, best_of, evaluation_metrics, summarize
+from easyrl.runtime.metrics import (
+    NO_LEARNING_ITERATIONS,
+    IterationRecord,
+    best_of,
+    evaluation_metrics,
+    no_learning_warning,
+    summarize,
+)
 from easyrl.runtime.placement import check_scale, device_names, first_engines, numbered
 from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
@@ -98,6 +106,8 @@ class Controller:
         )
         lines = folder.read_metrics()
         self._metrics: Mapping[str, Any] = lines[-1] if lines else {}  # of the newest iteration
+        self._newest = deque(lines, maxlen=NO_LEARNING_ITERATIONS)
+        self._is_warned = False  # that the run may learn nothing
         self._best = best_of(lines)  # metrics of the iteration with the highest accuracy
         self._num_devices = count_devices(device_names(checked.placement).values())
         self._accuracy_after: float | None = None
@@ -295,6 +305,11 @@ class Controller:
         self._metrics = finite(line)
         self._best = best_of([self._best, self._metrics])
         self.notify(events.IterationFinished(time.monotonic(), self._metrics))
+        self._newest.append(self._metrics)
+        warning = no_learning_warning(self._newest, self.config, self.folder.path)
+        if warning and not self._is_warned:
+            self._is_warned = True
+            self.notify(events.Note(warning, is_lasting=True))
 
     def _evaluate(self, round_: int) -> dict[str, float]:
         """Sample one completion of each held-out problem with the current weights."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,9 @@ from easyrl.runtime.resume import SavedState
 
 LAST_ITERATIONS = 5
 """`reward_first` and `reward_last` are means over this many iterations."""
+NO_LEARNING_ITERATIONS = 3
+"""A run that is at an extreme for this many iterations in a row gets a warning."""
+EXTREME_SHARE, EXTREME_LENGTH = 0.95, 1.5
 TOLERANCE = 1e-6
 """A reward that is below the bound by less than this is correct: rewards are sums in float32."""
 
@@ -158,6 +163,45 @@ def summarize(
         "groups_off_policy": 0,  # one such group ends the run (`GroupReader._check`)
         "sampling_logp_difference_max": max(differences, default=None),
     }
+
+
+def no_learning_warning(newest: Sequence[Mapping[str, Any]], config: Config, folder: Path) -> str:
+    """Explain what keeps a run from learning, by the metrics of its newest NO_LEARNING_ITERATIONS;
+    empty if nothing does."""
+    if len(newest) < NO_LEARNING_ITERATIONS or any(line["reward"] is None for line in newest):
+        return ""
+    names = ("reward", "frac_reward_zero_std", "completions/clipped_ratio")
+    reward, alike, cut_off = (min(line[name] for line in newest) for name in names)
+    length = max(line["completions/mean_length"] for line in newest)
+    found, causes = [], []
+    if alike >= EXTREME_SHARE:
+        found.append(f"the rewards of a group are equal in {alike:.0%} of the groups")
+        correct = config.eval.correct_reward
+        if reward >= EXTREME_SHARE * correct:
+            causes.append("the model solves all problems (harder data)")
+        elif max(line["reward"] for line in newest) <= (1 - EXTREME_SHARE) * correct:
+            causes.append("the reward does not find the answers (their form, the data's columns)")
+            causes.append("the problems are too hard for the model")
+        else:
+            causes.append("a group's completions are alike (rollout.temperature)")
+            causes.append("the reward does not depend on the completion")
+    if cut_off >= EXTREME_SHARE:
+        limit = config.rollout.max_completion_length
+        found.append(f"{cut_off:.0%} of the completions are cut off after {limit} tokens")
+        causes.append("rollout.max_completion_length is too low")
+        causes.append("the model does not end its answers (data.chat, rollout.stop)")
+    if length <= EXTREME_LENGTH:
+        found.append(f"completions have {length:.1f} tokens")
+        causes.append("the prompts lack the model's format (data.chat)")
+    if not found:
+        return ""
+    first, last = newest[0]["iteration"] + 1, newest[-1]["iteration"] + 1
+    return (
+        f"warning: the run may learn nothing: in iterations {first} to {last} "
+        f"{', and '.join(found)} (reward {newest[-1]['reward']:.3f})\n"
+        f"likely causes: {'; '.join(causes)}\n"
+        f"to see the completions: easyrl samples {quote(str(folder))} --iteration {last}"
+    )
 
 
 def best_of(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
