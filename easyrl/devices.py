@@ -16,9 +16,11 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -52,6 +54,18 @@ process if another member is lost."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Also set for deterministic runs."""
 
+KNOWN_GIB: dict[str, float] = {
+    "a100": 79,
+    "h100": 79,
+    "h200": 139,
+    "b200": 178,
+    "l4": 22,
+    "l40s": 44,
+}
+KNOWN_GIB |= {"t4": 14, "3090": 23.5, "4090": 23.5, "5090": 31, "910b": 60}
+"""Memory in GiB that torch finds on products, rounded down."""
+ASCEND_PRODUCTS = ("910b",)
+
 SIOCGIFADDR = 0x8915  # of Linux's sockios.h
 
 DEVICE_NODES = Path("/dev")
@@ -59,6 +73,34 @@ NODES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}
 CUDA_DRIVER, AMD_NODE = "libcuda.so.1", "kfd"
 """torch needs one of these for a GPU. NVIDIA's device nodes may appear only at first use, so they
 are not sufficient to decide."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedDevices:
+    """Accelerators that a run is planned for, instead of those of this machine."""
+
+    kind: str
+    count: int
+    num_bytes: int  # memory of each
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.num_bytes / 2**30:g} GiB ({self.kind})"
+
+
+def parse_assumed(text: str) -> AssumedDevices:
+    """Parse `8x80GiB`, `24GiB` (one device), `h100x8` or `8xh100`. Raises ValueError for any other
+    text."""
+    first, _, second = text.strip().lower().partition("x")
+    for count, size in ((first, second), (second or "1", first)):
+        given = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]+)?)gi?b?", size)
+        gib = float(given[1]) if given else KNOWN_GIB.get(size, 0)
+        if gib and re.fullmatch(r"[1-9][0-9]{0,3}", count):
+            kind = ASCEND if size in ASCEND_PRODUCTS else "cuda"
+            return AssumedDevices(kind, int(count), int(gib * 2**30))
+    raise ValueError(
+        "expected the number of accelerators and the memory of each, as in 8x80GiB, 24GiB (one) or "
+        f"h100x8 (one of {', '.join(KNOWN_GIB)}), got '{text}'"
+    )
 
 
 def network_environment(address: str) -> dict[str, str]:

@@ -36,8 +36,9 @@ from easyrl.runtime.memory import (
     micro_batch_bytes,
     model_size,
 )
-from easyrl.runtime.placement import Placement, resolve_placement
-from easyrl.runtime.preflight import check_run, describe_memory
+from easyrl.runtime.placement import Placement
+from easyrl.runtime.plan import make_plan
+from easyrl.runtime.preflight import check_run
 from easyrl.workers.learner import Learner
 from runs import command
 
@@ -272,7 +273,8 @@ def test_too_small_fraction_of_a_device_is_refused(
 
 def dry_run(*words: str) -> list[str]:
     config = load_config(words=["devices.infer=cpu", "devices.train=cpu", *words])
-    return describe_memory(config, resolve_placement(config)).splitlines()
+    lines = make_plan(config).text.splitlines()
+    return lines[lines.index("") + 1 :]
 
 
 def test_the_table_adds_up_and_fits_a_narrow_terminal() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ import typer
 from typer import Option
 
 from easyrl.cli.common import (
+    USER_ERROR,
     ConfigFile,
     InferDevices,
     NoLive,
@@ -22,6 +24,12 @@ from easyrl.cli.common import (
 
 if TYPE_CHECKING:
     from easyrl.config import Config
+
+NOTHING_FITS = (
+    "nothing that was tried fits: more train devices, smaller micro-batches, bfloat16, activation "
+    "checkpointing, offloading, fewer groups in flight; use more or larger devices, a smaller "
+    "model, shorter sequences or LoRA (model.lora.rank)"
+)
 
 
 @command
@@ -48,7 +56,14 @@ def grpo(
     ] = None,
     no_live: NoLive = False,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Print the resolved config, placement and memory, and stop.")
+        bool, Option("--dry-run", help="Print settings, placement and memory, and stop.")
+    ] = False,
+    assume: Annotated[
+        str | None,
+        Option(metavar="8x80GiB", help="With --dry-run: plan for these accelerators; or h100x8."),
+    ] = None,
+    full: Annotated[
+        bool, Option("--full", help="With --dry-run: print every setting, not only changed ones.")
     ] = False,
     words: Words = None,
 ) -> int:
@@ -68,14 +83,14 @@ def grpo(
     }
     from easyrl.config import load_config
 
+    if (assume or full) and not dry_run:
+        raise ValueError(f"{'--assume' if assume else '--full'}: expected --dry-run too")
     if resume is not None:
         config = _resumed(resume, config, output)
         flags["output.dir"] = str(resume)
     resolved = load_config(config, flags, words)
     if dry_run:
-        from easyrl.runtime.resume import with_absolute_paths
-
-        return _print_plan(with_absolute_paths(resolved, is_resumed=resume is not None))
+        return _print_plan(resolved, assume, config, resume, full=full)
 
     def start(config: Config, resume: Path | None) -> int:
         from easyrl.observe.observers import make_observers
@@ -103,16 +118,34 @@ def _resumed(run: Path, config: Path | None, output: str | None) -> Path:
     return file
 
 
-def _print_plan(config: Config) -> int:
-    from easyrl.config import to_commented_yaml
-    from easyrl.data.hub import describe_model
-    from easyrl.runtime.placement import describe, resolve_placement
-    from easyrl.runtime.preflight import describe_memory, sampling_warnings
+def _print_plan(
+    config: Config, assume: str | None, file: Path | None, resume: Path | None, *, full: bool
+) -> int:
+    """Print a config file with the plan in comments. `file`: the one that the config is from."""
+    from easyrl.config import change_config, load_config, to_arguments, to_commented_yaml
+    from easyrl.devices import parse_assumed
+    from easyrl.runtime.plan import make_plan
+    from easyrl.runtime.resume import with_absolute_paths
 
-    placement = resolve_placement(config)
-    lines = [describe_model(config.model.path), describe(placement), ""]
-    lines += [describe_memory(config, placement), *sampling_warnings(config)]
-    typer.echo(to_commented_yaml(config))
-    for line in "\n".join(lines).splitlines():  # comments: the whole output is a config file
+    try:
+        assumed = None if assume is None else parse_assumed(assume)
+    except ValueError as error:
+        raise ValueError(f"--assume: {error}") from None
+    resolved = with_absolute_paths(config, is_resumed=resume is not None)
+    plan = make_plan(resolved, assumed)
+    settings = to_commented_yaml(resolved, only_changes=not full)
+    heading = "Settings that differ" if settings else "No setting differs"
+    typer.echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
+    lines = plan.text.splitlines()
+    if plan.changes:
+        base = load_config(file, {"output.dir": str(resume)} if resume else {})
+        start = ["--config", str(file)] if file else []
+        start = ["--resume", str(resume)] if resume else start
+        words = to_arguments(change_config(config, plan.changes), base)
+        command = shlex.join(["easyrl", "grpo", *start, *words])
+        lines += ["", "a command that fits, by the same estimate:", command]
+    elif plan.is_tight and assumed is not None:
+        lines += ["", NOTHING_FITS]
+    for line in lines:  # comments: the whole output is a config file
         typer.echo(f"# {line}".rstrip())
-    return 0
+    return 0 if plan.would_start else USER_ERROR

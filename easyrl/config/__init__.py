@@ -18,6 +18,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, Self, get_origin
@@ -44,8 +45,10 @@ __all__ = [
     "DataConfig",
     "RewardConfig",
     "TrainConfig",
+    "change_config",
     "load_config",
     "settings_markdown",
+    "to_arguments",
     "to_commented_yaml",
 ]
 
@@ -154,6 +157,20 @@ KEYS = {
     if not is_section(field.annotation)
 }
 """All keys by their full names, as `model.lora.rank`."""
+FLAGS = {
+    "model.path": "--model",
+    "data.dataset": "--dataset",
+    "reward.functions": "--reward",
+    "devices.infer": "--infer-devices",
+    "devices.train": "--train-devices",
+    "devices.spare": "--spare-devices",
+    "devices.ray_address": "--ray-address",
+    "output.dir": "--output",
+    "train.iterations": "--iterations",
+    "runtime.seed": "--seed",
+    "runtime.schedule": "--schedule",
+}
+"""Named flags of `easyrl grpo`, by the keys that they set. Those of lists are repeatable."""
 
 
 def load_config(
@@ -184,6 +201,14 @@ def load_config(
         source = [f"(the config file was {file})"] if file is not None else []
         raise ConfigError("\n".join(problems + source))
     return config
+
+
+def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return the config with other values of these keys, by their full names. Raises ValueError."""
+    values = config.model_dump()
+    for name, value in changes.items():
+        put(values, name, value)
+    return Config.model_validate(values)
 
 
 class _Loader(yaml.SafeLoader):
@@ -318,6 +343,21 @@ def _yaml_value(value: Any) -> str:
         allow_unicode=True,
     )
     return re.sub(r"\n?\.\.\.\n$|\n$", "", text)
+
+
+def to_arguments(config: Config, base: Config) -> list[str]:
+    """Return the arguments of `easyrl grpo` that make `config` of `base`: flags, then words."""
+    flags, words = [], []
+    for name in KEYS:
+        value, before = (reduce(getattr, name.split("."), each) for each in (config, base))
+        if value == before:
+            continue
+        if name in FLAGS and value is not None:
+            for each in value if isinstance(value, list) else [value]:
+                flags += [FLAGS[name], str(each)]
+        else:
+            words.append(f"{name}={_yaml_value(value)}")
+    return flags + words
 
 
 def settings_markdown() -> str:

@@ -283,11 +283,15 @@ def memory_budgets(placement: Placement) -> dict[str, float]:
     left, by each other worker the memory of its accelerators, or its part of a shared one."""
     if placement.is_ray:  # what its nodes have is not known here
         return {}
-    budgets: dict[str, float] = {"cpu": available_memory_bytes()}
+    assumed = placement.assumed  # says nothing about the host's memory
+    budgets: dict[str, float] = {} if assumed else {"cpu": available_memory_bytes()}
     for worker, device in device_names(placement).items():
         if device != "cpu":
             kind, _, numbers = device.partition(":")
-            num_bytes = sum(devices.total_memory_bytes(kind, int(n)) for n in numbers.split(","))
+            num_bytes = sum(
+                assumed.num_bytes if assumed else devices.total_memory_bytes(kind, int(n))
+                for n in numbers.split(",")
+            )
             fraction = placement.memory_fraction(worker.partition("-")[0]) or 1.0
             budgets[_memory_of(worker, device)] = int(fraction * num_bytes)
     return budgets
@@ -305,7 +309,9 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float]) -> list[st
     parts alone do not fit."""
     warnings = []
     for counted in ([part for part in parts if part.is_certain], parts):
-        for memory, needed in bytes_by_memory(counted).items():
+        needs = bytes_by_memory(counted)
+        for memory, *others in _alike(needs, budgets):
+            needed = needs[memory]
             if needed <= budgets.get(memory, math.inf):
                 continue
             totals = Counter[tuple[str, str]]()  # of all processes
@@ -314,7 +320,8 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float]) -> list[st
                     totals[part.what, part.keys] += part.num_bytes
             largest = [f"{what} {_gib(n)} ({keys})" for (what, keys), n in totals.most_common(5)]
             message = (
-                f"this run needs {_gib(needed)} of memory on {memory}, but only "
+                f"this run needs {_gib(needed)} of memory on {memory}"
+                f"{f' and {len(others)} more' if others else ''}, but only "
                 f"{_gib(budgets[memory])} are available; the largest parts, and the keys that make "
                 f"them smaller: {'; '.join(largest)}"
             )
@@ -324,11 +331,23 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float]) -> list[st
     return warnings
 
 
+def _alike(needs: Mapping[str, int], budgets: Mapping[str, float]) -> list[list[str]]:
+    """Group the memories of one role's workers that need and have the same; the CPU is last."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for memory in sorted(needs, key=lambda memory: memory == "cpu"):
+        role = memory.partition("(")[2].partition("-")[0]
+        groups.setdefault((role, needs[memory], budgets.get(memory)), []).append(memory)
+    return list(groups.values())
+
+
 def memory_table(parts: Sequence[Part], budgets: Mapping[str, float]) -> str:
     """List the parts of one worker of each role, then the sum on each device."""
+    totals = bytes_by_memory(parts)
+    unit = "GiB" if max(totals.values()) > 16 * GIB else "MiB"
 
     def line(label: str, num_bytes: float) -> str:
-        return f"{label:<25}{f'{num_bytes / MIB:,.0f} MiB':>12}"
+        size = f"{num_bytes / GIB:,.1f}" if unit == "GiB" else f"{num_bytes / MIB:,.0f}"
+        return f"{label:<27}{f'{size} {unit}':>11}"
 
     lines = ["memory at the most, by estimate:"]
     names = dict.fromkeys(part.process for part in parts)
@@ -339,8 +358,12 @@ def memory_table(parts: Sequence[Part], budgets: Mapping[str, float]) -> str:
         for part in own:
             where = "" if part.memory == own[0].memory else f", {part.memory.partition(' ')[0]}"
             lines.append(line(f"  {part.what}{where}", part.num_bytes))
-    for memory, num_bytes in bytes_by_memory(parts).items():
-        lines.append(line(f"all on {memory}", num_bytes))
+    for memory, *others in _alike(totals, budgets):
+        label = f"all on {memory}"
+        if others:
+            first, last = (each.partition("(")[2].rstrip(")") for each in (memory, others[-1]))
+            label = f"on each of {first} to {last.partition('-')[2]}"
+        lines.append(line(label, totals[memory]))
         lines += [line("  available", budgets[memory])] if memory in budgets else []
     return "\n".join(lines)
 

@@ -46,6 +46,7 @@ class Placement:
     most_rollout_workers: int | None = None  # `devices.max_rollout_workers`
     num_accelerators: int = 0  # of the machine, or of the Ray cluster
     cluster: str = ""  # the Ray cluster, as text
+    assumed: devices.AssumedDevices | None = None  # instead of what the machine has
 
     @property
     def max_rollout_workers(self) -> int:
@@ -95,12 +96,17 @@ class Placement:
         return self.cores[first + number] if self.cores else ()
 
 
-def resolve_placement(config: Config) -> Placement:
-    """Choose devices, threads, cores and engine. Raises ConfigError for missing devices."""
+def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = None) -> Placement:
+    """Choose devices, threads, cores and engine. Raises ConfigError for missing devices.
+
+    `assumed`: the accelerators to plan for, instead of this machine's or a Ray cluster's."""
     infer, train = _wanted(config.devices.infer), _wanted(config.devices.train)
     spare = _wanted(config.devices.spare)
-    cluster = _connect(config, infer, train, spare)
-    if cluster is not None:
+    cluster = None if assumed else _connect(config, infer, train, spare)
+    if assumed is not None:
+        kind, count = assumed.kind, assumed.count
+        infer, train, spare = _on_assumed(infer, train, spare)
+    elif cluster is not None:
         kind, count = cluster.accelerator, cluster.num_accelerators
         infer, train, spare = _on_cluster(infer, train, spare)
     else:
@@ -114,7 +120,7 @@ def resolve_placement(config: Config) -> Placement:
             f"devices.train (--train-devices): expected at most {prompts // updates} devices "
             f"(train.prompts_per_iteration / train.updates_per_iteration), got '{train}'"
         )
-    placement = _place(config, infer, train, kind, count, cluster=cluster)
+    placement = _place(config, infer, train, kind, count, cluster=cluster, assumed=assumed)
     most = config.devices.max_rollout_workers
     if most is not None and most < placement.num_rollout_workers:
         expected = f"null or at least {placement.num_rollout_workers} (devices.infer='{infer}')"
@@ -184,6 +190,18 @@ def _on_cluster(
     return _behind(infer, train.count), train, spare and _behind(spare, train.count + infer.count)
 
 
+def _on_assumed(*wanted: DeviceSet | None) -> tuple[DeviceSet | None, ...]:
+    """Number the devices of a cluster as those of one machine: where they are is not assumed."""
+    if any(each is not None and each.kind == "cpu" for each in wanted[:2]):
+        raise ConfigError(
+            "--assume: expected accelerators in devices.infer (--infer-devices) and devices.train "
+            f"(--train-devices), as in 0-3, got {', '.join(map(str, filter(None, wanted)))}"
+        )
+    if any(each is not None and each.is_ray for each in wanted):
+        wanted = _on_cluster(*wanted)
+    return tuple(each and replace(each, is_ray=False) for each in wanted)
+
+
 def _behind(devices: DeviceSet, first: int) -> DeviceSet:
     return replace(devices, indices=tuple(first + index for index in devices.indices))
 
@@ -204,10 +222,11 @@ def _place(
     count: int,
     *,
     cluster: Resources | None,
+    assumed: devices.AssumedDevices | None = None,
 ) -> Placement:
     for key, wanted in (("infer", infer), ("train", train)):
         _check_exist(f"devices.{key} (--{key}-devices)", wanted, kind, count)
-    engine = choose_engine(config, infer, accelerator=kind)
+    engine = choose_engine(config, infer, accelerator=kind, is_planned=assumed is not None)
     num_engines = infer.count // engine.tensor_parallel_size
     num_workers = num_engines + train.count
     is_on_cpu, is_local = infer.kind == train.kind == "cpu", cluster is None
@@ -231,6 +250,7 @@ def _place(
         lends_cores=lends_cores,
         num_accelerators=count,
         cluster=cluster.text if cluster is not None else "",
+        assumed=assumed,
     )
 
 
@@ -314,12 +334,17 @@ def _check_engines(
         raise ConfigError(f"{key}: expected {expected}, got '{wanted}'")
 
 
-def choose_engine(config: Config, infer: DeviceSet, *, accelerator: str = "") -> EngineChoice:
+def choose_engine(
+    config: Config, infer: DeviceSet, *, accelerator: str = "", is_planned: bool = False
+) -> EngineChoice:
     """Choose the engine for devices `infer`. `accelerator`: their kind in torch, if not the CPU.
-    Raises ConfigError for an engine that cannot be used on these devices."""
+    `is_planned`: vLLM need not be installed here to be asked for. Raises ConfigError for an engine
+    that cannot be used on these devices."""
     wanted, size = config.rollout.engine, config.rollout.tensor_parallel_size
     kind = "cpu" if infer.kind == "cpu" else accelerator
     reason = unsupported_reason(kind, config.model.dtype)
+    if is_planned and wanted == "vllm":
+        reason = None
     if config.runtime.deterministic and not (kind == "cpu" and size == 1):
         reason = "runtime.deterministic=true needs it, except on CPUs without tensor parallelism"
     if wanted == "vllm" and reason is not None:
@@ -363,8 +388,11 @@ def device_name(accelerator: str, indices: Sequence[object]) -> str:
 def describe(placement: Placement, found: Mapping[str, str] | None = None) -> str:
     """Describe the placement in lines of text. `found`: `Launcher.devices`."""
     lines = [placement.cluster] if placement.cluster else []
+    threads = f", {placement.num_threads} CPU thread(s)"
+    if placement.assumed is not None:
+        lines, threads = [f"assumed: {placement.assumed}, and enough memory of the host"], ""
     for worker, device in (device_names(placement) | dict(found or {})).items():
-        lines.append(f"{worker}: {device}, {placement.num_threads} CPU thread(s)")
+        lines.append(f"{worker}: {device}{threads}")
     lines.append(f"groups in flight per rollout worker: {placement.max_concurrent_groups}")
     why = f" ({placement.engine.reason})" if placement.engine.reason else ""
     lines.append(f"engine of the rollout workers: {placement.engine.name}{why}")

@@ -66,8 +66,9 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     skipped = too_long_prompts(config, prompts.examples())
     prompts = prompts.without(skipped)
     held_out, of_eval = _held_out(config, prompts)
-    num_trained = _num_trained(config)
-    parts = _estimate(config, placement, files, num_trained)
+    num_trained = count_trained(config)
+    size = read_model_size(config, files, num_trained)
+    parts = [] if size is None else memory.estimate_memory(config, placement, size)
     budgets = memory.memory_budgets(placement)
     warnings += [*of_eval, *sampling_warnings(config), *memory.check_memory(parts, budgets)]
     check_positions(config, files)
@@ -131,35 +132,18 @@ def sampling_warnings(config: Config) -> list[str]:
     return [f"warning: with {given} completions are not sampled from the trained distribution"]
 
 
-def describe_memory(config: Config, placement: Placement) -> str:
-    """Estimate the memory of the run's processes, as lines of text with what is wrong. A model that
-    is not downloaded yet is counted by its configuration."""
-    lines: list[str] = []
-    try:
-        files = read_model_files(config.model.path, is_whole=False)
-        parts = _estimate(config, placement, files, _num_trained(config))
-        budgets = memory.memory_budgets(placement)
-        if not parts:
-            return f"memory: unknown, as the config.json of '{config.model.path}' gives no sizes"
-        lines.append(memory.memory_table(parts, budgets))
-        lines += memory.check_memory(parts, budgets)
-    except ValueError as refused:
-        lines.append(f"a run would not start: {refused}")
-    return "\n".join(lines)
-
-
-def _estimate(
-    config: Config, placement: Placement, files: ModelFiles, num_trained: int | None
-) -> list[memory.Part]:
-    """Empty if the model's configuration does not have the usual names."""
+def read_model_size(
+    config: Config, files: ModelFiles, num_trained: int | None
+) -> memory.ModelSize | None:
+    """None if the model's configuration does not have the usual names. A model that is not
+    downloaded yet is counted by its configuration."""
     model_config, num_weights = files.config, files.num_weights
     if num_weights is None:
         full_config = _model_config(config)
         model = meta_model(full_config, trust_remote_code=config.model.trust_remote_code)
         num_weights = sum(weight.numel() for weight in model.parameters())
         model_config = full_config.to_dict()
-    size = memory.model_size(model_config, num_weights, num_trained)
-    return [] if size is None else memory.estimate_memory(config, placement, size)
+    return memory.model_size(model_config, num_weights, num_trained)
 
 
 def _held_out(config: Config, prompts: PromptStream) -> tuple[list[Prompt], list[str]]:
@@ -201,7 +185,7 @@ def too_long_prompts(config: Config, examples: Mapping[str, str | Messages]) -> 
     return check_prompts(examples, tokenizer, config)
 
 
-def _num_trained(config: Config) -> int | None:
+def count_trained(config: Config) -> int | None:
     """Elements of LoRA's adapters, checked; None without LoRA."""
     model = config.model
     if model.lora.rank is None:

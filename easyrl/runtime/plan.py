@@ -1,0 +1,155 @@
+"""The plan of a run, which `easyrl grpo --dry-run` prints: placement, memory, and where that does
+not fit, changes of the settings with which it does.
+
+Nothing is started, and no weights are read. The devices may be assumed ones (`--assume`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from easyrl.config import Config, ConfigError, change_config
+from easyrl.data.hub import describe_model
+from easyrl.devices import AssumedDevices
+from easyrl.model.files import read_model_files
+from easyrl.runtime.memory import (
+    ModelSize,
+    check_memory,
+    estimate_memory,
+    memory_budgets,
+    memory_table,
+)
+from easyrl.runtime.placement import Placement, describe, resolve_placement
+from easyrl.runtime.preflight import (
+    check_positions,
+    count_trained,
+    read_model_size,
+    sampling_warnings,
+)
+
+HEADROOM = 0.95
+"""Part of each memory that a proposal may fill: contexts of accelerators are not estimated."""
+
+Option = tuple[float, Mapping[str, Any]]
+"""Settings to change, by key, and how unwelcome that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    text: str
+    would_start: bool
+    is_tight: bool = False
+    """Some memory may not suffice, or surely does not."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Settings by key with which everything fits; empty if it does, or if none were found."""
+
+
+def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
+    """Raises ConfigError for devices that are missing."""
+    placement = resolve_placement(config, assumed)
+    lines = [describe_model(config.model.path), describe(placement), ""]
+    warnings, is_refused, size = sampling_warnings(config), False, None
+    try:
+        files = read_model_files(config.model.path, is_whole=False)
+        check_positions(config, files)
+        size = read_model_size(config, files, count_trained(config))
+        if size is None:
+            path = config.model.path
+            lines.append(f"memory: unknown, as the config.json of '{path}' gives no sizes")
+        else:
+            parts, budgets = estimate_memory(config, placement, size), memory_budgets(placement)
+            lines.append(memory_table(parts, budgets))
+            warnings += check_memory(parts, budgets)
+    except ValueError as refused:
+        warnings, is_refused = [f"a run would not start: {refused}", *warnings], True
+    is_tight = size is not None and not fits(config, placement, size, headroom=1.0)
+    changes: Mapping[str, Any] = {}
+    if is_tight and size is not None and placement.accelerator != "cpu":
+        changes = propose_changes(config, placement, size)
+    return Plan("\n".join([*lines, *warnings]), not is_refused, is_tight, changes)
+
+
+def fits(
+    config: Config, placement: Placement, size: ModelSize, *, headroom: float = HEADROOM
+) -> bool:
+    """Whether the whole estimate fits every memory."""
+    parts = estimate_memory(config, placement, size)
+    budgets = {name: headroom * n for name, n in memory_budgets(placement).items()}
+    try:
+        return not check_memory(parts, budgets)
+    except ConfigError:
+        return False
+
+
+def propose_changes(config: Config, placement: Placement, size: ModelSize) -> Mapping[str, Any]:
+    """Return the least unwelcome changes with which the run fits; empty if there are none. What is
+    trained stays the same, except for rounding: lengths, batches and LoRA are the user's choice."""
+    candidates = product(*_options(config, placement))
+    for options in sorted(candidates, key=lambda options: sum(cost for cost, _ in options)):
+        changes = {key: value for _, settings in options for key, value in settings.items()}
+        try:
+            changed = change_config(config, changes)
+            if fits(changed, resolve_placement(changed, placement.assumed), size):
+                return changes
+        except ConfigError:  # these do not go together
+            continue
+    return {}
+
+
+def _options(config: Config, placement: Placement) -> list[list[Option]]:
+    """For each key, or pair of keys, its value as it is and what it can be changed to."""
+    train, least = config.train, config.max_sequence_length
+    has_reference = config.algorithm.beta > 0.0 and config.model.lora.rank is None
+    policies = ["reference"] * has_reference + ["old"] * (train.updates_per_iteration > 1)
+    tokens = (max(train.max_tokens_per_micro_batch >> n, least) for n in range(4))
+    groups = (placement.max_concurrent_groups >> n for n in range(5))
+    options = [
+        _ranked(1.0, "train.max_tokens_per_micro_batch", tokens),
+        _ranked(1.0, "rollout.max_concurrent_groups", (number for number in groups if number)),
+        _ranked(1.5, "model.dtype", (config.model.dtype, "bfloat16")),
+        _ranked(3.0, "train.activation_checkpointing", (train.activation_checkpointing, True)),
+        _ranked(4.0, "train.offload", (train.offload, policies, [*policies, "optimizer"])),
+        [(0.0, {}), *_splits(config, placement)],
+    ]
+    if placement.shares_device:
+        given = placement.infer_memory_fraction
+        others = sorted((0.2, 0.3, 0.4, 0.5, 0.6, 0.7), key=lambda part: abs(part - given))
+        options.append(_ranked(0.5, "rollout.memory_fraction", (given, *others)))
+    size = placement.engine.tensor_parallel_size
+    sizes = _ranked(2.0, "rollout.tensor_parallel_size", (size, 2, 4, 8))
+    if placement.engine.name == "vllm":
+        options.append(sizes)
+    elif placement.assumed and config.rollout.engine == "auto":  # else it is not installed
+        with_vllm = [(cost + 6.0, {"rollout.engine": "vllm", **tp}) for cost, tp in sizes]
+        options.append([(0.0, {}), *with_vllm])
+    return options
+
+
+def _ranked(cost: float, key: str, values: Iterable[Any]) -> list[Option]:
+    """Options from the value as it is to the least welcome one; each that is equal to one before
+    it is left out."""
+    different: list[Any] = []
+    different += (value for value in values if value not in different)
+    return [(n * cost, {key: value} if n else {}) for n, value in enumerate(different)]
+
+
+def _splits(config: Config, placement: Placement) -> Iterator[Option]:
+    """Yield splits of all devices with more train devices than now."""
+    count, before = placement.num_accelerators, placement.train.count
+    before = 0 if placement.shares_device else before
+    is_ray = any("ray" in (each or "") for each in (config.devices.infer, config.devices.train))
+    for num_train in sorted({*(2**n for n in range(12)), count * 3 // 4, count - 1}):
+        if before < num_train < count:
+            split = count - num_train
+            sets = _devices(0, split), _devices(split, count)
+            if is_ray:
+                sets = f"ray:{split}", f"ray:{num_train}"
+            cost = 2.0 * num_train / count
+            yield cost, dict(zip(("devices.infer", "devices.train"), sets, strict=True))
+
+
+def _devices(first: int, end: int) -> str:
+    return str(first) if end == first + 1 else f"{first}-{end - 1}"

@@ -1,0 +1,190 @@
+"""`easyrl grpo --dry-run --assume`: planning for devices that this machine does not have."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from easyrl.cli import app
+from easyrl.config import load_config
+from easyrl.devices import parse_assumed
+from easyrl.runtime.resume import with_absolute_paths
+
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+"""The sizes of Qwen3-1.7B: 6.4 GiB in float32, and 25.6 GiB to train."""
+TOKENS = "train.max_tokens_per_micro_batch=60000"
+SPARING = ["model.dtype=bfloat16", "train.activation_checkpointing=true"]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model's folder that has only its config.json."""
+    folder = tmp_path_factory.mktemp("qwen")
+    (folder / "config.json").write_text(json.dumps(QWEN))
+    return str(folder)
+
+
+def dry_run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["grpo", "--dry-run", *words])
+    return result.exit_code, result.output
+
+
+def proposed(output: str) -> list[str] | None:
+    """The words of the command that the plan proposes."""
+    lines = [line.removeprefix("# ") for line in output.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("easyrl grpo")]
+    assert len(commands) <= 1
+    return commands[0][2:] if commands else None
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "gib"),
+    [
+        ("8x80GiB", 8, 80),
+        ("24GiB", 1, 24),
+        ("4x23.5gb", 4, 23.5),
+        ("h100x8", 8, 79),
+        ("8xH100", 8, 79),
+        ("4090", 1, 23.5),
+    ],
+)
+def test_devices_are_assumed_by_number_and_memory_or_name(
+    text: str, count: int, gib: float
+) -> None:
+    assumed = parse_assumed(text)
+    assert (assumed.count, assumed.num_bytes) == (count, gib * 2**30)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8", "8x", "x80GiB", "0x80GiB", "8x0GiB", "8x-1GiB", "8x8", "1e3GiB", "banana"]
+)
+def test_a_nonsensical_assumption_is_refused(text: str) -> None:
+    code, output = dry_run("--assume", text)
+    assert code == 2 and "--assume: expected" in output and "8x80GiB" in output
+
+
+@pytest.mark.parametrize("words", [["--assume", "8x80GiB"], ["--full"]])
+def test_planning_without_dry_run_is_refused(words: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["grpo", "--output", str(tmp_path / "run"), *words])
+    assert result.exit_code == 2 and "--dry-run" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--infer-devices", "0", "--train-devices", "8"], "0-7"),
+        (["--infer-devices", "cpu", "--train-devices", "cpu"], "--assume"),
+        (["train.prompts_per_iteration=2", "--train-devices", "0-3"], "devices.train"),
+    ],
+)
+def test_devices_that_the_assumption_lacks_are_refused(words: list[str], expected: str) -> None:
+    code, output = dry_run("--assume", "8x80GiB", *words)
+    assert code == 2 and expected in output
+
+
+@pytest.mark.parametrize(
+    ("assume", "words", "changed", "starts"),
+    [
+        # One device that both groups share; float32 weights alone fill more than half of it.
+        ("24GiB", [], "train.offload=[optimizer]", False),
+        ("48GiB", [*SPARING, "rollout.max_concurrent_groups=4"], "rollout.memory_fraction", False),
+        ("4x24GiB", ["train.max_tokens_per_micro_batch=1024"], "--train-devices", False),
+        ("8x24GiB", ["--infer-devices", "0-3", "--train-devices", "4-7"], "", True),
+        ("8x24GiB", ["--infer-devices", "ray:7", "--train-devices", "ray:1"], "ray:", False),
+    ],
+)
+def test_the_proposed_command_fits(
+    assume: str, words: list[str], changed: str, starts: bool, qwen: str
+) -> None:
+    code, output = dry_run("--assume", assume, "--model", qwen, "--dataset", "gsm8k", *words)
+    assert code == (0 if starts else 2)
+    assert starts == ("a run would not start" not in output)
+    assert "warning: " in output or not starts
+    better = proposed(output)
+    assert better is not None and changed in " ".join(better)
+    assert better[:4] == ["--model", qwen, "--dataset", "gsm8k"]
+    code, output = dry_run("--assume", assume, *better)
+    assert code == 0 and "available" in output
+    assert "warning" not in output and proposed(output) is None
+
+
+@pytest.mark.parametrize("words", [[], ["rollout.engine=vllm"]])  # installed here or not
+def test_a_model_larger_than_a_device_gets_engines_that_span_several(
+    words: list[str], tmp_path: Path
+) -> None:
+    large = {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN, **large, "num_attention_heads": 64}))
+    code, output = dry_run("--assume", "8x80GiB", "--model", str(tmp_path), *words)
+    better = proposed(output)
+    assert code == 2 and better is not None and "rollout.engine=vllm" in better
+    assert any(word.startswith("rollout.tensor_parallel_size=") for word in better)
+    assert dry_run("--assume", "8x80GiB", *better)[0] == 0
+
+
+def test_a_proposal_changes_a_config_file(qwen: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{path: {qwen}}}\nrollout: {{num_generations: 4, stop: [END]}}\n")
+    code, output = dry_run("--assume", "24GiB", "--config", str(file), "--seed", "3")
+    better = proposed(output)
+    assert code == 2 and better is not None
+    assert better[:2] == ["--config", str(file)] and better[2:4] == ["--seed", "3"]
+    assert not any("num_generations" in word or "stop" in word for word in better)
+    assert dry_run("--assume", "24GiB", *better)[0] == 0
+
+
+def test_where_nothing_fits_no_command_is_proposed(qwen: str) -> None:
+    code, output = dry_run("--assume", "2x2GiB", "--model", qwen)
+    assert code == 2 and proposed(output) is None
+    assert "nothing that was tried fits" in output and "model.lora.rank" in output
+
+
+def test_a_run_that_fits_gets_no_proposal(qwen: str) -> None:
+    code, output = dry_run("--assume", "h100x8", "--model", qwen, "model.dtype=bfloat16")
+    assert code == 0 and proposed(output) is None and "nothing" not in output
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_plan_is_a_config_file_with_the_changed_or_all_settings(
+    full: bool, tmp_path: Path
+) -> None:
+    words = ["--model", "tiny", "model.dtype=bfloat16", "--seed", "7", *["--full"] * full]
+    code, output = dry_run("--assume", "2x80GiB", *words)
+    assert code == 0 and full == ("learning_rate" in output)
+    file = tmp_path / "plan.yaml"
+    file.write_text(output)
+    expected = load_config(words=["model.dtype=bfloat16", "runtime.seed=7"])
+    assert load_config(file) == with_absolute_paths(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["data.max_prompt_length=50000", TOKENS], "data.max_prompt_length"),
+        (["--model", "nobody/nothing"], "hub"),
+        (["--model", "/no/such/folder"], "model.path"),
+    ],
+)
+def test_a_run_that_would_not_start_exits_with_2(
+    words: list[str], expected: str, qwen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    code, output = dry_run("--assume", "8x80GiB", "--model", qwen, *words)
+    assert code == 2 and "a run would not start" in output and expected in output
