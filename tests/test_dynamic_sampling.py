@@ -99,6 +99,16 @@ def test_rejected_indices_get_the_next_prompts_in_ascending_order() -> None:
     assert [(i, prompt.index) for i, prompt in rounds.start()] == [(2, 104), (3, 105)]
 
 
+def test_a_group_that_the_trainer_has_is_not_replaced() -> None:
+    """Its report was lost with a node, and a second worker's completions have equal rewards."""
+    rounds = open_rounds(2, 3)
+    first = rounds.start()
+    rounds.delivered = {1}
+    rounds.add(scored(first[1], rejected=True))
+    rounds.add(scored(first[0]))
+    assert rounds.is_complete
+
+
 # -- dispatch -------------------------------------------------------------------------------------
 
 

@@ -281,7 +281,7 @@ class Controller:
     def _reopen_undelivered(self, worker: Worker, record: IterationRecord, rounds: Rounds) -> None:
         """Take back the reports of groups that a dead worker did not put into the ring: it reports
         a group just before."""
-        delivered = self.launcher.delivered(record.iteration)
+        delivered = rounds.delivered = self.launcher.delivered(record.iteration)
         for group in list(record.groups):
             is_missing = not group.is_rejected and group.group_index not in delivered
             if is_missing and self.dispatcher.has_answer(worker, group.prompt_index):

@@ -52,6 +52,8 @@ class Rounds:
         self.number = -1
         self._missing = set(range(num_groups))
         self._pending: set[int] = set()
+        self.delivered: set[int] = set()
+        """Groups in the ring, some without a report: on a cluster that can be lost with a node."""
 
     @property
     def is_last(self) -> bool:
@@ -82,7 +84,7 @@ class Rounds:
     def add(self, group: events.GroupScored) -> None:
         """Record a group of this round that has arrived."""
         self._pending.remove(group.group_index)
-        if group.is_rejected:
+        if group.is_rejected and group.group_index not in self.delivered:
             assert not self.is_last
             self._missing.add(group.group_index)
 
