@@ -16,6 +16,7 @@ from test_packing import FIRST, make_group
 from easyrl.channels.messages import encode_group
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import count_devices, parse_device_set
+from easyrl.runtime import supervisor as supervisor_module
 from easyrl.runtime.placement import (
     Placement,
     check_scale,
@@ -28,6 +29,7 @@ from easyrl.runtime.placement import (
 )
 from easyrl.runtime.ray import cluster as cluster_module
 from easyrl.runtime.ray.cluster import Resources, connect, versions
+from easyrl.runtime.supervisor import Supervisor
 from own_workers import make_ring
 
 ray_host = pytest.importorskip("easyrl.runtime.ray.host", reason="needs Ray: pip install ray")
@@ -208,6 +210,27 @@ def test_a_node_like_this_one_can_run_workers() -> None:
 
 def test_train_workers_need_the_run_folder() -> None:
     assert "--output" in ray_launcher.problem_of(ray_host.NodeFacts(**FACTS), Path("/runs"))
+
+
+# -- workers whose nodes do not answer -------------------------------------------------------------
+
+
+class Unreachable:
+    def kill(self) -> None:
+        pass
+
+
+def test_workers_on_lost_nodes_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(ray_launcher, "KILL_SECONDS", 1.0)
+    is_over = threading.Event()
+    with Supervisor() as supervisor:
+        for number in range(4):
+            process = ray_launcher.RemoteProcess(Unreachable(), lambda *_: int(is_over.wait()))
+            supervisor.adopt(f"rollout-{number}", process)
+        started = time.monotonic()
+    assert time.monotonic() - started < 2.5
+    is_over.set()
 
 
 # -- groups that arrive at the ring's host ---------------------------------------------------------

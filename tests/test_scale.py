@@ -117,7 +117,7 @@ class Spawned:
         self.num_left -= 1
         number, state = int(name[-1]), "starting" if self.has_begun else "working"
         worker = SimpleNamespace(name=name, number=number, state=state, is_leaving=False)
-        worker.remote_device = ""
+        worker.remote_device, worker.is_placed = "", True
         return cast(Any, worker)
 
     has_begun = False

@@ -295,7 +295,8 @@ class Controller:
         expected, version = self.config.train.prompts_per_iteration, trained.policy_version
         if trained.groups_trained != expected:
             raise RuntimeError(f"expected {expected} trained groups, got {trained.groups_trained}")
-        self.balance.add(record, seconds, len(self.workers.rollout))
+        num_engines = sum(worker.is_placed for worker in self.workers.rollout)
+        self.balance.add(record, seconds, max(1, num_engines))
         number = record.iteration + 1
         self.state = replace(self.state, policy_version=version, num_iterations=number)
         names, num_devices = reward_names(self.config), self._num_devices

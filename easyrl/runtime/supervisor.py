@@ -143,6 +143,10 @@ class Worker:
         """Its node and device on a cluster, or an empty string."""
         return "" if isinstance(self.process, BaseProcess) else self.process.device
 
+    @property
+    def is_placed(self) -> bool:
+        return self.remote_device != PENDING
+
     def write_stacks(self) -> None:
         """Let the worker append the Python stacks of all its threads to its log."""
         if isinstance(self.process, BaseProcess):
@@ -322,6 +326,7 @@ class Supervisor:
             worker.process.join(max(0.0, deadline - time.monotonic()))
             if worker.process.exitcode is None:
                 worker.process.kill()
+        for worker in self._workers:
             worker.process.join()
             worker.close()
         self._workers.clear()

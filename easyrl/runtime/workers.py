@@ -35,7 +35,7 @@ from easyrl.rewards.loading import read_sources
 from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.placement import Placement, device_name, engines_on
 from easyrl.runtime.resume import Resume
-from easyrl.runtime.supervisor import PENDING, STOP_SECONDS, Supervisor, Worker, WorkerFailure
+from easyrl.runtime.supervisor import STOP_SECONDS, Supervisor, Worker, WorkerFailure
 from easyrl.runtime.watchdog import TICK_SECONDS, Stall, Watchdog
 from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores, make_idle_board
 from easyrl.workers.settings import WorkerSettings
@@ -197,7 +197,7 @@ class Workers:
         for worker, (due, reason) in list(self._due.items()):
             if time.monotonic() > due and worker not in answered:
                 worker.kill(reason)
-        pids = {w.name: w.local_pid for w in self.all if w.remote_device != PENDING}
+        pids = {w.name: w.local_pid for w in self.all if w.is_placed}
         match self._watchdog.tick(pids):
             case Stall(names, cause):
                 self._watchdog.write_stacks(self.all, self._log_of("easyrl"))
@@ -296,7 +296,7 @@ class Workers:
 
 def _is_starting(worker: Worker) -> bool:
     """Return whether the worker starts, and has a place if it is on a cluster."""
-    return worker.state == "starting" and worker.remote_device != PENDING
+    return worker.state == "starting" and worker.is_placed
 
 
 def _core_sharing(

@@ -10,6 +10,7 @@ is a new actor, wherever there is room.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import threading
@@ -91,6 +92,7 @@ class RemoteProcess:
         self.host = host
         self.device = PENDING  # later its node and device
         self.is_killed = False
+        self._given_up = math.inf
         self.control, theirs = Pipe()
         self.sentinel, self._ended = Pipe(duplex=False)
 
@@ -107,6 +109,7 @@ class RemoteProcess:
         self._thread.start()
 
     def kill(self) -> None:
+        self._given_up = min(self._given_up, time.monotonic() + KILL_SECONDS)
         self.is_killed = True
         self.host.kill()
 
@@ -120,7 +123,9 @@ class RemoteProcess:
     def join(self, timeout: float | None = None) -> None:
         """Wait until the worker has ended. Once it is killed, a node that does not answer is not
         waited for: what its worker still sends is refused."""
-        self._thread.join(KILL_SECONDS if self.is_killed and timeout is None else timeout)
+        if self.is_killed and timeout is None:
+            timeout = max(0.0, self._given_up - time.monotonic())
+        self._thread.join(timeout)
         if self.is_killed and self.exitcode is None:
             self.exitcode = 1
 
