@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,20 @@ def run_with_restarts(
 ) -> int:
     """Call `start(config, resume)` in a child process, and again with `runtime.resume=auto` after
     each failure. Returns the exit code of the run."""
+    # Signals are blocked in this process, between two starts too: it waits for them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGCHLD})
+    try:
+        return _run_until_it_ends(config, resume, start, before)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run_until_it_ends(
+    config: Config,
+    resume: Path | None,
+    start: Callable[[Config, Path | None], int],
+    signal_mask: Iterable[int],
+) -> int:
     runtime, folder = config.runtime, folder_of(config)
     output = config.output.model_copy(update={"dir": str(folder)})
     config = config.model_copy(update={"output": output})
@@ -46,7 +60,9 @@ def run_with_restarts(
     is_ray = str(config.devices.infer or config.devices.train).startswith("ray:")
     failures: list[tuple[float, Path | None]] = []  # time, newest checkpoint
     while True:
-        code, is_stopped = _run_in_child(partial(start, config, resume), folder, len(failures))
+        code, is_stopped = _run_in_child(
+            partial(start, config, resume), folder, len(failures), signal_mask
+        )
         # On a cluster that has lost a node there may be no room yet.
         lacks_room = code == USER_ERROR and is_ray and bool(failures)
         is_failure = code == FAILED or code < 0 or lacks_room
@@ -70,9 +86,11 @@ def run_with_restarts(
         config, resume = config.model_copy(update={"runtime": auto}), None
 
 
-def _run_in_child(run: Callable[[], int], folder: Path, num_failures: int) -> tuple[int, bool]:
+def _run_in_child(
+    run: Callable[[], int], folder: Path, num_failures: int, signal_mask: Iterable[int]
+) -> tuple[int, bool]:
     """Return the child's exit code (negative: killed by that signal), and whether a signal was
-    passed on to it."""
+    passed on to it. The child has this signal mask."""
 
     def stop(signum: int, frame: object) -> None:
         if num_failures:
@@ -82,20 +100,18 @@ def _run_in_child(run: Callable[[], int], folder: Path, num_failures: int) -> tu
 
     handled = {each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN}
     awaited = {*handled, signal.SIGCHLD}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     parent, is_stopped = os.getpid(), False
     sys.stdout.flush()
     if (child := os.fork()) == 0:
         die_with_parent(parent)
         with handle_signals(stop):  # until the run has its own handlers
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
             time.sleep(PAUSE_SECONDS if num_failures else 0.0)
             raise SystemExit(run())
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if (signum := signal.sigwait(awaited)) in handled:
             is_stopped = True
             os.kill(child, signum)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return os.waitstatus_to_exitcode(ended[1]), is_stopped
 
 
