@@ -105,7 +105,8 @@ def parse_assumed(text: str) -> AssumedDevices:
 
 def network_environment(address: str) -> dict[str, str]:
     """Variables that let process groups listen on the network interface of `address` alone. Set in
-    every worker before torch is imported. Raises ValueError if no interface has the address."""
+    every worker before torch is imported. Raises ValueError if it is not the first IPv4 address of
+    any."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
@@ -113,7 +114,10 @@ def network_environment(address: str) -> dict[str, str]:
                 reply = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)
                 if socket.inet_ntoa(reply[20:24]) == address:
                     return {f"{kind}_SOCKET_IFNAME": name for kind in ("GLOO", "NCCL", "HCCL")}
-    raise ValueError(f"expected a network interface with the address {address}")
+    raise ValueError(
+        f"expected the first IPv4 address of a network interface, got {address} (ray start "
+        "--node-ip-address=ADDRESS)"
+    )
 
 
 def num_device_nodes(kind: str) -> int:

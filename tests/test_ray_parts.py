@@ -89,7 +89,7 @@ def test_workers_of_a_cluster_have_devices_of_their_own(place: Any) -> None:
     every += engines_on(placement.infer, placement) + [(index,) for index in placement.spare]
     assert len({*every}) == 8
     assert (placement.accelerator, placement.max_rollout_workers) == ("cuda", 6)
-    assert "a cluster" in describe(placement)
+    assert "a cluster" in describe(placement) and "rollout-1: cuda:?," in describe(placement)
     assert not placement.cores and not placement.lends_cores  # of this machine
     grown, shrunk = first_engines(6, placement), numbered(parse_device_set("ray:1"), placement)
     for wanted in (grown, shrunk):
@@ -196,6 +196,7 @@ FACTS = {
     ({"versions": {}}, "Python .*got"),
     ({"missing": ("/models/m",)}, "/models/m.*--model"),
     ({"without_driver": ("cuda",)}, "driver for cuda"),
+    ({"network_problem": "expected another address"}, "another address"),
 ])  # fmt: skip
 def test_a_node_that_cannot_run_a_worker_is_named(changes: Any, named: str) -> None:
     facts = ray_host.NodeFacts(**(FACTS | changes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -386,12 +387,13 @@ def device_name(accelerator: str, indices: Sequence[object]) -> str:
 
 
 def describe(placement: Placement, found: Mapping[str, str] | None = None) -> str:
-    """Describe the placement in lines of text. `found`: `Launcher.devices`."""
+    """Describe the placement in lines of text. `found`: `Launcher.devices`, once that is known."""
     lines = [placement.cluster] if placement.cluster else []
     threads = f", {placement.num_threads} CPU thread(s)"
     if placement.assumed is not None:
         lines, threads = [f"assumed: {placement.assumed}, and enough memory of the host"], ""
-    for worker, device in (device_names(placement) | dict(found or {})).items():
+    for worker, name in (found or device_names(placement)).items():
+        device = name if found or not placement.is_ray else re.sub("[0-9]+", "?", name)
         lines.append(f"{worker}: {device}{threads}")
     lines.append(f"groups in flight per rollout worker: {placement.max_concurrent_groups}")
     why = f" ({placement.engine.reason})" if placement.engine.reason else ""

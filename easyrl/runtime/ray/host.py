@@ -55,6 +55,7 @@ class NodeFacts:
     versions: dict[str, str]
     sees_folder: bool  # where the run folder is
     missing: tuple[str, ...]  # of the paths that were asked for
+    network_problem: str = ""
 
 
 def _accelerators() -> dict[str, list[str]]:
@@ -75,15 +76,20 @@ class WorkerHost:
 
     def describe(self, probe: str, paths: Sequence[str]) -> NodeFacts:
         """Describe the node. `probe`: a file where the run folder is."""
-        ids = _accelerators()
+        ids, address, network_problem = _accelerators(), get_node_ip_address(), ""
+        try:
+            devices.network_environment(address)
+        except ValueError as error:
+            network_problem = str(error)
         return NodeFacts(
-            get_node_ip_address(),
+            address,
             os.uname().nodename,
             tuple(number for numbers in ids.values() for number in numbers),
             tuple(kind for kind in ids if not devices.has_driver(kind)),
             versions(),
             Path(probe).exists(),
             tuple(path for path in paths if not Path(path).exists()),
+            network_problem,
         )
 
     def run(

@@ -358,6 +358,8 @@ def problem_of(facts: NodeFacts, needed_folder: Path | None = None) -> str:
     for name, version in own.items():
         if facts.versions.get(name) != version:
             return f"{node}: expected {name} {version}, as here, got {facts.versions.get(name)}"
+    if facts.network_problem:
+        return f"{node}: {facts.network_problem}"
     if facts.without_driver:
         return (
             f"{node}: expected a driver for {facts.without_driver[0]} devices, as Ray counts "
