@@ -181,6 +181,9 @@ class Sample(Message):
     reward: float
     advantage: float
     columns: Mapping[str, Any]  # values that reward functions logged for it (`log_extra`)
+    rewards: Mapping[str, float | None] = field(default_factory=dict)  # by function
+    length: int = 0  # in tokens
+    truncated: bool = False
 
 
 SAMPLE_COLUMNS = ("iteration", "prompt_index", "prompt", "completion", "reward", "advantage")
@@ -206,7 +209,9 @@ class GroupScored(WorkerEvent):
     logged: Mapping[str, float] = field(default_factory=dict)
     """Metrics that reward functions logged (`log_metric`)."""
     prompt: str | None = None
-    samples: Sequence[Sample] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)  # `Prompt.references`
+    samples: Sequence[Sample] = ()  # all completions, for samples.jsonl
+    shown: Sample | None = None  # one of them, for the live view
     checksum: int = 0  # of token ids and log-probabilities
 
 

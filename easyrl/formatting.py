@@ -6,3 +6,9 @@ from __future__ import annotations
 def counted(count: int, noun: str) -> str:
     """`1 group`, `2 groups`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def shorten(text: str, limit: int) -> str:
+    """Cut the middle out of a text that is longer than `limit` characters."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"

@@ -8,6 +8,8 @@ Shapes: P prompt tokens, R tokens of one completion, G completions of one prompt
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +25,8 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
+MAX_REFERENCE = 2000
+"""Longest column that is written to samples.jsonl, in characters of JSON."""
 Messages = list[dict[str, Any]]
 """A chat: `[{"role": "user", "content": "..."}]`."""
 
@@ -40,6 +44,15 @@ class Prompt:
     content: str | Messages
     columns: Mapping[str, Any]
     """The other columns of the row, passed to the reward functions."""
+
+    def references(self) -> dict[str, Any]:
+        """Return the columns that are shown beside completions: all but long ones."""
+        found = {}
+        for name, value in self.columns.items():
+            with contextlib.suppress(TypeError, ValueError):  # no JSON
+                if len(json.dumps(value, allow_nan=False)) <= MAX_REFERENCE:
+                    found[name] = value
+        return found
 
 
 IndexedPrompt = tuple[int, Prompt]

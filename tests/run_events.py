@@ -56,7 +56,7 @@ def run_events(folder: Path, config: Config) -> list[Event]:
         events.IterationStarted(t + 7, 0),
         active("rollout-0", Span("weights", t + 7, t + 7.1), Span("generate", t + 7.1, t + 8),
                Span("score", t + 7.5, t + 8.5)),
-        group(t + 8, 0, prompt="2+3=", samples=[sample]),
+        group(t + 8, 0, prompt="2+3=", samples=[sample], shown=sample),
         group(t + 8.1, 1, errors=[error]),
         group(t + 8.3, 2, is_rejected=True),
         events.Note("a note"),

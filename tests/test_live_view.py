@@ -31,8 +31,8 @@ def run_started(num_rollout: int = 1) -> events.RunStarted:
 
 
 def scored(index: int, **more: Any) -> FromWorker:
-    samples = [Sample(f"completion {index} {HOSTILE}", 1.0, 0.0, {})]
-    return group(121.0, index, iteration=1, prompt="2+3=", samples=samples, **more)
+    shown = Sample(f"completion {index} {HOSTILE}", 1.0, 0.0, {})
+    return group(121.0, index, **{"iteration": 1, "prompt": "2+3=", "shown": shown, **more})
 
 
 def state_after(*more: Event, num_rollout: int = 1) -> ViewState:
@@ -81,6 +81,18 @@ def test_shows_progress_rates_workers_reward_and_completion() -> None:
     many = picture(state_after(*(events.IterationFinished(119.0, line) for line in rewards)))
     assert "▁▁" in many and "██" in many
     assert "completion 1" in shown and "2+3=" in shown
+
+
+def test_shows_a_completion_of_each_of_the_newest_groups() -> None:
+    """A long one is shown with its end, where the answer is."""
+    shown = picture(state_after(scored(2)))
+    assert [shown.index(f"completion {n}") for n in (2, 1, 0)] == sorted(
+        shown.index(f"completion {n}") for n in range(3)
+    )
+    assert shown.count("reward 1 (mean of the group 0.5)") == 3
+    long = Sample("\n".join(f"step {n}" for n in range(99)), 1.0, 0.0, {})
+    shown = picture(state_after(scored(2, shown=long)))
+    assert "step 1" in shown and "step 98" in shown and "completion" not in shown
 
 
 def test_shows_what_each_worker_did_and_does() -> None:

@@ -38,7 +38,8 @@ def test_a_run_writes_metrics_samples_and_summary(finished_run: Finished) -> Non
         assert all(math.isfinite(v) for v in line.values() if isinstance(v, float))
     samples = lines_of(folder / "samples.jsonl")
     assert len(samples) == 3 * 4 and all(s["prompt"].endswith("=") for s in samples)
-    assert {"completion", "reward", "advantage"} <= samples[0].keys()
+    assert {"completion", "reward", "rewards", "advantage", "answer"} <= samples[0].keys()
+    assert all(sample["length"] > 0 for sample in samples)
 
 
 def test_the_saved_model_loads_in_transformers_and_has_the_weights_of_the_summary(

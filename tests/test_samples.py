@@ -73,6 +73,18 @@ def test_shows_sample_numbers_and_lengths_of_an_evaluation(tmp_path: Path) -> No
     assert "prompt_index 3  sample 2  reward 1  length 7  truncated True  answer 42" in shown
 
 
+def test_equal_completions_of_a_prompt_are_folded(tmp_path: Path) -> None:
+    line = {"iteration": 0, "prompt_index": 0, "prompt": "p", "completion": "c", "reward": 1.0}
+    line |= {"rewards": {"right": 1.0, "brief": 0.5}, "truncated": False, "answer": "x" * 99 + "7"}
+    other = [line | {"completion": "d"}, line | {"rewards": {"right": 1.0, "brief": 0.25}}]
+    run = write(tmp_path / "run", [line, *other, line, line | {"prompt_index": 1}, line])
+    titles = [row for row in call(run).output.splitlines() if row.startswith("iteration")]
+    assert len(titles) == 5 and len(call(run, "--limit", "2").output) < len(call(run).output)
+    shown = " ".join(call(run).output.split())
+    assert shown.count("right 1 brief 0.5 x2") == 1 and "x3" not in shown
+    assert "truncated" not in shown and "xx7" in shown  # the end of a long answer
+
+
 def test_line_that_is_being_written_is_not_shown(tmp_path: Path) -> None:
     run = write(tmp_path / "run", SAMPLES[:2], rest=json.dumps(SAMPLES[4])[:40])
     assert completions(call(run).output) == ["0-0-0", "0-0-1"]

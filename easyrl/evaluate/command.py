@@ -243,8 +243,6 @@ def answers_of_workers(
 def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvaluated) -> Lines:
     """A line of `samples.jsonl` for each sample of a problem."""
     names = reward_names(plan.config)
-    expected = prompt.columns.get("answer")
-    columns = {"answer": expected} if isinstance(expected, (str, int, float)) else {}
     # No function has rewards if a reward call failed.
     by_function = answer.rewards_by_function or [[None] * len(answer.rewards)] * len(names)
     lines = []
@@ -260,9 +258,9 @@ def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvalua
             "rewards": finite(dict(zip(names, scores, strict=True))),
             "length": answer.completion_lengths[number],
             "truncated": answer.truncated[number],
-            **columns,
         }
-        lines.append(finite(line))
+        others = {name: v for name, v in prompt.references().items() if name not in line}
+        lines.append(finite({**line, **others}))
     return lines
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
+from easyrl.formatting import shorten
 from easyrl.observe.text import printable, safe, say_rich
 from easyrl.observe.trace import GrowingFile
 
@@ -18,6 +19,8 @@ SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion
 MAX_VALUE = 40  # characters of another column
 Line = Mapping[str, Any]
+PROMPT = ("iteration", "prompt_index")
+TEXTS = ("prompt", "completion", "problem")
 
 
 def show_samples(
@@ -55,9 +58,9 @@ def show_samples(
         )
 
     before: Any = None
-    for line in islice(filter(is_wanted, GrowingFile(file).read()), limit):
-        prompt = line.get("iteration"), line["prompt_index"]
-        say_rich(Text(_title(line), style="bold"))
+    for line, count in islice(_folded(filter(is_wanted, GrowingFile(file).read())), limit):
+        prompt = _prompt(line)
+        say_rich(Text(_title(line) + (f"  x{count}" if count > 1 else ""), style="bold"))
         if prompt != before:
             say_rich(Text(safe(str(line["prompt"]), MAX_TEXT) + "\n", style="dim"))
         say_rich(Text(safe(str(line["completion"]), MAX_TEXT) + "\n"))
@@ -68,12 +71,35 @@ def show_samples(
         )
 
 
+def _prompt(line: Line) -> tuple[Any, ...]:
+    return tuple(line.get(name) for name in PROMPT)
+
+
+def _folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
+    """Yield each line once, with the number of lines of its prompt that differ in nothing but the
+    sample's number."""
+    for _, group in groupby(lines, _prompt):
+        folded: dict[str, tuple[Line, int]] = {}
+        for line in group:
+            key = str(sorted((name, value) for name, value in line.items() if name != "sample"))
+            first, count = folded.get(key, (line, 0))
+            folded[key] = first, count + 1
+        yield from folded.values()
+
+
 def _title(line: Line) -> str:
     """All columns but the texts. Iterations and samples are counted from 1."""
     counted = {name: line[name] + 1 for name in ("iteration", "sample") if name in line}
+    shown = {name: value for name, value in {**line, **counted}.items() if name not in TEXTS}
+    rewards = shown.pop("rewards", {})  # of a single function: the reward
+    if not shown.get("truncated"):
+        shown.pop("truncated", None)
+    if len(rewards) > 1:
+        shown |= {name: value for name, value in rewards.items() if name not in shown}
     values = {
-        name: f"{value:.3g}" if isinstance(value, float) else printable(str(value))[:MAX_VALUE]
-        for name, value in {**line, **counted}.items()
-        if name not in ("prompt", "completion", "problem")
+        name: f"{value:.3g}"
+        if isinstance(value, float)
+        else shorten(printable(str(value)), MAX_VALUE)
+        for name, value in shown.items()
     }
     return "  ".join(f"{name} {value}" for name, value in values.items())

@@ -39,7 +39,7 @@ MAX_BYTES = 16 * 2**20
 POLL_SECONDS = 0.25
 RESTART_SECONDS = 30.0  # longest time to a run's next event, with `runtime.restart`
 INTERRUPTED = 128 + signal.SIGINT
-MAX_TEXT = 4000  # characters of a prompt, a completion or an error
+MAX_TEXT = 2000  # characters of a prompt, a completion or an error
 CONTROLLER = 0
 WORK, REWARDS, EVENTS = range(3)  # threads of a worker
 Line = dict[str, Any]
@@ -57,7 +57,9 @@ TYPES = {
     for name, kind in vars(events).items()
     if isinstance(kind, type) and issubclass(kind, Message)
 }
-LEFT_OUT = ("folder", "config", "earlier", "rewards_by_function", "columns", "completions")
+LEFT_OUT = (
+    *("folder", "config", "earlier", "rewards_by_function", "columns", "completions", "samples"),
+)
 """Fields that are null in the file: they are large, or in other files."""
 NAMES = ('"ph": "M"', '"type": "RunStarted"', '"type": "Worker')
 """Parts of the lines without which later ones cannot be read."""
@@ -163,8 +165,7 @@ class TraceWriter:
                     yield self._line("X", span.kind, span.started, {}, **more)
                 if num_groups:
                     yield self._count_ring(spans[-1].ended, -num_groups)
-            case events.GroupScored(samples=samples, is_rejected=is_rejected):
-                event = replace(event, event=replace(event.event, samples=samples[-1:]))
+            case events.GroupScored(is_rejected=is_rejected):
                 if not is_rejected:
                     yield self._count_ring(event.time, +1)
             case events.WeightsExchanged() | events.IterationTrained():

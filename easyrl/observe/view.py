@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import fmean
@@ -57,6 +57,7 @@ LOOKS: dict[SpanKind, tuple[str, str]] = {
 ITERATIONS_SHOWN = 4  # a lane shows about this many iterations
 MIN_LANE_SECONDS = 2.5
 BLOCKS = "▁▂▃▄▅▆▇█"
+GROUPS_SHOWN = 20  # at most, with a completion each
 MAX_SPANS = 2000  # spans kept per worker
 MERGE_SECONDS = 0.02  # spans of one kind with a smaller gap are merged
 ETA_ITERATIONS = 10  # the time left is estimated from this many iterations
@@ -121,7 +122,7 @@ class ViewState:
     note: str = ""  # the newest note
     lasting_note: str = ""
     warning: str = ""  # what the workers do, if there have been no events for long
-    sampled: events.GroupScored | None = None  # the newest group with its samples
+    sampled: Sequence[events.GroupScored] = ()  # the newest groups, the newest first
     evaluation: events.EvaluationStarted | None = None
     num_answered: int = 0
     saving_since: float | None = None
@@ -189,7 +190,8 @@ class ViewState:
             case events.GroupScored():
                 self.num_groups += not event.is_rejected
                 self.note = event.errors[-1].splitlines()[0] if event.errors else self.note
-                self.sampled = event if event.samples else self.sampled
+                if event.shown is not None:
+                    self.sampled = [replace(event, samples=()), *self.sampled][:GROUPS_SHOWN]
             case events.PromptEvaluated():
                 self.num_answered += 1
         self.is_starting &= any(each.phase for each in self.workers.values())
@@ -318,8 +320,8 @@ def render(state: ViewState, now: float, width: int, height: int) -> RenderableT
     if num_left >= 3 and state.is_starting:
         about = f"\nrun folder {state.run.folder}\n{state.run.description}"
         lines.append(Text(safe(about), style="dim"))
-    elif num_left >= 3 and state.sampled is not None:
-        lines += _sample(state.sampled, num_left)
+    elif num_left >= 3:
+        lines += _samples(state.sampled, width, num_left)
     return Layout(Group(*lines))  # cut off at the height
 
 
@@ -456,13 +458,28 @@ def _rewards(state: ViewState, width: int) -> Text:
     return _line((f"{text} ", "bold"), (bars, "blue"), (accuracy, "bold"))
 
 
-def _sample(group: events.GroupScored, height: int) -> list[RenderableType]:
-    """The newest completion below its prompt."""
-    sample = group.samples[-1]
-    title = f"iteration {group.iteration + 1}, reward {shown(sample.reward, '.3g')}"
-    prompt = safe(group.prompt or "").splitlines()[-max(1, height // 3) :]
-    return [
-        Rule(title, align="left", style="dim"),
-        Text("\n".join(prompt), style="dim", overflow="fold"),
-        Text(safe(sample.completion), overflow="fold"),
-    ]
+def _samples(groups: Iterable[events.GroupScored], width: int, height: int) -> list[RenderableType]:
+    """A completion of each of the newest groups below its prompt, as many as fit."""
+    lines: list[RenderableType] = []
+    for group in groups:
+        sample, room = group.shown, height - len(lines)
+        assert sample is not None
+        title = f"iteration {group.iteration + 1}, reward {shown(sample.reward, '.3g')}"
+        mean = fmean(group.rewards)
+        if len(group.rewards) > 1:
+            title += f" (mean of the group {shown(mean, '.3g')})"
+        prompt = _wrapped(group.prompt or "", width, "dim")[-max(1, room // 3) :]
+        completion = _wrapped(sample.completion, width)
+        num_free = room - len(prompt) - 1
+        if lines and len(completion) > num_free:
+            break
+        if len(completion) > num_free > 2:  # its start, and its end with the answer
+            cut = num_free // 2
+            completion = [*completion[:cut], Text("…"), *completion[cut + 1 - num_free :]]
+        lines += [Rule(title, align="left", style="dim"), *prompt, *completion]
+    return lines
+
+
+def _wrapped(text: str, width: int, style: str = "") -> list[Text]:
+    lines = Text(safe(text).rstrip(), style).wrap(Console(width=width), width, overflow="fold")
+    return list(lines)

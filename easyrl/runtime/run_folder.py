@@ -180,15 +180,19 @@ def write_whole(file: IO[bytes], content: bytes) -> None:
 
 def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, Any]:
     """A line of `samples.jsonl`."""
-    return {
+    line = {
         "iteration": group.iteration,
         "prompt_index": group.prompt_index,
         "prompt": group.prompt,
         "completion": sample.completion,
         "reward": sample.reward,
+        "rewards": finite(sample.rewards),
         "advantage": sample.advantage,
-        **sample.columns,
+        "length": sample.length,
+        "truncated": sample.truncated,
     }
+    others = {name: value for name, value in group.columns.items() if name not in line}
+    return {**line, **others, **sample.columns}
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
@@ -31,10 +32,10 @@ from easyrl.engines.generate import GenerateEngine
 from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
 from easyrl.processes import maybe_sleep, pin
-from easyrl.rewards.loading import reward_weights
+from easyrl.rewards.loading import reward_names, reward_weights
 from easyrl.rewards.pool import POLL_SECONDS, RewardPool, weighted_sum
 from easyrl.rewards.worker import Call, Scored, TrainerState
-from easyrl.types import BrokenInvariant, Float32, IndexedPrompt, RolloutGroup
+from easyrl.types import BrokenInvariant, Completion, Float32, IndexedPrompt, RolloutGroup
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
@@ -235,7 +236,7 @@ class RolloutWorker:
             num_updates = train.iterations * train.updates_per_iteration
             ids = [completion.token_ids.tolist() for completion in group.completions]
             state = TrainerState(self.policy_version, num_updates)
-            call = Call(prompt.content, self._texts(group), ids, prompt.columns, state)
+            call = Call(prompt.content, self._texts(group.completions), ids, prompt.columns, state)
             self.reward_pool.submit(key, call)
 
     def _compare(self, key: Key, group: FinishedGroup) -> None:
@@ -243,14 +244,14 @@ class RolloutWorker:
         group_index, prompt = self._prompts.pop(key)
         if checksum(group) != self._known[key]:
             raise BrokenInvariant(
-                f"group {group_index} of iteration {key[1]} (prompt {prompt.index}) was generated "
-                "again after its worker's death, and differs"
+                f"group {group_index} of iteration {key[1] + 1} (prompt {prompt.index}) was "
+                "generated again after its worker's death, and differs"
             )
         self.control.send(events.GroupRecomputed(prompt.index))
 
-    def _texts(self, group: FinishedGroup) -> list[str]:
+    def _texts(self, completions: Sequence[Completion]) -> list[str]:
         texts: list[str] = self.tokenizer.batch_decode(
-            [completion.token_ids for completion in group.completions], skip_special_tokens=True
+            [completion.token_ids for completion in completions], skip_special_tokens=True
         )
         return texts
 
@@ -275,7 +276,7 @@ class RolloutWorker:
             [len(completion.token_ids) for completion in completions],
             [completion.finish_reason == "length" for completion in completions],
             prompt=_as_text(prompt.content) if with_texts else None,
-            completions=self._texts(finished) if with_texts else (),
+            completions=self._texts(completions) if with_texts else (),
             errors=scored.errors,
             checksum=checksum(finished),
         )
@@ -320,13 +321,9 @@ class RolloutWorker:
             ),
             truncated=np.array([c.finish_reason == "length" for c in completions]),
         )
-        samples = []
         is_sample = group_index < SAMPLE_GROUPS and not is_rejected
-        if is_sample:
-            for n, text in enumerate(self._texts(finished)):
-                columns = {name: values[n] for name, values in scored.columns.items()}
-                advantage = float(group.advantages[n])
-                samples.append(events.Sample(text, float(rewards[n]), advantage, columns))
+        numbers = range(len(completions)) if is_sample else [0]
+        samples = self._samples(numbers, finished, scored, rewards, group.advantages)
         report = events.GroupScored(
             iteration=iteration,
             group_index=group_index,
@@ -341,14 +338,43 @@ class RolloutWorker:
             is_unwanted=is_unwanted,
             is_rejected=is_rejected,
             logged=scored.metrics,
-            prompt=_as_text(prompt.content) if is_sample else None,
-            samples=samples,
+            prompt=_as_text(prompt.content),
+            columns=prompt.references() if is_sample else {},
+            samples=samples if is_sample else (),
+            shown=samples[0],
             checksum=checksum(finished),
         )
         if is_rejected:
             self.control.send(report)
         else:
             self._outbox.append((group, report))
+
+    def _samples(
+        self,
+        numbers: Sequence[int],
+        finished: FinishedGroup,
+        scored: Scored,
+        rewards: Float32,
+        advantages: Float32,
+    ) -> list[events.Sample]:
+        """The completions of these numbers as text, with their rewards."""
+        completions = [finished.completions[n] for n in numbers]
+        names = reward_names(self.config)
+        scores = scored.scores or [[None] * len(rewards)] * len(names)  # [] if it is skipped
+        return [
+            events.Sample(
+                text,
+                float(rewards[n]),
+                float(advantages[n]),
+                {name: values[n] for name, values in scored.columns.items()},
+                {name: of_all[n] for name, of_all in zip(names, scores, strict=True)},
+                len(completion.token_ids),
+                completion.finish_reason == "length",
+            )
+            for n, completion, text in zip(
+                numbers, completions, self._texts(completions), strict=True
+            )
+        ]
 
     def _publish(self) -> None:
         """Put finished groups into the ring while it has free slots.
