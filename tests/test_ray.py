@@ -359,8 +359,8 @@ def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
         (raylet,) = (each for each in nodes if host is not None and each.pid == host.ppid())
         raylet.kill()
         raylet.wait()  # a process that is not waited for seems to be alive
-        _, err = process.communicate(timeout=240)
-        assert (process.returncode, err) == (0, "")
+        out, err = process.communicate(timeout=240)
+        assert (process.returncode, err) == (0, "") and "(raylet)" not in out
     assert summary_of(folder)["worker_restarts"] == 1
     assert outcome_of(folder) == outcome_of(here)
 

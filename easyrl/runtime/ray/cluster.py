@@ -52,6 +52,7 @@ def connect(config: Config, num_workers: int) -> Resources:
     has. Raises ConfigError if Ray is not installed, or there is no cluster at the address."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("devices: ray: devices need Ray: pip install 'easyrl[ray]'")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # or a lost node is 20 lines of output
     import ray
     from ray.exceptions import RayError
 
