@@ -1,4 +1,4 @@
-"""The policy loss, a pure function of tensors.
+"""The policy loss, a pure function of tensors; built in, or a function of the user's file.
 
 A completion is never split between micro-batches. So an update's gradient is the gradient of the
 sum of its micro-batches' losses, divided once by a denominator that is known after its last group.
@@ -8,13 +8,18 @@ Shapes: K completion tokens of a micro-batch, C completions in it.
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from easyrl.config import AlgorithmConfig, Config
+from easyrl.config import AlgorithmConfig, Config, ConfigError
+from easyrl.config.algorithm import LOSS_FORMS, LOSS_KEY
+from easyrl.config.user_code import load_function, module_of, user_traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +126,90 @@ def loss_denominator(config: Config, *, num_completions: int, num_tokens: int) -
         grpo           num_completions
         dapo, cispo    num_tokens (at least 1; if all are masked the gradient is 0)
         dr_grpo        num_completions * rollout.max_completion_length
+
+    A loss of the user's own: num_completions, unless its file has a function `loss_denominator`.
     """
-    if config.algorithm.loss_type == "grpo":
-        return float(num_completions)
+    if config.algorithm.loss_type in ("dapo", "cispo"):
+        return float(max(1, num_tokens))
     if config.algorithm.loss_type == "dr_grpo":
         return float(num_completions * config.rollout.max_completion_length)
-    return float(max(1, num_tokens))
+    return float(num_completions)
+
+
+class Loss(NamedTuple):
+    """The functions of `algorithm.loss_type`."""
+
+    policy_loss: Callable[[LossInputs, Config], LossOutputs]
+    loss_denominator: Callable[..., float]
+    own_metrics: Sequence[str] | None = None
+    """Names of the metrics of the user's loss, but `tokens`; None of a built-in one."""
+
+
+def load_loss(config: Config) -> Loss:
+    """Return the built-in loss, or load the user's and call it once with a tiny micro-batch. Raises
+    ConfigError if that fails."""
+    if not config.algorithm.has_own_loss:
+        return Loss(policy_loss, loss_denominator)
+    spec = config.algorithm.loss_type
+    function = load_function(spec, LOSS_KEY, LOSS_FORMS)
+    takes_config = len(inspect.signature(function).parameters) > 1
+    denominator = getattr(module_of(spec), "loss_denominator", loss_denominator)
+
+    def own_loss(inputs: LossInputs, config: Config) -> LossOutputs:
+        inputs = _zero_masked(inputs)
+        outputs = function(inputs, config) if takes_config else function(inputs)
+        own = {name: value.detach() for name, value in outputs.metrics.items()}
+        return LossOutputs(outputs.loss, own | _always(inputs))
+
+    inputs = _tiny_inputs(config)
+    try:
+        outputs = function(inputs, config) if takes_config else function(inputs)
+        divisor = denominator(config, num_completions=2, num_tokens=5)
+    except Exception as error:
+        raise ConfigError(f"{LOSS_KEY}: '{spec}' fails:\n{user_traceback(error)}") from error
+    is_output = isinstance(outputs, LossOutputs) and isinstance(outputs.loss, Tensor)
+    values = [*outputs.metrics.values()] if is_output else []
+    if not is_output or outputs.loss.shape != () or not all(map(_is_scalar, values)):
+        raise ConfigError(
+            f"{LOSS_KEY}: '{spec}': expected LossOutputs with a loss and metrics that are scalar "
+            f"tensors, got {outputs!r:.200}"
+        )
+    if not outputs.loss.requires_grad:
+        raise ConfigError(f"{LOSS_KEY}: '{spec}': expected a loss with a gradient, got one without")
+    if not isinstance(divisor, float | int) or not 0.0 < divisor < math.inf:
+        raise ConfigError(
+            f"{LOSS_KEY}: '{spec}': expected a positive number of its loss_denominator, got "
+            f"{divisor!r:.200}"
+        )
+    return Loss(own_loss, denominator, sorted({*outputs.metrics, "entropy"} - {"tokens"}))
+
+
+def _always(inputs: LossInputs) -> dict[str, Tensor]:
+    """Metrics that every loss has."""
+    return {"tokens": inputs.loss_mask.sum(), "entropy": inputs.entropy.detach().sum()}
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.shape == ()
+
+
+def _tiny_inputs(config: Config) -> LossInputs:
+    """Two completions of three tokens, one of them masked, as a loss gets them."""
+    values = torch.arange(6) / -10.0
+    has_entropy_gradient = config.algorithm.entropy_coef > 0.0
+    return _zero_masked(
+        LossInputs(
+            logprobs=values.clone().requires_grad_(),
+            old_logprobs=values,
+            rollout_logprobs=values,
+            ref_logprobs=values if config.algorithm.beta > 0.0 else None,
+            entropy=(-values).requires_grad_(has_entropy_gradient),
+            advantages=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]),
+            loss_mask=torch.arange(6) < 5,
+            completion_of_token=torch.tensor([0, 0, 0, 1, 1, 1]),
+            num_completions=2,
+        )
+    )
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

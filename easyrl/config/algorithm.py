@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from easyrl.config.section import Section
 
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
+LOSS_KEY = "algorithm.loss_type"
+LOSS_FORMS = f"one of {', '.join(LOSS_TYPES)}, or file.py:function, or package.module:function"
 CISPO_EPSILON_HIGH = 5.0
 """Recommended by ScaleRL (arXiv 2510.13786)."""
 
@@ -24,11 +27,12 @@ class AlgorithmConfig(Section):
     (`rloo`; as published with scale_rewards: none)."""
     scale_rewards: Literal["group", "none"] = "group"
     """Divide a group's advantages by the standard deviation of its rewards (`group`), or not."""
-    loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "grpo"
+    loss_type: str = "grpo"
     """Average of token losses: over each completion, then over completions (`grpo`); over all
     tokens of an update (`dapo`); as if each completion had `rollout.max_completion_length` tokens
     (`dr_grpo`; as published with scale_rewards: none). `cispo` averages like `dapo`, but clips the
-    ratio's weight, so that every token keeps its gradient."""
+    ratio's weight, so that every token keeps its gradient. `file.py:function`: a loss of your own
+    (docs/losses.md)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Probability ratio of policy and old policy: of each token, or the geometric mean over a
     completion (`sequence`: GSPO, as published with loss_type: grpo)."""
@@ -67,9 +71,24 @@ class AlgorithmConfig(Section):
         """Whether a rollout with advantage 0 has a gradient: of the KL term or entropy bonus."""
         return self.beta > 0.0 or self.entropy_coef > 0.0
 
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is a function of the user's."""
+        return self.loss_type not in LOSS_TYPES
+
+    @field_validator("loss_type")
+    @classmethod
+    def _is_loss(cls, value: str) -> str:
+        path, _, name = value.rpartition(":")
+        if value not in LOSS_TYPES and not (path and name):
+            raise ValueError(f"expected {LOSS_FORMS}")
+        return value
+
     @model_validator(mode="after")
     def _epsilon_high_fits(self) -> Self:
         # The two ranges do not meet, so that a value meant for the other kind of loss is noticed.
+        if self.has_own_loss:
+            return self
         if (self.resolved_epsilon_high >= 1.0) != (self.loss_type == "cispo"):
             raise ValueError(
                 "algorithm.epsilon_high: expected null, at least 1 with algorithm.loss_type=cispo, "

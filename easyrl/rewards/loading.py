@@ -10,17 +10,12 @@ Problems are ConfigErrors; an error in the user's own file is shown with its tra
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from easyrl.config import Config, ConfigError
+from easyrl.config.user_code import load_function, read_files
 from easyrl.data.presets import preset_of
 from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.rewards import functions, math
@@ -103,47 +98,14 @@ def load_reward(spec: str, config: Config) -> RewardFunction:
     """Load the function of one entry of `reward.functions`, in TRL's form."""
     if spec in BUILT_IN:
         return BUILT_IN[spec](config)
-    path, _, name = spec.rpartition(":")
-    if not path or not name:
-        raise ConfigError(f"{KEY}: expected {FORMS}, got '{spec}'")
-    try:
-        function: RewardFunction = getattr(_load(path), name)
-        parameters = inspect.signature(function).parameters
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{KEY}: cannot load '{spec}':\n{user_traceback(error)}") from error
-    is_verl = "solution_str" in parameters
+    function: RewardFunction = load_function(spec, KEY, FORMS)
+    is_verl = "solution_str" in inspect.signature(function).parameters
     return functools.partial(_call_verl, function) if is_verl else function
 
 
-sources: dict[str, str] = {}
-"""Source by path of the files that are loaded as they were at the start of the run."""
-
-
 def read_sources(config: Config) -> dict[str, str]:
-    """Read the reward files: a worker that starts later must use the same functions."""
-    paths = (spec.rpartition(":")[0] for spec in reward_specs(config))
-    return {path: _file(path).read_text("utf-8") for path in paths if path.endswith(".py")}
-
-
-def _file(path: str) -> Path:
-    return Path(path).expanduser().resolve()
-
-
-@functools.cache  # entries of the same file share one module
-def _load(path: str) -> ModuleType:
-    """Import a file or a module. The user's code can import what lies beside it."""
-    file, is_file = _file(path), path.endswith(".py")
-    sys.path.append(str(file.parent if is_file else Path.cwd()))  # last: it shadows nothing
-    if not is_file:
-        return importlib.import_module(path)
-    spec = importlib.util.spec_from_file_location(f"easyrl_reward_{file.stem}", file)
-    assert spec is not None and spec.loader is not None  # the suffix is .py
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    if path in sources:
-        exec(compile(sources[path], file, "exec"), module.__dict__)
-    else:
-        spec.loader.exec_module(module)
-    return module
+    """Read the user's files of rewards and loss, by path: all workers use them as they are now."""
+    return read_files([*reward_specs(config), config.algorithm.loss_type])
 
 
 def accepted_arguments(
@@ -153,15 +115,6 @@ def accepted_arguments(
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
-
-
-def user_traceback(error: BaseException) -> str:
-    """Format the traceback without EasyRL's and importlib's frames at its start."""
-    frame = error.__traceback__
-    ignored = (str(Path(__file__).parent), importlib.__file__, "<frozen importlib")
-    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ignored):
-        frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
 
 
 async def _call_verl(

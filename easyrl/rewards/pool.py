@@ -68,7 +68,7 @@ class RewardPool:
         sources: Mapping[str, str] | None = None,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`sources`: of reward files, by default as they are now (`loading.read_sources`).
+        """`sources`: of the user's files, by default as they are now (`loading.read_sources`).
         `report` is called when lost reward processes are replaced."""
         self._config, self._report = config, report
         self._sources = read_sources(config) if sources is None else sources

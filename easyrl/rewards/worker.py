@@ -21,10 +21,10 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config, ConfigError, user_code
+from easyrl.config.user_code import user_traceback
 from easyrl.events import SAMPLE_COLUMNS
 from easyrl.processes import die_with_parent, maybe_sleep, set_name
-from easyrl.rewards import loading
 from easyrl.rewards.functions import RewardFunction
 from easyrl.rewards.loading import (
     KEY,
@@ -33,7 +33,6 @@ from easyrl.rewards.loading import (
     load_reward,
     reward_names,
     reward_specs,
-    user_traceback,
 )
 from easyrl.types import Messages, Prompt
 
@@ -106,10 +105,10 @@ _loop = asyncio.Runner()
 
 
 def start(config: Config, sources: Mapping[str, str]) -> None:
-    """Initialize a process of the pool. `sources`: of reward files (`loading.sources`)."""
+    """Initialize a process of the pool. `sources`: of the user's files (`user_code.sources`)."""
     global _config  # noqa: PLW0603  one process, one run
     _config = config
-    loading.sources.update(sources)
+    user_code.sources.update(sources)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # end at once
     die_with_parent()
     set_name(PROCESS_NAME)

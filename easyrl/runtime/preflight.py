@@ -4,12 +4,15 @@ memory, disk. Fast checks come first. Nothing is written, no weights are loaded.
 
 from __future__ import annotations
 
+import hashlib
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from easyrl.config import Config, ConfigError
+from easyrl.config.algorithm import LOSS_KEY
+from easyrl.config.user_code import load_function, read_files
 from easyrl.data.chat import check_prompts
 from easyrl.data.datasets import (
     identity_of,
@@ -60,6 +63,7 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     files = read_model_files(config.model.path)
     prompts = open_prompts(config)
     warnings = try_rewards(config, prompts.prompt(0))
+    loss_identity = _check_loss(config)
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
     num_rollout = max(placement.num_rollout_workers, config.devices.max_rollout_workers or 0)
     check_open_files(config, num_rollout + placement.train.count)
@@ -81,6 +85,7 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
         "eval.dataset": identity_of(problem_ids(held_out)),
+        **loss_identity,
     }
     for key, found in identity.items():
         if resume and resume.state.identity.get(key, found) != found:
@@ -97,6 +102,19 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
         held_out,
         list(dict.fromkeys(warnings)),
     )
+
+
+def _check_loss(config: Config) -> dict[str, str]:
+    """Load and try a loss of the user's own. Return the digest of its file."""
+    if not config.algorithm.has_own_loss:
+        return {}
+    spec = config.algorithm.loss_type
+    load_function(spec, LOSS_KEY)  # before torch is imported, so that a typo is reported at once
+    from easyrl.algorithm.losses import load_loss
+
+    load_loss(config)
+    text = "".join(read_files([spec]).values())
+    return {LOSS_KEY: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def check_open_files(config: Config, num_workers: int) -> None:

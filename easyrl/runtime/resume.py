@@ -202,6 +202,8 @@ def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
     are absolute paths already.
     """
     keys = {"model": "path", "data": "dataset", "eval": "dataset", "reward": "functions"}
+    if config.algorithm.has_own_loss:
+        keys["algorithm"] = "loss_type"
     if is_resumed and config.model.path in BUILT_IN_MODELS:
         del keys["model"]
     update = {}

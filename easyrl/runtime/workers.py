@@ -68,7 +68,7 @@ class Workers:
         self._settings: dict[str, Any] = {
             "sampling": sampling,
             "store": launcher.store,
-            "reward_sources": read_sources(config),
+            "sources": read_sources(config),
             "checkpoint": str(checkpoint) if checkpoint is not None else None,
             "policy_version": resumed.state.policy_version if resumed is not None else 0,
         }

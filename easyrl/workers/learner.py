@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from easyrl import devices
-from easyrl.algorithm.losses import LossInputs, loss_denominator, policy_loss
+from easyrl.algorithm.losses import LossInputs, load_loss
 from easyrl.config import Config
 from easyrl.model.attention import PackedGroups
 from easyrl.model.checkpoint import copy_of_training, read_tensors
@@ -72,11 +72,16 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             self._parameters, config.learning_rate, ADAM_BETAS, weight_decay=0.0, fused=True
         )
+        self._functions = load_loss(config)
         self._means = dict(MEANS)
         if algorithm.beta > 0.0:
             self._means |= KL_MEANS
         if config.importance_sampling_correction != "none":
             self._means |= CORRECTION_MEANS
+        if (returned := self._functions.own_metrics) is not None:
+            own = {f"loss/{name}": name for name in returned if name not in self._means.values()}
+            known = {*returned, "logp_difference"}
+            self._means = {mean: name for mean, name in self._means.items() if name in known} | own
         self._zero_gradients()
         self.begin_iteration(0)
 
@@ -112,7 +117,7 @@ class Learner:
     def accumulate(self, batch: MicroBatch) -> None:
         """Run forward and backward of one micro-batch."""
         inputs = self._loss_inputs(batch)
-        outputs = policy_loss(inputs, self.config)
+        outputs = self._functions.policy_loss(inputs, self.config)
         outputs.loss.backward()  # type: ignore[no-untyped-call]
         self._loss += outputs.loss.detach()
         difference = torch.where(
@@ -158,7 +163,7 @@ class Learner:
         A gradient or loss that is not finite is dropped and counted.
         """
         train = self.config.train
-        denominator = loss_denominator(
+        denominator = self._functions.loss_denominator(
             self.config, num_completions=num_completions, num_tokens=num_tokens
         )
         gradients = [own_part(p.grad) for p in self._parameters if p.grad is not None]

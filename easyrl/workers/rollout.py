@@ -61,7 +61,7 @@ class RolloutWorker:
         self.reward_weights = reward_weights(self.config)
         self.reward_pool = RewardPool(  # first: it starts meanwhile
             self.config,
-            settings.reward_sources,
+            settings.sources,
             lambda text: control.send(events.Note(f"{settings.name}: {text}")),
         )
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)

@@ -41,7 +41,8 @@ class WorkerSettings:
     pipes: tuple[Connection, ...] = ()  # between train rank 0 and each other rank (`RankPipes`)
     checkpoint: str | None = None  # that a resumed run starts from
     policy_version: int = 0  # of that checkpoint
-    reward_sources: Mapping[str, str] | None = None  # as they were when the run started
+    sources: Mapping[str, str] | None = None
+    """The user's files of rewards and loss, as they were when the run started."""
     address: str = LOOPBACK  # of this machine: process groups listen there
     listener: socket | None = None  # where this worker serves `store`; None: it does not
     clock_offset_seconds: float = 0.0  # of the controller's machine's clock to this one's

@@ -29,7 +29,7 @@ from torch import Tensor
 from easyrl import devices, events
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
-from easyrl.config import Config
+from easyrl.config import Config, user_code
 from easyrl.model.export import ADAPTER, replace_folder
 from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
@@ -61,6 +61,7 @@ class TrainWorker:
         self._sending = threading.Lock()  # the saver reports from a thread
         self.is_first_rank = settings.rank == 0
         timeout_seconds = self.config.runtime.timeout_seconds
+        user_code.sources.update(settings.sources or {})
         self.pipes = RankPipes(
             settings.rank, settings.pipes, control, timeout_seconds, self._waiting
         )

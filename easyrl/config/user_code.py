@@ -1,0 +1,79 @@
+"""Functions of the user's own that the config names: `file.py:function`, `package.module:function`.
+
+Problems are ConfigErrors; an error in the user's own file is shown with its traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from easyrl.config.section import ConfigError
+
+PACKAGE = Path(__file__).parent.parent
+FORMS = "file.py:function or package.module:function"
+sources: dict[str, str] = {}
+"""Source by path of the files that are loaded as they were at the start of the run."""
+
+
+def load_function(spec: str, key: str, forms: str = FORMS) -> Callable[..., Any]:
+    """Load the function that `spec` names. `key`: of the config, for the error; `forms`: what it
+    accepts. Raises ConfigError."""
+    path, _, name = spec.rpartition(":")
+    if not path or not name:
+        raise ConfigError(f"{key}: expected {forms}, got '{spec}'")
+    try:
+        function: Callable[..., Any] = getattr(_load(path), name)
+        inspect.signature(function)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{key}: cannot load '{spec}':\n{user_traceback(error)}") from error
+    return function
+
+
+def module_of(spec: str) -> ModuleType:
+    """The module of a function that has been loaded."""
+    return _load(spec.rpartition(":")[0])
+
+
+def read_files(specs: Iterable[str]) -> dict[str, str]:
+    """Read the files of these functions, by path: a worker that starts later must use the same."""
+    paths = (spec.rpartition(":")[0] for spec in specs)
+    return {path: _file(path).read_text("utf-8") for path in paths if path.endswith(".py")}
+
+
+def _file(path: str) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+@functools.cache  # functions of the same file share one module
+def _load(path: str) -> ModuleType:
+    """Import a file or a module. The user's code can import what lies beside it."""
+    file, is_file = _file(path), path.endswith(".py")
+    sys.path.append(str(file.parent if is_file else Path.cwd()))  # last: it shadows nothing
+    if not is_file:
+        return importlib.import_module(path)
+    spec = importlib.util.spec_from_file_location(f"easyrl_user_{file.stem}", file)
+    assert spec is not None and spec.loader is not None  # the suffix is .py
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    if path in sources:
+        exec(compile(sources[path], file, "exec"), module.__dict__)
+    else:
+        spec.loader.exec_module(module)
+    return module
+
+
+def user_traceback(error: BaseException) -> str:
+    """Format the traceback without EasyRL's and importlib's frames at its start."""
+    frame = error.__traceback__
+    ignored = (str(PACKAGE), importlib.__file__, "<frozen importlib")
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ignored):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
