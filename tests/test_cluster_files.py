@@ -82,7 +82,7 @@ def test_a_command_exists_and_its_run_would_be_placed(
     monkeypatch.setattr(placement, "unsupported_reason", lambda kind, dtype: None)  # of vLLM
     placed: list[placement.Placement] = []
 
-    def place(config: Any) -> int:
+    def place(config: Any, *_: Any, **__: Any) -> int:
         placed.append(placement.resolve_placement(config))
         return 0
 

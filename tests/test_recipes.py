@@ -61,7 +61,7 @@ def test_a_recipe_would_start_and_runs_dry(file: Path, stand_in: Path) -> None:
     result = CliRunner().invoke(app, ["grpo", "--config", str(file), "--dry-run", *words])
     assert result.exit_code == 0, result.output
     assert "a run would not start" not in result.output
-    assert "\n# train-0: cpu" in result.output and "GiB" in result.output
+    assert "\n# train-0: cpu" in result.output and "# all on cpu" in result.output
     shown = Path("shown.yaml")
     shown.write_text(result.output)
     assert load_config(shown) == with_absolute_paths(config)  # as in config.yaml
