@@ -152,7 +152,10 @@ MISTAKES = {
     # words, flags and the config file
     "--seed=-1": "runtime.seed",
     "--iterations many": "--iterations",
-    "--learning-rate 1": "--learning-rate",
+    "--learning-rate 1": "train.learning_rate=VALUE",
+    "--eval-dataset gsm8k": "eval.dataset=VALUE",
+    "train.lr=1e-5": "train.learning_rate",
+    "algorithm.loss_type=gspo": "algorithm.importance_sampling_level=sequence",
     "--config FOLDER/syntax.yaml": "syntax.yaml:3",
     "rollout.max_completion_length=600": "data.max_prompt_length + rollout.max_completion_length",
     "train.eval_every=5 data.num_held_out=0": "train.eval_every",
@@ -162,6 +165,7 @@ MISTAKES = {
     "model.lora.rank=100000000": "model.lora.rank",
     # devices
     "--infer-devices 0-3": "devices.infer",
+    "--infer-devices cuda:0,cuda:1": "use 0,1",
     "--train-devices cpu:3 train.updates_per_iteration=8": "devices.train",
     # the model
     "--model nobody/nothing": "model.path",
@@ -187,11 +191,14 @@ MISTAKES = {
         "data.chat_template_kwargs"
     ),
     "data.chat_template_kwargs={x:\\ 1}": "data.chat_template_kwargs",
+    f"{EXACT}/chat.jsonl data.chat_template=none.jinja": "data.chat_template",
+    f"{EXACT}/good.jsonl data.chat_template=abc": "data.chat=true",
     "data.max_prompt_length=4": "data.max_prompt_length",
     "data.max_prompt_length=9 data.long_prompts=skip": "data.long_prompts",
     # rewards
     "--dataset FOLDER/good.jsonl": "reward.functions",
     "--reward exactmatch": "reward.functions",
+    "--reward FOLDER/r.py": "r.py:one_for_all or ",
     "--reward FOLDER/fails.py:score": 'fails.py", line 3',
     "--reward code --dataset FOLDER/good.jsonl": "tests",
     "--reward FOLDER/r.py:one_for_all --dataset FOLDER/good.jsonl": "reward.functions",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -132,6 +133,34 @@ def test_exit_code_is_the_runs_or_130_after_ctrl_c(monkeypatch: pytest.MonkeyPat
     assert ended(monkeypatch, lambda *arguments: 3).exit_code == 3
     result = ended(monkeypatch, interrupt)
     assert (result.exit_code, result.stderr) == (130, "")
+
+
+# config
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["train.iterations"], {"train": {"iterations": 60}}),
+        (["model.lora"], {"model": {"lora": dict.fromkeys(("rank", "alpha", "target_modules"))}}),
+        (["runtime.seed", "runtime.seed=3"], {"runtime": {"seed": 3}}),
+        (["--search", "KL divergence"], {"algorithm": {"beta": 0.0}}),
+        (["--search", "warmup"], {"train": {"warmup_iterations": 2}}),
+    ],
+)
+def test_config_prints_the_settings_that_are_named_or_found(
+    words: list[str], shown: dict[str, Any]
+) -> None:
+    result = call("config", *words)
+    assert (result.exit_code, yaml.safe_load(result.stdout)) == (0, shown)
+    assert "# Default: " in result.stdout
+
+
+@pytest.mark.parametrize("words", [["train.lr"], ["--search", "unicorn"], ["model", "--diff", "."]])
+def test_config_refuses_names_that_it_does_not_know(words: list[str]) -> None:
+    result = call("config", *words)
+    assert result.exit_code == 2 and not result.stdout
+    assert "train.learning_rate" in result.stderr or words[0] != "train.lr"
 
 
 # config --diff

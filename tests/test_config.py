@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from easyrl.config import (
     KEYS,
+    SECTIONS,
     Config,
     ConfigError,
     load_config,
@@ -20,6 +21,7 @@ from easyrl.config import (
 )
 from easyrl.config.changed_keys import REMOVED, RENAMED
 from easyrl.config.devices import DeviceSet, check_disjoint, parse_device_set
+from easyrl.config.hints import INSTEAD, SYNONYMS, similar_names
 from easyrl.workers.rollout import sampling_settings
 
 ROOT = Path(__file__).parent.parent
@@ -75,6 +77,47 @@ def test_keys_of_a_nested_section_are_words_flags_and_yaml(tmp_path: Path) -> No
     assert off == of("model.path=m")
 
 
+# Names and values of other trainers.
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("train.lr", "train.learning_rate"),
+        ("learning-rate", "train.learning_rate"),
+        ("eval_dataset", "eval.dataset"),
+        ("rollout.n", "rollout.num_generations"),
+        ("algorithm.kl_coef", "algorithm.beta"),
+        ("trian.iterations", "train.iterations"),
+        ("modle", "model"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_setting_that_it_may_mean(
+    typed: str, meant: str
+) -> None:
+    assert similar_names(typed, [*SECTIONS, *KEYS])[0] == meant
+    assert meant in error_of(f"{typed}=1") or "." in typed
+
+
+def test_every_synonym_and_advice_names_settings_that_exist() -> None:
+    last_parts = {name.rpartition(".")[2] for name in KEYS}
+    assert last_parts.issuperset(SYNONYMS.values())
+    for (name, value), instead in INSTEAD.items():
+        assert instead in error_of(f"{name}={value}")
+        of(instead)
+
+
+def test_short_names_of_dtypes_are_accepted() -> None:
+    assert of("model.dtype=bf16") == of("model.dtype=bfloat16")
+
+
+def test_a_chat_template_is_kept_as_text(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages }}\n")
+    config = of(f"data.chat_template={tmp_path}/chat.jinja")
+    assert config.data.chat_template == "{{ messages }}\n"
+    assert load_config(write(tmp_path, to_commented_yaml(config))) == config
+
+
 # YAML to values.
 
 
@@ -118,7 +161,7 @@ def test_values_of_a_free_mapping_keep_their_types(tmp_path: Path) -> None:
 def test_every_key_has_a_comment_and_there_are_at_most_80() -> None:
     assert all(field.description for field in KEYS.values())
     assert "# Rank of the adapters; null" in to_commented_yaml(Config())
-    assert len(KEYS) <= 89
+    assert len(KEYS) <= 90
 
 
 def test_generated_files_are_current() -> None:

@@ -165,7 +165,8 @@ def make_model(folder: Path) -> None:
 
 
 def test_a_run_with_an_own_model_data_and_rewards(tmp_path: Path) -> None:
-    make_model(tmp_path / "model")
+    untied_model(tmp_path / "model")  # without a chat template
+    (tmp_path / "chat.jinja").write_text(CHAT_TEMPLATE)
     question = [{"role": "1", "content": "1+2="}]
     rows = [{"question": question, "answer": str(i)} for i in range(5)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -177,8 +178,10 @@ def test_a_run_with_an_own_model_data_and_rewards(tmp_path: Path) -> None:
         *("--reward", f"{rewards}:score", "--reward", f"{rewards}:sometimes"),
         *("--infer-devices", "cpu", "--train-devices", "cpu", "--output", str(folder)),
         *("--iterations", "3", "data.prompt_column=question", "reward.weights=[1.0, 0.5]", *SMALL),
+        f"data.chat_template={tmp_path / 'chat.jinja'}",
     )
     assert (code, err) == (0, "")
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template == CHAT_TEMPLATE
     summary = summary_of(folder)
     assert summary["accuracy_before"] is None and summary["accuracy_after"] is None
     line = lines_of(folder / "metrics.jsonl")[-1]

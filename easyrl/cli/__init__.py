@@ -13,6 +13,7 @@ import typer
 from easyrl import __version__
 from easyrl.cli import control, tools
 from easyrl.cli.bench import bench
+from easyrl.cli.common import CommandWithSettings
 from easyrl.cli.eval import evaluate
 from easyrl.cli.grpo import grpo
 from easyrl.devices import NO_AUTOLOAD
@@ -44,8 +45,8 @@ def _root(
     pass
 
 
-app.command()(grpo)
-app.command("eval")(evaluate)
+app.command(cls=CommandWithSettings)(grpo)
+app.command("eval", cls=CommandWithSettings)(evaluate)
 app.command()(tools.samples)
 app.command()(tools.watch)
 app.command()(control.status)

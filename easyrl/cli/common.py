@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from typer import Option
+from typer.core import TyperCommand
 
 USER_ERROR = 2
 """Exit code of errors that the user can fix, Typer's usage errors included."""
@@ -34,6 +35,21 @@ RayAddress = Annotated[
 ]
 Seed = Annotated[int | None, Option(help="Same seed, same data and sampling.")]
 NoLive = Annotated[bool, Option("--no-live", help="Plain lines instead of the live view.")]
+
+
+class CommandWithSettings(TyperCommand):
+    """A command that names the setting, as a word, where an option does not exist."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, arguments)
+        except Exception as error:
+            if option := getattr(error, "option_name", None):  # of Click's class, wherever that is
+                from easyrl.config import key_hint
+
+                hint = key_hint(option.lstrip("-"), "=VALUE")
+                error.message += f". {hint[0].upper()}{hint[1:]}"  # type: ignore[attr-defined]
+            raise
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from easyrl.cli.common import ConfigFile, NoLive, Words, command
+from easyrl.cli.common import ConfigFile, NoLive, command
 
 
 @command
@@ -63,17 +63,27 @@ def print_config(
     markdown: Annotated[
         bool, Option("--markdown", help="All settings as Markdown: docs/settings.md.")
     ] = False,
-    words: Words = None,
+    search: Annotated[
+        str | None, Option(metavar="WORD", help="Only settings with this in name or meaning.")
+    ] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY|SECTION|KEY=VALUE", help="What to print, or a setting."),
+    ] = None,
 ) -> None:
-    """Print every setting with its meaning, as YAML that --config takes."""
-    from easyrl.config import load_config, settings_markdown, to_commented_yaml
+    """Print every setting with its meaning, or some, as YAML that --config takes."""
+    from easyrl.config import find_keys, load_config, settings_markdown, to_commented_yaml
 
-    if diff is not None and config is not None:
-        raise ValueError("--config, --diff: expected one of them, got both")
+    names = [word for word in words or () if "=" not in word]
+    words = [word for word in words or () if "=" in word]
+    only = find_keys(names, search) if names or search is not None else None
+
+    if diff is not None and (config is not None or only is not None):
+        raise ValueError("--diff: expected neither --config nor names of settings with it")
     if markdown:
         text = settings_markdown()
     elif diff is None:
-        text = to_commented_yaml(load_config(config, {}, words))
+        text = to_commented_yaml(load_config(config, {}, words), only=only)
     else:
         resolved = load_config(diff / "config.yaml" if diff.is_dir() else diff, {}, words)
         changes = to_commented_yaml(resolved, only_changes=True)

@@ -11,12 +11,11 @@ A `Config` is checked when it is made. The docstrings of the keys are the commen
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
 from pathlib import Path
@@ -31,6 +30,7 @@ from easyrl.config.changed_keys import put, update_old_keys
 from easyrl.config.data import DataConfig
 from easyrl.config.devices import DevicesConfig
 from easyrl.config.eval import EvalConfig
+from easyrl.config.hints import INSTEAD, similar_names
 from easyrl.config.model import ModelConfig
 from easyrl.config.reward import RewardConfig
 from easyrl.config.rollout import RolloutConfig
@@ -46,6 +46,8 @@ __all__ = [
     "RewardConfig",
     "TrainConfig",
     "change_config",
+    "find_keys",
+    "key_hint",
     "load_config",
     "settings_markdown",
     "to_arguments",
@@ -288,39 +290,80 @@ def _problem(details: Any) -> str:
         if name in KEYS or name in SECTIONS:  # a full name in a file
             nested = name.replace(".", ": {") + ": ..." + "}" * name.count(".")
             return f"{name}: expected in its section, as in {nested}"
-        near = difflib.get_close_matches(name, [*SECTIONS, *KEYS], n=1)
-        hint = f"did you mean {near[0]}?" if near else "`easyrl config` prints every key"
-        return f"{name}: unknown setting; {hint}"
+        return f"{name}: unknown setting; {key_hint(name)}"
     if details["type"] == "value_error" and name in ("", *SECTIONS):
         return message  # of a check of several keys, which names them
     if details["type"] == "model_type":
         message = "expected keys of this section"
     value = json.dumps(details["input"], ensure_ascii=False, default=str)
-    return f"{name}: {message}, got {value}"
+    instead = INSTEAD.get((name, str(details["input"]).lower()))
+    return f"{name}: {message}, got {value}" + (f"; use {instead}" if instead else "")
 
 
-def to_commented_yaml(config: Config, *, only_changes: bool = False) -> str:
+def key_hint(name: str, suffix: str = "") -> str:
+    """Return which setting an unknown one may mean, or where to look."""
+    if names := similar_names(name, [*SECTIONS, *KEYS]):
+        return f"did you mean {' or '.join(each + suffix for each in names)}?"
+    return "`easyrl config` prints every key, `easyrl config --search WORD` finds some"
+
+
+def to_commented_yaml(
+    config: Config, *, only_changes: bool = False, only: Collection[str] | None = None
+) -> str:
     """Print the config as YAML with comments, which loads again to an equal config.
 
-    `only_changes`: only the keys whose value is not the default; a comment gives the default.
+    `only_changes`: only the keys whose value is not the default; `only`: only these keys, and those
+    of these sections. A comment then gives the default.
     """
-    return _commented(config, Config(), only_changes, "")
+
+    def is_shown(name: str, *, is_default: bool) -> bool:
+        is_wanted = only is None or any(f"{name}.".startswith(f"{each}.") for each in only)
+        return is_wanted and not (only_changes and is_default)
+
+    return _commented(
+        config, Config(), "", is_shown, gives_default=only_changes or only is not None
+    )
 
 
-def _commented(section: Section, defaults: Section, only_changes: bool, indent: str) -> str:
-    blocks = []
+def _commented(
+    section: Section,
+    defaults: Section,
+    prefix: str,
+    is_shown: Callable[..., bool],
+    *,
+    gives_default: bool,
+) -> str:
+    blocks, indent = [], "  " * prefix.count(".")
     for key, field in type(section).model_fields.items():
-        value, default = getattr(section, key), getattr(defaults, key)
+        value, default, name = getattr(section, key), getattr(defaults, key), prefix + key
         if isinstance(value, Section):
-            if inner := _commented(value, default, only_changes, indent + "  "):
+            inner = _commented(value, default, f"{name}.", is_shown, gives_default=gives_default)
+            if inner:
                 heading = _comment(type(value).__doc__, indent)
                 blocks.append(f"{heading}{indent}{key}:\n{inner}")
-        elif not only_changes or value != default:
+        elif is_shown(name, is_default=value == default):
             comment = _comment(field.description, indent)
-            if only_changes:
+            if gives_default:
                 comment += _comment(f"Default: {_yaml_value(default)}", indent)
             blocks.append(f"{comment}{indent}{key}: {_yaml_value(value)}\n")
     return ("" if indent else "\n").join(blocks)
+
+
+def find_keys(names: Iterable[str], search: str | None) -> list[str]:
+    """Return these keys and sections, and the keys that have `search` in their name or meaning.
+    Raises ConfigError if there are none."""
+    found = list(names)
+    for name in found:
+        if name not in KEYS and name not in SECTIONS:
+            raise ConfigError(f"{name}: unknown setting; {key_hint(name)}")
+    if search is None:
+        return found
+    for name, field in KEYS.items():
+        if search.lower() in f"{name} {' '.join((field.description or '').split())}".lower():
+            found.append(name)
+    if not found:
+        raise ConfigError(f"--search: no setting has '{search}' in its name or meaning")
+    return found
 
 
 def _comment(text: str | None, indent: str) -> str:

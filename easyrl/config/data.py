@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, model_validator
 
 from easyrl.config.section import EACH_ONCE, Section
 from easyrl.formatting import counted
+
+
+def _read_template(text: str | None) -> str | None:
+    if text is None or not text.endswith(".jinja"):
+        return text
+    try:
+        return Path(text).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"expected a chat template or a file that can be read ({error})") from None
 
 
 class DataConfig(Section):
@@ -41,6 +51,9 @@ class DataConfig(Section):
     """Longest prompt in tokens; in `easyrl eval` by default the preset's."""
     long_prompts: Literal["stop", "skip"] = "stop"
     """Name a longer prompt and do not start (`stop`), or leave its row out (`skip`)."""
+    chat_template: Annotated[str | None, AfterValidator(_read_template)] = None
+    """Chat template (Jinja) for a model without one, or instead of its own: a .jinja file, of which
+    the text is kept, or the text. The trained model is saved with it. Null: the model's."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the model's chat template, as in {enable_thinking: false}."""
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from easyrl.config.hints import SHORT_DTYPES
 from easyrl.config.section import EACH_ONCE, Section
 
 AttentionMode = Literal["auto", "shared_prompt", "repeated"]
-DType = Literal["float32", "bfloat16"]
+DType = Annotated[
+    Literal["float32", "bfloat16"], BeforeValidator(lambda text: SHORT_DTYPES.get(str(text), text))
+]
 
 
 class LoraConfig(Section):

@@ -5,6 +5,7 @@ Problems are ConfigErrors; an error in the user's own file is shown with its tra
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -28,6 +29,8 @@ def load_function(spec: str, key: str, forms: str = FORMS) -> Callable[..., Any]
     """Load the function that `spec` names. `key`: of the config, for the error; `forms`: what it
     accepts. Raises ConfigError."""
     path, _, name = spec.rpartition(":")
+    if own := _functions_in(spec.rstrip(":")):
+        raise ConfigError(f"{key}: expected one function of the file, {own}, got '{spec}'")
     if not path or not name:
         raise ConfigError(f"{key}: expected {forms}, got '{spec}'")
     try:
@@ -36,6 +39,20 @@ def load_function(spec: str, key: str, forms: str = FORMS) -> Callable[..., Any]
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: cannot load '{spec}':\n{user_traceback(error)}") from error
     return function
+
+
+def _functions_in(file: str) -> str:
+    """List the functions of a Python file as `file.py:function or …`; empty if it is none, or has
+    none."""
+    path = _file(file)
+    try:
+        tree = ast.parse(path.read_bytes()) if path.suffix == ".py" else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    functions = [
+        each for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return " or ".join(f"{file}:{each.name}" for each in functions if each.name[0] != "_")
 
 
 def module_of(spec: str) -> ModuleType:

@@ -32,8 +32,8 @@ def render_prompt(
     if is_chat and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "the prompts are chat messages, but the model's tokenizer has no chat template: use a "
-            "chat model (model.path), strings as they are (data.chat=false), or a column with "
-            "strings (data.prompt_column)"
+            "chat model (model.path), data.chat_template=FILE.jinja, strings as they are "
+            "(data.chat=false), or a column with strings (data.prompt_column)"
         )
     try:
         ids: list[int] = (
@@ -68,6 +68,11 @@ def check_prompts(
         raise ConfigError(
             "data.chat_template_kwargs: expected variables of the chat template, which prompts "
             f"that are strings do not go through, got {', '.join(unknown)}"
+        )
+    if data.chat_template is not None and not is_chat:
+        raise ConfigError(
+            "data.chat_template: expected chat messages with it, but the prompts are strings: set "
+            "data.chat=true (or data.system_prompt), or data.chat_template=null"
         )
     lengths: dict[str, int] = {}
     for location in heapq.nlargest(MAX_CHECKED, examples, lambda k: _num_chars(examples[k])):

@@ -26,7 +26,13 @@ from typing import Literal
 from easyrl.config import Config, ConfigError
 from easyrl.data.hub import BUILT_IN_MODELS, KEY, resolve_model
 from easyrl.model.checkpoint_files import STATE, find_checkpoint
-from easyrl.model.files import fingerprint, load_tokenizer, quieten_transformers, read_model_files
+from easyrl.model.files import (
+    fingerprint,
+    load_tokenizer,
+    quieten_transformers,
+    read_model_files,
+    tokenizer_of,
+)
 
 ADAPTER = "adapter"
 """Name of the adapter's folder beside a LoRA run's `model/`."""
@@ -81,7 +87,7 @@ def export_checkpoint(source: Path, folder: Path, *, verify: bool = True) -> str
             f"'{checkpoint.path}' started; restore them"
         )
     quieten_transformers()
-    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    tokenizer = tokenizer_of(config)
     policy = Policy.load(model.path, trust_remote_code=model.trust_remote_code)
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)

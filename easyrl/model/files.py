@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from easyrl.config import ConfigError
+from easyrl.config import Config, ConfigError
 from easyrl.data.hub import FORMS, KEY, is_hub_id, model_config_from_hub, resolve_model
 
 SAFETENSORS = "model.safetensors"
@@ -153,6 +153,15 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     return _load(AutoTokenizer, "tokenizer", path, trust_remote_code)
+
+
+def tokenizer_of(config: Config) -> Any:
+    """Load the tokenizer of `model.path`, with `data.chat_template`."""
+    model, template = config.model, config.data.chat_template
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:

@@ -28,11 +28,11 @@ from easyrl.model.files import (
     ModelFiles,
     fingerprint,
     load_model_config,
-    load_tokenizer,
     max_positions,
     meta_model,
     quieten_transformers,
     read_model_files,
+    tokenizer_of,
 )
 from easyrl.rewards.pool import try_rewards
 from easyrl.runtime import memory
@@ -193,14 +193,13 @@ def too_long_prompts(config: Config, examples: Mapping[str, str | Messages]) -> 
     Return the locations of those to skip."""
     model, data = config.model, config.data
     is_demo = model.path in BUILT_IN_MODELS and set(data.datasets) <= set(PRESETS)
-    if is_demo and not data.chat_template_kwargs:
+    if is_demo and not data.chat_template and not data.chat_template_kwargs:
         # One token per character, so that the demo needs no transformers here.
         longest = data.max_prompt_length
         if all(isinstance(text, str) and len(text) <= longest for text in examples.values()):
             return set()
     _model_config(config)
-    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    return check_prompts(examples, tokenizer, config)
+    return check_prompts(examples, tokenizer_of(config), config)
 
 
 def count_trained(config: Config) -> int | None:

@@ -29,7 +29,7 @@ from easyrl.data.chat import render_prompt
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
-from easyrl.model.files import load_tokenizer
+from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.processes import maybe_sleep, pin
 from easyrl.rewards.loading import reward_names, reward_weights
@@ -87,7 +87,7 @@ class RolloutWorker:
 
     def _load(self) -> tuple[Any, Engine]:
         model, sampling = self.config.model, sampling_settings(self.config, self.sampling)
-        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = tokenizer_of(self.config)
         if self.settings.engine == "vllm":
             return tokenizer, self._start_vllm(tokenizer, sampling)
         policy = Policy.load(

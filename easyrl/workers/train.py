@@ -31,7 +31,7 @@ from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config, user_code
 from easyrl.model.export import ADAPTER, replace_folder
-from easyrl.model.files import load_tokenizer
+from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, gathered
 from easyrl.processes import keep_freed_memory, maybe_sleep, pin
@@ -337,8 +337,8 @@ class TrainWorker:
                     self._send_weights(command)
 
     def _save(self, folder: Path) -> events.ModelSaved:
-        model, policy, is_writer = self.config.model, self.learner.policy, self.is_first_rank
-        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        policy, is_writer = self.learner.policy, self.is_first_rank
+        tokenizer = tokenizer_of(self.config)
         if policy.adapter is not None:
             with replace_folder(folder.with_name(ADAPTER), is_writer=is_writer) as new:
                 policy.adapter.save(new, is_writer=is_writer)

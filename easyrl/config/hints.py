@@ -1,0 +1,52 @@
+"""Names and values that users of other trainers type, and what they are called here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+SYNONYMS = {
+    **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "prompts"), "prompts_per_iteration"),
+    **dict.fromkeys(("n", "group_size", "num_samples"), "num_generations"),
+    **dict.fromkeys(("steps", "max_steps", "epochs", "num_train_epochs"), "iterations"),
+    **dict.fromkeys(("kl_coef", "kl_loss_coef", "kl"), "beta"),
+    **dict.fromkeys(("clip_ratio", "cliprange", "clip"), "epsilon"),
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
+    **dict.fromkeys(("max_response_length", "response_length"), "max_completion_length"),
+    **dict.fromkeys(("tp", "tp_size"), "tensor_parallel_size"),
+    **dict.fromkeys(("name", "model_name_or_path"), "path"),
+    **dict.fromkeys(("reward_funcs", "reward_function"), "functions"),
+    "gradient_checkpointing": "activation_checkpointing",
+    "gpu_memory_utilization": "memory_fraction",
+    "lora_rank": "rank",
+    "torch_dtype": "dtype",
+}
+"""Last parts of names."""
+SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+"""Accepted for `model.dtype`."""
+INSTEAD = {
+    ("algorithm.loss_type", "gspo"): "algorithm.importance_sampling_level=sequence",
+    ("algorithm.loss_type", "rloo"): "algorithm.advantage_estimator=rloo",
+    ("algorithm.loss_type", "drgrpo"): "algorithm.loss_type=dr_grpo",
+    ("model.dtype", "fp16"): "model.dtype=bfloat16",
+    ("model.dtype", "float16"): "model.dtype=bfloat16",
+}
+"""What to use instead of a value that a key does not take."""
+
+
+def similar_names(name: str, names: Collection[str]) -> list[str]:
+    """Return up to three of `names` that an unknown one, as `train.lr` or `learning-rate`, may
+    mean."""
+    typed = name.lower().replace("-", "_")
+    section, _, last = typed.rpartition(".")
+    last = SYNONYMS.get(last, last)
+    flat = [each for each in names if each.replace(".", "_") == typed.replace(".", "_")]
+    same = [each for each in names if each.rpartition(".")[2] == last]
+    same.sort(key=lambda each: not each.startswith(f"{section}."))
+    if section and same[:1] and same[0].startswith(f"{section}."):
+        same = same[:1]
+    near = difflib.get_close_matches(typed, names, n=1)
+    by_last = {each.rpartition(".")[2]: each for each in names}
+    near = near or [by_last[each] for each in difflib.get_close_matches(last, by_last, n=1)]
+    return (flat or same or near)[:3]
