@@ -430,6 +430,28 @@ def test_comparison_is_printed_and_written(workers: Workers, tmp_path: Path) -> 
     assert len(workers.asked) == 2
     output = call(tmp_path / "c", "--compare", str(tmp_path / "a"), "eval.temperature=0.5", *words)
     assert "temperature: 0.5 here, 1.0 there" in output
+    (tmp_path / "a" / "settings.json").unlink()
+    output = call(tmp_path / "c", "--compare", str(tmp_path / "a"), "eval.temperature=0.5", *words)
+    assert "sampled is unknown" in output
+
+
+def test_evaluations_with_other_prompts_are_compared_with_a_warning(
+    workers: Workers, tmp_path: Path
+) -> None:
+    """The warning comes before the answers too."""
+    for name, first in (("rows", 0), ("other", 1)):
+        rows = [json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) for n in range(first, first + 6)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    words = ("--dataset", str(tmp_path / "rows.jsonl"), "--reward", "exact_match", *SMALL)
+    call(tmp_path / "a", *words)
+    same_rows = (*words, "data.prompt_template=Add {prompt}")
+    output = call(tmp_path / "b", "--compare", str(tmp_path / "a"), *same_rows)
+    assert "on 6 common problems" in output
+    warning = "data.prompt_template: Add {prompt} here, None there"
+    assert output.index(warning) < output.index("6/6") < output.rindex(warning)
+    words = ("--dataset", str(tmp_path / "other.jsonl"), *same_rows[2:])
+    refused = call(tmp_path / "c", "--compare", str(tmp_path / "a"), *words, code=2)
+    assert "without a common problem" in " ".join(refused.split())
 
 
 # During training.

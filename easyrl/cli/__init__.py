@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from easyrl import __version__
-from easyrl.cli import control, tools
+from easyrl.cli import control, reports, tools
 from easyrl.cli.bench import bench
 from easyrl.cli.common import CommandWithSettings
 from easyrl.cli.eval import evaluate
@@ -49,6 +49,8 @@ app.command(cls=CommandWithSettings)(grpo)
 app.command("eval", cls=CommandWithSettings)(evaluate)
 app.command()(tools.samples)
 app.command()(tools.watch)
+app.command()(reports.report)
+app.command()(reports.plot)
 app.command()(control.status)
 app.command()(control.scale)
 app.command()(tools.doctor)

@@ -22,6 +22,7 @@ from easyrl import __version__, events
 from easyrl.config import Config
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.datasets import (
+    FORM_KEYS,
     identity_of,
     open_prompts,
     problem_ids,
@@ -64,6 +65,9 @@ from easyrl.runtime.supervisor import (
 )
 from easyrl.runtime.workers import Workers
 from easyrl.types import Prompt
+
+PROMPT_KEYS = sorted({*FORM_KEYS, "chat_template_kwargs"} - {"columns"})
+"""Keys of `data` that say what is asked about a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,8 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
         "model_identity": source.identity(),
         "dataset": config.data.shown,
         "dataset_identity": identity_of(list(by_id)),
+        "prompt": {key: getattr(config.data, key) for key in PROMPT_KEYS},
+        "stop": config.rollout.stop,
         "reward_functions": reward_specs(config),
         "reward_weights": reward_weights(config),
         "correct_reward": config.eval.correct_reward,
@@ -156,6 +162,7 @@ def evaluate(
         plan = make_plan(with_absolute_paths(config), base)
         with closing(EvalFolder(plan.config, plan.settings)) as folder:
             answers, num = folder.answers, len(plan.problems)
+            _warn_of_differences(other, plan.settings)
             try:
                 with view.bar:
                     view.start(
@@ -286,5 +293,10 @@ def _compare(folder: EvalFolder, results: Mapping[str, Any], other: Answers, pat
     file = folder.path / "comparison.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in problems), encoding="utf-8")
     show_comparison(figures, name, file)
-    for difference in differing_settings(path, results):
+    _warn_of_differences(path, results)
+
+
+def _warn_of_differences(other: Path | None, settings: Mapping[str, Any]) -> None:
+    """Warn before the evaluation, which may take long, and beside the comparison."""
+    for difference in differing_settings(other, settings) if other is not None else ():
         say(f"warning: not the same evaluation: {difference}")

@@ -88,9 +88,12 @@ def compare(
     """Return the figures of the comparison, and a line for each common problem, those with the
     largest differences first.
 
-    The answers of two evaluations are matched by their problems' ids (`data.datasets.problem_ids`).
-    Problems with missing samples or rewards are left out. Raises ConfigError if none is left.
+    The answers of two evaluations are matched by their problems' ids (`data.datasets.problem_ids`);
+    if all prompts differ, by number, where all answers are the same. Problems with missing samples
+    or rewards are left out. Raises ConfigError if none is left.
     """
+    if not here.keys() & there.keys():
+        here, there = _by_number(here, there)
     scored = []
     for answers in (here, there):
         whole = max(map(len, answers.values()), default=0)
@@ -125,6 +128,14 @@ def compare(
         for number in np.argsort(-np.abs(means[0] - means[1]), kind="stable")
     ]
     return figures, problems
+
+
+def _by_number(here: Answers, there: Answers) -> tuple[Answers, Answers]:
+    """Match problems by their place in the data; none if their answers differ or are unknown."""
+    both = [{str(e[0].get("prompt_index")): e for e in each.values()} for each in (here, there)]
+    answers = [[of_one[k][0].get("answer") for of_one in both] for k in both[0] if k in both[1]]
+    is_same_data = all(first == second and first is not None for first, second in answers)
+    return (both[0], both[1]) if is_same_data else (here, there)
 
 
 def paired(first: Bools, second: Bools) -> dict[str, Any]:

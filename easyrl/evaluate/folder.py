@@ -115,9 +115,13 @@ def read_evaluation(path: Path) -> Answers:
 
 
 def differing_settings(path: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Describe the differences of sampling and rewards between the evaluation at `path` and these
-    settings; empty without its folder."""
+    """Describe the differences of prompts, sampling and rewards between the evaluation at `path`
+    and these settings."""
     file = (path if path.is_dir() else path.parent) / SETTINGS
-    old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    keys = [key for key in old if key not in MAY_DIFFER and old[key] != settings.get(key)]
-    return [f"{key}: {settings.get(key)} here, {old[key]} there" for key in keys]
+    if not file.is_file():
+        return [f"how that one was sampled is unknown: there is no {file}"]
+    old, new = json.loads(file.read_text(encoding="utf-8")), dict(settings)
+    for each in (old, new):  # name the keys that differ
+        each |= {f"data.{key}": value for key, value in each.pop("prompt", {}).items()}
+    keys = [key for key in old if key not in MAY_DIFFER and old[key] != new.get(key)]
+    return [f"{key}: {new.get(key)} here, {old[key]} there" for key in keys]

@@ -14,7 +14,7 @@ from easyrl import events
 from easyrl.evaluate.figures import Answers, accuracy_of
 from easyrl.events import Event
 from easyrl.formatting import counted
-from easyrl.observe.report import with_error
+from easyrl.observe.report import sampling_text, with_error
 from easyrl.observe.text import clock, is_live_terminal, safe, say, say_rich
 
 Named = Mapping[str, Any]  # values by the keys of `eval.json`
@@ -38,7 +38,7 @@ class EvalView:
         self.bar.add_task("", total=total, completed=num_done, figures="")
         say(
             f"evaluation of {about['model']} on {about['dataset']}: {counted(total, 'problem')}, "
-            f"{_sampling(about)}\nfolder {folder}\n{placement}"
+            f"{sampling_text(about)}\nfolder {folder}\n{placement}"
         )
         if num_done:
             say(f"{num_done} of them are already answered")
@@ -83,7 +83,7 @@ def show_results(folder: Path, results: Named) -> None:
         reward = with_error(results["reward"], results["reward_standard_error"])
         means = [f"{name}: {mean:.3f}" for name, mean in results["rewards"].items()]
         table.add_row("mean reward", Text("  ".join([reward, *means])))
-    problems = f"{results['num_problems']}, {_sampling(results)}"
+    problems = f"{results['num_problems']}, {sampling_text(results)}"
     if results["num_skipped"]:
         problems += f"; {results['num_skipped']} more with a failed reward call"
     if results["num_too_long"]:
@@ -117,12 +117,3 @@ def _grid(*headings: str) -> Table:
     for heading in headings:
         table.add_column(Text(heading), overflow="fold")
     return table
-
-
-def _sampling(about: Named) -> str:
-    if about["temperature"] == 0:
-        return "one greedy answer each"
-    text = f"{counted(about['num_samples'], 'sample')} each at temperature {about['temperature']:g}"
-    if about["top_p"] < 1:
-        text += f", top_p {about['top_p']:g}"
-    return text + (f", top_k {about['top_k']}" if about["top_k"] else "")

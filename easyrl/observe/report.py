@@ -67,6 +67,7 @@ class PlainLines:
             case events.Evaluated():
                 accuracy = with_error(event.accuracy, event.standard_error)
                 problems = counted(event.num_prompts, "problem")
+                problems += f", {training_sampling(self._config)}"
                 trained = counted(event.num_iterations, "iteration")
                 say(f"held-out accuracy {accuracy} ({problems}) after {trained}")
             case events.IterationFinished(_, metrics):
@@ -105,6 +106,21 @@ def with_error(value: float | None, error: float | None, sign: str = "") -> str:
     return text if shown(error, "") == "none" else f"{text} ± {error:.3f}"
 
 
+def sampling_text(about: Mapping[str, Any]) -> str:
+    """Describe how an evaluation is sampled, from its settings."""
+    if about["temperature"] == 0:
+        return "one greedy answer each"
+    text = f"{counted(about['num_samples'], 'sample')} each at temperature {about['temperature']:g}"
+    if about["top_p"] < 1:
+        text += f", top_p {about['top_p']:g}"
+    return text + (f", top_k {about['top_k']}" if about["top_k"] else "")
+
+
+def training_sampling(config: Config) -> str:
+    """Describe how held-out problems are sampled during training."""
+    return sampling_text({**dict(config.rollout), "num_samples": 1})
+
+
 def print_end(exit_code: int, message: str) -> None:
     """Print why a run did not finish."""
     if exit_code == 0 or exit_code > 128:  # nothing to do, or stopped by the user
@@ -118,7 +134,7 @@ def end_table(summary: Mapping[str, Any], folder: Path, config: Config) -> Rende
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _rows(summary):
+    for name, value in _rows(summary, config):
         table.add_row(name, value)
     table.add_row("run folder", Text(str(folder)))
     run = quote(str(folder))
@@ -129,7 +145,7 @@ def end_table(summary: Mapping[str, Any], folder: Path, config: Config) -> Rende
     return Group(Text("finished", "bold green"), table, Text("\nnext commands", "dim"), *lines)
 
 
-def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows(summary: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str]]:
     for name, first, last in (
         ("held-out accuracy", "accuracy_before", "accuracy_after"),
         ("reward", "reward_first", "reward_last"),
@@ -137,6 +153,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if summary[last] is not None:
             values = shown(summary[first], ".3f"), shown(summary[last], ".3f")
             yield name, " -> ".join(values)
+    if summary["accuracy_after"] is not None:
+        yield "  sampled", training_sampling(config)
     if (best := summary.get("accuracy_best")) is not None:
         yield "  best", f"{best:.3f} after iteration {summary['iterations_best']}"
     yield (

@@ -58,7 +58,7 @@ def show_samples(
         )
 
     before: Any = None
-    for line, count in islice(_folded(filter(is_wanted, GrowingFile(file).read())), limit):
+    for line, count in islice(folded(filter(is_wanted, GrowingFile(file).read())), limit):
         prompt = _prompt(line)
         say_rich(Text(_title(line) + (f"  x{count}" if count > 1 else ""), style="bold"))
         if prompt != before:
@@ -75,7 +75,7 @@ def _prompt(line: Line) -> tuple[Any, ...]:
     return tuple(line.get(name) for name in PROMPT)
 
 
-def _folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
+def folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
     """Yield each line once, with the number of lines of its prompt that differ in nothing but the
     sample's number."""
     for _, group in groupby(lines, _prompt):
@@ -88,6 +88,10 @@ def _folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
 
 
 def _title(line: Line) -> str:
+    return "  ".join(f"{name} {value}" for name, value in columns_of(line, MAX_VALUE).items())
+
+
+def columns_of(line: Line, max_length: int) -> dict[str, str]:
     """All columns but the texts. Iterations and samples are counted from 1."""
     counted = {name: line[name] + 1 for name in ("iteration", "sample") if name in line}
     shown = {name: value for name, value in {**line, **counted}.items() if name not in TEXTS}
@@ -96,10 +100,9 @@ def _title(line: Line) -> str:
         shown.pop("truncated", None)
     if len(rewards) > 1:
         shown |= {name: value for name, value in rewards.items() if name not in shown}
-    values = {
+    return {
         name: f"{value:.3g}"
         if isinstance(value, float)
-        else shorten(printable(str(value)), MAX_VALUE)
+        else shorten(printable(str(value)), max_length)
         for name, value in shown.items()
     }
-    return "  ".join(f"{name} {value}" for name, value in values.items())

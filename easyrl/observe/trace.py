@@ -19,9 +19,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -63,6 +62,8 @@ LEFT_OUT = (
 """Fields that are null in the file: they are large, or in other files."""
 NAMES = ('"ph": "M"', '"type": "RunStarted"', '"type": "Worker')
 """Parts of the lines without which later ones cannot be read."""
+RESULTS = tuple(f'"type": "{name}"' for name in ("IterationFinished", "Evaluated", "Note"))
+"""Parts of the lines that are kept longer than others."""
 
 
 def encode(value: Any) -> Any:
@@ -185,12 +186,12 @@ class TraceWriter:
 
 def _shorten(path: Path, max_bytes: int) -> None:
     """Shorten the trace to names, RunStarted and the newest lines, `max_bytes` in all. Older
-    iterations and evaluations may take half as much again. Published by one rename."""
+    iterations, evaluations and notes may take half as much again. Published by one rename."""
     kept: list[str] = []
     num_bytes = 0
     for line in reversed(path.read_text(errors="replace").splitlines(keepends=True)):
         is_name = any(text in line for text in NAMES)
-        is_result = '"type": "IterationFinished"' in line or '"type": "Evaluated"' in line
+        is_result = any(text in line for text in RESULTS)
         limit = math.inf if is_name else max_bytes * (1.5 if is_result else 1.0)
         if line.endswith("},\n") and num_bytes + len(line) <= limit:
             kept.append(line)
@@ -287,8 +288,8 @@ class GrowingFile:
 class RunFiles:
     """The events of a run, from its folder."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ValueError if that is no run folder."""
+    def __init__(self, folder: Path, skip: Sequence[bytes] = ()) -> None:
+        """`skip`: parts of lines to leave out. Raises ValueError if that is no run folder."""
         self.folder = folder
         config, trace = folder / "config.yaml", folder / FILE_NAME
         refusal = ValueError(
@@ -298,11 +299,16 @@ class RunFiles:
         if not config.is_file() or not trace.is_file():
             raise refusal
         self.config = load_config(config)
-        self._trace = GrowingFile(trace, partial(json.loads, object_hook=decode))
+        self._skip = skip
+        self._trace = GrowingFile(trace, self._parse)
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
         if not any(isinstance(event, events.RunStarted) for event in self.read()):
             raise refusal
         self._trace.offset = 0  # read it again
+
+    def _parse(self, text: bytes) -> Any:
+        is_left_out = any(part in text for part in self._skip)
+        return None if is_left_out else json.loads(text, object_hook=decode)
 
     def now(self) -> float:
         """The time on the clock of the run's events."""

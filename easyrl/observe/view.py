@@ -426,16 +426,19 @@ def _lane(
     since = (int(until // seconds) - num_slices) * seconds
     lane, busy = [], 0.0
     for work in worker.seconds_by_kind(since, seconds, num_slices):
-        scoring = work.pop("score", 0.0)
         busy += sum(work[kind] for kind in WORKING)
-        work["wait"] += max(0.0, seconds - sum(work.values()))
-        kind = max(work, key=work.__getitem__)
-        if "weights" in work:  # separates iterations, however short it is
-            kind = "weights"
-        elif scoring and kind == "wait":
-            kind = "score"
-        lane.append(LOOKS[kind])
+        lane.append(LOOKS[main_kind(work, seconds)])
     return [*lane, (f" {min(1.0, busy / (num_slices * seconds)):>4.0%}", "bold")]
+
+
+def main_kind(work: Mapping[SpanKind, float], seconds: float) -> SpanKind:
+    """Return what took most of a slice of time, from the seconds of each kind of work in it."""
+    own = {kind: spent for kind, spent in work.items() if kind != "score"}
+    own["wait"] = own.get("wait", 0.0) + max(0.0, seconds - sum(own.values()))
+    kind = max(own, key=own.__getitem__)
+    if "weights" in own:  # separates iterations, however short it is
+        return "weights"
+    return "score" if kind == "wait" and work.get("score") else kind
 
 
 def _rewards(state: ViewState, width: int) -> Text:

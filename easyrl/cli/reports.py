@@ -1,0 +1,78 @@
+"""`easyrl report`, `easyrl plot`: show runs to others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from easyrl.cli.common import command
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="The run folders.")]
+
+
+@command
+def report(
+    folders: Runs,
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="FILE", help="Default: report.html, of one run in RUN."),
+    ] = None,
+    csv: Annotated[
+        bool, Option("--csv", help="The metrics of all iterations as CSV, to FILE or the screen.")
+    ] = False,
+) -> None:
+    """Write one HTML page about runs: curves, timeline, samples, settings. It needs no network."""
+    from easyrl.observe.history import read_histories, write_csv
+    from easyrl.observe.page import write_page
+
+    runs = read_histories(folders)
+    if csv and output is None:
+        write_csv(runs, sys.stdout)
+        return
+    file = output or (folders[0] if len(runs) == 1 else Path()) / "report.html"
+    with _writing(file):
+        if csv:
+            with file.open("w", newline="", encoding="utf-8") as stream:
+                write_csv(runs, stream)
+        else:
+            write_page(runs, file)
+    typer.echo(f"{file} ({file.stat().st_size / 2**20:.1f} MiB)")
+
+
+@command
+def plot(
+    folders: Runs,
+    output: Annotated[
+        Path, Option("--output", "-o", metavar="FILE", help="Ends in .svg, .png or .pdf.")
+    ] = Path("curve.svg"),
+    metric: Annotated[
+        list[str] | None,
+        Option(metavar="NAME", help="As in metrics.jsonl; repeatable. Default: reward, accuracy."),
+    ] = None,
+) -> None:
+    """Draw the curves of runs into one picture."""
+    from easyrl.observe.history import ACCURACY, read_histories
+    from easyrl.observe.plots import write_plot
+
+    runs = read_histories(folders)
+    measured = [ACCURACY] if any(run.series(ACCURACY)[0] for run in runs) else []
+    with _writing(output):
+        write_plot(runs, metric or ["reward", *measured], output)
+    typer.echo(output)
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    """Raise ValueError if the file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--output: expected a file that can be written, got '{file}': {error.strerror}"
+        ) from None

@@ -1,0 +1,183 @@
+"""The history of a run from its folder, for reports and plots.
+
+    config.yaml, metrics.jsonl, summary.json ─┐
+    trace.json: workers, evaluations, notes  ─┼► History ─► page, plots, CSV
+    samples.jsonl                            ─┘
+
+Every file but config.yaml may be missing or lack its end: a run may be going on, or was killed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
+
+from easyrl import events
+from easyrl.config import Config, load_config
+from easyrl.events import Event
+from easyrl.formatting import counted
+from easyrl.observe.samples import SAMPLES, folded
+from easyrl.observe.trace import FILE_NAME, GrowingFile, RunFiles
+from easyrl.observe.view import ViewState
+from easyrl.runtime.metrics import BUSY, overlap
+from easyrl.runtime.run_folder import is_locked
+from easyrl.runtime.supervisor import SIGNALLED
+
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+ACCURACY, ERROR, OVERLAP = "eval/accuracy", "eval/standard_error", "overlap"
+UNUSED = (b'"ph": "X"', b'"ph": "C"', b'"type": "GroupScored"', b'"type": "PromptEvaluated"')
+"""Parts of most lines of a trace, which a history does not need."""
+SAMPLED_ITERATIONS = 10
+"""Samples are from this many of the newest iterations that have any."""
+Line = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class History:
+    """One run."""
+
+    folder: Path
+    config: Config
+    name: str = ""  # differs from the names of the other runs
+    lines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Number of iterations trained -> metrics. The accuracy before training is at 0, alone."""
+    summary: Mapping[str, Any] = field(default_factory=dict)  # empty until the run has finished
+    state: ViewState = field(default_factory=ViewState)  # of the newest command
+    starts: dict[int, float] = field(default_factory=dict)
+    """Iteration, from 0 -> its start, in the newest command."""
+    messages: Counter[str] = field(default_factory=Counter)  # notes and warnings -> how often
+    status: str = ""
+
+    @property
+    def num_done(self) -> int:
+        """Finished iterations."""
+        return max((n for n, line in self.lines.items() if "reward" in line), default=0)
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Return the iterations that have the metric, from 1, and its values."""
+        values = {n: line.get(key) for n, line in self.lines.items()}
+        found = {n: v for n, v in values.items() if isinstance(v, (int, float))}
+        return list(found), list(map(float, found.values()))
+
+    def _apply(self, event: Event) -> None:
+        is_resumed = self.state.run is not None
+        self.state.apply(event)
+        match event:
+            case events.RunStarted(num_iterations=done, accuracies=accuracies):
+                if is_resumed:
+                    self.messages[f"resumed after {counted(done, 'iteration')}"] += 1
+                self.starts.clear()
+                for number in [number for number in self.lines if number > done]:
+                    del self.lines[number]
+                for number, accuracy in accuracies:
+                    self.lines.setdefault(number, {ACCURACY: accuracy})
+            case events.Evaluated(_, accuracy, _, error, number):
+                self.lines[number] = {ACCURACY: accuracy, ERROR: error}
+            case events.IterationStarted(time, iteration):
+                self.starts[iteration] = time
+            case events.Note(text) | events.NoEvents(warning=text) if text:
+                self.messages[text] += 1
+            case events.RunEnded(exit_code, message) if message:
+                self.messages[f"ended with exit code {exit_code}: {message}"] += 1
+
+
+def read_history(folder: Path) -> History:
+    """Read the folder of a run. Raises ValueError if it is none."""
+    file = folder / "config.yaml"
+    if not file.is_file() or not any((folder / name).is_file() for name in (METRICS, FILE_NAME)):
+        raise ValueError(
+            f"'{folder}': expected the folder of a run of `easyrl grpo` (runs/<time>-<task>), with "
+            f"config.yaml and {METRICS} or {FILE_NAME}"
+        )
+    found: Iterable[Event] = ()
+    try:
+        files = RunFiles(folder, skip=UNUSED)
+        config, found = files.config, files.read()
+    except ValueError:  # no trace, or one of an older version
+        config = load_config(file)
+    run = History(folder, config)
+    for event in found:
+        run._apply(event)
+    if (folder / METRICS).is_file():  # has every iteration; a long trace has lost the oldest ones
+        for line in GrowingFile(folder / METRICS).read():
+            number = line["iteration"] + 1
+            run.lines[number] = {**run.lines.get(number, {}), **line, "iteration": number}
+            run.lines[number][OVERLAP] = overlap_of([line])
+    if (folder / SUMMARY).is_file():
+        run.summary = json.loads((folder / SUMMARY).read_text())
+        for number, key in ((0, "accuracy_before"), (run.num_done, "accuracy_after")):
+            if (accuracy := run.summary.get(key)) is not None:
+                run.lines.setdefault(number, {}).setdefault(ACCURACY, accuracy)
+    run.lines = {number: {"iteration": number, **run.lines[number]} for number in sorted(run.lines)}
+    run.status = _status(run)
+    return run
+
+
+def overlap_of(lines: Collection[Line]) -> float:
+    """Return the overlap of generating and training in these iterations together."""
+
+    def total(name: str) -> float:
+        return sum(line.get(f"perf/{name}") or 0.0 for line in lines)
+
+    return overlap(**{name: total(name) for name in BUSY}, wall_seconds=total("iteration_seconds"))
+
+
+def _status(run: History) -> str:
+    end, done = run.state.ended, f"{run.num_done} of {run.config.train.iterations} iterations"
+    if run.summary:
+        return f"finished, {done}"
+    if is_locked(run.folder):
+        return f"still running, {done} so far"
+    if end is None:
+        return f"killed after {done}: its process is gone"
+    how = "stopped" if end.exit_code > SIGNALLED else "failed" if end.exit_code else "ended"
+    return f"{how} after {done}"
+
+
+def read_histories(folders: Sequence[Path]) -> list[History]:
+    """Read several runs, and name them. Raises ValueError for a folder that is no run."""
+    runs = [read_history(folder) for folder in dict.fromkeys(folders)]
+    short = Counter(run.folder.absolute().name for run in runs)
+    for run in runs:
+        name = run.folder.absolute().name
+        run.name = name if short[name] == 1 else str(run.folder)
+    return runs
+
+
+def worst_to_best(run: History, limit: int) -> list[tuple[Line, int]]:
+    """Return at most `limit` samples of the newest iterations, evenly from the lowest to the
+    highest reward, each with the number of equal ones."""
+    file = run.folder / SAMPLES
+    newest: dict[int, list[Line]] = {}
+    for line in GrowingFile(file).read() if file.is_file() else ():
+        newest.setdefault(line["iteration"], []).append(line)
+        if len(newest) > SAMPLED_ITERATIONS:
+            del newest[min(newest)]
+    samples = list(folded(chain.from_iterable(newest.values())))
+    samples.sort(key=lambda each: -math.inf if each[0]["reward"] is None else each[0]["reward"])
+    chosen = {round(n * (len(samples) - 1) / max(1, limit - 1)) for n in range(limit)}
+    return [sample for number, sample in enumerate(samples) if number in chosen]
+
+
+def reward_functions(runs: Iterable[History]) -> list[str]:
+    """Names of the metrics of single reward functions."""
+    keys = dict.fromkeys(key for run in runs for line in run.lines.values() for key in line)
+    return [key for key in keys if re.fullmatch(r"rewards/.+/mean", key)]
+
+
+def write_csv(runs: Sequence[History], file: TextIO) -> None:
+    """Write a row for each run and iteration, with all metrics. Iterations count from 1; row 0 has
+    the accuracy before training."""
+    lines = [{"run": run.name, **line} for run in runs for line in run.lines.values()]
+    columns = dict.fromkeys(key for line in lines for key in line)
+    writer = csv.DictWriter(file, list(columns), restval="")
+    writer.writeheader()
+    writer.writerows(lines)
