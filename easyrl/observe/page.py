@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -166,15 +166,14 @@ def _messages(run: History) -> list[str]:
     if restarts := run.summary.get("worker_restarts"):
         found.append(f"{counted(restarts, 'rollout worker')} replaced")
     if (file := run.folder / "reward_errors.jsonl").is_file():
-        found += [f"first failed reward call: {line['error']}" for line in _first(file)]
+        found += [
+            f"first failed reward call: {line['error']}"
+            for line in islice(GrowingFile(file).read(), 1)
+        ]
     notes = [f"{text} (×{count})" if count > 1 else text for text, count in run.messages.items()]
     if len(notes) > MAX_MESSAGES:
         found.append(f"{len(notes) - MAX_MESSAGES} older notes are in {run.folder / 'logs'}")
     return [safe(text, MAX_TEXT) for text in found + notes[-MAX_MESSAGES:]]
-
-
-def _first(file: Path) -> Iterator[Line]:
-    return islice(GrowingFile(file).read(), 1)
 
 
 def _settings(configs: Sequence[Config]) -> list[tuple[str, str, list[str]]]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from easyrl.events import WORKING, SpanKind
 from easyrl.observe.history import ACCURACY, ERROR, OVERLAP, History, reward_functions
-from easyrl.observe.view import WorkerState, main_kind
+from easyrl.observe.view import main_kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +57,7 @@ KIND_COLOURS = {
 }
 NUM_SLICES = 600  # of the timeline
 ITERATIONS_SHOWN = 3  # in the timeline
-MAX_LANES = 16
+MAX_LANES = 8  # of each group of workers
 FORMATS = (".svg", ".png", ".pdf")
 
 
@@ -137,14 +137,14 @@ def _draw(axes: Axes, runs: Sequence[History], panel: Panel) -> None:
             axes.errorbar(x, y, errors, color=colour, linestyle=style, marker="o", markersize=3,
                           capsize=2, elinewidth=1, linewidth=1.5)  # fmt: skip
             continue
-        (x, middle), low, high = _thin(x, y), y, y
+        low = high = y
         if panel.band and len(runs) == 1:
             low, high = (np.array(run.series(key)[1]) for key in panel.band)
-        low, high = _thin(low, low, np.min)[1], _thin(high, high, np.max)[1]
+        x, y, low, high = _thin(x, np.mean), _thin(y, np.mean), _thin(low, min), _thin(high, max)
         if len(low) == len(high) == len(x) and (low < high).any():
             axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
         marker = "." if len(x) < 30 else ""
-        axes.plot(x, middle, color=colour, linestyle=style, linewidth=1.5, marker=marker)
+        axes.plot(x, y, color=colour, linestyle=style, linewidth=1.5, marker=marker)
     axes.set_xlabel("iteration")
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
     if panel.is_log and axes.dataLim.ymax > 0:
@@ -155,12 +155,10 @@ def _draw(axes: Axes, runs: Sequence[History], panel: Panel) -> None:
         axes.yaxis.set_major_formatter("{x:.0%}")
 
 
-def _thin(x: Any, y: Any, function: Any = np.mean) -> tuple[Any, Any]:
-    """Join neighbours, so that at most MAX_POINTS are left: by their mean, or by a function."""
-    num = -(-len(x) // MAX_POINTS)
-    edges = range(0, len(x), max(1, num))
-    parts = [slice(a, a + num) for a in edges]
-    return np.array([x[part].mean() for part in parts]), np.array([function(y[p]) for p in parts])
+def _thin(values: Any, function: Any) -> Any:
+    """Join neighbours by a function of them, so that at most MAX_POINTS are left."""
+    parts = np.array_split(values, max(1, min(MAX_POINTS, len(values))))
+    return np.array([function(part) for part in parts if len(part)])
 
 
 # -- the timeline ---------------------------------------------------------------------------------
@@ -175,6 +173,7 @@ def draw_timeline(run: History) -> Figure | None:
     from matplotlib.figure import Figure
 
     workers = list(run.state.workers.values())
+    # Of a worker with many spans the oldest ones are lost.
     full = [w.spans[0].started for w in workers if len(w.spans) == w.spans.maxlen]
     known = [n for n, started in run.starts.items() if started >= max(full, default=-math.inf)]
     shown = sorted(known)[-ITERATIONS_SHOWN:]
@@ -190,7 +189,11 @@ def draw_timeline(run: History) -> Figure | None:
         ]
         for worker in workers
     }
-    lanes = _shown(workers)
+    lanes = [
+        worker
+        for role in ("rollout", "train")
+        for worker in [each for each in workers if each.name.startswith(role)][:MAX_LANES]
+    ]
     with rc_context({**STYLE, "axes.grid": False}):
         figure = Figure(figsize=(8.6, 0.75 + 0.3 * (len(lanes) + 1)), layout="constrained")
         axes = figure.add_subplot()
@@ -209,14 +212,6 @@ def draw_timeline(run: History) -> Figure | None:
             axes.annotate(f" iteration {iteration + 1}", (x, 1.0), va="bottom", color="#555555",
                           xycoords=("data", "axes fraction"))  # fmt: skip
     return figure
-
-
-def _shown(workers: Sequence[WorkerState]) -> Sequence[WorkerState]:
-    """At most MAX_LANES workers, of each group the first ones."""
-    rollout = [worker for worker in workers if worker.name.startswith("rollout")]
-    train = [worker for worker in workers if worker not in rollout]
-    train = train[: max(MAX_LANES // 2, MAX_LANES - len(rollout))]
-    return rollout[: MAX_LANES - len(train)] + train
 
 
 def _together(kinds: Mapping[str, Sequence[SpanKind]]) -> list[str]:
