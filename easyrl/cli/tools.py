@@ -45,9 +45,27 @@ def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run: its newest one.")
     ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="The folder to write.")
+    ] = None,
+    push: Annotated[
+        str | None,
+        Option(
+            metavar="OWNER/NAME", help="Publish it, with a model card, on the Hugging Face hub."
+        ),
+    ] = None,
+    private: Annotated[
+        bool, Option("--private", help="With --push: in a new repository that only you see.")
+    ] = False,
 ) -> None:
-    """Write a checkpoint as a model that transformers and vLLM load."""
+    """Write a checkpoint as a model that transformers and vLLM load, or publish it."""
+    if push is not None:
+        from easyrl.observe.model_card import publish
+
+        typer.echo(publish(checkpoint, folder, push, is_private=private))
+        return
+    if folder is None or private:
+        raise ValueError("expected DIR, or --push OWNER/NAME" + " with --private" * private)
     from easyrl.model.export import export_checkpoint
 
     typer.echo(export_checkpoint(checkpoint, folder))
