@@ -196,8 +196,13 @@ def test_mistakes_are_user_errors(run: Path, tmp_path: Path) -> None:
     evaluation.mkdir()
     for name in ("config.yaml", "settings.json", "samples.jsonl"):
         (evaluation / name).write_text("")
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "config.yaml").write_text("")
+    (foreign / "metrics.jsonl").write_text('{"step": 1}\n')
     for words, text in {
         ("report", tmp_path / "nothing"): "nothing",
+        ("report", foreign): "metrics.jsonl",
         ("report", tmp_path / "empty"): "config.yaml",
         ("report", run, evaluation): "evaluation",
         ("report", run, "-o", tmp_path): "--output",

@@ -108,6 +108,10 @@ def read_history(folder: Path) -> History:
         run._apply(event)
     if (folder / METRICS).is_file():  # has every iteration; a long trace has lost the oldest ones
         for line in GrowingFile(folder / METRICS).read():
+            if not isinstance(line, dict) or "iteration" not in line:
+                raise ValueError(
+                    f"{folder / METRICS}: expected metrics of `easyrl grpo`, got others"
+                )
             number = line["iteration"] + 1
             run.lines[number] = {**run.lines.get(number, {}), **line, "iteration": number}
             run.lines[number][OVERLAP] = overlap_of([line])
