@@ -54,15 +54,8 @@ process if another member is lost."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Also set for deterministic runs."""
 
-KNOWN_GIB: dict[str, float] = {
-    "a100": 79,
-    "h100": 79,
-    "h200": 139,
-    "b200": 178,
-    "l4": 22,
-    "l40s": 44,
-}
-KNOWN_GIB |= {"t4": 14, "3090": 23.5, "4090": 23.5, "5090": 31, "910b": 60}
+KNOWN_GIB = {"a100": 79.0, "h100": 79.0, "h200": 139.0, "b200": 178.0, "l4": 22.0, "l40s": 44.0}
+KNOWN_GIB |= {"t4": 14.0, "3090": 23.5, "4090": 23.5, "5090": 31.0, "910b": 60.0}
 """Memory in GiB that torch finds on products, rounded down."""
 ASCEND_PRODUCTS = ("910b",)
 

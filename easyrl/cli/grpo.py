@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NOTHING_FITS = (
     "nothing that was tried fits: more train devices, smaller micro-batches, bfloat16, activation "
     "checkpointing, offloading, fewer groups in flight; use more or larger devices, a smaller "
-    "model, shorter sequences or LoRA (model.lora.rank)"
+    "model or shorter sequences"
 )
 
 
@@ -132,7 +132,7 @@ def _print_plan(
     except ValueError as error:
         raise ValueError(f"--assume: {error}") from None
     resolved = with_absolute_paths(config, is_resumed=resume is not None)
-    plan = make_plan(resolved, assumed)
+    plan = make_plan(resolved, assumed, is_resumed=resume is not None)
     settings = to_commented_yaml(resolved, only_changes=not full)
     heading = "Settings that differ" if settings else "No setting differs"
     typer.echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
@@ -145,7 +145,8 @@ def _print_plan(
         command = shlex.join(["easyrl", "grpo", *start, *words])
         lines += ["", "a command that fits, by the same estimate:", command]
     elif plan.is_tight and assumed is not None:
-        lines += ["", NOTHING_FITS]
+        is_lora = config.model.lora.rank is not None
+        lines += ["", NOTHING_FITS + ("" if is_lora else ", or LoRA (model.lora.rank)")]
     for line in lines:  # comments: the whole output is a config file
         typer.echo(f"# {line}".rstrip())
     return 0 if plan.would_start else USER_ERROR

@@ -167,6 +167,11 @@ def _is_begun(folder: Path) -> bool:
     return "config.yaml" in names or names <= {"logs", UNFINISHED_CONFIG}
 
 
+def may_change(name: str) -> bool:
+    """Return whether a setting may differ from the run's on resuming."""
+    return any(fnmatch(name, pattern) for pattern in MAY_CHANGE)
+
+
 def _check_settings(config: Config, state: SavedState, path: Path) -> None:
     """Raise ConfigError if a setting that decides what is trained has changed."""
     before = {name: dict(keys) for name, keys in state.config.items()}
@@ -176,8 +181,7 @@ def _check_settings(config: Config, state: SavedState, path: Path) -> None:
         f"{json.dumps(value)}"
         for section, keys in config.model_dump(mode="json").items()
         for key, value in keys.items()
-        if before.get(section, {}).get(key, value) != value
-        and not any(fnmatch(f"{section}.{key}", pattern) for pattern in MAY_CHANGE)
+        if before.get(section, {}).get(key, value) != value and not may_change(f"{section}.{key}")
     ]
     if problems:
         raise ConfigError(
