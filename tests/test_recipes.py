@@ -43,7 +43,9 @@ def _user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "easyrl.rewards.sandbox.find_variant", lambda kind: kind
     )  # the machine's matter
     (tmp_path / "data.jsonl").write_text('{"prompt": "What is 17+58?", "answer": "75"}\n')
-    (tmp_path / "my_rewards.py").write_text("def score(completions, answer, **columns): ...\n")
+    (tmp_path / "my_rewards.py").write_text(
+        "def score(completions, answer, **columns):\n    return [0.0 for _ in completions]\n"
+    )
     row = {"question": "Write add(a, b).", "tests": ["assert add(1, 2) == 3"]}
     (tmp_path / "problems.jsonl").write_text(json.dumps(row) + "\n")
 
