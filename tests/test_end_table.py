@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ from easyrl.runtime.metrics import summarize
 from easyrl.runtime.resume import SavedState
 
 SUMMARY = {
+    "iterations": 60,
+    "iteration_seconds": 50.0,
+    "infer_seconds": 40.0,
+    "train_seconds": 35.0,
     "accuracy_before": 0.5,
     "accuracy_after": 0.5,
     "reward_first": 0.5,
@@ -32,12 +37,18 @@ SUMMARY = {
 }
 
 
+CPUS = {"rollout-0": "cpu", "train-0": "cpu"}
 Capture = pytest.CaptureFixture[str]
 
 
-def show(capsys: Capture, *words: str, folder: str = "run", **more: object) -> str:
-    """The table's text, without line breaks inside of a row."""
-    say_rich(end_table({**SUMMARY, **more}, Path(folder), load_config(words=words)))
+def show(
+    capsys: Capture,
+    *words: str,
+    folder: str = "run",
+    devices: Mapping[str, str] = CPUS,
+    **more: object,
+) -> str:
+    say_rich(end_table({**SUMMARY, **more}, Path(folder), load_config(words=words), devices))
     return capsys.readouterr().out
 
 
@@ -50,10 +61,59 @@ def test_commands_can_be_pasted_whatever_the_folder_is_called(capsys: Capture, n
 
 def test_shows_figures_and_what_went_wrong(capsys: Capture) -> None:
     shown = " ".join(show(capsys, groups_not_replaced=7, accuracy_after=None).split())
-    for text in ("reward 0.500 -> 0.750", "1,234,567 tokens", "960 trained, 0 off-policy"):
+    for text in ("reward 0.500 -> 0.750", "1,234,567 tokens", "960 groups, 0 off-policy"):
         assert text in shown
+    assert "24,691 in iterations (1,000 per device), 20,074 with start-up" in shown
+    assert "means of the first and last 5 iterations" in shown
+    assert "(first and last iteration)" in show(capsys, iterations=9)
     assert "2 updates dropped" in shown and "7 groups without advantages" in shown
     assert "accuracy" not in shown and "none -> 0.500" in show(capsys, accuracy_before=None)
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+GPUS = {f"rollout-{n}": f"cuda:{n}" for n in range(4)}
+GPUS |= {f"train-{n}": f"cuda:{n}" for n in range(4, 8)}
+PAIRS = {"rollout-0": "cuda:0,1", "train-0": "cuda:2", "train-1": "cuda:3", "train-2": "cuda:4"}
+CPU_WORKERS = {"rollout-0": "cpu", "train-0": "cpu", "train-1": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("devices", "infer", "train", "words"),
+    [
+        (GPUS, 47.0, 20.0, "--infer-devices 0-4 --train-devices 5-7"),
+        (GPUS, 15.0, 45.0, "--infer-devices 0-1 --train-devices 2-7"),
+        (PAIRS, 49.0, 5.0, "--infer-devices 0-3 --train-devices 4"),
+        (CPU_WORKERS, 48.0, 15.0, "--infer-devices cpu:2 --train-devices cpu:1"),
+        (CPUS, 48.0, 15.0, ""),  # no other split
+        (GPUS, 40.0, 35.0, None),  # balanced
+        ({"rollout-0": "cuda:0", "train-0": "cuda:0"}, 40.0, 10.0, None),  # one for both
+    ],
+)
+def test_unbalanced_sides_get_a_better_split_of_the_devices(
+    capsys: Capture, devices: Mapping[str, str], infer: float, train: float, words: str | None
+) -> None:
+    shown = one_line(show(capsys, devices=devices, infer_seconds=infer, train_seconds=train))
+    assert ("balance" in shown) == (words is not None)
+    assert ("--infer-devices" in shown) == bool(words) and (words or "") in shown
+
+
+def test_low_overlap_is_explained(capsys: Capture) -> None:
+    for words, cause in (((), "train.prompts_per_iteration"), (("runtime.schedule=sync",), "sync")):
+        assert cause in one_line(show(capsys, *words, overlap=0.2))
+        assert cause not in one_line(show(capsys, *words, overlap=0.8))
+    assert "prompts_per" not in show(capsys, overlap=0.2, train_seconds=1.0)  # it costs little
+
+
+def test_ends_of_short_runs_are_single_iterations() -> None:
+    for number, (first, last) in {9: (0.0, 8.0), 10: (2.0, 7.0)}.items():
+        config = load_config(words=[f"train.iterations={number}"])
+        timing = {"perf/iteration_seconds": 2.0, "sampling/sampling_logp_difference/max": None}
+        lines = [{"reward": float(n), **timing} for n in range(number)]
+        summary = summarize(lines, config, SavedState(1, 1), num_devices=2)
+        assert (summary["reward_first"], summary["reward_last"]) == (first, last)
 
 
 def test_gap_is_the_largest_one_that_was_compared(capsys: Capture) -> None:

@@ -95,6 +95,27 @@ def test_shows_a_completion_of_each_of_the_newest_groups() -> None:
     assert "step 1" in shown and "step 98" in shown and "completion" not in shown
 
 
+def test_shows_all_evaluations_and_the_figures_of_the_newest_iteration() -> None:
+    measured = [
+        events.Evaluated(119.0, number / 100, 10, 0.1, num_iterations=number)
+        for number in range(1, 100)
+    ]
+    line = {**METRICS, "iteration": 1, "entropy": 0.25, "completions/clipped_ratio": 0.125}
+    line |= {"frac_reward_zero_std": 0.5, "rewards/right/mean": 0.75, "rewards/right/std": 0.1}
+    line |= {f"rewards/other-{n}/mean": 0.5 for n in range(5)}
+    state = state_after(*measured, events.IterationFinished(128.0, line))
+    for width in (60, 80, 120):
+        shown = picture(state, width=width)
+        (row,) = (row for row in shown.splitlines() if "held-out accuracy" in row)
+        assert "0.125 ▁" in row and "█ 0.990" in row
+        for text in ("length 9.0  entropy 0.250  cut off 12%  no spread 50%", "right 0.750"):
+            assert text in shown
+        assert all(f"other-{n} 0.500" in shown for n in range(5)) and "KL" not in shown
+    assert "KL 0.0100" in picture(
+        state_after(events.IterationFinished(128.0, {**line, "kl": 0.01}))
+    )
+
+
 def test_shows_what_each_worker_did_and_does() -> None:
     state = state_after(
         active("rollout-0", under_way=UnderWay("score", 121.0)),
@@ -239,6 +260,7 @@ def test_terminal_is_restored_after_a_finished_run(tmp_path: Path) -> None:
     terminal = Terminal(sys.executable, str(tmp_path / "noisy.py"), *words)
     assert terminal.end() == 0
     after = after_the_view(terminal.output)
+    assert after.strip().count("\n") < 23  # with the shell's line on a screen of 24
     assert "finished after 2/2 iterations" in after and "next commands" in after
     log = (folder / "logs" / "controller.log").read_text()
     for text in ("from Python", "from C"):

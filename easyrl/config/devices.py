@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -55,6 +55,17 @@ def parse_device_set(text: str) -> DeviceSet:
             )
         indices += part_indices
     return DeviceSet("accelerator", tuple(sorted(indices)))
+
+
+def range_words(indices: Sequence[int]) -> str:
+    """`0-3,6`, which `parse_device_set` reads."""
+    ranges: list[list[int]] = []
+    for index in indices:
+        if ranges and index == ranges[-1][-1] + 1:
+            ranges[-1].append(index)
+        else:
+            ranges.append([index])
+    return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges)
 
 
 def _check(text: str | None) -> str | None:

@@ -6,7 +6,7 @@ Used without a terminal and with --no-live; the table also follows the live view
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -17,10 +17,12 @@ from rich.text import Text
 
 from easyrl import events
 from easyrl.config import Config
+from easyrl.config.devices import range_words
 from easyrl.events import Event, FromWorker
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import CHECKPOINTS
 from easyrl.observe.text import safe, say, say_rich, shown
+from easyrl.runtime.metrics import LAST_ITERATIONS
 
 PROBLEMS = {
     "reward_errors": ("reward call", "failed"),
@@ -29,6 +31,13 @@ PROBLEMS = {
     "num_updates_not_finite": ("update", "dropped, not finite (lower train.learning_rate)"),
 }
 """Metrics that count problems: name -> (what is counted, what happened to it)."""
+
+
+LOW_OVERLAP, SMALL_SHARE, IMBALANCE = 0.5, 0.1, 0.25
+"""Below this overlap the table says why, unless generating or training takes less than SMALL_SHARE
+of the time. If the two sides' busy shares differ by more than IMBALANCE, both are shown."""
+WORTHWHILE = 0.9
+"""Another split of the devices is suggested if the longer side takes at most this share there."""
 
 
 def problems_in(counts: Mapping[str, Any]) -> list[str]:
@@ -45,12 +54,14 @@ class PlainLines:
     def __init__(self) -> None:
         self._folder, self._config = Path(), Config()
         self._started = 0.0
+        self._devices: Mapping[str, str] = {}
         self._shown: set[str] = set()
 
     def __call__(self, event: Event) -> None:
         match event:
             case events.RunStarted(started, folder, config):
                 self._started, self._folder, self._config = started, folder, config
+                self._devices = event.devices
                 say(f"run folder {folder}\n{event.description}")
             case FromWorker(_, time, events.Starting(what)):
                 self._say_once(what, f"{what} (after {time - self._started:.1f} s)")
@@ -75,7 +86,7 @@ class PlainLines:
             case events.Note(text) | events.NoEvents(_, text) if text:
                 say(safe(text))
             case events.RunFinished(_, summary):
-                say_rich(end_table(summary, self._folder, self._config))
+                say_rich(end_table(summary, self._folder, self._config, self._devices))
             case events.RunEnded(exit_code, message) if message:
                 print_end(exit_code, message)
 
@@ -129,12 +140,15 @@ def print_end(exit_code: int, message: str) -> None:
         say(f"easyrl: {safe(message)}", sys.stderr)
 
 
-def end_table(summary: Mapping[str, Any], folder: Path, config: Config) -> RenderableType:
-    """Return what a finished run reached, at what speed, and the next commands."""
+def end_table(
+    summary: Mapping[str, Any], folder: Path, config: Config, devices: Mapping[str, str]
+) -> RenderableType:
+    """Return what a finished run reached, at what speed, and the next commands. `devices`: by
+    worker."""
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _rows(summary, config):
+    for name, value in _rows(summary, config, devices):
         table.add_row(name, value)
     table.add_row("run folder", Text(str(folder)))
     run = quote(str(folder))
@@ -142,33 +156,34 @@ def end_table(summary: Mapping[str, Any], folder: Path, config: Config) -> Rende
     if config.train.keep_checkpoints:
         commands.append(f"easyrl grpo --resume {run} --iterations {2 * config.train.iterations}")
     lines = [Text(f"  {each}", no_wrap=True, overflow="ignore") for each in commands]
-    return Group(Text("finished", "bold green"), table, Text("\nnext commands", "dim"), *lines)
+    return Group(Text("finished", "bold green"), table, Text("next commands", "dim"), *lines)
 
 
-def _rows(summary: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str]]:
-    for name, first, last in (
-        ("held-out accuracy", "accuracy_before", "accuracy_after"),
-        ("reward", "reward_first", "reward_last"),
-    ):
-        if summary[last] is not None:
-            values = shown(summary[first], ".3f"), shown(summary[last], ".3f")
-            yield name, " -> ".join(values)
+def _rows(
+    summary: Mapping[str, Any], config: Config, devices: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     if summary["accuracy_after"] is not None:
-        yield "  sampled", training_sampling(config)
-    if (best := summary.get("accuracy_best")) is not None:
-        yield "  best", f"{best:.3f} after iteration {summary['iterations_best']}"
+        values = [shown(summary[f"accuracy_{when}"], ".3f") for when in ("before", "after")]
+        yield "held-out accuracy", f"{' -> '.join(values)} ({training_sampling(config)})"
+        best = summary.get("accuracy_best")
+        if best is not None and best > summary["accuracy_after"]:
+            yield "  best", f"{best:.3f} after iteration {summary['iterations_best']}"
+    if summary["reward_last"] is not None:
+        values = [shown(summary[f"reward_{when}"], ".3f") for when in ("first", "last")]
+        is_mean = summary["iterations"] >= 2 * LAST_ITERATIONS
+        each = f"means of the first and last {LAST_ITERATIONS} iterations"
+        yield "reward", f"{' -> '.join(values)} ({each if is_mean else 'first and last iteration'})"
     yield (
         "trained",
-        (
-            f"{summary['completion_tokens']:,} tokens in {summary['wall_seconds']:.1f} s, "
-            f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device"
-        ),
+        f"{summary['groups_trained']} groups, {summary['groups_off_policy']} off-policy; "
+        f"{summary['completion_tokens']:,} tokens in {summary['wall_seconds']:.1f} s",
     )
-    yield "overlap", f"{summary['overlap']:.0%} of the shorter of generating and training"
-    yield (
-        "groups",
-        f"{summary['groups_trained']} trained, {summary['groups_off_policy']} off-policy",
-    )
+    if (seconds := summary.get("iteration_seconds", 0.0)) > 0:
+        tokens, per_device = summary["completion_tokens"], summary["tokens_per_second_per_device"]
+        whole = tokens / summary["wall_seconds"]
+        text = f"{tokens / seconds:,.0f} in iterations ({per_device:,.0f} per device)"
+        yield "tokens/s", f"{text}, {whole:,.0f} with start-up"
+        yield from _balance(summary, config, devices)
     if (updates := summary["updates_per_iteration"]) > 1:
         yield "updates", f"{updates} per iteration: only the first is strictly on-policy"
     for problem in problems_in(
@@ -179,6 +194,62 @@ def _rows(summary: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str
     if gap != "none":  # else no group had a gradient
         yield "engine and trainer", f"log-probabilities differ by at most {gap}"
     yield "weights", f"sha256 {summary['weights_sha256'][:16]}"
+
+
+def _balance(
+    summary: Mapping[str, Any], config: Config, devices: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """The overlap, and why it is low; and how busy each side was, if they differ much."""
+    seconds = summary["iteration_seconds"]
+    infer, train = summary["infer_seconds"] / seconds, summary["train_seconds"] / seconds
+    engines = [name for worker, name in devices.items() if worker.startswith("rollout")]
+    trainers = [name for worker, name in devices.items() if worker.startswith("train")]
+    is_shared = engines == trainers and "cpu" not in "".join(engines)
+    both = ("generating", "training") if infer < train else ("training", "generating")
+    text = f"{summary['overlap']:.0%} of {both[0]} ran while {both[1]}"
+    if summary["overlap"] >= LOW_OVERLAP or min(infer, train) < SMALL_SHARE:
+        pass
+    elif config.runtime.schedule == "sync":
+        text += "; runtime.schedule=sync has none"
+    elif is_shared:
+        text += "; one device does both"
+    else:
+        text += "; a higher train.prompts_per_iteration raises it"
+    yield "overlap", text
+    if engines and trainers and not is_shared and abs(infer - train) > IMBALANCE:
+        words = _better_split(infer, train, engines, trainers, config)
+        yield "balance", f"rollout workers busy {infer:.0%}, trainer {train:.0%}{words}"
+
+
+def _better_split(
+    infer: float, train: float, engines: Sequence[str], trainers: Sequence[str], config: Config
+) -> str:
+    """Words that share the same devices better, if generating and training take as long on any of
+    them; empty if there are none."""
+    size = engines[0].count(",") + 1  # devices of one engine
+    total = size * len(engines) + len(trainers)
+    most = config.train.prompts_per_iteration // config.train.updates_per_iteration
+    options = {
+        max(infer * len(engines) / number, train * len(trainers) / (total - number * size)): number
+        for number in range(1, min(total, config.train.prompts_per_iteration + 1))
+        if 0 < total - number * size <= most
+    }
+    best = min(options, default=1.0)
+    if best > WORTHWHILE * max(infer, train):
+        return ""
+    split = options[best] * size
+    counts = split, total - split
+    names = [*engines, *trainers]
+    if all("cpu" in name for name in names):
+        words = [f"cpu:{count}" for count in counts]
+    else:
+        numbers = ",".join(name.rpartition(":")[2] for name in names).split(",")
+        indices = sorted(int(number) for number in numbers)
+        words = [range_words(indices[:split]), range_words(indices[split:])]
+    if str(config.devices.infer).startswith("ray:"):
+        cpu = "cpu:" if "cpu" in names[0] else ""
+        words = [f"ray:{cpu}{count}" for count in counts]
+    return f": try --infer-devices {words[0]} --train-devices {words[1]}"
 
 
 def status_table(status: Mapping[str, Any]) -> RenderableType:

@@ -30,6 +30,7 @@ from rich.layout import Layout
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -37,7 +38,7 @@ from easyrl import events
 from easyrl.config import TrainConfig
 from easyrl.config.devices import count_devices
 from easyrl.events import WORKING, Activity, Event, FromWorker, Span, SpanKind, UnderWay
-from easyrl.formatting import counted
+from easyrl.formatting import counted, shorten
 from easyrl.observe.report import PROBLEMS, end_table, print_end, problems_in
 from easyrl.observe.text import clock, printable, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
@@ -45,6 +46,15 @@ from easyrl.runtime.metrics import overlap
 REFRESHES_PER_SECOND = 2
 LAG_SECONDS = 0.4  # workers report a few times a second: what they did is known after this long
 LAST_PICTURE_LINES = 22
+LEAST_PICTURE_LINES, LEAST_SCREEN_LINES = 5, 24
+FIGURES = {
+    "length": ("completions/mean_length", ".1f"),
+    "entropy": ("entropy", ".3f"),
+    "KL": ("kl", ".4f"),
+    "cut off": ("completions/clipped_ratio", ".0%"),
+    "no spread": ("frac_reward_zero_std", ".0%"),
+}
+"""Figures of the newest iteration, if the run has them: name -> (metric, format)."""
 LOOKS: dict[SpanKind, tuple[str, str]] = {
     "generate": ("█", "green"),
     "prefill": ("▒", "cyan"),
@@ -293,12 +303,21 @@ class LiveView:
             return Text(f"the live view failed: {type(error).__name__}: {error}")
 
     def _print_end(self, end: events.RunEnded) -> None:
-        """Print the last picture, then the end table or the reason why the run ended."""
-        state = self._state
-        picture = render(state, state.newest, Console().width, LAST_PICTURE_LINES)
-        say_rich(picture, LAST_PICTURE_LINES)
+        """Print the last picture, then the end table or the reason why the run ended; both fit
+        the terminal."""
+        state, console = self._state, Console()
+        table: RenderableType | None = None
         if state.run is not None and state.summary is not None and end.exit_code == 0:
-            say_rich(end_table(state.summary, state.run.folder, state.run.config))
+            run = state.run
+            table = end_table(state.summary, run.folder, run.config, run.devices)
+        below = console.render_lines(table or Text(safe(end.message)), pad=False)
+        # The terminal itself wraps commands that are too long.
+        num_below = sum(max(1, -(-Segment.get_line_length(x) // console.width)) for x in below)
+        height = max(LEAST_SCREEN_LINES, console.height) - num_below - 1  # the shell's line
+        height = min(LAST_PICTURE_LINES, max(LEAST_PICTURE_LINES, height))
+        say_rich(render(state, state.newest, console.width, height), height)
+        if table is not None:
+            say_rich(table)
         else:
             print_end(end.exit_code, end.message)
 
@@ -313,9 +332,11 @@ def render(state: ViewState, now: float, width: int, height: int) -> RenderableT
     if state.ended is not None:
         now = state.newest
     lines = [*_header(state, state.run, now), *_warnings(state, width)]
-    lines += _workers(state, now, width, max_lanes=max(2, height - len(lines) - 9))
-    if state.lines:
-        lines.append(_rewards(state, width))
+    figures = [*_rewards(state, width), *_figures(state, width)] if state.lines else []
+    num_left = height - len(lines) - len(figures)
+    if num_left >= 3:  # without the legend
+        lines += _workers(state, now, width, max_lanes=max(2, num_left - 8))[:num_left]
+    lines += figures
     num_left = height - len(lines)
     if num_left >= 3 and state.is_starting:
         about = f"\nrun folder {state.run.folder}\n{state.run.description}"
@@ -441,24 +462,52 @@ def main_kind(work: Mapping[SpanKind, float], seconds: float) -> SpanKind:
     return "score" if kind == "wait" and work.get("score") else kind
 
 
-def _rewards(state: ViewState, width: int) -> Text:
-    """The newest reward, a sparkline of the rewards, and the newest accuracies."""
-    rewards = state.rewards
-    text = f"reward {shown(rewards[-1], '.3f')}"
-    accuracy = ""
-    if newest := [shown(value, ".3f") for value in [*state.accuracies.values()][-3:]]:
-        accuracy = f" · held-out accuracy {' -> '.join(newest)}"
-    # Means of neighbours, so that they fit into the line.
-    num_bars = max(1, min(len(rewards), width - len(text + accuracy) - 1))
-    edges = [len(rewards) * bar // num_bars for bar in range(num_bars + 1)]
-    means = [fmean(rewards[a:b]) for a, b in pairwise(edges)]
+def _rewards(state: ViewState, width: int) -> list[Text]:
+    """The newest reward and all rewards as bars; the first held-out accuracy, all, and the last."""
+    rewards, accuracies = state.rewards, list(state.accuracies.values())
+    text, accuracy = f"reward {shown(rewards[-1], '.3f')} ", ""
+    if accuracies:
+        accuracy = f"held-out accuracy {shown(accuracies[0], '.3f')}"
+    if len(accuracies) > 1:
+        values = [math.nan if value is None else value for value in accuracies]
+        accuracy += f" {_bars(values, width // 5)} {shown(accuracies[-1], '.3f')}"
+    if accuracy and len(text + accuracy) + 9 < width:
+        bars = _bars(rewards, width - len(text + accuracy) - 3)
+        return [_line((text, "bold"), (bars, "blue"), (f" · {accuracy}", "bold"))]
+    lines = [_line((text, "bold"), (_bars(rewards, width - len(text)), "blue"))]
+    return [*lines, _line((accuracy, "bold"))] if accuracy else lines
+
+
+def _bars(values: Sequence[float], width: int) -> str:
+    """Draw values from the lowest to the highest: means of neighbours, so that they fit."""
+    num_bars = max(1, min(len(values), width))
+    edges = [len(values) * bar // num_bars for bar in range(num_bars + 1)]
+    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
     finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
     low, high = min(finite), max(finite)
-    bars = "".join(
+    return "".join(
         BLOCKS[round(7 * (mean - low) / (high - low or 1.0))] if math.isfinite(mean) else " "
         for mean in means
     )
-    return _line((f"{text} ", "bold"), (bars, "blue"), (accuracy, "bold"))
+
+
+def _figures(state: ViewState, width: int) -> list[Text]:
+    """Figures of the newest iteration and the mean of each reward function, on lines that fit."""
+    metrics = state.lines[state.num_done - 1]
+    figures = {name: (metrics.get(key), spec) for name, (key, spec) in FIGURES.items()}
+    for key, value in metrics.items():
+        if key.startswith("rewards/") and key.endswith("/mean"):
+            name = key.removeprefix("rewards/").removesuffix("/mean")
+            figures[shorten(printable(name), width // 2)] = value, ".3f"
+    lines = [_line()]
+    for name, (value, spec) in figures.items():
+        if value is None:
+            continue
+        text = shown(value, spec)
+        if lines[-1] and len(lines[-1]) + len(f"{name} {text}") > width:
+            lines.append(_line())
+        lines[-1].append(f"{name} ").append(text, "bold").append("  ")
+    return lines if lines[0] else []
 
 
 def _samples(groups: Iterable[events.GroupScored], width: int, height: int) -> list[RenderableType]:
@@ -474,7 +523,7 @@ def _samples(groups: Iterable[events.GroupScored], width: int, height: int) -> l
         prompt = _wrapped(group.prompt or "", width, "dim")[-max(1, room // 3) :]
         completion = _wrapped(sample.completion, width)
         num_free = room - len(prompt) - 1
-        if lines and len(completion) > num_free:
+        if lines and num_free < min(3, len(completion)):
             break
         if len(completion) > num_free > 2:  # its start, and its end with the answer
             cut = num_free // 2

@@ -20,7 +20,7 @@ from easyrl.config import Config
 from easyrl.runtime.resume import SavedState
 
 LAST_ITERATIONS = 5
-"""`reward_first` and `reward_last` are means over this many iterations."""
+"""`reward_first` and `reward_last` are means over this many, in a run of at least twice as many."""
 NO_LEARNING_ITERATIONS = 3
 """A run that is at an extreme for this many iterations in a row gets a warning."""
 EXTREME_SHARE, EXTREME_LENGTH = 0.95, 1.5
@@ -137,7 +137,8 @@ def summarize(
         return sum(line.get(name) or 0 for line in lines)
 
     rewards = [line["reward"] for line in lines if line["reward"] is not None]
-    first, last = rewards[:LAST_ITERATIONS], rewards[-LAST_ITERATIONS:]
+    num_averaged = LAST_ITERATIONS if config.train.iterations >= 2 * LAST_ITERATIONS else 1
+    first, last = rewards[:num_averaged], rewards[-num_averaged:]
     differences = [line["sampling/sampling_logp_difference/max"] for line in lines]
     differences = [value for value in differences if value is not None]  # None: no gradient
     newest: Mapping[str, Any] = lines[-1] if lines else {}  # all lines may have been lost
@@ -154,6 +155,7 @@ def summarize(
         "accuracy_best": best.get("eval/accuracy"),
         "iterations_best": best["iteration"] + 1 if best else None,
         "overlap": overlap(**busy, wall_seconds=seconds),
+        "iteration_seconds": seconds,
         **busy,
         **{name: total(name) for name in COUNTS},
         "updates_not_finite": int(total("num_updates_not_finite")),

@@ -113,7 +113,7 @@ def _announce(controller: Controller) -> None:
     if lost := sorted({*range(num_done)} - {line["iteration"] for line in lines}):
         notes.append(
             f"warning: metrics.jsonl lacks {len(lost)} of {counted(num_done, 'iteration')}, the "
-            f"first is {lost[0]}, the last {lost[-1]}; the run continues without them"
+            f"first is {lost[0] + 1}, the last {lost[-1] + 1}; the run continues without them"
         )
     measured = [(line["iteration"] + 1, line.get("eval/accuracy")) for line in lines]
     measured.insert(0, (0, controller.state.accuracy_before))

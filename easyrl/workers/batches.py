@@ -227,7 +227,7 @@ class GroupReader:
         if index in self._prompts or not 0 <= index < self._num_groups:
             raise RuntimeError(
                 f"group {index} (prompt {group.prompt_index}) has arrived with another "
-                f"prompt in iteration {group.iteration}, or is not one of its groups"
+                f"prompt in iteration {group.iteration + 1}, or is not one of its groups"
             )
         self._prompts[index] = group.prompt_index
         self.port.ring.taken[index] = group.iteration

@@ -302,7 +302,7 @@ class TrainWorker:
         self.timeline.report()
         if reader.num_duplicates:
             dropped = f"{reader.num_duplicates} groups that had been delivered before were dropped"
-            self._report(events.Note(f"iteration {iteration}: {dropped}"))
+            self._report(events.Note(f"iteration {iteration + 1}: {dropped}"))
         return events.IterationTrained(
             iteration=iteration,
             policy_version=self.learner.policy_version,
