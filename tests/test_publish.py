@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.observe.model_card import Trained, model_card
 from easyrl.runtime.run_folder import read_lines
@@ -152,35 +154,25 @@ def test_a_checkpoint_is_exported_and_published(
     assert (folder / "README.md").read_bytes() == handler.files["README.md"]
 
 
-@pytest.mark.parametrize(
-    ("words", "token", "expected"),
-    [
-        (["--push", "me/sums"], "wrong", "hf auth login"),
-        (["--push", "no name"], TOKEN, "OWNER/NAME"),
-        (["--private"], TOKEN, "--push"),
-        ([], TOKEN, "--push"),
-    ],
-)
-def test_what_cannot_be_published_is_refused(
-    words: list[str],
-    token: str,
-    expected: str,
-    finished_run: Finished,
-    hub: tuple[type[FakeHub], str],
+@pytest.mark.parametrize("words", [["--push", "no name"], ["--private"], []])
+def test_an_export_without_a_folder_or_a_repository_is_refused(
+    words: list[str], finished_run: Finished
 ) -> None:
-    done = export(str(finished_run.folder), *words, endpoint=hub[1], token=token)
-    assert done.returncode == 2 and expected in done.stderr
-    assert "Traceback" not in done.stderr and not hub[0].created
+    result = CliRunner().invoke(app, ["export", str(finished_run.folder), *words])
+    assert result.exit_code == 2 and "OWNER/NAME" in result.stderr
 
 
-def test_a_hub_that_does_not_answer_and_a_folder_without_a_run_are_refused(
+def test_a_refused_token_a_silent_hub_and_a_folder_without_a_run_are_reported(
     finished_run: Finished, hub: tuple[type[FakeHub], str], tmp_path: Path
 ) -> None:
-    push = ("--push", "me/sums")
-    done = export(str(finished_run.folder), *push, endpoint="http://127.0.0.1:9")
-    assert done.returncode == 2 and "cannot be reached" in done.stderr
-    done = export(str(tmp_path), *push, endpoint=hub[1])
-    assert done.returncode == 2 and str(tmp_path) in done.stderr and not hub[0].created
+    run, push = str(finished_run.folder), ("--push", "me/sums")
+    for done, expected in (
+        (export(run, *push, endpoint=hub[1], token="wrong"), "hf auth login"),
+        (export(run, *push, endpoint="http://127.0.0.1:9"), "cannot be reached"),
+        (export(str(tmp_path), *push, endpoint=hub[1]), str(tmp_path)),
+    ):
+        assert done.returncode == 2 and expected in done.stderr
+        assert "Traceback" not in done.stderr and not hub[0].created
 
 
 def test_a_card_names_the_hubs_sources_and_hides_local_folders() -> None:
