@@ -1,3 +1,22 @@
 """EasyRL: strictly on-policy reinforcement learning of language models at asynchronous speed."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.2.0.dev0"
+__all__ = ["Evaluation", "Run", "__version__", "evaluate", "train"]
+
+if TYPE_CHECKING:
+    from easyrl.api.calls import Evaluation, Run, evaluate, train
+
+
+def __getattr__(name: str) -> Any:
+    """Load the Python interface on first use: `import easyrl` imports no torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'easyrl' has no attribute '{name}'")
+    calls = import_module("easyrl.api.calls")
+    # All at once: the function `evaluate` replaces the package of that name.
+    globals().update({each: getattr(calls, each) for each in __all__ if each != "__version__"})
+    return globals()[name]

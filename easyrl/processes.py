@@ -84,6 +84,14 @@ def _position(core: int) -> tuple[int, int, int]:
     return package, physical, core
 
 
+UNGUARDED = 87
+"""Exit code of a worker that would start a run while it imports the user's program."""
+UNGUARDED_MESSAGE = (
+    "worker processes import this program, and so would start the run again: put the calls of "
+    'easyrl under `if __name__ == "__main__":`'
+)
+
+
 # -- parent and child -----------------------------------------------------------------------------
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of Linux's prctl.h

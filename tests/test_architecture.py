@@ -12,7 +12,7 @@ LAYERS = (
     ["__init__", "formatting", "types", "events", "processes", "devices"],
     *(["config"], ["algorithm"], ["data"], ["rewards"], ["channels"], ["model"], ["engines"]),
     *(["workers"], ["runtime"], ["observe"], ["evaluate"], ["bench"], ["doctor"]),
-    ["cli", "__main__"],
+    *(["api"], ["cli", "__main__"]),
 )
 """Lowest first."""
 LAYER_OF = {name: number for number, layer in enumerate(LAYERS) for name in layer}

@@ -60,8 +60,12 @@ def evaluate(
     from easyrl.config import load_config
     from easyrl.evaluate.command import evaluate
     from easyrl.evaluate.view import EvalView
+    from easyrl.observe.report import print_end
 
     if dataset is not None:  # --dataset wins over eval.dataset of the config file
         words = ["eval.dataset=null", *(words or ())]
     resolved = load_config(config, flags, words)
-    return evaluate(resolved, EvalView(live=not no_live), base=base, other=compare)
+    end = evaluate(resolved, EvalView(live=not no_live), base=base, other=compare)
+    if end.message:
+        print_end(end.exit_code, end.message)
+    return end.exit_code

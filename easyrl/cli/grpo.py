@@ -36,7 +36,9 @@ NOTHING_FITS = (
 def grpo(
     *,
     config: ConfigFile = None,
-    model: Annotated[str | None, Option(help="`tiny`, a Hugging Face folder, or a hub id.")] = None,
+    model: Annotated[
+        str | None, Option(help="`tiny`, a folder, a hub id, a run or a checkpoint.")
+    ] = None,
     dataset: Annotated[
         list[str] | None, Option(help="A preset, file, folder or hub id; several are mixed.")
     ] = None,
@@ -126,13 +128,15 @@ def _print_plan(
     from easyrl.devices import parse_assumed
     from easyrl.runtime.plan import make_plan
     from easyrl.runtime.resume import with_absolute_paths
+    from easyrl.runtime.run import start_from
 
     try:
         assumed = None if assume is None else parse_assumed(assume)
     except ValueError as error:
         raise ValueError(f"--assume: {error}") from None
     resolved = with_absolute_paths(config, is_resumed=resume is not None)
-    plan = make_plan(resolved, assumed, is_resumed=resume is not None)
+    planned = resolved if resume else start_from(resolved)[0]
+    plan = make_plan(planned, assumed, is_resumed=resume is not None)
     settings = to_commented_yaml(resolved, only_changes=not full)
     heading = "Settings that differ" if settings else "No setting differs"
     typer.echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")

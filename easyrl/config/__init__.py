@@ -179,13 +179,18 @@ def load_config(
     file: Path | None = None,
     flags: Mapping[str, Any] | None = None,
     words: Sequence[str] | None = (),
+    *,
+    settings: Mapping[str, Any] | None = None,
 ) -> Config:
     """Merge defaults < `file` < `flags` < `words`.
 
     `flags` are named flags by `section.key`; None means that the flag was not given. `words` are
-    `section.key=value`. Raises ConfigError with one line for every problem found.
+    `section.key=value`. `settings` are values of a Python program by full names, before the flags.
+    Raises ConfigError with one line for every problem found.
     """
     values = _read_file(file) if file is not None else {}
+    for name, value in (settings or {}).items():
+        put(values, name, value)
     for name, value in (flags or {}).items():
         if value is not None:
             put(values, name, value)

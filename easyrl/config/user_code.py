@@ -60,6 +60,11 @@ def module_of(spec: str) -> ModuleType:
     return _load(spec.rpartition(":")[0])
 
 
+def forget() -> None:
+    """Load files anew from now on."""
+    _load.cache_clear()
+
+
 def read_files(specs: Iterable[str]) -> dict[str, str]:
     """Read the files of these functions, by path: a worker that starts later must use the same."""
     paths = (spec.rpartition(":")[0] for spec in specs)

@@ -35,7 +35,6 @@ from easyrl.evaluate.folder import EvalFolder, differing_settings, read_evaluati
 from easyrl.evaluate.view import EvalView, show_comparison, show_results
 from easyrl.model.export import ModelSource, find_model
 from easyrl.model.files import ModelFiles, read_model_files
-from easyrl.observe.report import print_end
 from easyrl.observe.text import say
 from easyrl.rewards.loading import reward_names, reward_specs, reward_weights
 from easyrl.rewards.pool import try_rewards
@@ -114,7 +113,9 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
         "dataset_identity": identity_of(list(by_id)),
         "prompt": {key: getattr(config.data, key) for key in PROMPT_KEYS},
         "stop": config.rollout.stop,
-        "reward_functions": reward_specs(config),
+        "reward_functions": [
+            spec.removeprefix(f"{config.output.dir}/") for spec in reward_specs(config)
+        ],
         "reward_weights": reward_weights(config),
         "correct_reward": config.eval.correct_reward,
         **asdict(sampling),
@@ -152,8 +153,8 @@ def _fit_memory(config: Config, placement: Placement, files: ModelFiles) -> Plac
 
 def evaluate(
     config: Config, view: EvalView, *, base: str | None = None, other: Path | None = None
-) -> int:
-    """Return the exit code. Raises ValueError for what the user can fix.
+) -> events.RunEnded:
+    """Return how the evaluation ended. Raises ValueError for what the user can fix.
 
     `base`: the model that an adapter belongs to; `other`: an evaluation to compare with.
     """
@@ -174,7 +175,7 @@ def evaluate(
                 show_results(folder.path, results)
                 if other is not None and compared is not None:
                     _compare(folder, results, compared, other)
-                return FINISHED
+                return events.RunEnded(FINISHED, "")
             except Interrupted as stop:
                 exit_code = SIGNALLED + stop.signum
                 message = f"stopped by {stop}: {len(answers)} of {num} problems are answered"
@@ -182,8 +183,7 @@ def evaluate(
                 is_user_error = isinstance(error, WorkerFailure) and error.is_user_error
                 exit_code, message = USER_ERROR if is_user_error else FAILED, str(error)
             resume = f"To continue: the same command with --output {folder.path}"
-            print_end(exit_code, f"{message}\n{resume}")
-            return exit_code
+            return events.RunEnded(exit_code, f"{message}\n{resume}")
 
 
 def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> tuple[int, float]:

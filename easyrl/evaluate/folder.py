@@ -19,7 +19,14 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError, to_commented_yaml
 from easyrl.evaluate.figures import Answers, Lines
-from easyrl.runtime.run_folder import PRIVATE, finite, folder_of, lock_folder, read_lines
+from easyrl.runtime.run_folder import (
+    PRIVATE,
+    finite,
+    folder_of,
+    has_only_inputs,
+    lock_folder,
+    read_lines,
+)
 
 SETTINGS, SAMPLES = "settings.json", "samples.jsonl"
 KEY = "output.dir (--output)"
@@ -53,7 +60,7 @@ class EvalFolder:
             raise ConfigError(f"{KEY}: cannot write '{self.path}': {error.strerror}") from None
 
     def _read(self, settings: Mapping[str, Any]) -> Answers:
-        if not any(self.path.iterdir()):
+        if not any(self.path.iterdir()) or has_only_inputs(self.path):
             return {}
         file = self.path / SETTINGS
         if not file.is_file():

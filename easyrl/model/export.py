@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config, ConfigError, load_config
 from easyrl.data.hub import BUILT_IN_MODELS, KEY, resolve_model
 from easyrl.model.checkpoint_files import STATE, find_checkpoint
 from easyrl.model.files import (
@@ -183,6 +183,14 @@ def find_model(path: str, base: str | None = None) -> ModelSource:
         found = ModelSource("checkpoint", str(checkpoint.path), trained_from)
     read_model_files(found.base)
     return found
+
+
+def run_of(path: str) -> Config | None:
+    """Return the config of the run that `path` names, or one of whose checkpoints."""
+    folder = Path(path).expanduser()
+    run = folder.parent.parent if (folder / STATE).is_file() else folder
+    is_run = path not in BUILT_IN_MODELS and (run / "config.yaml").is_file()
+    return load_config(run / "config.yaml") if is_run else None
 
 
 def _adapter(folder: Path, base: str | None) -> ModelSource:

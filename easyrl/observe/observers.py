@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from typing import Any
 
 from easyrl import events
 from easyrl.config import Config
@@ -12,12 +13,13 @@ from easyrl.observe.report import PlainLines
 from easyrl.observe.text import is_live_terminal
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.trackers import Trackers
-from easyrl.observe.view import LiveView
+from easyrl.observe.view import LiveView, NotebookView
 
 
-def make_observers(config: Config, *, live: bool = True) -> list[Observer]:
+def make_observers(config: Config, *, live: bool = True, display: Any = None) -> list[Observer]:
     """Return trackers, the trace, and the live view, or plain lines if that is not wanted or
-    standard output is no terminal. Raises ValueError if a tracker is not installed."""
+    standard output is no terminal. `display`: of a notebook, for its view. Raises ValueError if a
+    tracker is not installed."""
     trackers: list[Observer] = [Trackers(config)] if config.output.log_to else []
     # The view comes last: if another observer cannot start, the terminal is untouched.
     is_live = live and is_live_terminal()
@@ -25,6 +27,8 @@ def make_observers(config: Config, *, live: bool = True) -> list[Observer]:
     view = Guard(PlainLines(), name)
     if is_live:
         view = Guard(LiveView(), name, fallback=PlainLines())
+    elif display is not None:
+        view = Guard(NotebookView(display), name, fallback=PlainLines())
     return [*trackers, Guard(TraceWriter(), "trace.json"), view]
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
+import io
 import math
 import os
 import sys
@@ -55,6 +57,8 @@ FIGURES = {
     "no spread": ("frac_reward_zero_std", ".0%"),
 }
 """Figures of the newest iteration, if the run has them: name -> (metric, format)."""
+NOTEBOOK_SIZE = 110, 22
+NOTEBOOK_HTML = "<pre style='line-height: 1.2; overflow-x: auto'>{code}</pre>"
 LOOKS: dict[SpanKind, tuple[str, str]] = {
     "generate": ("█", "green"),
     "prefill": ("▒", "cyan"),
@@ -320,6 +324,43 @@ class LiveView:
             say_rich(table)
         else:
             print_end(end.exit_code, end.message)
+
+
+class NotebookView:
+    """The live view as one output of a notebook's cell, drawn anew with the events."""
+
+    def __init__(self, display: Any, now: Callable[[], float] = time.monotonic) -> None:
+        """`display`: the module `IPython.display`."""
+        self._display, self._now, self._state = display, now, ViewState()
+        self._output: Any = None  # the cell's output, once there is one
+        self._next = 0.0
+
+    def __call__(self, event: Event) -> None:
+        self._state.apply(event)
+        state, now = self._state, self._now()
+        is_end = isinstance(event, events.RunEnded)
+        if state.run is None or (now < self._next and not is_end):
+            return
+        self._next = now + 1.0 / REFRESHES_PER_SECOND
+        width, height = NOTEBOOK_SIZE
+        console = Console(record=True, file=io.StringIO(), width=width, highlight=False)
+        console.print(render(state, now, width, height), height=height)
+        html = console.export_html(inline_styles=True, code_format=NOTEBOOK_HTML)
+        if self._output is None:
+            self._output = self._display.display(self._display.HTML(html), display_id=True)
+        else:
+            self._output.update(self._display.HTML(html))
+        if is_end and state.summary is not None:
+            say_rich(end_table(state.summary, state.run.folder, state.run.config))
+
+    def close(self) -> None:
+        """Leave the last picture where it is."""
+
+
+def notebook_display() -> Any:
+    """Return the module `IPython.display` in a notebook, else None."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return importlib.import_module("IPython.display") if hasattr(shell, "kernel") else None
 
 
 # -- the picture ----------------------------------------------------------------------------------

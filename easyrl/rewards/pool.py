@@ -30,7 +30,8 @@ from multiprocessing import get_context
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
-from easyrl.config import Config
+from easyrl.config import Config, ConfigError
+from easyrl.processes import UNGUARDED, UNGUARDED_MESSAGE
 from easyrl.rewards.functions import RewardError
 from easyrl.rewards.loading import (
     PER_COMPLETION,
@@ -236,6 +237,8 @@ def try_rewards(config: Config, example: Prompt) -> list[str]:
             try:
                 warnings.append(future.result())
             except (TimeoutError, ProcessExpired) as error:
+                if getattr(error, "exitcode", None) == UNGUARDED:
+                    raise ConfigError(UNGUARDED_MESSAGE) from None
                 is_late = isinstance(error, TimeoutError)
                 how = f"took longer than {CHECK_SECONDS:g} s" if is_late else "ended its process"
                 warnings.append(f"warning: reward '{spec}' {how} when it was tried (reward.check)")

@@ -76,6 +76,8 @@ class ProcessLauncher:
 
     def __exit__(self, *exc_info: object) -> None:
         os.close(self._store_fd)
+        if self._ring is not None:
+            self._ring.close()
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
         return supervisor.spawn(

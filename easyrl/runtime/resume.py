@@ -10,20 +10,24 @@ Writes nothing and imports no torch. Raises ConfigError for mistakes of the user
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config, ConfigError, change_config, load_config, to_arguments
 from easyrl.config.changed_keys import update_old_keys
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, Checkpoint, newest_checkpoint
+from easyrl.rewards.loading import reward_specs, reward_weights
 from easyrl.runtime.run_folder import UNFINISHED_CONFIG, folder_of, is_unstarted, lock_folder
 
 MAY_CHANGE = (
@@ -176,25 +180,59 @@ def _check_settings(config: Config, state: SavedState, path: Path) -> None:
     """Raise ConfigError if a setting that decides what is trained has changed."""
     before = {name: dict(keys) for name, keys in state.config.items()}
     update_old_keys(before)  # of a run of an earlier release
-    problems = [
-        f"{section}.{key}: expected {json.dumps(before[section][key])} as in the run, got "
-        f"{json.dumps(value)}"
+    changed = [
+        f"{section}.{key}"
         for section, keys in config.model_dump(mode="json").items()
         for key, value in keys.items()
         if before.get(section, {}).get(key, value) != value and not may_change(f"{section}.{key}")
     ]
-    if problems:
+    if changed:
+        run = Config.model_validate({k: v for k, v in before.items() if k in Config.model_fields})
+        used, given = _resolved(run), _resolved(config)
+        problems = [
+            f"{name}: expected {json.dumps(used[name])} as in the run, got "
+            f"{json.dumps(given[name])}"
+            for name in changed
+        ]
         raise ConfigError(
             f"'{path}' is a checkpoint of a run with other settings:\n"
             + "\n".join(problems)
-            + f"\non resuming only these can change: {', '.join(MAY_CHANGE)}; to train with other "
-            f"settings, start a new run: easyrl export {path} DIR; easyrl grpo --model DIR"
+            + f"\non resuming only these can change: {', '.join(MAY_CHANGE)}\n"
+            "to train on with other settings, start a new run from the checkpoint: "
+            + _new_run(config, run, path)
         )
     if config.train.iterations < state.num_iterations:
         raise ConfigError(
             f"train.iterations (--iterations): expected the run's total, at least "
             f"{state.num_iterations} (done in {path}), got {config.train.iterations}"
         )
+
+
+def _resolved(config: Config) -> dict[str, Any]:
+    """All values by section and key, with the value that the run uses instead of null."""
+    values = {
+        f"{section}.{key}": value
+        for section, keys in config.model_dump(mode="json").items()
+        for key, value in keys.items()
+    }
+    values["train.learning_rate"] = config.learning_rate
+    values["algorithm.epsilon_high"] = config.algorithm.resolved_epsilon_high
+    with contextlib.suppress(ConfigError):  # none is given
+        values |= {"reward.functions": reward_specs(config)}
+        values |= {"reward.weights": reward_weights(config)}
+    return values
+
+
+def _new_run(config: Config, run: Config, checkpoint: Path) -> str:
+    """The command that trains from the checkpoint with the settings of `config`."""
+    folder = checkpoint.parent.parent
+    if config.model.path == run.model.path:
+        config = change_config(config, {"model.path": str(checkpoint)})
+    new = next(path for n in count(2) if not (path := Path(f"{folder}-{n}")).exists())
+    config = change_config(config, {"output.dir": str(new)})
+    file = folder / "config.yaml"
+    words = to_arguments(config, load_config(file))
+    return shlex.join(["easyrl", "grpo", "--config", str(file), *words])
 
 
 def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from easyrl import events
-from easyrl.config import Config
-from easyrl.data.hub import describe_model
+from easyrl.config import Config, change_config
+from easyrl.data.hub import BUILT_IN_MODELS, describe_model
 from easyrl.events import Observer, combine_observers
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
+from easyrl.model.export import ModelSource, find_model, run_of
+from easyrl.model.files import fingerprint
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.placement import describe, device_names
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
-from easyrl.runtime.run_folder import RunFolder, RunFolderLost, folder_of, resume_hint
+from easyrl.runtime.run_folder import (
+    INPUTS,
+    PRIVATE,
+    RunFolder,
+    RunFolderLost,
+    folder_of,
+    resume_hint,
+)
 from easyrl.runtime.supervisor import (
     FAILED,
     FINISHED,
@@ -49,7 +60,12 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         notify = combine_observers(observers)
         notify(events.RunEnded(FINISHED, f"{resumed.folder} {done}; {hint}"))
         return FINISHED
+    source = None
+    if resumed is None:
+        config, source = start_from(config)
     checked = check_run(config, resumed)
+    if source is not None and source.kind != "model":
+        config, checked = _make_model(config, checked, source)
     if checked.placement.is_ray:  # nodes have other working directories
         output = config.output.model_copy(update={"dir": str(folder_of(config).absolute())})
         config = config.model_copy(update={"output": output})
@@ -78,6 +94,39 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         finally:
             folder.close()
         return end.exit_code
+
+
+def start_from(config: Config) -> tuple[Config, ModelSource | None]:
+    """Replace a run, a checkpoint or an adapter as `model.path` by its model, or the model that it
+    was trained from. The learning rate is by default that of the run."""
+    path = config.model.path
+    if path in BUILT_IN_MODELS or not Path(path).expanduser().is_dir():
+        return config, None
+    source, run = find_model(path), run_of(path)
+    if run is not None and run.model.lora.rank is None and config.model.lora.rank is None:
+        rate = config.train.learning_rate or run.learning_rate
+        config = change_config(config, {"train.learning_rate": rate})
+    return change_config(config, {"model.path": source.base}), source
+
+
+def _make_model(
+    config: Config, checked: Preflight, source: ModelSource
+) -> tuple[Config, Preflight]:
+    """Write the model of a checkpoint or an adapter into the new run's folder."""
+    folder = folder_of(config)
+    is_new = not folder.exists()
+    try:
+        (folder / INPUTS).mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        if is_new:
+            folder.chmod(PRIVATE)
+        path = source.make((folder / INPUTS / "model").absolute())
+    except BaseException:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    identity = {**checked.identity, "model.path": fingerprint(path)}
+    new = {"model.path": path, "output.dir": str(folder)}
+    return change_config(config, new), replace(checked, identity=identity)
 
 
 def _train(controller: Controller) -> events.RunEnded:

@@ -32,6 +32,9 @@ from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in
 FULL_DISK_SECONDS = 2.0
 """Retry a write on a full disk for this long: a checkpoint that does not fit is soon removed."""
 UNFINISHED_CONFIG, UNFINISHED_SUMMARY = "config.yaml.unfinished", "summary.json.unfinished"
+INPUTS = "inputs"
+"""Subfolder with what a run was given as objects of Python, or a model that it was made of. It is
+written before the rest."""
 PRIVATE = 0o700
 """Mode of new run folders: prompts, completions and tracebacks concern nobody else."""
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl")
@@ -58,7 +61,8 @@ class RunFolder:
         self.path, is_new = folder_of(config), lock is None
         try:
             if lock is None:
-                self.path.mkdir(mode=PRIVATE, parents=True)
+                if not has_only_inputs(self.path):
+                    self.path.mkdir(mode=PRIVATE, parents=True)
                 lock = lock_folder(self.path)
             self._lock = lock
             (self.path / "logs").mkdir(exist_ok=True)
@@ -260,9 +264,14 @@ def is_unstarted(folder: Path) -> bool:
     return (folder / "logs" / "easyrl.log").is_file() and not has_result
 
 
+def has_only_inputs(folder: Path) -> bool:
+    """Return whether nothing but the inputs of a new run is in the folder."""
+    return folder.is_dir() and [path.name for path in folder.iterdir()] == [INPUTS]
+
+
 def refuse_existing(folder: Path) -> None:
     """Raise ConfigError if the path exists."""
-    if os.path.lexists(folder):
+    if os.path.lexists(folder) and not has_only_inputs(folder):
         raise ConfigError(
             f"output.dir (--output): '{folder}' exists; expected a new folder, so that no run is "
             "overwritten (to continue a run: --resume)"

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from easyrl import events
 from easyrl.channels.memory import kill_reason, oom_kills
+from easyrl.processes import UNGUARDED, UNGUARDED_MESSAGE
 
 if TYPE_CHECKING:
     from easyrl.runtime.ray.launcher import RemoteProcess
@@ -70,7 +71,8 @@ class Interrupted(KeyboardInterrupt):
 def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle the three signals that stop a run, unless they are ignored (nohup)."""
     before = {}
-    for signum in STOP_SIGNALS:
+    is_possible = threading.current_thread() is threading.main_thread()
+    for signum in STOP_SIGNALS if is_possible else ():
         if signal.getsignal(signum) is not signal.SIG_IGN:
             before[signum] = signal.signal(signum, handler)
     try:
@@ -260,6 +262,7 @@ class Supervisor:
         ]
         failures = {w: e for w, e in received if isinstance(e, events.Failed) and w in watched}
         is_final = any(_ends_run(worker, failed) for worker, failed in failures.items())
+        is_final |= any(worker.process.exitcode == UNGUARDED for worker in dead)
         if is_final or not all(worker.is_replaceable for worker in dead):
             cause = self._first_cause([*failures.items()])
             if self._signum is not None:  # a signal to the whole process group
@@ -292,6 +295,8 @@ class Supervisor:
     def _first_cause(self, failures: list[tuple[Worker, events.Failed]]) -> WorkerFailure:
         """Find the worker whose end made the others fail: a killed one before one that only lost
         its connection."""
+        if any(worker.process.exitcode == UNGUARDED for worker in self._workers):
+            return WorkerFailure(UNGUARDED_MESSAGE, is_user_error=True)
         deadline = time.monotonic() + CAUSE_SECONDS
         while time.monotonic() < deadline:
             for worker in self._workers:

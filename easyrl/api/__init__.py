@@ -1,0 +1,1 @@
+"""The Python interface: `easyrl.train` and `easyrl.evaluate`."""

@@ -1,0 +1,336 @@
+"""`easyrl.train` and `easyrl.evaluate`: the commands `easyrl grpo` and `easyrl eval` as functions.
+
+Both make a Config as the commands do (`load_config`), and call the same functions with it. Mistakes
+raise ValueError with the command's message, a failed run RuntimeError, and a signal
+KeyboardInterrupt. Nothing of a call remains but its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+from easyrl import events
+from easyrl.api.inputs import Inputs
+from easyrl.config import SECTIONS, Config, ConfigError, load_config, user_code
+from easyrl.devices import NO_AUTOLOAD
+from easyrl.evaluate.command import evaluate as run_evaluation
+from easyrl.evaluate.view import EvalView
+from easyrl.observe.observers import make_observers
+from easyrl.observe.view import notebook_display
+from easyrl.processes import UNGUARDED
+from easyrl.runtime.run import run
+from easyrl.runtime.run_folder import (
+    folder_of,
+    has_only_inputs,
+    is_unstarted,
+    read_lines,
+    refuse_existing,
+)
+from easyrl.runtime.supervisor import FINISHED, SIGNALLED, USER_ERROR
+
+StrPath = str | os.PathLike[str]
+
+
+class Results:
+    """The folder of a run or an evaluation, and what is in it now."""
+
+    def __init__(self, folder: StrPath) -> None:
+        self.folder = Path(folder)
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.folder)!r})"
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Prompts and completions with their rewards: the lines of samples.jsonl."""
+        return self._lines("samples.jsonl")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        file = self.folder / name
+        return read_lines(file) if file.is_file() else []
+
+    def _content(self, name: str) -> dict[str, Any]:
+        file = self.folder / name
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+class Run(Results):
+    """A training run, finished or not. As `model` of a call it stands for its weights."""
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """A dict for each iteration: the lines of metrics.jsonl."""
+        return self._lines("metrics.jsonl")
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The results: summary.json. Empty until the run has finished."""
+        return self._content("summary.json")
+
+    @property
+    def model_path(self) -> str | None:
+        """The trained model, a Hugging Face folder; None until the run has finished."""
+        path = self.folder / "model"
+        return str(path) if path.is_dir() else None
+
+    def resume(self, iterations: int | None = None, **settings: Any) -> Run:
+        """Continue from the newest checkpoint, to `iterations` in all."""
+        return train(resume=self.folder, iterations=iterations, **settings)
+
+
+class Evaluation(Results):
+    """An evaluation."""
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The results: eval.json."""
+        return self._content("eval.json")
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.summary.get("accuracy")
+
+
+def train(
+    model: StrPath | Mapping[str, Any] | None = None,
+    dataset: Any = None,
+    reward: Any = None,
+    *,
+    config: StrPath | None = None,
+    infer_devices: str | None = None,
+    train_devices: str | None = None,
+    spare_devices: str | None = None,
+    ray_address: str | None = None,
+    output: StrPath | None = None,
+    iterations: int | None = None,
+    seed: int | None = None,
+    schedule: str | None = None,
+    resume: StrPath | None = None,
+    progress: bool = True,
+    **settings: Any,
+) -> Run:
+    """Train a model with GRPO, as `easyrl grpo` does.
+
+    Args:
+        model: A Hugging Face folder, a hub id, a built-in model, a run or a checkpoint.
+        dataset: A preset, a path or a hub id, a list of them, a list of rows (dicts), or a
+            `datasets.Dataset`.
+        reward: A reward function, a name of one, or a list of them.
+        config: YAML file with settings; the arguments win over it.
+        output: The run folder.
+        iterations: Iterations in all, resumed or not.
+        resume: A run to resume from its newest checkpoint. It keeps its data and rewards.
+        progress: Print progress; in a notebook, show it as one output that is updated.
+        settings: Settings by section, as in `train={"learning_rate": 1e-5}`.
+
+    Raises:
+        ValueError: For a mistake in the arguments.
+        RuntimeError: When the run has failed.
+        KeyboardInterrupt: When it was interrupted. The message has the command that resumes it.
+    """
+    options = {
+        "model.path": model,
+        "data.dataset": dataset,
+        "reward.functions": reward,
+        "devices.infer": infer_devices,
+        "devices.train": train_devices,
+        "devices.spare": spare_devices,
+        "devices.ray_address": ray_address,
+        "output.dir": output,
+        "train.iterations": iterations,
+        "runtime.seed": seed,
+        "runtime.schedule": schedule,
+    }
+    with _call():
+        if resume is not None:
+            given = [config, output, dataset, reward]
+            if any(each is not None for each in given):
+                raise ConfigError(
+                    "resume: expected neither config, output, dataset nor reward: a resumed run "
+                    "keeps its folder, data and rewards"
+                )
+            config, options["output.dir"] = Path(resume) / "config.yaml", resume
+            if not config.is_file():
+                raise ConfigError(f"resume: expected a run folder, but there is no {config}")
+        resolved, inputs = _resolve(config, options, settings)
+        runtime = resolved.runtime
+        if runtime.restart != "never" or (inputs and runtime.resume == "auto"):
+            raise ConfigError(
+                "runtime.restart, runtime.resume: expected never in Python (resume takes an "
+                f"interrupted run), got {runtime.restart}, {runtime.resume}"
+            )
+        folder = folder_of(resolved)
+        if inputs and not is_unstarted(folder):
+            refuse_existing(folder)
+        ends: list[events.RunEnded] = []
+        with inputs.stored(resolved, folder) as stored:
+            observers = _observers(stored, ends, progress=progress)
+            run(stored, observers, None if resume is None else Path(resume))
+        return Run(_finished(ends[0], folder))
+
+
+def evaluate(
+    model: StrPath | Mapping[str, Any] | None = None,
+    dataset: Any = None,
+    reward: Any = None,
+    *,
+    config: StrPath | None = None,
+    base: StrPath | None = None,
+    num_samples: int | None = None,
+    engine: str | None = None,
+    infer_devices: str | None = None,
+    ray_address: str | None = None,
+    output: StrPath | None = None,
+    seed: int | None = None,
+    compare: StrPath | None = None,
+    progress: bool = True,
+    **settings: Any,
+) -> Evaluation:
+    """Evaluate a model, as `easyrl eval` does. Arguments and exceptions are those of `train`.
+
+    Args:
+        base: The model that an adapter belongs to.
+        num_samples: Completions per problem.
+        output: Folder of the results; a stopped evaluation continues in it.
+        compare: An evaluation to compare with, or its folder.
+    """
+    options = {
+        "model.path": model,
+        "data.dataset": dataset,
+        "reward.functions": reward,
+        "eval.num_samples": num_samples,
+        "rollout.engine": engine,
+        "devices.infer": infer_devices,
+        "devices.ray_address": ray_address,
+        "output.dir": output,
+        "runtime.seed": seed,
+    }
+    if dataset is not None:  # it wins over eval.dataset of the config file
+        settings = {"eval": {"dataset": None}} | settings
+    with _call():
+        resolved, inputs = _resolve(config, options, settings)
+        folder = folder_of(resolved, "eval-")
+        is_evaluation = (folder / "settings.json").is_file() or not folder.exists()
+        if inputs and not is_evaluation and not has_only_inputs(folder):
+            raise ConfigError(
+                "output.dir (output): expected a new folder or that of an evaluation, got "
+                f"'{folder}'"
+            )
+        quiet = contextlib.nullcontext() if progress else contextlib.redirect_stdout(io.StringIO())
+        other = None if compare is None else Path(compare)
+        base = None if base is None else os.fspath(base)
+        with inputs.stored(resolved, folder) as stored, quiet:
+            end = run_evaluation(stored, EvalView(live=False), base=base, other=other)
+        return Evaluation(_finished(end, folder))
+
+
+def _resolve(
+    file: StrPath | None, options: Mapping[str, Any], settings: Mapping[str, Any]
+) -> tuple[Config, Inputs]:
+    """Merge the layers; return the config, in which objects have names, and the objects."""
+    values = dict(_by_name(settings))
+    for name, value in options.items():
+        if isinstance(value, Mapping) and name in ("model.path", "reward.functions"):
+            values |= _by_name({name.partition(".")[0]: value})  # the whole section
+        elif value is not None:
+            values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(values.get("model.path", ""), str):
+        raise ConfigError(
+            "model.path (model): expected a name or a folder, got an object of type "
+            f"{type(values['model.path']).__name__} (save_pretrained writes a folder)"
+        )
+    inputs = Inputs(values)
+    return load_config(None if file is None else Path(file), settings=values), inputs
+
+
+def _by_name(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings of sections by their full names."""
+    for key, value in settings.items():
+        name = f"{within}{key}"
+        if name in SECTIONS and isinstance(value, Mapping):
+            yield from _by_name(value, f"{name}.")
+        else:
+            yield name, os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _observers(
+    config: Config, ends: list[events.RunEnded], *, progress: bool
+) -> list[events.Observer]:
+    """The observers of a run. The last event goes to `ends`: exceptions tell why a run failed."""
+    *others, view = make_observers(config, live=False, display=notebook_display())
+
+    def observe(event: events.Event) -> events.Note | None:
+        if isinstance(event, events.RunEnded):
+            ends.append(event)
+            event = events.RunEnded(event.exit_code, "" if event.exit_code else event.message)
+        return view(event) if progress else None
+
+    return [*others, observe]
+
+
+def _finished(end: events.RunEnded, folder: Path) -> Path:
+    """Return the folder, or raise why the run did not finish."""
+    if end.exit_code == FINISHED:
+        return folder
+    if end.exit_code > SIGNALLED:
+        raise KeyboardInterrupt(end.message)
+    raise (ConfigError if end.exit_code == USER_ERROR else RuntimeError)(end.message)
+
+
+@contextmanager
+def _call() -> Iterator[None]:
+    """Restore what a call changes in this process. Leave out EasyRL's frames of a ValueError."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)  # a worker imports the program; the supervisor explains it
+    with contextlib.ExitStack() as stack:
+        stack.callback(_restore_environment, dict(os.environ), list(sys.path))
+        stack.callback(_stop_resource_tracker, resource_tracker._resource_tracker._fd)  # type: ignore[attr-defined]
+        stack.callback(gc.collect)  # semaphores and pipes of ended processes
+        for restore in _library_settings():
+            stack.callback(restore)
+        user_code.forget()  # a file may have changed since the last call
+        for name, value in NO_AUTOLOAD.items():
+            os.environ.setdefault(name, value)
+        try:
+            yield
+        except ValueError as error:
+            raise error.with_traceback(None) from None
+
+
+def _restore_environment(environment: dict[str, str], paths: list[str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = paths
+
+
+def _stop_resource_tracker(fd_before: int | None) -> None:
+    """End multiprocessing's helper process if this call has started it and nobody else uses it."""
+    if fd_before is None and not multiprocessing.active_children():
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+def _library_settings() -> Iterator[Callable[[], None]]:
+    """Functions that restore how much transformers and datasets print."""
+    if (logging := sys.modules.get("transformers.utils.logging")) is not None:
+        level = logging.get_verbosity()
+        yield lambda: logging.set_verbosity(level)
+        if logging.is_progress_bar_enabled():
+            yield logging.enable_progress_bar
+    if (datasets := sys.modules.get("datasets")) is not None and not (
+        datasets.are_progress_bars_disabled()
+    ):
+        yield datasets.enable_progress_bars

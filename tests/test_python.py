@@ -1,0 +1,227 @@
+"""`easyrl.train` and `easyrl.evaluate`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import psutil
+import pytest
+
+import easyrl
+from easyrl import events
+from easyrl.api.calls import Evaluation, Run, evaluate, train
+from easyrl.cli.eval import evaluate as eval_command
+from easyrl.cli.grpo import grpo
+from easyrl.config import Config
+from easyrl.observe.view import NotebookView, notebook_display
+from runs import lines_of
+
+ROOT = Path(__file__).parent.parent
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(50, 54)]
+LOCK = threading.Lock()  # cannot be pickled
+SMALL: dict[str, Any] = {
+    "train": {"prompts_per_iteration": 2},
+    "rollout": {"num_generations": 2, "max_completion_length": 8},
+    "data": {"max_prompt_length": 32},
+}
+
+
+def length(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def traces() -> tuple[Any, ...]:
+    """What a call may not change."""
+    stop = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    children = psutil.Process().children(recursive=True)
+    return threading.enumerate(), children, dict(os.environ), list(sys.path), stop
+
+
+def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path: Path) -> None:
+    weight = 2.0  # a function of a function, with a value of its own
+
+    def doubled(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+        return [weight * len(text) for text in completions]
+
+    before = traces()
+    run = train(
+        "tiny",
+        ROWS,
+        [doubled, length],
+        iterations=1,
+        output=tmp_path / "run",
+        progress=False,
+        **SMALL,
+    )
+    num_descriptors = open_descriptors()
+    assert len(run.metrics) == 1 and run.summary["iterations"] == 1
+    rewards = run.metrics[0]["rewards/doubled/mean"], run.metrics[0]["rewards/length/mean"]
+    assert rewards[0] == pytest.approx(2 * rewards[1]) and rewards[1] > 0
+    assert run.samples[0]["completion"] and run.samples[0]["answer"] in {r["answer"] for r in ROWS}
+    assert run.model_path is not None and (Path(run.model_path) / "config.json").is_file()
+    again = run.resume(iterations=2, progress=False)
+    assert [line["iteration"] for line in again.metrics] == [0, 1]
+    assert lines_of(tmp_path / "run" / "inputs" / "data.jsonl") == ROWS
+    result = evaluate(
+        run,
+        datasets.Dataset.from_list(ROWS[:3]),
+        doubled,
+        output=tmp_path / "evaluation",
+        progress=False,
+        **SMALL,
+    )
+    assert len(result.samples) == 3 and result.summary["reward_functions"] == [
+        "inputs/rewards.py:doubled"
+    ]
+    assert traces() == before and open_descriptors() <= num_descriptors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({"dataset": []}, "data.dataset"),
+        ({"dataset": [1, 2]}, "data.dataset"),
+        ({"dataset": [{"prompt": "1+1=", "answer": object()}]}, "row 0"),
+        ({"dataset": [{"question": "1+1="}]}, "data.prompt_column"),
+        ({"dataset": datasets.Dataset.from_list([{"question": "?"}])}, "data.prompt_column"),
+        ({"dataset": datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})}, "split"),
+        ({"reward": lambda completions, lock=LOCK: [0.0]}, "another process"),
+        ({"reward": "no_such_reward"}, "reward.functions"),
+        ({"reward": 3}, "reward.functions"),
+        ({"model": object()}, "model.path"),
+        ({"learning_rate": 1e-5}, "learning_rate"),
+        ({"train": {"learning_rat": 1e-5}}, "train.learning_rate"),
+        ({"train": 5}, "train"),
+        ({"resume": "no_such_run"}, "resume"),
+        ({"resume": "run", "dataset": ROWS}, "resume"),
+        ({"runtime": {"restart": "on_failure"}}, "runtime.restart"),
+    ],
+)
+def test_mistakes_are_value_errors_and_leave_nothing(
+    arguments: dict[str, Any], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(shown)):
+        train(**{"dataset": ROWS, "reward": "exact_match", "progress": False} | arguments)
+    assert not list(tmp_path.glob("runs/*"))
+    if "resume" not in arguments and "runtime" not in arguments:
+        with pytest.raises(ValueError, match=re.escape(shown)):
+            evaluate(**{"dataset": ROWS, "reward": "exact_match", "progress": False} | arguments)
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_the_functions_have_the_options_of_the_commands() -> None:
+    not_in_python = {"no_live", "words", "dry_run", "assume", "full"}
+    for command, function in ((grpo, train), (eval_command, evaluate)):
+        options = inspect.signature(command).parameters.keys() - not_in_python
+        assert options == inspect.signature(function).parameters.keys() - {"progress", "settings"}
+    for name in ("train", "evaluate", "Run", "Evaluation"):
+        assert getattr(easyrl, name).__module__ == "easyrl.api.calls"
+    with pytest.raises(AttributeError):
+        easyrl.no_such_name  # noqa: B018
+
+
+def script(body: str, tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
+    file = tmp_path / "script.py"
+    file.write_text(body)
+    return subprocess.Popen(
+        [sys.executable, str(file)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("reward", ["lambda completions, **columns: [0.0]", "'exact_match'"])
+def test_a_script_without_a_guard_gets_one_clear_error(reward: str, tmp_path: Path) -> None:
+    body = f"import easyrl\neasyrl.train('tiny', {ROWS}, {reward}, output='run', **{SMALL})\n"
+    _, err = script(body, tmp_path).communicate(timeout=240)
+    assert err.count("Traceback") == 1 and 'if __name__ == "__main__"' in err
+    assert "ConfigError" in err.splitlines()[-1]
+
+
+def test_an_interrupted_call_can_be_resumed(tmp_path: Path) -> None:
+    body = f"""
+import easyrl
+if __name__ == "__main__":
+    settings = {SMALL}
+    try:
+        easyrl.train("tiny", {ROWS}, lambda completions, **columns: [1.0 * len(c) for c in
+            completions], iterations=100000, output="run", **settings)
+    except KeyboardInterrupt as stop:
+        assert "SIGINT" in str(stop) and "--resume" in str(stop), stop
+    done = len(easyrl.Run("run").metrics)
+    print(done, len(easyrl.Run("run").resume(iterations=done + 1).metrics))
+"""
+    process = script(body, tmp_path)
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    before, after = map(int, out.splitlines()[-1].split())
+    assert before >= 1 and after == before + 1 and "Traceback" not in err
+
+
+def test_the_example_of_the_page_learns(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    small = code.replace("iterations=20", "iterations=2").replace('held_out": 20', 'held_out": 2')
+    out, err = script(small, tmp_path).communicate(timeout=300)
+    accuracy = float(out.splitlines()[-1])
+    assert 0.0 <= accuracy <= 1.0 and " -> " in out, err
+
+
+class FakeDisplay:
+    """Stands for `IPython.display`."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def HTML(self, html: str) -> str:
+        return html
+
+    def display(self, html: str, *, display_id: bool) -> FakeDisplay:
+        assert display_id and not self.shown
+        self.update(html)
+        return self
+
+    def update(self, html: str) -> None:
+        self.shown.append(html)
+
+
+def test_a_notebook_shows_one_output_that_is_updated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert notebook_display() is None
+    display, times = FakeDisplay(), iter(range(100))
+    view = NotebookView(display, now=lambda: float(next(times)))
+    view(events.RunStarted(0.0, Path("run"), Config(), {"rollout-0": "cpu", "train-0": "cpu"}, ""))
+    view(events.FromWorker("train-0", 1.0, events.Starting("loading the model")))
+    view(events.RunEnded(1, ""))
+    assert len(display.shown) == 3 and "loading the model" in display.shown[1]
+    assert all(html.startswith("<pre") and "rollout-0 cpu" in html for html in display.shown)
+    assert "ended after 0/" in display.shown[2]
+
+
+def test_results_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "eval.json").write_text(json.dumps({"accuracy": 0.5}))
+    assert Evaluation(tmp_path).accuracy == 0.5 and os.fspath(Run(tmp_path)) == str(tmp_path)
+    run = Run(tmp_path)
+    assert (run.metrics, run.samples, run.summary, run.model_path) == ([], [], {}, None)
