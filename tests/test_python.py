@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path: Path) -> N
     assert rewards[0] == pytest.approx(2 * rewards[1]) and rewards[1] > 0
     assert run.samples[0]["completion"] and run.samples[0]["answer"] in {r["answer"] for r in ROWS}
     assert run.model_path is not None and (Path(run.model_path) / "config.json").is_file()
-    again = run.resume(iterations=2, progress=False)
+    with ThreadPoolExecutor(1) as pool:  # not the main thread: it has no signal handlers
+        again = pool.submit(run.resume, iterations=2, progress=False).result()
     assert [line["iteration"] for line in again.metrics] == [0, 1]
     assert lines_of(tmp_path / "run" / "inputs" / "data.jsonl") == ROWS
     result = evaluate(

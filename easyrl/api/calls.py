@@ -33,6 +33,7 @@ from easyrl.runtime.run import run
 from easyrl.runtime.run_folder import (
     folder_of,
     has_only_inputs,
+    is_locked,
     is_unstarted,
     read_lines,
     refuse_existing,
@@ -174,7 +175,7 @@ def train(
                 f"interrupted run), got {runtime.restart}, {runtime.resume}"
             )
         folder = folder_of(resolved)
-        if inputs and not is_unstarted(folder):
+        if inputs and folder.exists() and (is_locked(folder) or not is_unstarted(folder)):
             refuse_existing(folder)
         ends: list[events.RunEnded] = []
         with inputs.stored(resolved, folder) as stored:

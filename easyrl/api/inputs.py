@@ -145,6 +145,8 @@ class Inputs:
                 }
                 config = change_config(config, paths)
             yield config
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(f"{folder / INPUTS}/", "")) from None
         except OSError as error:
             raise ConfigError(
                 f"output.dir (output): '{folder}' cannot be written: {error}"

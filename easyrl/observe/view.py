@@ -34,6 +34,7 @@ from rich.progress_bar import ProgressBar
 from rich.rule import Rule
 from rich.segment import Segment
 from rich.table import Table
+from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from easyrl import events
@@ -58,7 +59,10 @@ FIGURES = {
 }
 """Figures of the newest iteration, if the run has them: name -> (metric, format)."""
 NOTEBOOK_SIZE = 110, 22
-NOTEBOOK_HTML = "<pre style='line-height: 1.2; overflow-x: auto'>{code}</pre>"
+NOTEBOOK_HTML = (
+    "<pre style='background: {background}; color: {foreground}; padding: 1em; line-height: 1.2; "
+    "overflow-x: auto'>{code}</pre>"
+)
 LOOKS: dict[SpanKind, tuple[str, str]] = {
     "generate": ("█", "green"),
     "prefill": ("▒", "cyan"),
@@ -345,7 +349,7 @@ class NotebookView:
         width, height = NOTEBOOK_SIZE
         console = Console(record=True, file=io.StringIO(), width=width, highlight=False)
         console.print(render(state, now, width, height), height=height)
-        html = console.export_html(inline_styles=True, code_format=NOTEBOOK_HTML)
+        html = console.export_html(theme=MONOKAI, inline_styles=True, code_format=NOTEBOOK_HTML)
         if self._output is None:
             self._output = self._display.display(self._display.HTML(html), display_id=True)
         else:
