@@ -136,6 +136,9 @@ class Inputs:
                 for name, text in self._texts.items():
                     (home / name).write_text(text, encoding="utf-8")
                 for name, rows in self._datasets.items():
+                    import datasets
+
+                    datasets.disable_progress_bars()  # the call enables them again
                     rows.save_to_disk(home / name)
                 paths = {
                     key: str(home / value)
