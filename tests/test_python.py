@@ -156,7 +156,7 @@ def test_a_script_without_a_guard_gets_one_clear_error(reward: str, tmp_path: Pa
     body = f"import easyrl\neasyrl.train('tiny', {ROWS}, {reward}, output='run', **{SMALL})\n"
     _, err = script(body, tmp_path).communicate(timeout=240)
     assert err.count("Traceback") == 1 and 'if __name__ == "__main__"' in err
-    assert "ConfigError" in err.splitlines()[-1]
+    assert "ConfigError: " in err
 
 
 def test_an_interrupted_call_can_be_resumed(tmp_path: Path) -> None:
