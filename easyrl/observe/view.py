@@ -355,7 +355,8 @@ class NotebookView:
         else:
             self._output.update(self._display.HTML(html))
         if is_end and state.summary is not None:
-            say_rich(end_table(state.summary, state.run.folder, state.run.config))
+            run = state.run
+            say_rich(end_table(state.summary, run.folder, run.config, run.devices))
 
     def close(self) -> None:
         """Leave the last picture where it is."""
