@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -31,7 +32,7 @@ import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
 from easyrl.config import Config, ConfigError
-from easyrl.processes import UNGUARDED, UNGUARDED_MESSAGE
+from easyrl.processes import UNGUARDED_MESSAGE
 from easyrl.rewards.functions import RewardError
 from easyrl.rewards.loading import (
     PER_COMPLETION,
@@ -237,11 +238,13 @@ def try_rewards(config: Config, example: Prompt) -> list[str]:
             try:
                 warnings.append(future.result())
             except (TimeoutError, ProcessExpired) as error:
-                if getattr(error, "exitcode", None) == UNGUARDED:
-                    raise ConfigError(UNGUARDED_MESSAGE) from None
                 is_late = isinstance(error, TimeoutError)
                 how = f"took longer than {CHECK_SECONDS:g} s" if is_late else "ended its process"
                 warnings.append(f"warning: reward '{spec}' {how} when it was tried (reward.check)")
+    except BrokenProcessPool:  # the process ended while it started
+        if "easyrl.api.calls" not in sys.modules:
+            raise
+        raise ConfigError(UNGUARDED_MESSAGE) from None
     finally:
         pool.stop()  # type: ignore[no-untyped-call]
         pool.join()

@@ -262,7 +262,10 @@ class Supervisor:
         ]
         failures = {w: e for w, e in received if isinstance(e, events.Failed) and w in watched}
         is_final = any(_ends_run(worker, failed) for worker, failed in failures.items())
-        is_final |= any(worker.process.exitcode == UNGUARDED for worker in dead)
+        for worker in dead:
+            if worker.state == "starting":
+                worker.process.join(CAUSE_SECONDS)  # its exit code follows its sentinel
+            is_final = is_final or worker.process.exitcode == UNGUARDED
         if is_final or not all(worker.is_replaceable for worker in dead):
             cause = self._first_cause([*failures.items()])
             if self._signum is not None:  # a signal to the whole process group
@@ -295,11 +298,11 @@ class Supervisor:
     def _first_cause(self, failures: list[tuple[Worker, events.Failed]]) -> WorkerFailure:
         """Find the worker whose end made the others fail: a killed one before one that only lost
         its connection."""
-        if any(worker.process.exitcode == UNGUARDED for worker in self._workers):
-            return WorkerFailure(UNGUARDED_MESSAGE, is_user_error=True)
         deadline = time.monotonic() + CAUSE_SECONDS
         while time.monotonic() < deadline:
             for worker in self._workers:
+                if worker.process.exitcode == UNGUARDED:
+                    return WorkerFailure(UNGUARDED_MESSAGE, is_user_error=True)
                 if (worker.process.exitcode or 0) < 0:
                     return WorkerFailure(f"{worker.name} {self._end_of(worker)}")
             time.sleep(0.02)
