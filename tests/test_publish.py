@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 
 from easyrl.cli import app
 from easyrl.config import load_config
-from easyrl.observe.model_card import Trained, model_card
+from easyrl.observe.history import History
+from easyrl.observe.model_card import model_card
 from easyrl.runtime.run_folder import read_lines
 from runs import Finished
 
@@ -118,12 +119,11 @@ def test_the_model_of_a_run_is_published_with_its_card(
     finished_run: Finished, hub: tuple[type[FakeHub], str], tmp_path: Path
 ) -> None:
     handler, endpoint = hub
-    done = export(str(finished_run.folder), "--push", "me/sums", "--private", endpoint=endpoint)
+    done = export(str(finished_run.folder), "--push", "me/sums", endpoint=endpoint)
     assert done.returncode == 0, done.stderr
     assert f"{endpoint}/me/" in done.stdout
     (created,) = handler.created
     assert created["name"] == "sums"
-    assert created.get("private") or created.get("visibility") == "private"
     for name, content in handler.files.items():
         (tmp_path / name).write_bytes(content)
     model = finished_run.folder / "model"
@@ -143,19 +143,19 @@ def test_the_model_of_a_run_is_published_with_its_card(
     assert not (model / "README.md").exists()
 
 
-def test_a_checkpoint_is_exported_and_published(
-    finished_run: Finished, hub: tuple[type[FakeHub], str], tmp_path: Path
+def test_a_checkpoint_is_published_with_what_is_known_up_to_it(
+    finished_run: Finished, hub: tuple[type[FakeHub], str]
 ) -> None:
     handler, endpoint = hub
-    checkpoint, folder = finished_run.folder / "checkpoints" / "3", tmp_path / "model"
-    done = export(str(checkpoint), str(folder), "--push", "me/sums", endpoint=endpoint)
+    checkpoint = min((finished_run.folder / "checkpoints").glob("[0-9]"))
+    done = export(str(checkpoint), "--push", "me/sums", endpoint=endpoint)
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in folder.iterdir()} == set(handler.files)
-    assert (folder / "README.md").read_bytes() == handler.files["README.md"]
+    assert {"model.safetensors", "config.json"} < set(handler.files)
+    assert f"{checkpoint.name} iterations" in handler.files["README.md"].decode()
 
 
-@pytest.mark.parametrize("words", [["--push", "no name"], ["--private"], []])
-def test_an_export_without_a_folder_or_a_repository_is_refused(
+@pytest.mark.parametrize("words", [["DIR", "--push", "me/sums"], ["--push", "no name"], []])
+def test_an_export_needs_either_a_folder_or_a_repository(
     words: list[str], finished_run: Finished
 ) -> None:
     result = CliRunner().invoke(app, ["export", str(finished_run.folder), *words])
@@ -183,12 +183,12 @@ def test_a_card_names_the_hubs_sources_and_hides_local_folders() -> None:
             "reward.functions=[/home/ann/my_rewards.py:correct]",
         ]
     )
-    lines = [{"iteration": n, "reward": n / 10, "eval/accuracy": None} for n in range(10)]
-    card = model_card(Trained(config, 10, None, None, lines), "me/sums")
+    lines = {n + 1: {"reward": n / 10, "eval/accuracy": None} for n in range(10)}
+    card = model_card(History(Path(), config, lines=lines), "me/sums")
     _, metadata, text = card.split("---\n", 2)
     found = yaml.safe_load(metadata)
     assert found["base_model"] == "Qwen/Qwen3-0.6B"
     assert found["datasets"] == ["openai/gsm8k", "owner/rows"]
     assert "/home" not in card and "my_rewards.py:correct" in text and "data.jsonl" in text
-    assert "0.200 -> 0.700" in text  # of five iterations each
+    assert "0.200 → 0.700" in text  # of five iterations each
     assert "accuracy" not in text

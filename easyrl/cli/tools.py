@@ -54,18 +54,15 @@ def export(
             metavar="OWNER/NAME", help="Publish it, with a model card, on the Hugging Face hub."
         ),
     ] = None,
-    private: Annotated[
-        bool, Option("--private", help="With --push: in a new repository that only you see.")
-    ] = False,
 ) -> None:
     """Write a checkpoint as a model that transformers and vLLM load, or publish it."""
-    if push is not None:
+    if push is not None and folder is None:
         from easyrl.observe.model_card import publish
 
-        typer.echo(publish(checkpoint, folder, push, is_private=private))
+        typer.echo(publish(checkpoint, push))
         return
-    if folder is None or private:
-        raise ValueError("expected DIR, or --push OWNER/NAME" + " with --private" * private)
+    if push is not None or folder is None:
+        raise ValueError("expected either DIR or --push OWNER/NAME")
     from easyrl.model.export import export_checkpoint
 
     typer.echo(export_checkpoint(checkpoint, folder))

@@ -85,28 +85,27 @@ def reach_hub() -> bool:
     return True
 
 
-def push_model(folder: Path, card: str, repository: str, *, is_private: bool) -> str:
+def check_push(repository: str) -> None:
+    """Raise ValueError unless there is a token for a reachable hub, and the name is valid."""
+    with _writing(repository) as api:
+        if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
+            raise ValueError("this is no such name")
+        if not reach_hub():
+            raise ValueError("the hub cannot be reached")
+        api.whoami()
+
+
+def push_model(folder: Path, card: str, repository: str) -> str:
     """Write a model's folder with a model card to the hub, in one commit; return its address.
     Raises ValueError."""
     from huggingface_hub import CommitOperationAdd
 
-    files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
-    contents: dict[str, Path | bytes] = {**files, "README.md": card.encode()}
+    operations = [CommitOperationAdd(file.name, file) for file in folder.iterdir()]
+    operations.append(CommitOperationAdd("README.md", card.encode()))
     with _writing(repository) as api:
-        api.create_repo(repository, private=is_private or None, exist_ok=True)
-        operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        api.create_repo(repository, exist_ok=True)
         commit = api.create_commit(repository, operations, commit_message="Trained with EasyRL")
         return str(commit.repo_url)
-
-
-def check_push(repository: str) -> None:
-    """Raise ValueError unless there is a token for a reachable hub, and the name is valid."""
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
-        raise ValueError(f"--push: expected OWNER/NAME, got '{repository}'")
-    with _writing(repository) as api:
-        if not reach_hub():
-            raise ValueError("the hub cannot be reached")
-        api.whoami()
 
 
 @contextmanager
@@ -118,7 +117,6 @@ def _writing(repository: str) -> Iterator[Any]:
     except Exception as error:  # of many types
         why = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"--push: '{repository}' cannot be written on the hub: {why}; check the name, the "
-            "network, and that you are logged in with a token that may write (hf auth login, or "
-            "HF_TOKEN)"
+            f"--push: expected OWNER/NAME on a hub that you may write, got '{repository}': {why}; "
+            "to log in: hf auth login, or HF_TOKEN"
         ) from error

@@ -24,10 +24,11 @@ from easyrl import events
 from easyrl.config import Config, load_config
 from easyrl.events import Event
 from easyrl.formatting import counted
+from easyrl.observe.report import training_sampling, with_error
 from easyrl.observe.samples import SAMPLES, folded
 from easyrl.observe.trace import FILE_NAME, GrowingFile, RunFiles
 from easyrl.observe.view import ViewState
-from easyrl.runtime.metrics import BUSY, overlap
+from easyrl.runtime.metrics import BUSY, LAST_ITERATIONS, overlap
 from easyrl.runtime.run_folder import is_locked
 from easyrl.runtime.supervisor import SIGNALLED
 
@@ -169,6 +170,22 @@ def worst_to_best(run: History, limit: int) -> list[tuple[Line, int]]:
     samples.sort(key=lambda each: -math.inf if each[0]["reward"] is None else each[0]["reward"])
     chosen = {round(n * (len(samples) - 1) / max(1, limit - 1)) for n in range(limit)}
     return [sample for number, sample in enumerate(samples) if number in chosen]
+
+
+def rewards_text(run: History) -> str:
+    """`0.500 → 0.900`: means at both ends, as in `summary.json` where there are enough."""
+    values = run.series("reward")[1]
+    num = LAST_ITERATIONS if len(values) >= 2 * LAST_ITERATIONS else 1
+    ends = " → ".join(f"{sum(part) / num:.3f}" for part in (values[:num], values[-num:]) if part)
+    return f"{ends} (first and last {counted(num, 'iteration')})" if values else "none"
+
+
+def accuracies_text(run: History) -> str:
+    """`0.500 ± 0.050 → 0.900 ± 0.030`, and how it was sampled."""
+    numbers = run.series(ACCURACY)[0]
+    ends = [run.lines[number] for number in dict.fromkeys([*numbers[:1], *numbers[-1:]])]
+    text = " → ".join(with_error(line[ACCURACY], line.get(ERROR)) for line in ends)
+    return f"{text}, {training_sampling(run.config)}" if text else "not measured"
 
 
 def reward_functions(runs: Iterable[History]) -> list[str]:

@@ -14,19 +14,18 @@ from easyrl.config.devices import count_devices
 from easyrl.formatting import counted
 from easyrl.observe import plots
 from easyrl.observe.history import (
-    ACCURACY,
-    ERROR,
     SAMPLED_ITERATIONS,
     History,
     Line,
+    accuracies_text,
     overlap_of,
+    rewards_text,
     worst_to_best,
 )
-from easyrl.observe.report import PROBLEMS, problems_in, training_sampling, with_error
+from easyrl.observe.report import PROBLEMS, problems_in
 from easyrl.observe.samples import columns_of
 from easyrl.observe.text import clock, safe, shown
 from easyrl.observe.trace import GrowingFile
-from easyrl.runtime.metrics import LAST_ITERATIONS
 
 GAP = "sampling/sampling_logp_difference/max"
 NUM_SAMPLES = 10  # of each run
@@ -109,8 +108,8 @@ def _overview(run: History) -> dict[str, str]:
         "model": config.model.path,
         "data": config.data.shown,
         "devices": ", ".join(f"{name}: {device}" for name, device in devices.items()) or "unknown",
-        "reward": _rewards(run.series("reward")[1]),
-        "held-out accuracy": _accuracies(run),
+        "reward": rewards_text(run),
+        "held-out accuracy": accuracies_text(run),
         "trained": f"{tokens:,} completion tokens in {clock(seconds)}",
         "with start, evaluations, saving": clock(wall) if wall else "unknown",
         "throughput": f"{speed} tokens/s on {counted(count_devices(devices.values()), 'device')}",
@@ -118,21 +117,6 @@ def _overview(run: History) -> dict[str, str]:
         "weight exchange": f"{shown(weights, '.3f')} s per iteration",
         "schedule": config.runtime.schedule,
     }
-
-
-def _rewards(values: Sequence[float]) -> str:
-    """`0.500 → 0.900`: means at both ends, as in `summary.json` where there are enough."""
-    num = LAST_ITERATIONS if len(values) >= 2 * LAST_ITERATIONS else 1
-    ends = " → ".join(f"{sum(part) / num:.3f}" for part in (values[:num], values[-num:]) if part)
-    return f"{ends} (first and last {counted(num, 'iteration')})" if values else "none"
-
-
-def _accuracies(run: History) -> str:
-    """`0.500 ± 0.050 → 0.900 ± 0.030`, and how it was sampled."""
-    numbers = run.series(ACCURACY)[0]
-    ends = [run.lines[number] for number in dict.fromkeys([*numbers[:1], *numbers[-1:]])]
-    text = " → ".join(with_error(line[ACCURACY], line.get(ERROR)) for line in ends)
-    return f"{text}, {training_sampling(run.config)}" if text else "not measured"
 
 
 def _proof(run: History) -> dict[str, str]:
