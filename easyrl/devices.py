@@ -91,8 +91,8 @@ def parse_assumed(text: str) -> AssumedDevices:
             kind = ASCEND if size in ASCEND_PRODUCTS else "cuda"
             return AssumedDevices(kind, int(count), int(gib * 2**30))
     raise ValueError(
-        "expected the number of accelerators and the memory of each, as in 8x80GiB, 24GiB (one) or "
-        f"h100x8 (one of {', '.join(KNOWN_GIB)}), got '{text}'"
+        "--assume: expected the number of accelerators and the memory of each, as in 8x80GiB, "
+        f"24GiB (one) or h100x8 (one of {', '.join(KNOWN_GIB)}), got '{text}'"
     )
 
 

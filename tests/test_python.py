@@ -49,7 +49,11 @@ def open_descriptors() -> int:
 def traces() -> tuple[Any, ...]:
     """What a call may not change."""
     stop = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    children = psutil.Process().children(recursive=True)
+    children = [
+        each
+        for each in psutil.Process().children(recursive=True)
+        if "resource_tracker" not in " ".join(each.cmdline())  # multiprocessing's own
+    ]
     threads = [each for each in threading.enumerate() if each.name != "tqdm_monitor"]  # datasets'
     return threads, children, dict(os.environ), list(sys.path), stop
 

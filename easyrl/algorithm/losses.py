@@ -158,39 +158,28 @@ def load_loss(config: Config) -> Loss:
     def own_loss(inputs: LossInputs, config: Config) -> LossOutputs:
         inputs = _zero_masked(inputs)
         outputs = function(inputs, config) if takes_config else function(inputs)
-        own = {name: value.detach() for name, value in outputs.metrics.items()}
-        return LossOutputs(outputs.loss, own | _always(inputs))
+        metrics = {name: value.detach() for name, value in outputs.metrics.items()}
+        metrics |= {"tokens": inputs.loss_mask.sum(), "entropy": inputs.entropy.detach().sum()}
+        return LossOutputs(outputs.loss, metrics)
 
     inputs = _tiny_inputs(config)
     try:
         outputs = function(inputs, config) if takes_config else function(inputs)
-        divisor = denominator(config, num_completions=2, num_tokens=5)
+        divisor = float(denominator(config, num_completions=2, num_tokens=5))
     except Exception as error:
         raise ConfigError(f"{LOSS_KEY}: '{spec}' fails:\n{user_traceback(error)}") from error
-    is_output = isinstance(outputs, LossOutputs) and isinstance(outputs.loss, Tensor)
-    values = [*outputs.metrics.values()] if is_output else []
-    if not is_output or outputs.loss.shape != () or not all(map(_is_scalar, values)):
+    tensors = [outputs.loss, *outputs.metrics.values()] if isinstance(outputs, LossOutputs) else []
+    if not tensors or not all(isinstance(each, Tensor) and each.ndim == 0 for each in tensors):
         raise ConfigError(
             f"{LOSS_KEY}: '{spec}': expected LossOutputs with a loss and metrics that are scalar "
             f"tensors, got {outputs!r:.200}"
         )
-    if not outputs.loss.requires_grad:
-        raise ConfigError(f"{LOSS_KEY}: '{spec}': expected a loss with a gradient, got one without")
-    if not isinstance(divisor, float | int) or not 0.0 < divisor < math.inf:
+    if not outputs.loss.requires_grad or not 0.0 < divisor < math.inf:
         raise ConfigError(
-            f"{LOSS_KEY}: '{spec}': expected a positive number of its loss_denominator, got "
-            f"{divisor!r:.200}"
+            f"{LOSS_KEY}: '{spec}': expected a loss with a gradient and a positive "
+            f"loss_denominator, got {outputs.loss} and {divisor}"
         )
     return Loss(own_loss, denominator, sorted({*outputs.metrics, "entropy"} - {"tokens"}))
-
-
-def _always(inputs: LossInputs) -> dict[str, Tensor]:
-    """Metrics that every loss has."""
-    return {"tokens": inputs.loss_mask.sum(), "entropy": inputs.entropy.detach().sum()}
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, Tensor) and value.shape == ()
 
 
 def _tiny_inputs(config: Config) -> LossInputs:

@@ -8,15 +8,13 @@ KeyboardInterrupt. Nothing of a call remains but its folder.
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -168,12 +166,8 @@ def train(
             if not config.is_file():
                 raise ConfigError(f"resume: expected a run folder, but there is no {config}")
         resolved, inputs = _resolve(config, options, settings)
-        runtime = resolved.runtime
-        if runtime.restart != "never" or (inputs and runtime.resume == "auto"):
-            raise ConfigError(
-                "runtime.restart, runtime.resume: expected never in Python (resume takes an "
-                f"interrupted run), got {runtime.restart}, {runtime.resume}"
-            )
+        if (restart := resolved.runtime.restart) != "never":
+            raise ConfigError(f"runtime.restart: expected never in Python, got {restart}")
         folder = folder_of(resolved)
         if inputs and folder.exists() and (is_locked(folder) or not is_unstarted(folder)):
             refuse_existing(folder)
@@ -297,41 +291,14 @@ def _call() -> Iterator[None]:
     """Restore what a call changes in this process. Leave out EasyRL's frames of a ValueError."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(UNGUARDED)  # a worker imports the program; the supervisor explains it
-    with contextlib.ExitStack() as stack:
-        stack.callback(_restore_environment, dict(os.environ), list(sys.path))
-        stack.callback(_stop_resource_tracker, resource_tracker._resource_tracker._fd)  # type: ignore[attr-defined]
-        stack.callback(gc.collect)  # semaphores and pipes of ended processes
-        for restore in _library_settings():
-            stack.callback(restore)
-        user_code.forget()  # a file may have changed since the last call
-        for name, value in NO_AUTOLOAD.items():
-            os.environ.setdefault(name, value)
-        try:
-            yield
-        except ValueError as error:
-            raise error.with_traceback(None) from None
-
-
-def _restore_environment(environment: dict[str, str], paths: list[str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path[:] = paths
-
-
-def _stop_resource_tracker(fd_before: int | None) -> None:
-    """End multiprocessing's helper process if this call has started it and nobody else uses it."""
-    if fd_before is None and not multiprocessing.active_children():
-        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
-
-
-def _library_settings() -> Iterator[Callable[[], None]]:
-    """Functions that restore how much transformers and datasets print."""
-    if (logging := sys.modules.get("transformers.utils.logging")) is not None:
-        level = logging.get_verbosity()
-        yield lambda: logging.set_verbosity(level)
-        if logging.is_progress_bar_enabled():
-            yield logging.enable_progress_bar
-    if (datasets := sys.modules.get("datasets")) is not None and not (
-        datasets.are_progress_bars_disabled()
-    ):
-        yield datasets.enable_progress_bars
+    user_code.forget()  # a file may have changed since the last call
+    environment, paths = dict(os.environ), list(sys.path)
+    os.environ.update(NO_AUTOLOAD | environment)
+    try:
+        yield
+    except ValueError as error:
+        raise error.with_traceback(None) from None
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:] = paths

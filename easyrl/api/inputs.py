@@ -1,8 +1,7 @@
 """Rows and reward functions that a Python program gives: they become files of the run folder.
 
-    rows, datasets.Dataset ─► inputs/data.jsonl, inputs/data ──► data.dataset
-    functions of a file or a module ───────────────────────────► reward.functions, by their names
-    other functions ─cloudpickle─► inputs/rewards.py ──────────► reward.functions
+    rows, datasets.Dataset ─────► inputs/data.jsonl ──► data.dataset
+    functions ──cloudpickle─────► inputs/rewards.py ──► reward.functions
 
 So workers, `resume` and the command line find all that a run needs in its config.
 """
@@ -15,7 +14,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,6 @@ class Inputs:
         """Raises ConfigError for rows and functions that cannot be stored."""
         self._values: dict[str, Any] = {}  # relative names in the folder of inputs
         self._texts: dict[str, str] = {}
-        self._datasets: dict[str, Any] = {}
         for key, name in DATASETS.items():
             if (rows := values.get(key)) is not None and not _is_names(rows):
                 values[key] = self._values[key] = self._take_rows(key, name, rows)
@@ -63,29 +61,19 @@ class Inputs:
             values[REWARDS] = self._take_rewards(functions)
 
     def _take_rows(self, key: str, name: str, rows: Any) -> str:
-        if hasattr(rows, "save_to_disk") and hasattr(rows, "column_names"):
-            if not isinstance(rows.column_names, list):
-                raise ConfigError(
-                    f"{key}: expected one split, got a DatasetDict with "
-                    f"{', '.join(rows.column_names)}; choose one: dataset['train']"
-                )
-            self._datasets[name] = rows
-            return name
-        if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
-            found = f"a list of {type(rows[0]).__name__}" if isinstance(rows, list) else type(rows)
+        is_dataset = isinstance(getattr(rows, "column_names", None), list)  # and no DatasetDict
+        if not rows or not (is_dataset or isinstance(rows, Sequence)):
             raise ConfigError(
-                f"{key}: expected a name, a path, a list of rows (a dict of columns each) or a "
-                f"datasets.Dataset, got {found}"
+                f"{key}: expected a name, a path, a list of rows (dicts) or a datasets.Dataset "
+                f"(one split), got {type(rows) if rows else 'no rows'}"
             )
-        if not rows:
-            raise ConfigError(f"{key}: expected at least one row, got an empty list")
         lines = []
         for number, row in enumerate(rows):
             try:
                 lines.append(json.dumps(dict(row), default=lambda value: value.tolist()) + "\n")
             except (AttributeError, TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"{key}: row {number}: expected text, numbers, lists and dicts: {error}"
+                    f"{key}: row {number}: expected a dict of text, numbers and lists: {error}"
                 ) from None
         self._texts[f"{name}.jsonl"] = "".join(lines)
         return f"{name}.jsonl"
@@ -97,22 +85,20 @@ class Inputs:
         for function in functions:
             if isinstance(function, str) or not callable(function):
                 specs.append(function)  # a name, or an error of the config
-            elif spec := _path_of(function):
-                specs.append(spec)
-            else:
-                name = re.sub(r"\W", "", _name_of(function)) or "reward"
-                number = sum(re.sub(r"_\d+$", "", each) == name for each in stored) + 1
-                name = name if number == 1 else f"{name}_{number}"
-                stored[name] = function
-                specs.append(f"rewards.py:{name}")
-                try:
-                    cloudpickle.dumps(function)
-                except Exception as error:  # of many types
-                    raise ConfigError(
-                        f"{REWARDS} (reward): '{name}' cannot be sent to another process: {error}; "
-                        "create what it uses inside the function, or pass the name of a function "
-                        f"in a file: 'my_rewards.py:{name}'"
-                    ) from None
+                continue
+            name = getattr(function, "__name__", type(function).__name__).strip("<>")
+            while name in stored:
+                name += "_"
+            stored[name] = function
+            specs.append(f"rewards.py:{name}")
+            try:
+                cloudpickle.dumps(function)
+            except Exception as error:  # of many types
+                raise ConfigError(
+                    f"{REWARDS} (reward): '{name}' cannot be sent to another process: {error}; "
+                    "create what it uses inside the function, or pass the name of a function in a "
+                    f"file: 'my_rewards.py:{name}'"
+                ) from None
         if stored:
             self._texts["rewards.py"] = FILE.format(
                 names=", ".join(stored),
@@ -135,13 +121,8 @@ class Inputs:
                 home.mkdir(exist_ok=True)
                 for name, text in self._texts.items():
                     (home / name).write_text(text, encoding="utf-8")
-                for name, rows in self._datasets.items():
-                    import datasets
-
-                    datasets.disable_progress_bars()  # the call enables them again
-                    rows.save_to_disk(home / name)
                 paths = {
-                    key: str(home / value)
+                    key: f"{home}/{value}"
                     if isinstance(value, str)
                     else [re.sub(r"^rewards\.py:", f"{home}/rewards.py:", each) for each in value]
                     for key, value in self._values.items()
@@ -167,21 +148,3 @@ def _is_names(value: Any) -> bool:
     """Return whether this is a name or a path, or a list of them."""
     is_list = isinstance(value, list | tuple) and bool(value)
     return isinstance(value, str) or (is_list and all(isinstance(each, str) for each in value))
-
-
-def _path_of(function: Any) -> str | None:
-    """Return `file.py:function` or `package.module:function` if it can be imported."""
-    name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
-    loaded = sys.modules.get(module or "")
-    is_found = "." not in name and getattr(loaded, name or "-", None) is function
-    if module == "__main__" or not is_found:
-        return None
-    file = getattr(loaded, "__file__", None) or ""
-    return (
-        f"{file}:{name}" if "." not in str(module) and file.endswith(".py") else f"{module}:{name}"
-    )
-
-
-def _name_of(function: Any) -> str:
-    function = getattr(function, "func", function)  # of functools.partial
-    return str(getattr(function, "__name__", None) or type(function).__name__)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 NOTHING_FITS = (
     "nothing that was tried fits: more train devices, smaller micro-batches, bfloat16, activation "
-    "checkpointing, offloading, fewer groups in flight; use more or larger devices, a smaller "
-    "model or shorter sequences"
+    "checkpointing, offloading, fewer groups in flight; use more or larger devices, LoRA "
+    "(model.lora.rank), a smaller model or shorter sequences"
 )
 
 
@@ -130,27 +130,21 @@ def _print_plan(
     from easyrl.runtime.resume import with_absolute_paths
     from easyrl.runtime.run import start_from
 
-    try:
-        assumed = None if assume is None else parse_assumed(assume)
-    except ValueError as error:
-        raise ValueError(f"--assume: {error}") from None
+    assumed = None if assume is None else parse_assumed(assume)
     resolved = with_absolute_paths(config, is_resumed=resume is not None)
     planned = resolved if resume else start_from(resolved)[0]
-    plan = make_plan(planned, assumed, is_resumed=resume is not None)
+    plan = make_plan(planned, assumed)
     settings = to_commented_yaml(resolved, only_changes=not full)
     heading = "Settings that differ" if settings else "No setting differs"
     typer.echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
     lines = plan.text.splitlines()
-    if plan.changes:
-        base = load_config(file, {"output.dir": str(resume)} if resume else {})
+    if plan.changes and resume is None:
         start = ["--config", str(file)] if file else []
-        start = ["--resume", str(resume)] if resume else start
-        words = to_arguments(change_config(config, plan.changes), base)
+        words = to_arguments(change_config(config, plan.changes), load_config(file))
         command = shlex.join(["easyrl", "grpo", *start, *words])
         lines += ["", "a command that fits, by the same estimate:", command]
-    elif plan.is_tight and assumed is not None:
-        is_lora = config.model.lora.rank is not None
-        lines += ["", NOTHING_FITS + ("" if is_lora else ", or LoRA (model.lora.rank)")]
+    elif plan.is_tight and not plan.changes and assumed is not None:
+        lines += ["", NOTHING_FITS]
     for line in lines:  # comments: the whole output is a config file
         typer.echo(f"# {line}".rstrip())
     return 0 if plan.would_start else USER_ERROR

@@ -91,9 +91,8 @@ def print_config(
 
     names = [word for word in words or () if "=" not in word]
     words = [word for word in words or () if "=" in word]
-    only = find_keys(names, search) if names or search is not None else None
-
-    if diff is not None and (config is not None or only is not None):
+    only = find_keys(names, search)
+    if diff is not None and (config is not None or only):
         raise ValueError("--diff: expected neither --config nor names of settings with it")
     if markdown:
         text = settings_markdown()

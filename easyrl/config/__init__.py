@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from copy import deepcopy
 from functools import reduce
 from pathlib import Path
@@ -313,62 +313,55 @@ def key_hint(name: str, suffix: str = "") -> str:
 
 
 def to_commented_yaml(
-    config: Config, *, only_changes: bool = False, only: Collection[str] | None = None
+    config: Config, *, only_changes: bool = False, only: Collection[str] = ()
 ) -> str:
     """Print the config as YAML with comments, which loads again to an equal config.
 
     `only_changes`: only the keys whose value is not the default; `only`: only these keys, and those
     of these sections. A comment then gives the default.
     """
+    shown = {
+        name
+        for name in KEYS
+        if (not only_changes or _value(config, name) != _value(Config(), name))
+        and (not only or any(f"{name}.".startswith(f"{each}.") for each in only))
+    }
+    return _commented(config, "", shown, gives_default=bool(only_changes or only))
 
-    def is_shown(name: str, *, is_default: bool) -> bool:
-        is_wanted = only is None or any(f"{name}.".startswith(f"{each}.") for each in only)
-        return is_wanted and not (only_changes and is_default)
 
-    return _commented(
-        config, Config(), "", is_shown, gives_default=only_changes or only is not None
-    )
-
-
-def _commented(
-    section: Section,
-    defaults: Section,
-    prefix: str,
-    is_shown: Callable[..., bool],
-    *,
-    gives_default: bool,
-) -> str:
+def _commented(section: Section, prefix: str, shown: Set[str], *, gives_default: bool) -> str:
     blocks, indent = [], "  " * prefix.count(".")
     for key, field in type(section).model_fields.items():
-        value, default, name = getattr(section, key), getattr(defaults, key), prefix + key
+        value, name = getattr(section, key), prefix + key
         if isinstance(value, Section):
-            inner = _commented(value, default, f"{name}.", is_shown, gives_default=gives_default)
-            if inner:
+            if inner := _commented(value, f"{name}.", shown, gives_default=gives_default):
                 heading = _comment(type(value).__doc__, indent)
                 blocks.append(f"{heading}{indent}{key}:\n{inner}")
-        elif is_shown(name, is_default=value == default):
+        elif name in shown:
             comment = _comment(field.description, indent)
             if gives_default:
-                comment += _comment(f"Default: {_yaml_value(default)}", indent)
+                comment += _comment(f"Default: {_yaml_value(_value(Config(), name))}", indent)
             blocks.append(f"{comment}{indent}{key}: {_yaml_value(value)}\n")
     return ("" if indent else "\n").join(blocks)
 
 
-def find_keys(names: Iterable[str], search: str | None) -> list[str]:
+def _value(config: Config, name: str) -> Any:
+    return reduce(getattr, name.split("."), config)
+
+
+def find_keys(names: Sequence[str], search: str | None) -> list[str]:
     """Return these keys and sections, and the keys that have `search` in their name or meaning.
-    Raises ConfigError if there are none."""
-    found = list(names)
-    for name in found:
+    Raises ConfigError for a name that does not exist, or if nothing is found."""
+    for name in names:
         if name not in KEYS and name not in SECTIONS:
             raise ConfigError(f"{name}: unknown setting; {key_hint(name)}")
     if search is None:
-        return found
-    for name, field in KEYS.items():
-        if search.lower() in f"{name} {' '.join((field.description or '').split())}".lower():
-            found.append(name)
+        return [*names]
+    meanings = {name: " ".join((field.description or "").split()) for name, field in KEYS.items()}
+    found = [key for key, text in meanings.items() if search.lower() in f"{key} {text}".lower()]
     if not found:
         raise ConfigError(f"--search: no setting has '{search}' in its name or meaning")
-    return found
+    return [*names, *found]
 
 
 def _comment(text: str | None, indent: str) -> str:
@@ -397,8 +390,8 @@ def to_arguments(config: Config, base: Config) -> list[str]:
     """Return the arguments of `easyrl grpo` that make `config` of `base`: flags, then words."""
     flags, words = [], []
     for name in KEYS:
-        value, before = (reduce(getattr, name.split("."), each) for each in (config, base))
-        if value == before:
+        value = _value(config, name)
+        if value == _value(base, name):
             continue
         if name in FLAGS and value is not None:
             for each in value if isinstance(value, list) else [value]:

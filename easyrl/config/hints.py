@@ -41,11 +41,10 @@ def similar_names(name: str, names: Collection[str]) -> list[str]:
     typed = name.lower().replace("-", "_")
     section, _, last = typed.rpartition(".")
     last = SYNONYMS.get(last, last)
+    if f"{section}.{last}" in names:
+        return [f"{section}.{last}"]
     flat = [each for each in names if each.replace(".", "_") == typed.replace(".", "_")]
     same = [each for each in names if each.rpartition(".")[2] == last]
-    same.sort(key=lambda each: not each.startswith(f"{section}."))
-    if section and same[:1] and same[0].startswith(f"{section}."):
-        same = same[:1]
     near = difflib.get_close_matches(typed, names, n=1)
     by_last = {each.rpartition(".")[2]: each for each in names}
     near = near or [by_last[each] for each in difflib.get_close_matches(last, by_last, n=1)]

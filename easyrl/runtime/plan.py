@@ -29,7 +29,6 @@ from easyrl.runtime.preflight import (
     read_model_size,
     sampling_warnings,
 )
-from easyrl.runtime.resume import may_change
 
 HEADROOM = 0.95
 """Part of each memory that a proposal may fill: contexts of accelerators are not estimated."""
@@ -48,11 +47,8 @@ class Plan:
     """Settings by key with which everything fits; empty if it does, or if none were found."""
 
 
-def make_plan(
-    config: Config, assumed: AssumedDevices | None = None, *, is_resumed: bool = False
-) -> Plan:
-    """Raises ConfigError for devices that are missing. `is_resumed`: propose only what may change
-    on resuming."""
+def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
+    """Raises ConfigError for devices that are missing."""
     placement = resolve_placement(config, assumed)
     lines = [describe_model(config.model.path), describe(placement), ""]
     warnings, is_refused, size = sampling_warnings(config), False, None
@@ -72,11 +68,7 @@ def make_plan(
     is_tight = size is not None and not fits(config, placement, size, headroom=1.0)
     changes: Mapping[str, Any] = {}
     if size is not None and is_tight and placement.accelerator != "cpu":
-        options = [
-            [option for option in each if not is_resumed or all(map(may_change, option[1]))]
-            for each in _options(config, placement)
-        ]
-        changes = propose_changes(config, placement, size, options)
+        changes = propose_changes(config, placement, size)
     return Plan("\n".join([*lines, *warnings]), not is_refused, is_tight, changes)
 
 
@@ -92,12 +84,11 @@ def fits(
         return False
 
 
-def propose_changes(
-    config: Config, placement: Placement, size: ModelSize, options: Iterable[list[Option]]
-) -> Mapping[str, Any]:
+def propose_changes(config: Config, placement: Placement, size: ModelSize) -> Mapping[str, Any]:
     """Return the least unwelcome changes with which the run fits; empty if there are none. What is
     trained stays the same, except for rounding: lengths, batches and LoRA are the user's choice."""
-    for chosen in sorted(product(*options), key=lambda chosen: sum(cost for cost, _ in chosen)):
+    options = product(*_options(config, placement))
+    for chosen in sorted(options, key=lambda chosen: sum(cost for cost, _ in chosen)):
         changes = {key: value for _, settings in chosen for key, value in settings.items()}
         try:
             changed = change_config(config, changes)
@@ -138,12 +129,8 @@ def _options(config: Config, placement: Placement) -> list[list[Option]]:
 
 
 def _ranked(cost: float, key: str, values: Iterable[Any]) -> list[Option]:
-    """Options from the value as it is to the least welcome one; each that is equal to one before
-    it is left out."""
-    different: list[Any] = []
-    for value in values:
-        if value not in different:
-            different.append(value)
+    """Options from the value as it is to the least welcome one, each different value once."""
+    different = {repr(value): value for value in values}.values()
     return [(n * cost, {key: value} if n else {}) for n, value in enumerate(different)]
 
 

@@ -171,11 +171,6 @@ def _is_begun(folder: Path) -> bool:
     return "config.yaml" in names or names <= {"logs", UNFINISHED_CONFIG}
 
 
-def may_change(name: str) -> bool:
-    """Return whether a setting may differ from the run's on resuming."""
-    return any(fnmatch(name, pattern) for pattern in MAY_CHANGE)
-
-
 def _check_settings(config: Config, state: SavedState, path: Path) -> None:
     """Raise ConfigError if a setting that decides what is trained has changed."""
     before = {name: dict(keys) for name, keys in state.config.items()}
@@ -184,7 +179,8 @@ def _check_settings(config: Config, state: SavedState, path: Path) -> None:
         f"{section}.{key}"
         for section, keys in config.model_dump(mode="json").items()
         for key, value in keys.items()
-        if before.get(section, {}).get(key, value) != value and not may_change(f"{section}.{key}")
+        if before.get(section, {}).get(key, value) != value
+        and not any(fnmatch(f"{section}.{key}", pattern) for pattern in MAY_CHANGE)
     ]
     if changed:
         run = Config.model_validate({k: v for k, v in before.items() if k in Config.model_fields})
