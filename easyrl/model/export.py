@@ -181,7 +181,7 @@ def find_model(path: str, base: str | None = None) -> ModelSource:
         checkpoint = find_checkpoint(folder)
         trained_from = checkpoint.state["config"]["model"]["path"]
         found = ModelSource("checkpoint", str(checkpoint.path), trained_from)
-    read_model_files(found.base)
+    read_model_files(found.base, is_whole=False)  # a plan needs no weights; a run checks them
     return found
 
 

@@ -17,7 +17,6 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
-from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -222,12 +221,11 @@ def _resolved(config: Config) -> dict[str, Any]:
 def _new_run(config: Config, run: Config, checkpoint: Path) -> str:
     """The command that trains from the checkpoint with the settings of `config`."""
     folder = checkpoint.parent.parent
+    changes = {"output.dir": f"{folder}-2"}
     if config.model.path == run.model.path:
-        config = change_config(config, {"model.path": str(checkpoint)})
-    new = next(path for n in count(2) if not (path := Path(f"{folder}-{n}")).exists())
-    config = change_config(config, {"output.dir": str(new)})
+        changes["model.path"] = str(checkpoint)
     file = folder / "config.yaml"
-    words = to_arguments(config, load_config(file))
+    words = to_arguments(change_config(config, changes), load_config(file))
     return shlex.join(["easyrl", "grpo", "--config", str(file), *words])
 
 

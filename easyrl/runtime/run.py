@@ -116,9 +116,8 @@ def _make_model(
     folder = folder_of(config)
     is_new = not folder.exists()
     try:
-        (folder / INPUTS).mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        if is_new:
-            folder.chmod(PRIVATE)
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        (folder / INPUTS).mkdir(exist_ok=True)
         path = source.make((folder / INPUTS / "model").absolute())
     except BaseException:
         if is_new:
