@@ -49,21 +49,16 @@ def report(
 def plot(
     folders: Runs,
     output: Annotated[
-        Path, Option("--output", "-o", metavar="FILE", help="Ends in .svg, .png or .pdf.")
+        Path, Option("--output", "-o", metavar="FILE", help="Ends in .svg or .png.")
     ] = Path("curve.svg"),
-    metric: Annotated[
-        list[str] | None,
-        Option(metavar="NAME", help="As in metrics.jsonl; repeatable. Default: reward, accuracy."),
-    ] = None,
 ) -> None:
-    """Draw the curves of runs into one picture."""
-    from easyrl.observe.history import ACCURACY, read_histories
+    """Draw reward and held-out accuracy of runs into one picture."""
+    from easyrl.observe.history import read_histories
     from easyrl.observe.plots import write_plot
 
     runs = read_histories(folders)
-    measured = [ACCURACY] if any(run.series(ACCURACY)[0] for run in runs) else []
     with _writing(output):
-        write_plot(runs, metric or ["reward", *measured], output)
+        write_plot(runs, output)
     typer.echo(output)
 
 

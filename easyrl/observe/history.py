@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,8 +33,6 @@ from easyrl.runtime.supervisor import SIGNALLED
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 ACCURACY, ERROR, OVERLAP = "eval/accuracy", "eval/standard_error", "overlap"
-UNUSED = (b'"ph": "X"', b'"ph": "C"', b'"type": "GroupScored"', b'"type": "PromptEvaluated"')
-"""Parts of most lines of a trace, which a history does not need."""
 SAMPLED_ITERATIONS = 10
 """Samples are from this many of the newest iterations that have any."""
 Line = Mapping[str, Any]
@@ -100,7 +97,7 @@ def read_history(folder: Path) -> History:
         )
     found: Iterable[Event] = ()
     try:
-        files = RunFiles(folder, skip=UNUSED)
+        files = RunFiles(folder)
         config, found = files.config, files.read()
     except ValueError:  # no trace, or one of an older version
         config = load_config(file)
@@ -118,9 +115,6 @@ def read_history(folder: Path) -> History:
             run.lines[number][OVERLAP] = overlap_of([line])
     if (folder / SUMMARY).is_file():
         run.summary = json.loads((folder / SUMMARY).read_text())
-        for number, key in ((0, "accuracy_before"), (run.num_done, "accuracy_after")):
-            if (accuracy := run.summary.get(key)) is not None:
-                run.lines.setdefault(number, {}).setdefault(ACCURACY, accuracy)
     run.lines = {number: {"iteration": number, **run.lines[number]} for number in sorted(run.lines)}
     run.status = _status(run)
     return run
@@ -161,12 +155,9 @@ def worst_to_best(run: History, limit: int) -> list[tuple[Line, int]]:
     """Return at most `limit` samples of the newest iterations, evenly from the lowest to the
     highest reward, each with the number of equal ones."""
     file = run.folder / SAMPLES
-    newest: dict[int, list[Line]] = {}
-    for line in GrowingFile(file).read() if file.is_file() else ():
-        newest.setdefault(line["iteration"], []).append(line)
-        if len(newest) > SAMPLED_ITERATIONS:
-            del newest[min(newest)]
-    samples = list(folded(chain.from_iterable(newest.values())))
+    lines = list(GrowingFile(file).read()) if file.is_file() else []
+    newest = sorted({line["iteration"] for line in lines})[-SAMPLED_ITERATIONS:]
+    samples = list(folded(line for line in lines if line["iteration"] in newest))
     samples.sort(key=lambda each: -math.inf if each[0]["reward"] is None else each[0]["reward"])
     chosen = {round(n * (len(samples) - 1) / max(1, limit - 1)) for n in range(limit)}
     return [sample for number, sample in enumerate(samples) if number in chosen]

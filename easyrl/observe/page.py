@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from easyrl.observe.history import (
 from easyrl.observe.report import PROBLEMS, problems_in
 from easyrl.observe.samples import columns_of
 from easyrl.observe.text import clock, safe, shown
-from easyrl.observe.trace import GrowingFile
 
 GAP = "sampling/sampling_logp_difference/max"
 NUM_SAMPLES = 10  # of each run
@@ -45,7 +43,8 @@ def write_page(runs: Sequence[History], file: Path) -> None:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
-    figures, missing = _figures(runs)
+    panels = plots.panels_of(runs)
+    drawn = [panel for panel in panels if plots.has_data(runs, panel)]
     page = template.render(
         version=__version__,
         runs=[
@@ -53,15 +52,18 @@ def write_page(runs: Sequence[History], file: Path) -> None:
                 "name": run.name,
                 "folder": run.folder,
                 "status": run.status,
-                "look": plots.look(number),
+                "colour": plots.colour_of(number),
                 "timeline": _svg(plots.draw_timeline(run), f"Timeline of {run.name}", f"t{number}"),
                 "messages": _messages(run),
                 "samples": [_sample(*each) for each in worst_to_best(run, NUM_SAMPLES)],
             }
             for number, run in enumerate(runs)
         ],
-        figures=figures,
-        missing=missing,
+        figures=[
+            (panel, _svg(plots.draw_curves(runs, [panel], (4.2, 2.3)), panel.title, f"f{number}"))
+            for number, panel in enumerate(drawn)
+        ],
+        missing=[panel.title for panel in panels if panel not in drawn],
         overview=_transposed(map(_overview, runs)),
         proof=_transposed(map(_proof, runs)),
         settings=_settings([run.config for run in runs]),
@@ -69,17 +71,6 @@ def write_page(runs: Sequence[History], file: Path) -> None:
         sampled_iterations=SAMPLED_ITERATIONS,
     )
     file.write_text(page, encoding="utf-8", errors="replace")
-
-
-def _figures(runs: Sequence[History]) -> tuple[list[dict[str, str]], list[str]]:
-    """The figures, and the titles of those without data."""
-    found, missing = [], []
-    for number, panel in enumerate(plots.panels_of(runs)):
-        if svg := _svg(plots.draw_curves(runs, panel), panel.title, f"f{number}"):
-            found.append({"title": panel.title, "about": panel.about, "svg": svg})
-        else:
-            missing.append(panel.title)
-    return found, missing
 
 
 def _svg(figure: Any, title: str, prefix: str) -> Any:
@@ -149,14 +140,7 @@ def _messages(run: History) -> list[str]:
     found = problems_in(totals)
     if restarts := run.summary.get("worker_restarts"):
         found.append(f"{counted(restarts, 'rollout worker')} replaced")
-    if (file := run.folder / "reward_errors.jsonl").is_file():
-        found += [
-            f"first failed reward call: {line['error']}"
-            for line in islice(GrowingFile(file).read(), 1)
-        ]
     notes = [f"{text} (×{count})" if count > 1 else text for text, count in run.messages.items()]
-    if len(notes) > MAX_MESSAGES:
-        found.append(f"{len(notes) - MAX_MESSAGES} older notes are in {run.folder / 'logs'}")
     return [safe(text, MAX_TEXT) for text in found + notes[-MAX_MESSAGES:]]
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINES = ("solid", "dashed", "dotted")
 STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -58,7 +57,7 @@ KIND_COLOURS = {
 NUM_SLICES = 600  # of the timeline
 ITERATIONS_SHOWN = 3  # in the timeline
 MAX_LANES = 8  # of each group of workers
-FORMATS = (".svg", ".png", ".pdf")
+FORMATS = (".svg", ".png")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,6 @@ class Panel:
     title: str
     about: str = ""
     is_share: bool = False
-    is_log: bool = False
-    band: tuple[str, str] | None = None  # metrics of the lower and the upper edge
 
 
 PANELS = (
@@ -79,8 +76,7 @@ PANELS = (
     Panel("rewards", "Reward function"),  # one for each
     Panel("frac_reward_zero_std", "Groups without reward spread",
           "All rewards of such a group are equal, so it teaches nothing.", is_share=True),
-    Panel("completions/mean_length", "Completion length", "Tokens; band: shortest to longest.",
-          band=("completions/min_length", "completions/max_length")),
+    Panel("completions/mean_length", "Completion length", "Tokens; mean."),
     Panel("completions/clipped_ratio", "Truncated completions",
           "Cut off at rollout.max_completion_length.", is_share=True),
     Panel("kl", "KL divergence from the reference", "Mean over the trained tokens."),
@@ -92,7 +88,7 @@ PANELS = (
           "during the other.", is_share=True),
     Panel("perf/weights_seconds", "Weight exchange", "Seconds per iteration."),
     Panel("sampling/sampling_logp_difference/max", "Gap between engine and trainer",
-          "Largest difference of a token's log-probability in both.", is_log=True),
+          "Largest difference of a token's log-probability in both."),
 )  # fmt: skip
 """The page's figures."""
 
@@ -108,57 +104,50 @@ def panels_of(runs: Sequence[History]) -> list[Panel]:
     return found
 
 
-def look(number: int) -> tuple[str, Any]:
-    """Colour and line style of a run."""
-    return COLOURS[number % len(COLOURS)], LINES[number // len(COLOURS) % len(LINES)]
+def has_data(runs: Sequence[History], panel: Panel) -> bool:
+    """Return whether any run has the panel's metric."""
+    return any(run.series(panel.key)[0] for run in runs)
 
 
-def draw_curves(runs: Sequence[History], panel: Panel) -> Figure | None:
-    """Draw a panel; None if no run has its metric."""
+def colour_of(number: int) -> str:
+    """Colour of a run."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def draw_curves(
+    runs: Sequence[History], panels: Sequence[Panel], size: tuple[float, float]
+) -> Figure:
+    """Draw panels, one above the other, each of this size in inches."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    if not any(run.series(panel.key)[0] for run in runs):
-        return None
     with rc_context(STYLE):
-        figure = Figure(figsize=(4.2, 2.3), layout="constrained")
-        _draw(figure.add_subplot(), runs, panel)
+        height = size[1] * len(panels)
+        figure = Figure(figsize=(size[0], height), layout="constrained", dpi=150)
+        all_axes = np.atleast_1d(figure.subplots(len(panels), sharex=True))
+        for axes, panel in zip(all_axes, panels, strict=True):
+            for number, run in enumerate(runs):
+                _draw_curve(axes, run, panel, colour_of(number))
+            if panel.is_share:
+                bottom, top = axes.get_ylim()
+                axes.set_ylim(max(bottom, -0.01), min(max(top, 0.1), 1.01))
+                axes.yaxis.set_major_formatter("{x:.0%}")
+        all_axes[-1].set_xlabel("iteration")
+        all_axes[-1].xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
     return figure
 
 
-def _draw(axes: Axes, runs: Sequence[History], panel: Panel) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    for number, run in enumerate(runs):
-        colour, style = look(number)
-        x, y = map(np.array, run.series(panel.key))
-        if panel.key == ACCURACY:
-            errors = [run.lines[iteration].get(ERROR) or 0.0 for iteration in x]
-            axes.errorbar(x, y, errors, color=colour, linestyle=style, marker="o", markersize=3,
-                          capsize=2, elinewidth=1, linewidth=1.5)  # fmt: skip
-            continue
-        low = high = y
-        if panel.band and len(runs) == 1:
-            low, high = (np.array(run.series(key)[1]) for key in panel.band)
-        x, y, low, high = _thin(x, np.mean), _thin(y, np.mean), _thin(low, min), _thin(high, max)
-        if len(low) == len(high) == len(x) and (low < high).any():
-            axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-        marker = "." if len(x) < 30 else ""
-        axes.plot(x, y, color=colour, linestyle=style, linewidth=1.5, marker=marker)
-    axes.set_xlabel("iteration")
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
-    if panel.is_log and axes.dataLim.ymax > 0:
-        axes.set_yscale("log")
-    if panel.is_share:
-        bottom, top = axes.get_ylim()
-        axes.set_ylim(max(bottom, -0.01), min(max(top, 0.1), 1.01))
-        axes.yaxis.set_major_formatter("{x:.0%}")
-
-
-def _thin(values: Any, function: Any) -> Any:
-    """Join neighbours by a function of them, so that at most MAX_POINTS are left."""
-    parts = np.array_split(values, max(1, min(MAX_POINTS, len(values))))
-    return np.array([function(part) for part in parts if len(part)])
+def _draw_curve(axes: Axes, run: History, panel: Panel, colour: str) -> None:
+    x, y = map(np.array, run.series(panel.key))
+    if panel.key == ACCURACY:
+        errors = [run.lines[iteration].get(ERROR) or 0.0 for iteration in x]
+        axes.errorbar(x, y, errors, color=colour, marker="o", markersize=3, capsize=2,
+                      elinewidth=1, linewidth=1.5)  # fmt: skip
+    elif len(x):
+        parts = min(MAX_POINTS, len(x))  # of neighbours, whose means are drawn
+        x, y = (np.array([*map(np.mean, np.array_split(values, parts))]) for values in (x, y))
+        axes.plot(x, y, color=colour, linewidth=1.5, marker="." if len(x) < 30 else "")
 
 
 # -- the timeline ---------------------------------------------------------------------------------
@@ -189,19 +178,16 @@ def draw_timeline(run: History) -> Figure | None:
         ]
         for worker in workers
     }
-    lanes = [
-        worker
-        for role in ("rollout", "train")
-        for worker in [each for each in workers if each.name.startswith(role)][:MAX_LANES]
-    ]
+    rows: dict[str, Sequence[str]] = {}
+    for role in ("rollout", "train"):
+        rows |= dict([each for each in kinds.items() if each[0].startswith(role)][:MAX_LANES])
+    rows[BOTH] = _together(kinds)
     with rc_context({**STYLE, "axes.grid": False}):
-        figure = Figure(figsize=(8.6, 0.75 + 0.3 * (len(lanes) + 1)), layout="constrained")
+        figure = Figure(figsize=(8.6, 0.75 + 0.3 * len(rows)), layout="constrained")
         axes = figure.add_subplot()
-        for place, worker in enumerate(lanes):
-            _draw_lane(axes, place, kinds[worker.name], seconds)
-        _draw_lane(axes, len(lanes), _together(kinds), seconds)
-        labels = [worker.name for worker in lanes]
-        axes.set_yticks(range(len(lanes) + 1), [*labels, BOTH])
+        for row, row_kinds in enumerate(rows.values()):
+            _draw_row(axes, row, row_kinds, seconds)
+        axes.set_yticks(range(len(rows)), list(rows))
         axes.invert_yaxis()
         axes.set_xlim(0, until - since)
         axes.set_xlabel("seconds")
@@ -223,8 +209,7 @@ def _together(kinds: Mapping[str, Sequence[SpanKind]]) -> list[str]:
     ]
 
 
-def _draw_lane(axes: Axes, place: int, kinds: Sequence[str], seconds: float) -> None:
-    """Draw runs of one kind as bars."""
+def _draw_row(axes: Axes, row: int, kinds: Sequence[str], seconds: float) -> None:
     bars: dict[str, list[tuple[float, float]]] = {}
     start = 0
     for kind, same in groupby(kinds):
@@ -232,7 +217,7 @@ def _draw_lane(axes: Axes, place: int, kinds: Sequence[str], seconds: float) -> 
         bars.setdefault(kind, []).append((start * seconds, length * seconds))
         start += length
     for kind, spans in bars.items():
-        axes.broken_barh(spans, (place - 0.4, 0.8), facecolors=KIND_COLOURS[kind], linewidth=0)
+        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=KIND_COLOURS[kind], linewidth=0)
 
 
 # -- output ---------------------------------------------------------------------------------------
@@ -254,30 +239,20 @@ def to_svg(figure: Figure, title: str, prefix: str) -> str:
     return text.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
 
 
-def write_plot(runs: Sequence[History], keys: Sequence[str], file: Path) -> None:
-    """Write a figure with a panel for each metric, one above the other. Raises ValueError for a
-    metric that no run has, and for a format that cannot be written."""
+def write_plot(runs: Sequence[History], file: Path) -> None:
+    """Write the curves of reward and held-out accuracy. Raises ValueError for another format."""
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     if file.suffix not in FORMATS:
         raise ValueError(
-            f"--output: expected a file that ends in {', '.join(FORMATS)}, got '{file}'"
+            f"--output: expected a file that ends in {' or '.join(FORMATS)}, got '{file}'"
         )
-    known = {panel.key: panel for panel in panels_of(runs)}
-    for key in keys:
-        if not any(run.series(key)[0] for run in runs):
-            names = sorted({name for run in runs for line in run.lines.values() for name in line})
-            raise ValueError(f"--metric: expected one of {', '.join(names)}, got '{key}'")
+    panels = [panel for panel in PANELS[:2] if has_data(runs, panel)] or PANELS[:1]
+    figure = draw_curves(runs, panels, (6.4, 3.0))
+    for axes, panel in zip(figure.axes, panels, strict=True):
+        axes.set_title(panel.title, loc="left")
+    handles = [Line2D([], [], color=colour_of(number)) for number in range(len(runs))]
+    figure.legend(handles, [run.name for run in runs], loc="outside lower left", frameon=False)
     with rc_context({**STYLE, "svg.fonttype": "path"}):
-        figure = Figure(figsize=(6.4, 0.4 + 2.8 * len(keys)), layout="constrained", dpi=150)
-        all_axes = np.atleast_1d(figure.subplots(len(keys), sharex=True))
-        for axes, key in zip(all_axes, keys, strict=True):
-            panel = known.get(key, Panel(key, key))
-            axes.set_title(panel.title, loc="left")
-            _draw(axes, runs, panel)
-        looks = [look(number) for number in range(len(runs))]
-        handles = [Line2D([], [], color=colour, linestyle=style) for colour, style in looks]
-        figure.legend(handles, [run.name for run in runs], loc="outside lower left", frameon=False)
         figure.savefig(file)

@@ -19,8 +19,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -288,8 +289,8 @@ class GrowingFile:
 class RunFiles:
     """The events of a run, from its folder."""
 
-    def __init__(self, folder: Path, skip: Sequence[bytes] = ()) -> None:
-        """`skip`: parts of lines to leave out. Raises ValueError if that is no run folder."""
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError if that is no run folder."""
         self.folder = folder
         config, trace = folder / "config.yaml", folder / FILE_NAME
         refusal = ValueError(
@@ -299,16 +300,11 @@ class RunFiles:
         if not config.is_file() or not trace.is_file():
             raise refusal
         self.config = load_config(config)
-        self._skip = skip
-        self._trace = GrowingFile(trace, self._parse)
+        self._trace = GrowingFile(trace, partial(json.loads, object_hook=decode))
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
         if not any(isinstance(event, events.RunStarted) for event in self.read()):
             raise refusal
         self._trace.offset = 0  # read it again
-
-    def _parse(self, text: bytes) -> Any:
-        is_left_out = any(part in text for part in self._skip)
-        return None if is_left_out else json.loads(text, object_hook=decode)
 
     def now(self) -> float:
         """The time on the clock of the run's events."""
