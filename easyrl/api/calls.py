@@ -2,7 +2,7 @@
 
 Both make a Config as the commands do (`load_config`), and call the same functions with it. Mistakes
 raise ValueError with the command's message, a failed run RuntimeError, and a signal
-KeyboardInterrupt. Nothing of a call remains but its folder.
+KeyboardInterrupt. A call leaves no worker and no thread behind.
 """
 
 from __future__ import annotations
@@ -156,8 +156,7 @@ def train(
     }
     with _call():
         if resume is not None:
-            given = [config, output, dataset, reward]
-            if any(each is not None for each in given):
+            if any(each is not None for each in (config, output, dataset, reward)):
                 raise ConfigError(
                     "resume: expected neither config, output, dataset nor reward: a resumed run "
                     "keeps its folder, data and rewards"
@@ -239,10 +238,9 @@ def _resolve(
     """Merge the layers; return the config, in which objects have names, and the objects."""
     values = dict(_by_name(settings))
     for name, value in options.items():
-        if isinstance(value, Mapping) and name in ("model.path", "reward.functions"):
-            values |= _by_name({name.partition(".")[0]: value})  # the whole section
-        elif value is not None:
-            values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+        is_section = isinstance(value, Mapping) and name in ("model.path", "reward.functions")
+        if value is not None:
+            values |= _by_name({name.partition(".")[0] if is_section else name: value})
     if not isinstance(values.get("model.path", ""), str):
         raise ConfigError(
             "model.path (model): expected a name or a folder, got an object of type "

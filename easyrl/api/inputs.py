@@ -45,7 +45,7 @@ globals().update(
 
 
 class Inputs:
-    """What `values` (settings by their full names) has as objects; their names replace them."""
+    """Objects among `values` (settings by their full names), where names replace them."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         """Raises ConfigError for rows and functions that cannot be stored."""

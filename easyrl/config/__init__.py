@@ -189,11 +189,9 @@ def load_config(
     Raises ConfigError with one line for every problem found.
     """
     values = _read_file(file) if file is not None else {}
-    for name, value in (settings or {}).items():
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    for name, value in [*(settings or {}).items(), *given.items()]:
         put(values, name, value)
-    for name, value in (flags or {}).items():
-        if value is not None:
-            put(values, name, value)
     problems: list[str] = []
     for word in words or ():
         try:

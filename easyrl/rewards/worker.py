@@ -40,8 +40,6 @@ MAX_SCORE = 1e30
 """Scores are summed with weights in float32, whose largest number is about 3e38."""
 MAX_OUTPUT_CHARACTERS = 2**24
 """Most that a function may print in a call, so that endless output fills no disk."""
-
-
 MAX_DUMMIES = 8
 NEEDS_MESSAGES = (
     "reads chat messages (completion[0]['content']), but the prompts of the data are strings, and "
@@ -53,8 +51,7 @@ NEEDS_TEXT = (
     "data has strings"
 )
 WRONG_FORM = (TypeError, AttributeError, LookupError)
-"""Exceptions of a function that takes text for chat messages, or the reverse."""
-
+"""Exceptions of a function that expects chat messages and gets text, or the reverse."""
 PROCESS_NAME = "easyrl-reward"
 
 

@@ -1,5 +1,5 @@
-"""The plan of a run, which `easyrl grpo --dry-run` prints: placement, memory, and where that does
-not fit, changes of the settings with which it does.
+"""The plan of a run, which `easyrl grpo --dry-run` prints: placement, memory, and changes of the
+settings if the run does not fit.
 
 Nothing is started, and no weights are read. The devices may be assumed ones (`--assume`).
 """
@@ -34,7 +34,7 @@ HEADROOM = 0.95
 """Part of each memory that a proposal may fill: contexts of accelerators are not estimated."""
 
 Option = tuple[float, Mapping[str, Any]]
-"""Settings to change, by key, and how unwelcome that is."""
+"""The cost of a change (higher: less welcome), and the new settings by key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Plan:
 
 
 def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
-    """Raises ConfigError for devices that are missing."""
+    """Plan a run. Raises ConfigError for devices that are missing."""
     placement = resolve_placement(config, assumed)
     lines = [describe_model(config.model.path), describe(placement), ""]
     warnings, is_refused, size = sampling_warnings(config), False, None
@@ -85,7 +85,7 @@ def fits(
 
 
 def propose_changes(config: Config, placement: Placement, size: ModelSize) -> Mapping[str, Any]:
-    """Return the least unwelcome changes with which the run fits; empty if there are none. What is
+    """Return the cheapest changes with which the run fits; empty if there are none. What is
     trained stays the same, except for rounding: lengths, batches and LoRA are the user's choice."""
     options = product(*_options(config, placement))
     for chosen in sorted(options, key=lambda chosen: sum(cost for cost, _ in chosen)):
@@ -129,7 +129,7 @@ def _options(config: Config, placement: Placement) -> list[list[Option]]:
 
 
 def _ranked(cost: float, key: str, values: Iterable[Any]) -> list[Option]:
-    """Options from the value as it is to the least welcome one, each different value once."""
+    """Options from the current value to the most expensive one, each value once."""
     different = {repr(value): value for value in values}.values()
     return [(n * cost, {key: value} if n else {}) for n, value in enumerate(different)]
 

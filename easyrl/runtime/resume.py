@@ -193,7 +193,7 @@ def _check_settings(config: Config, state: SavedState, path: Path) -> None:
             f"'{path}' is a checkpoint of a run with other settings:\n"
             + "\n".join(problems)
             + f"\non resuming only these can change: {', '.join(MAY_CHANGE)}\n"
-            "to train on with other settings, start a new run from the checkpoint: "
+            "to train it with other settings, start a new run from the checkpoint: "
             + _new_run(config, run, path)
         )
     if config.train.iterations < state.num_iterations:
