@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -64,6 +64,8 @@ actor_of: Any = remote(concurrency_groups=GROUPS, max_restarts=0, max_task_retri
 class Host:
     """The driver's handle of a `WorkerHost`: its methods, each in its concurrency group."""
 
+    facts: NodeFacts  # set once Ray has placed it
+
     def __init__(self, **options: Any) -> None:
         self.actor = actor_of(WorkerHost).options(**options).remote()
 
@@ -72,14 +74,6 @@ class Host:
 
     def kill(self) -> None:
         ray.kill(self.actor, no_restart=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A host, and the node on which Ray has placed it."""
-
-    host: Host
-    facts: NodeFacts
 
 
 class RemoteProcess:
@@ -146,8 +140,8 @@ class RayLauncher:
         self._layout: RingLayout | None = None
         self._group: PlacementGroup | None = None
         self._every: list[Host] = []
-        self._train: list[Placed] = []
-        self._rollout: list[Placed] = []  # those that are not started yet
+        self._train: list[Host] = []
+        self._rollout: list[Host] = []  # those that are not started yet
         self._senders: dict[int, str] = {}  # by owner id
         self.store = ""
         places = [
@@ -167,16 +161,16 @@ class RayLauncher:
             self.__exit__()
             raise
         self.devices: Mapping[str, str] = {
-            f"{role}-{number}": self._device_of(placed.facts)
+            f"{role}-{number}": self._device_of(host.facts)
             for role, every in (("rollout", self._rollout), ("train", self._train))
-            for number, placed in enumerate(every)
+            for number, host in enumerate(every)
         }
 
     def _place_all(self) -> None:
         if self._placement.train.count:
             self._layout = ring_layout(self._config, self._placement)
             self._place_train()
-            self.store = self._train[0].host.query("open_store")
+            self.store = self._train[0].query("open_store")
         self._rollout = self._place("rollout", self._placement.num_rollout_workers)
 
     def __enter__(self) -> Self:
@@ -207,7 +201,7 @@ class RayLauncher:
         bundles = [PlacementGroupSchedulingStrategy(self._group, each) for each in range(number)]
         self._train = self._place("train", number, bundles)
 
-    def _place(self, role: str, number: int, strategies: Sequence[Any] = ()) -> list[Placed]:
+    def _place(self, role: str, number: int, strategies: Sequence[Any] = ()) -> list[Host]:
         """Start this many hosts, wait until all are placed, and number them by node address and
         device. Raises ConfigError as `__init__`."""
         strategies = strategies or ["SPREAD"] * number
@@ -218,7 +212,7 @@ class RayLauncher:
             bundle, counts = bundle_of(self._options(role)), f"{len(pending)} of {number}"
             raise ConfigError(no_place(role, counts, bundle, self._timeout_seconds))
         try:
-            found = [Placed(*each) for each in zip(hosts, ray.get(asked), strict=True)]
+            found = ray.get(asked)
         except RayError as error:
             text = str(error)
             where = re.search(r"ip=([^,)]+)", text)
@@ -226,10 +220,11 @@ class RayLauncher:
                 f"node {where[1] if where else ''}: expected EasyRL and what it needs as here, "
                 f"but its worker cannot start: {text.strip().splitlines()[-1]}"
             ) from None
-        for placed in found:
-            if problem := self._problem_of(placed.facts, role):
+        for host, facts in zip(hosts, found, strict=True):
+            host.facts = facts
+            if problem := self._problem_of(facts, role):
                 raise ConfigError(problem)
-        return sorted(found, key=lambda placed: (placed.facts.address, placed.facts.devices))
+        return sorted(hosts, key=lambda host: (host.facts.address, host.facts.devices))
 
     def _describe(self, host: Host) -> Any:
         model = Path(self._config.model.path)
@@ -247,31 +242,28 @@ class RayLauncher:
         workers = []
         for rank, each in enumerate(settings):
             others = range(1, len(settings)) if rank == 0 else [0]
-            peers = {peer: self._train[peer].host.actor for peer in others}
-            placed, layout = self._train[rank], self._layout if rank == 0 else None
-            serve = partial(self._serve, placed.facts, each, (layout, peers, ""))
-            workers.append(supervisor.adopt(each.name, RemoteProcess(placed.host, serve)))
+            peers = {peer: self._train[peer].actor for peer in others}
+            layout = self._layout if rank == 0 else None
+            serve = partial(self._serve, each, (layout, peers, ""))
+            workers.append(supervisor.adopt(each.name, RemoteProcess(self._train[rank], serve)))
         return workers
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
         sender = self._senders[settings.owner_id] = f"{settings.name} {uuid4()}"
-        peers = {"ring": self._train[0].host.actor} if self._train else {}
-        first = self._rollout.pop(0) if self._rollout else None
-        host = self._new_host("rollout", "SPREAD") if first is None else first.host
-        facts = None if first is None else first.facts
-        serve = partial(self._serve, facts, settings, (self._layout, peers, sender))
+        peers = {"ring": self._train[0].actor} if self._train else {}
+        is_placed, others = bool(self._rollout), (self._layout, peers, sender)
+        host = self._rollout.pop(0) if is_placed else self._new_host("rollout", "SPREAD")
+        serve = partial(self._serve, settings, others, is_placed=is_placed)
         return supervisor.adopt(settings.name, RemoteProcess(host, serve), is_replaceable=True)
 
-    def _wait_for_place(
-        self, process: RemoteProcess, control: Connection, name: str
-    ) -> NodeFacts | None:
-        """Wait until Ray has placed a later rollout worker, however long. Reports what is wrong and
-        returns None, or returns the node."""
+    def _wait_for_place(self, process: RemoteProcess, control: Connection, name: str) -> bool:
+        """Wait until Ray has placed a later rollout worker, however long. Reports what is wrong;
+        returns False then."""
         asked, is_reported = self._describe(process.host), False
         deadline = time.monotonic() + NOTICE_SECONDS
         while True:
             try:
-                facts: NodeFacts = ray.get(asked, timeout=PENDING_SECONDS)
+                process.host.facts = ray.get(asked, timeout=PENDING_SECONDS)
             except GetTimeoutError:
                 if not is_reported:
                     needed = text_of(bundle_of(self._options("rollout")))
@@ -280,33 +272,34 @@ class RayLauncher:
                 continue
             except RayError as error:
                 if process.is_killed:
-                    return None
+                    return False
                 if time.monotonic() > deadline:
                     control.send(_lost(error))
-                    return None
+                    return False
                 # Ray still places workers on a node that was lost a moment ago.
                 time.sleep(PAUSE_SECONDS)
                 process.replace_host(self._new_host("rollout", "SPREAD"))
                 asked = self._describe(process.host)
                 continue
-            if problem := self._problem_of(facts, "rollout"):
+            if problem := self._problem_of(process.host.facts, "rollout"):
                 control.send(Failed(problem, "", is_user_error=True, is_replaceable=True))
-                return None
-            return facts
+            return not problem
 
     def _serve(
         self,
-        facts: NodeFacts | None,
         settings: WorkerSettings,
         others: tuple[Any, ...],
         process: RemoteProcess,
         control: Connection,
+        *,
+        is_placed: bool = True,
     ) -> int:
-        """Pass on commands and events until the worker ends. Returns its exit code. `facts` is None
-        if it has no place yet. `others`: the other arguments of `WorkerHost.run`."""
-        if facts is None and not (facts := self._wait_for_place(process, control, settings.name)):
+        """Pass on commands and events until the worker ends. Returns its exit code. `others`: the
+        other arguments of `WorkerHost.run`."""
+        if not is_placed and not self._wait_for_place(process, control, settings.name):
             return 1
-        host, process.device = process.host, self._device_of(facts)
+        host, facts = process.host, process.host.facts
+        process.device = self._device_of(facts)
         try:
             before, there = time.monotonic(), host.query("clock")
             offset = (before + time.monotonic()) / 2 - there
@@ -346,7 +339,7 @@ class RayLauncher:
 
     def _query_ring(self, what: str, argument: Any) -> Any:
         try:
-            return self._train[0].host.query(what, argument)
+            return self._train[0].query(what, argument)
         except RayError as error:  # a timeout too
             raise WorkerFailure(f"train-0 {_lost(error).message}") from None
 
