@@ -376,7 +376,8 @@ def _pass_commands(control: Connection, host: Host) -> None:
 
     def after_call(done: Any) -> None:
         if done.exception() is not None:  # the command may be lost
-            host.kill()
+            # In this thread, Ray's own, `ray.kill` would wait for itself.
+            threading.Thread(target=host.kill, daemon=True).start()
 
     with contextlib.suppress(EOFError, OSError):
         while True:
