@@ -46,13 +46,15 @@ from easyrl.runtime.ray.cluster import (
     versions,
 )
 from easyrl.runtime.ray.host import GROUPS, NodeFacts, WorkerHost
-from easyrl.runtime.run_folder import folder_of
-from easyrl.runtime.supervisor import PENDING, Supervisor, Worker, WorkerFailure
+from easyrl.runtime.run_folder import folder_of, resume_hint
+from easyrl.runtime.supervisor import FAILED, PENDING, Supervisor, Worker, WorkerFailure
 from easyrl.workers.settings import WorkerSettings
 
 PENDING_SECONDS = 10.0  # then a worker without a place is reported
 NOTICE_SECONDS = 60.0  # Ray needs about half of it to notice that a node is lost
 PAUSE_SECONDS = 1.0
+HEAD_SECONDS = 45.0  # then a head that does not answer is lost; Ray ends the process after 60
+CHECK_SECONDS = 10.0
 KILL_SECONDS = 5.0  # for Ray to confirm that an actor is dead: a lost node confirms nothing
 SAME_CLOCK_SECONDS = 0.01  # clocks that differ by less are the same, or as good
 QUERY_SECONDS = 30.0
@@ -149,6 +151,8 @@ class RayLauncher:
             for role in ("train", "rollout")
             if (number := placement.num_workers(role))
         ]
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch_head, daemon=True).start()
         notify(Note(f"waiting for places on the Ray cluster: {', '.join(places)}"))
         try:
             self._folder.parent.mkdir(parents=True, exist_ok=True)
@@ -166,6 +170,19 @@ class RayLauncher:
             for number, host in enumerate(every)
         }
 
+    def _watch_head(self) -> None:
+        """End this process when the cluster's head does not answer: some of Ray's calls would
+        never return. Ray ends the workers."""
+        while not self._closed.wait(CHECK_SECONDS):
+            call = threading.Thread(target=ray.nodes, daemon=True)
+            call.start()
+            call.join(HEAD_SECONDS)
+            if call.is_alive() and not self._closed.is_set():
+                hint = resume_hint(self._folder) if self._train else ""
+                lost = f"the head of the Ray cluster has not answered for {HEAD_SECONDS:g} s"
+                os.write(2, f"easyrl: {lost}{hint}\n".encode())
+                os._exit(FAILED)
+
     def _place_all(self) -> None:
         if self._placement.train.count:
             self._layout = ring_layout(self._config, self._placement)
@@ -177,6 +194,7 @@ class RayLauncher:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._closed.set()
         for host in self._every:
             host.kill()
         if self._group is not None:
