@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,20 +27,17 @@ def report(
     ] = False,
 ) -> None:
     """Write one HTML page about runs: curves, timeline, samples, settings. It needs no network."""
-    from easyrl.observe.history import read_histories, write_csv
-    from easyrl.observe.page import write_page
+    from easyrl.observe.history import read_histories, to_csv
+    from easyrl.observe.page import to_page
 
     runs = read_histories(folders)
+    text = to_csv(runs) if csv else to_page(runs)
     if csv and output is None:
-        write_csv(runs, sys.stdout)
+        typer.echo(text, nl=False)
         return
     file = output or (folders[0] if len(runs) == 1 else Path()) / "report.html"
     with _writing(file):
-        if csv:
-            with file.open("w", newline="", encoding="utf-8") as stream:
-                write_csv(runs, stream)
-        else:
-            write_page(runs, file)
+        file.write_text(text, encoding="utf-8", errors="replace")
     typer.echo(f"{file} ({file.stat().st_size / 2**20:.1f} MiB)")
 
 

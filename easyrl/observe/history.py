@@ -9,7 +9,9 @@ Every file but config.yaml may be missing or lack its end: a run may be going on
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import math
 import re
@@ -17,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from easyrl import events
 from easyrl.config import Config, load_config
@@ -48,6 +50,8 @@ class History:
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Number of iterations trained -> metrics. The accuracy before training is at 0, alone."""
     summary: Mapping[str, Any] = field(default_factory=dict)  # empty until the run has finished
+    errors: dict[int, float | None] = field(default_factory=dict)
+    """Number of iterations trained -> standard error of the accuracy."""
     state: ViewState = field(default_factory=ViewState)  # of the newest command
     starts: dict[int, float] = field(default_factory=dict)
     """Iteration, from 0 -> its start, in the newest command."""
@@ -69,16 +73,12 @@ class History:
         is_resumed = self.state.run is not None
         self.state.apply(event)
         match event:
-            case events.RunStarted(num_iterations=done, accuracies=accuracies):
+            case events.RunStarted(num_iterations=done):
                 if is_resumed:
                     self.messages[f"resumed after {counted(done, 'iteration')}"] += 1
                 self.starts.clear()
-                for number in [number for number in self.lines if number > done]:
-                    del self.lines[number]
-                for number, accuracy in accuracies:
-                    self.lines.setdefault(number, {ACCURACY: accuracy})
-            case events.Evaluated(_, accuracy, _, error, number):
-                self.lines[number] = {ACCURACY: accuracy, ERROR: error}
+            case events.Evaluated(standard_error=error, num_iterations=number):
+                self.errors[number] = error
             case events.IterationStarted(time, iteration):
                 self.starts[iteration] = time
             case events.Note(text) | events.NoEvents(warning=text) if text:
@@ -95,15 +95,12 @@ def read_history(folder: Path) -> History:
             f"'{folder}': expected the folder of a run of `easyrl grpo` (runs/<time>-<task>), with "
             f"config.yaml and {METRICS} or {FILE_NAME}"
         )
-    found: Iterable[Event] = ()
-    try:
-        files = RunFiles(folder)
-        config, found = files.config, files.read()
-    except ValueError:  # no trace, or one of an older version
-        config = load_config(file)
-    run = History(folder, config)
-    for event in found:
-        run._apply(event)
+    run = History(folder, load_config(file))
+    with contextlib.suppress(ValueError):  # no trace, or one of an older version
+        for event in RunFiles(folder).read():
+            run._apply(event)
+    for number, accuracy in run.state.accuracies.items():
+        run.lines[number] = {ACCURACY: accuracy, ERROR: run.errors.get(number)}
     if (folder / METRICS).is_file():  # has every iteration; a long trace has lost the oldest ones
         for line in GrowingFile(folder / METRICS).read():
             if not isinstance(line, dict) or "iteration" not in line:
@@ -185,11 +182,12 @@ def reward_functions(runs: Iterable[History]) -> list[str]:
     return [key for key in keys if re.fullmatch(r"rewards/.+/mean", key)]
 
 
-def write_csv(runs: Sequence[History], file: TextIO) -> None:
-    """Write a row for each run and iteration, with all metrics. Iterations count from 1; row 0 has
+def to_csv(runs: Sequence[History]) -> str:
+    """Return a row for each run and iteration, with all metrics. Iterations count from 1; row 0 has
     the accuracy before training."""
     lines = [{"run": run.name, **line} for run in runs for line in run.lines.values()]
     columns = dict.fromkeys(key for line in lines for key in line)
-    writer = csv.DictWriter(file, list(columns), restval="")
+    writer = csv.DictWriter(text := io.StringIO(), list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
+    return text.getvalue()

@@ -35,8 +35,8 @@ LEFT_OUT = ("reward", "prompt_index")
 Rows = list[tuple[str, list[str]]]  # label, a cell for each run
 
 
-def write_page(runs: Sequence[History], file: Path) -> None:
-    """Write the page."""
+def to_page(runs: Sequence[History]) -> str:
+    """Return the page."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -45,7 +45,7 @@ def write_page(runs: Sequence[History], file: Path) -> None:
     template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     panels = plots.panels_of(runs)
     drawn = [panel for panel in panels if plots.has_data(runs, panel)]
-    page = template.render(
+    return template.render(
         version=__version__,
         runs=[
             {
@@ -70,7 +70,6 @@ def write_page(runs: Sequence[History], file: Path) -> None:
         kinds=plots.KIND_COLOURS,
         sampled_iterations=SAMPLED_ITERATIONS,
     )
-    file.write_text(page, encoding="utf-8", errors="replace")
 
 
 def _svg(figure: Any, title: str, prefix: str) -> Any:
@@ -90,8 +89,6 @@ def _overview(run: History) -> dict[str, str]:
     devices = run.state.run.devices if run.state.run else {}
     seconds = sum(run.series("perf/iteration_seconds")[1])
     tokens = lines[-1]["num_tokens"] if lines else 0
-    exchanges = run.series("perf/weights_seconds")[1]
-    weights = sum(exchanges) / len(exchanges) if exchanges else None
     wall = run.summary.get("wall_seconds")
     speed = shown(tokens / seconds if seconds else None, ",.0f")
     return {
@@ -105,13 +102,11 @@ def _overview(run: History) -> dict[str, str]:
         "with start, evaluations, saving": clock(wall) if wall else "unknown",
         "throughput": f"{speed} tokens/s on {counted(count_devices(devices.values()), 'device')}",
         "overlap": f"{overlap_of(lines):.0%} of the shorter of generating and training",
-        "weight exchange": f"{shown(weights, '.3f')} s per iteration",
-        "schedule": config.runtime.schedule,
     }
 
 
 def _proof(run: History) -> dict[str, str]:
-    train, runtime = run.config.train, run.config.runtime
+    train = run.config.train
     iterations, versions = run.series("policy_version")
     per_iteration = train.updates_per_iteration
     are_all_there = versions == [n * per_iteration for n in range(1, run.num_done + 1)]
@@ -129,7 +124,6 @@ def _proof(run: History) -> dict[str, str]:
         else f"{per_iteration}, of which only the first is strictly on-policy",
         "largest gap of log-probabilities": f"{shown(max(gaps, default=None), '.1e')} between "
         "engine and trainer",
-        "deterministic": "yes" if runtime.deterministic else "no",
         "sha256 of the final weights": run.summary.get("weights_sha256", "none")[:16],
     }
 

@@ -134,7 +134,9 @@ def draw_curves(
                 axes.set_ylim(max(bottom, -0.01), min(max(top, 0.1), 1.01))
                 axes.yaxis.set_major_formatter("{x:.0%}")
         all_axes[-1].set_xlabel("iteration")
-        all_axes[-1].xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
+        all_axes[-1].xaxis.set_major_locator(
+            MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+        )
     return figure
 
 
