@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -43,6 +44,7 @@ def length(completions: list[str], **columns: Any) -> list[float]:
 
 
 def open_descriptors() -> int:
+    gc.collect()  # pipes of ended processes
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
