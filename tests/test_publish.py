@@ -29,7 +29,7 @@ TOKEN = "hf_of_the_test"
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """What the hub's client needs to create a repository and to commit files to it."""
+    """The requests by which the hub's client creates a repository and commits files to it."""
 
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes]

@@ -49,7 +49,7 @@ def open_descriptors() -> int:
 
 
 def traces() -> tuple[Any, ...]:
-    """What a call may not change."""
+    """State of this process that a call may not change."""
     stop = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     children = [
         each

@@ -32,7 +32,7 @@ INSTEAD = {
     ("model.dtype", "fp16"): "model.dtype=bfloat16",
     ("model.dtype", "float16"): "model.dtype=bfloat16",
 }
-"""What to use instead of a value that a key does not take."""
+"""Suggestions for values that a key does not take."""
 
 
 def similar_names(name: str, names: Collection[str]) -> list[str]:
