@@ -58,7 +58,7 @@ def make_run(folder: Path, states: dict[int, Any]) -> None:
     """A run folder with checkpoints of these policy versions: of each what is special in its state,
     or the text of its state.json."""
     (folder / "checkpoints").mkdir(parents=True)
-    config = load_config(flags={"output.dir": str(folder)})
+    config = load_config(settings={"output.dir": str(folder)})
     (folder / "config.yaml").write_text(to_commented_yaml(config))
     for version, special in states.items():
         state = {

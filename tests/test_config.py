@@ -16,6 +16,7 @@ from easyrl.config import (
     Config,
     ConfigError,
     load_config,
+    options_by_key,
     settings_markdown,
     to_commented_yaml,
 )
@@ -49,10 +50,10 @@ def error_of(*words: str) -> str:
 
 def test_later_layers_win(tmp_path: Path) -> None:
     file = write(tmp_path, "train: {iterations: 1, prompts_per_iteration: 11, learning_rate: 1e-6}")
-    flags = {"train.iterations": 2, "train.prompts_per_iteration": 22, "runtime.seed": None}
-    train = load_config(file, flags, ["train.iterations=3"]).train
+    settings = {"train.iterations": 2, "train.prompts_per_iteration": 22}
+    train = load_config(file, settings, ["train.iterations=3"]).train
     assert (train.iterations, train.prompts_per_iteration, train.learning_rate) == (3, 22, 1e-6)
-    assert load_config(file, flags).runtime.seed == Config().runtime.seed
+    assert options_by_key({"seed": None, "iterations": 0}) == {"train.iterations": 0}
 
 
 def test_empty_files_and_sections_are_the_defaults(tmp_path: Path) -> None:
@@ -375,7 +376,7 @@ def test_config_of_an_older_run_loads_without_a_warning(capsys: pytest.CaptureFi
 
 def test_removed_key_that_is_set_is_refused_with_its_reason() -> None:
     for name, (default, reason) in REMOVED.items():
-        load_config(flags={name: default})
+        load_config(settings={name: default})
         with pytest.raises(ConfigError) as refused:
             load_config(words=[f"{name}=7"])
         assert f"{name}: " in str(refused.value) and reason in str(refused.value)

@@ -20,7 +20,7 @@ from typing import Any
 
 from easyrl import events
 from easyrl.api.inputs import Inputs
-from easyrl.config import SECTIONS, Config, ConfigError, load_config, user_code
+from easyrl.config import SECTIONS, Config, ConfigError, load_config, options_by_key, user_code
 from easyrl.devices import NO_AUTOLOAD
 from easyrl.evaluate.command import evaluate as run_evaluation
 from easyrl.evaluate.view import EvalView
@@ -141,19 +141,7 @@ def train(
         RuntimeError: When the run has failed.
         KeyboardInterrupt: When it was interrupted. The message has the command that resumes it.
     """
-    options = {
-        "model.path": model,
-        "data.dataset": dataset,
-        "reward.functions": reward,
-        "devices.infer": infer_devices,
-        "devices.train": train_devices,
-        "devices.spare": spare_devices,
-        "devices.ray_address": ray_address,
-        "output.dir": output,
-        "train.iterations": iterations,
-        "runtime.seed": seed,
-        "runtime.schedule": schedule,
-    }
+    options = options_by_key(locals())
     with _call():
         if resume is not None:
             if any(each is not None for each in (config, output, dataset, reward)):
@@ -202,17 +190,7 @@ def evaluate(
         output: Folder of the results; a stopped evaluation continues in it.
         compare: An evaluation to compare with, or its folder.
     """
-    options = {
-        "model.path": model,
-        "data.dataset": dataset,
-        "reward.functions": reward,
-        "eval.num_samples": num_samples,
-        "rollout.engine": engine,
-        "devices.infer": infer_devices,
-        "devices.ray_address": ray_address,
-        "output.dir": output,
-        "runtime.seed": seed,
-    }
+    options = options_by_key(locals())
     if dataset is not None:  # it wins over eval.dataset of the config file
         settings = {"eval": {"dataset": None}} | settings
     with _call():
@@ -239,15 +217,14 @@ def _resolve(
     values = dict(_by_name(settings))
     for name, value in options.items():
         is_section = isinstance(value, Mapping) and name in ("model.path", "reward.functions")
-        if value is not None:
-            values |= _by_name({name.partition(".")[0] if is_section else name: value})
+        values |= _by_name({name.partition(".")[0] if is_section else name: value})
     if not isinstance(values.get("model.path", ""), str):
         raise ConfigError(
             "model.path (model): expected a name or a folder, got an object of type "
             f"{type(values['model.path']).__name__} (save_pretrained writes a folder)"
         )
     inputs = Inputs(values)
-    return load_config(None if file is None else Path(file), settings=values), inputs
+    return load_config(None if file is None else Path(file), values), inputs
 
 
 def _by_name(settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:

@@ -46,25 +46,15 @@ def evaluate(
     words: Words = None,
 ) -> int:
     """Evaluate a model: accuracy with its standard error, pass@k."""
-    flags = {
-        "model.path": model,
-        "data.dataset": dataset,
-        "reward.functions": reward or None,
-        "eval.num_samples": num_samples,
-        "rollout.engine": engine,
-        "devices.infer": infer_devices,
-        "devices.ray_address": ray_address,
-        "output.dir": output,
-        "runtime.seed": seed,
-    }
-    from easyrl.config import load_config
+    from easyrl.config import load_config, options_by_key
     from easyrl.evaluate.command import evaluate
     from easyrl.evaluate.view import EvalView
     from easyrl.observe.report import print_end
 
-    if dataset is not None:  # --dataset wins over eval.dataset of the config file
-        words = ["eval.dataset=null", *(words or ())]
-    resolved = load_config(config, flags, words)
+    settings = options_by_key(locals())
+    if dataset is not None:  # it wins over eval.dataset of the config file
+        settings["eval.dataset"] = None
+    resolved = load_config(config, settings, words)
     end = evaluate(resolved, EvalView(live=not no_live), base=base, other=compare)
     if end.message:
         print_end(end.exit_code, end.message)

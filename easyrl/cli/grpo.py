@@ -70,27 +70,17 @@ def grpo(
     words: Words = None,
 ) -> int:
     """Train a model with GRPO."""
-    flags = {
-        "model.path": model,
-        "data.dataset": dataset[0] if dataset and len(dataset) == 1 else dataset or None,
-        "reward.functions": reward or None,
-        "devices.infer": infer_devices,
-        "devices.train": train_devices,
-        "devices.spare": spare_devices,
-        "devices.ray_address": ray_address,
-        "output.dir": output,
-        "train.iterations": iterations,
-        "runtime.seed": seed,
-        "runtime.schedule": schedule,
-    }
-    from easyrl.config import load_config
+    from easyrl.config import load_config, options_by_key
 
+    if dataset is not None and len(dataset) == 1:
+        [dataset] = dataset  # type: ignore[assignment]
+    settings = options_by_key(locals())
     if (assume or full) and not dry_run:
         raise ValueError(f"{'--assume' if assume else '--full'}: expected --dry-run too")
     if resume is not None:
         config = _resumed(resume, config, output)
-        flags["output.dir"] = str(resume)
-    resolved = load_config(config, flags, words)
+        settings["output.dir"] = str(resume)
+    resolved = load_config(config, settings, words)
     if dry_run:
         return _print_plan(resolved, assume, config, resume, full=full)
 

@@ -159,38 +159,39 @@ KEYS = {
     if not is_section(field.annotation)
 }
 """All keys by their full names, as `model.lora.rank`."""
-FLAGS = {
-    "model.path": "--model",
-    "data.dataset": "--dataset",
-    "reward.functions": "--reward",
-    "devices.infer": "--infer-devices",
-    "devices.train": "--train-devices",
-    "devices.spare": "--spare-devices",
-    "devices.ray_address": "--ray-address",
-    "output.dir": "--output",
-    "train.iterations": "--iterations",
-    "runtime.seed": "--seed",
-    "runtime.schedule": "--schedule",
+OPTIONS = {
+    "model": "model.path",
+    "dataset": "data.dataset",
+    "reward": "reward.functions",
+    "infer_devices": "devices.infer",
+    "train_devices": "devices.train",
+    "spare_devices": "devices.spare",
+    "ray_address": "devices.ray_address",
+    "output": "output.dir",
+    "iterations": "train.iterations",
+    "seed": "runtime.seed",
+    "schedule": "runtime.schedule",
 }
-"""Named flags of `easyrl grpo`, by the keys that they set. Those of lists are repeatable."""
+"""Named options of `easyrl grpo` and arguments of `easyrl.train`, with the keys that they set."""
+EVAL_OPTIONS = {"num_samples": "eval.num_samples", "engine": "rollout.engine"}
+"""Those that only `easyrl eval` and `easyrl.evaluate` have."""
+
+
+def options_by_key(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options among `given` that are not None, by the keys that they set."""
+    keys = OPTIONS | EVAL_OPTIONS
+    return {keys[name]: given[name] for name in keys if given.get(name) is not None}
 
 
 def load_config(
     file: Path | None = None,
-    flags: Mapping[str, Any] | None = None,
-    words: Sequence[str] | None = (),
-    *,
     settings: Mapping[str, Any] | None = None,
+    words: Sequence[str] | None = (),
 ) -> Config:
-    """Merge defaults < `file` < `flags` < `words`.
-
-    `flags` are named flags by `section.key`; None means that the flag was not given. `words` are
-    `section.key=value`. `settings` are values of a Python program by full names, before the flags.
-    Raises ConfigError with one line for every problem found.
-    """
+    """Merge defaults < `file` < `settings` (values by `section.key`) < `words`
+    (`section.key=value`). Raises ConfigError with one line for every problem found."""
     values = _read_file(file) if file is not None else {}
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
-    for name, value in [*(settings or {}).items(), *given.items()]:
+    for name, value in (settings or {}).items():
         put(values, name, value)
     problems: list[str] = []
     for word in words or ():
@@ -385,18 +386,19 @@ def _yaml_value(value: Any) -> str:
 
 
 def to_arguments(config: Config, base: Config) -> list[str]:
-    """Return the arguments of `easyrl grpo` that make `config` of `base`: flags, then words."""
-    flags, words = [], []
-    for name in KEYS:
-        value = _value(config, name)
-        if value == _value(base, name):
+    """Return the arguments of `easyrl grpo` that make `config` of `base`: options, then words."""
+    options, words = [], []
+    names = {key: f"--{name.replace('_', '-')}" for name, key in OPTIONS.items()}
+    for key in KEYS:
+        value = _value(config, key)
+        if value == _value(base, key):
             continue
-        if name in FLAGS and value is not None:
+        if key in names and value is not None:
             for each in value if isinstance(value, list) else [value]:
-                flags += [FLAGS[name], str(each)]
+                options += [names[key], str(each)]
         else:
-            words.append(f"{name}={_yaml_value(value)}")
-    return flags + words
+            words.append(f"{key}={_yaml_value(value)}")
+    return options + words
 
 
 def settings_markdown() -> str:
