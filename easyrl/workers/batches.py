@@ -219,8 +219,9 @@ class GroupReader:
             return False
         if got != self._expected:
             raise RuntimeError(
-                f"off-policy group of prompt {group.prompt_index}: expected iteration and policy "
-                f"version {self._expected}, got {got}"
+                f"off-policy group of prompt {group.prompt_index}: expected iteration "
+                f"{self._expected[0] + 1} and policy version {self._expected[1]}, got {got[0] + 1} "
+                f"and {got[1]}"
             )
         if self._prompts.get(index) == group.prompt_index:
             return False
