@@ -61,13 +61,13 @@ def test_commands_can_be_pasted_whatever_the_folder_is_called(capsys: Capture, n
 
 def test_shows_figures_and_what_went_wrong(capsys: Capture) -> None:
     shown = " ".join(show(capsys, groups_not_replaced=7, accuracy_after=None).split())
-    for text in ("reward 0.500 -> 0.750", "1,234,567 tokens", "960 groups, 0 off-policy"):
+    for text in ("reward 0.500 → 0.750", "1,234,567 tokens", "960 groups, 0 off-policy"):
         assert text in shown
     assert "24,691 in iterations (1,000 per device), 20,074 with start-up" in shown
     assert "means of the first and last 5 iterations" in shown
     assert "(first and last iteration)" in show(capsys, iterations=9)
     assert "2 updates dropped" in shown and "7 groups without advantages" in shown
-    assert "accuracy" not in shown and "none -> 0.500" in show(capsys, accuracy_before=None)
+    assert "accuracy" not in shown and "none → 0.500" in show(capsys, accuracy_before=None)
 
 
 def one_line(text: str) -> str:

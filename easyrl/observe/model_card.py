@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
-from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import ModelCardData
 
 from easyrl import __version__
 from easyrl.config import Config, change_config, to_commented_yaml
@@ -21,7 +20,7 @@ from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import read_checkpoint
 from easyrl.model.export import find_model
-from easyrl.observe.history import ACCURACY, History, accuracies_text, read_history, rewards_text
+from easyrl.observe.history import History, read_history
 from easyrl.rewards.loading import reward_specs, reward_weights
 
 PATHS = ("model.path", "data.dataset", "eval.dataset", "reward.functions", "algorithm.loss_type")
@@ -35,6 +34,7 @@ def publish(source: Path, repository: str) -> str:
     if model.kind == "checkpoint":
         last = read_checkpoint(Path(model.path), verify=False).state["num_iterations"]
         run.lines = {number: line for number, line in run.lines.items() if number <= last}
+        run.summary = {}
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(model.make(Path(scratch) / "model"))
         address = push_model(path, model_card(run, repository), repository)
@@ -50,6 +50,13 @@ def model_card(run: History, repository: str) -> str:
     rewards = zip(reward_specs(config), reward_weights(config), strict=True)
     settings = to_commented_yaml(config, only_changes=True).splitlines()
     what = "LoRA, merged" if model.lora.rank else "all weights"
+    results = run.results()
+    held_out = config.eval.dataset or f"held out of {config.data.shown}"
+    measured = {
+        "reward": "Reward of the samples",
+        "held-out accuracy": f"Accuracy on problems that were not trained ({held_out}), "
+        f"correct from a reward of {config.eval.correct_reward:g}",
+    }
     lines = [
         f"# {repository.partition('/')[2]}\n",
         f"`{model.path}`, trained by reinforcement learning ({config.algorithm.loss_type}, {what}, "
@@ -59,32 +66,19 @@ def model_card(run: History, repository: str) -> str:
         f"- **Sampling**: {rollout.num_generations} completions of each of "
         f"{train.prompts_per_iteration} prompts per iteration, at most "
         f"{rollout.max_completion_length} tokens, temperature {rollout.temperature:g}",
-        *_results(run),
+        *(f"- **{what}**: {results[name]}" for name, what in measured.items() if name in results),
         "\n## Settings\n",
         "Those that differ from the defaults of EasyRL:\n",
         "```yaml",
         *(line for line in settings if line and not line.lstrip().startswith("#")),
         "```\n",
     ]
-    metadata = yaml.safe_dump(_metadata(run.config), sort_keys=False)
-    return f"---\n{metadata}---\n\n" + "\n".join(lines)
-
-
-def _results(run: History) -> Iterator[str]:
-    config = without_folders(run.config)
-    if run.series("reward")[0]:
-        yield f"- **Reward of the samples**: {rewards_text(run)}"
-    if run.series(ACCURACY)[0]:
-        held_out = config.eval.dataset or f"held out of {config.data.shown}"
-        yield (
-            f"- **Evaluation**: accuracy {accuracies_text(run)}, on problems that were not trained "
-            f"({held_out}), correct from a reward of {config.eval.correct_reward:g}"
-        )
+    return f"---\n{_metadata(run.config)}\n---\n\n" + "\n".join(lines)
 
 
 def without_folders(config: Config) -> Config:
     """Return the config with the names of local files alone, and without addresses."""
-    changes = {name: _name(reduce(getattr, name.split("."), config)) for name in PATHS}
+    changes = {key: _name(attrgetter(key)(config)) for key in PATHS}
     return change_config(config, changes | {"output.dir": None, "devices.ray_address": None})
 
 
@@ -94,11 +88,14 @@ def _name(value: Any) -> Any:
     return Path(value).name if value is not None and value.startswith("/") else value
 
 
-def _metadata(config: Config) -> dict[str, Any]:
+def _metadata(config: Config) -> str:
     rows = [PRESETS[name].rows if name in PRESETS else name for name in config.data.datasets]
     found = [name.partition(":")[0] for name in rows if name and re.fullmatch(HUB_ID, name)]
-    data: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    data["tags"] = ["easyrl", "reinforcement-learning"]
-    if config.model.path not in BUILT_IN_MODELS and is_hub_id(config.model.path):
-        data["base_model"] = config.model.path
-    return data | ({"datasets": found} if found else {})
+    is_on_hub = config.model.path not in BUILT_IN_MODELS and is_hub_id(config.model.path)
+    return ModelCardData(
+        base_model=config.model.path if is_on_hub else None,
+        datasets=found or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["easyrl", "reinforcement-learning"],
+    ).to_yaml()

@@ -5,6 +5,7 @@ Used without a terminal and with --no-live; the table also follows the live view
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,15 +30,12 @@ PROBLEMS = {
     "groups_skipped": ("group", "skipped"),
     "groups_not_replaced": ("group", "without advantages"),
     "num_updates_not_finite": ("update", "dropped, not finite (lower train.learning_rate)"),
+    "worker_restarts": ("rollout worker", "replaced"),  # in the summary
 }
-"""Metrics that count problems: name -> (what is counted, what happened to it)."""
-
-
+"""Counts of problems: name -> (what is counted, what happened to it)."""
 LOW_OVERLAP, SMALL_SHARE, IMBALANCE = 0.5, 0.1, 0.25
 """Below this overlap the table says why, unless generating or training takes less than SMALL_SHARE
 of the time. If the two sides' busy shares differ by more than IMBALANCE, both are shown."""
-WORTHWHILE = 0.9
-"""Another split of the devices is suggested if the longer side takes at most this share there."""
 
 
 def problems_in(counts: Mapping[str, Any]) -> list[str]:
@@ -111,6 +109,12 @@ class PlainLines:
             say(f"iteration {number}: {', '.join(problems)}")
 
 
+def function_of(metric: str) -> str:
+    """Return the name of the reward function whose mean the metric is; empty for other metrics."""
+    match = re.fullmatch("rewards/(.+)/mean", metric)
+    return match[1] if match else ""
+
+
 def with_error(value: float | None, error: float | None, sign: str = "") -> str:
     """`0.500 ± 0.050`; without the error if that is undefined."""
     text = shown(value, f"{sign}.3f")
@@ -148,7 +152,7 @@ def end_table(
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _rows(summary, config, devices):
+    for name, value in result_rows(summary, config, devices):
         table.add_row(name, value)
     table.add_row("run folder", Text(str(folder)))
     run = quote(str(folder))
@@ -159,41 +163,44 @@ def end_table(
     return Group(Text("finished", "bold green"), table, Text("next commands", "dim"), *lines)
 
 
-def _rows(
+def result_rows(
     summary: Mapping[str, Any], config: Config, devices: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
+    """Yield names and results. `summary`: of `summary.json`; before the end of a run it may lack
+    what is known only then."""
+    whens = ("before", "after")
     if summary["accuracy_after"] is not None:
-        values = [shown(summary[f"accuracy_{when}"], ".3f") for when in ("before", "after")]
-        yield "held-out accuracy", f"{' -> '.join(values)} ({training_sampling(config)})"
+        pairs = [(summary[f"accuracy_{when}"], summary.get(f"error_{when}")) for when in whens]
+        values = " → ".join(with_error(*pair) for pair in pairs)
+        yield "held-out accuracy", f"{values} ({training_sampling(config)})"
         best = summary.get("accuracy_best")
         if best is not None and best > summary["accuracy_after"]:
             yield "  best", f"{best:.3f} after iteration {summary['iterations_best']}"
     if summary["reward_last"] is not None:
-        values = [shown(summary[f"reward_{when}"], ".3f") for when in ("first", "last")]
+        values = " → ".join(shown(summary[f"reward_{when}"], ".3f") for when in ("first", "last"))
         is_mean = summary["iterations"] >= 2 * LAST_ITERATIONS
         each = f"means of the first and last {LAST_ITERATIONS} iterations"
-        yield "reward", f"{' -> '.join(values)} ({each if is_mean else 'first and last iteration'})"
-    yield (
-        "trained",
-        f"{summary['groups_trained']} groups, {summary['groups_off_policy']} off-policy; "
-        f"{summary['completion_tokens']:,} tokens in {summary['wall_seconds']:.1f} s",
-    )
+        yield "reward", f"{values} ({each if is_mean else 'first and last iteration'})"
+    tokens, wall_seconds = summary["completion_tokens"], summary.get("wall_seconds")
+    groups = f"{summary['groups_trained']} groups, {summary['groups_off_policy']} off-policy"
+    time = f" in {wall_seconds:.1f} s" if wall_seconds else ""
+    yield "trained", f"{groups}; {tokens:,} tokens{time}"
     if (seconds := summary.get("iteration_seconds", 0.0)) > 0:
-        tokens, per_device = summary["completion_tokens"], summary["tokens_per_second_per_device"]
-        whole = tokens / summary["wall_seconds"]
-        text = f"{tokens / seconds:,.0f} in iterations ({per_device:,.0f} per device)"
-        yield "tokens/s", f"{text}, {whole:,.0f} with start-up"
+        per_device = summary["tokens_per_second_per_device"]
+        speed = f"{tokens / seconds:,.0f} in iterations ({per_device:,.0f} per device)"
+        whole = f", {tokens / wall_seconds:,.0f} with start-up" if wall_seconds else ""
+        yield "tokens/s", speed + whole
         yield from _balance(summary, config, devices)
     if (updates := summary["updates_per_iteration"]) > 1:
         yield "updates", f"{updates} per iteration: only the first is strictly on-policy"
-    for problem in problems_in(
-        {**summary, "num_updates_not_finite": summary["updates_not_finite"]}
-    ):
-        yield "warning", problem
+    counts = {**summary, "num_updates_not_finite": summary["updates_not_finite"]}
+    if problems := problems_in(counts):
+        yield "warning", ", ".join(problems)
     gap = shown(summary["sampling_logp_difference_max"], ".1e")
     if gap != "none":  # else no group had a gradient
         yield "engine and trainer", f"log-probabilities differ by at most {gap}"
-    yield "weights", f"sha256 {summary['weights_sha256'][:16]}"
+    if sha256 := summary.get("weights_sha256"):
+        yield "weights", f"sha256 {sha256[:16]}"
 
 
 def _balance(
@@ -207,48 +214,40 @@ def _balance(
     is_shared = engines == trainers and "cpu" not in "".join(engines)
     both = ("generating", "training") if infer < train else ("training", "generating")
     text = f"{summary['overlap']:.0%} of {both[0]} ran while {both[1]}"
-    if summary["overlap"] >= LOW_OVERLAP or min(infer, train) < SMALL_SHARE:
-        pass
-    elif config.runtime.schedule == "sync":
-        text += "; runtime.schedule=sync has none"
-    elif is_shared:
-        text += "; one device does both"
-    else:
-        text += "; a higher train.prompts_per_iteration raises it"
+    if summary["overlap"] < LOW_OVERLAP and min(infer, train) >= SMALL_SHARE:
+        if config.runtime.schedule == "sync":
+            text += "; runtime.schedule=sync has none"
+        elif is_shared:
+            text += "; one device does both"
+        else:
+            text += "; a higher train.prompts_per_iteration raises it"
     yield "overlap", text
     if engines and trainers and not is_shared and abs(infer - train) > IMBALANCE:
-        words = _better_split(infer, train, engines, trainers, config)
+        words = _better_split(infer, train, engines, trainers)
         yield "balance", f"rollout workers busy {infer:.0%}, trainer {train:.0%}{words}"
 
 
 def _better_split(
-    infer: float, train: float, engines: Sequence[str], trainers: Sequence[str], config: Config
+    infer: float, train: float, engines: Sequence[str], trainers: Sequence[str]
 ) -> str:
     """Words that share the same devices better, if generating and training take as long on any of
-    them; empty if there are none."""
+    them; empty if there are none, or if a Ray cluster chooses the devices."""
+    names = ",".join([*engines, *trainers])
     size = engines[0].count(",") + 1  # devices of one engine
     total = size * len(engines) + len(trainers)
-    most = config.train.prompts_per_iteration // config.train.updates_per_iteration
-    options = {
-        max(infer * len(engines) / number, train * len(trainers) / (total - number * size)): number
-        for number in range(1, min(total, config.train.prompts_per_iteration + 1))
-        if 0 < total - number * size <= most
-    }
-    best = min(options, default=1.0)
-    if best > WORTHWHILE * max(infer, train):
+
+    def longer_side(number: int) -> float:
+        return max(infer * len(engines) / number, train * len(trainers) / (total - number * size))
+
+    best = min(range(1, (total - 1) // size + 1), key=longer_side)
+    if best == len(engines) or "/" in names:
         return ""
-    split = options[best] * size
-    counts = split, total - split
-    names = [*engines, *trainers]
-    if all("cpu" in name for name in names):
-        words = [f"cpu:{count}" for count in counts]
+    split = best * size
+    if "cpu" in names:
+        words = f"cpu:{split}", f"cpu:{total - split}"
     else:
-        numbers = ",".join(name.rpartition(":")[2] for name in names).split(",")
-        indices = sorted(int(number) for number in numbers)
-        words = [range_words(indices[:split]), range_words(indices[split:])]
-    if str(config.devices.infer).startswith("ray:"):
-        cpu = "cpu:" if "cpu" in names[0] else ""
-        words = [f"ray:{cpu}{count}" for count in counts]
+        indices = sorted(map(int, re.findall("[0-9]+", names)))
+        words = range_words(indices[:split]), range_words(indices[split:])
     return f": try --infer-devices {words[0]} --train-devices {words[1]}"
 
 

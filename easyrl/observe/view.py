@@ -42,7 +42,7 @@ from easyrl.config import TrainConfig
 from easyrl.config.devices import count_devices
 from easyrl.events import WORKING, Activity, Event, FromWorker, Span, SpanKind, UnderWay
 from easyrl.formatting import counted, shorten
-from easyrl.observe.report import PROBLEMS, end_table, print_end, problems_in
+from easyrl.observe.report import PROBLEMS, end_table, function_of, print_end, problems_in
 from easyrl.observe.text import clock, printable, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
 
@@ -410,16 +410,13 @@ def _header(state: ViewState, run: events.RunStarted, now: float) -> Iterator[Re
     if state.lines and not state.is_starting:
         metrics = state.lines[state.num_done - 1]
         speed = metrics["perf/tokens_per_second"]
-        names = ("infer", "train", "weights")
-        seconds = {f"{name}_seconds": metrics[f"perf/{name}_seconds"] for name in names}
-        share = overlap(**seconds, wall_seconds=metrics["perf/iteration_seconds"])
         yield _line(
             "tokens/s ",
             (f"{speed:,.0f}", "bold"),
             "  per device ",
             (f"{speed / max(1, num_devices):,.0f}", "bold"),
             "  overlap ",
-            (f"{share:.0%}", "bold"),
+            (f"{overlap([metrics]):.0%}", "bold"),
         )
 
 
@@ -542,8 +539,7 @@ def _figures(state: ViewState, width: int) -> list[Text]:
     metrics = state.lines[state.num_done - 1]
     figures = {name: (metrics.get(key), spec) for name, (key, spec) in FIGURES.items()}
     for key, value in metrics.items():
-        if key.startswith("rewards/") and key.endswith("/mean"):
-            name = key.removeprefix("rewards/").removesuffix("/mean")
+        if name := function_of(key):
             figures[shorten(printable(name), width // 2)] = value, ".3f"
     lines = [_line()]
     for name, (value, spec) in figures.items():

@@ -124,7 +124,7 @@ def _reward_metrics(
     return metrics
 
 
-BUSY = ("infer_seconds", "train_seconds", "weights_seconds")
+BUSY = ("infer", "train", "weights")
 COUNTS = ("groups_skipped", "groups_replaced", "groups_not_replaced", "reward_errors")
 
 
@@ -139,31 +139,33 @@ def summarize(
     rewards = [line["reward"] for line in lines if line["reward"] is not None]
     num_averaged = LAST_ITERATIONS if config.train.iterations >= 2 * LAST_ITERATIONS else 1
     first, last = rewards[:num_averaged], rewards[-num_averaged:]
-    differences = [line["sampling/sampling_logp_difference/max"] for line in lines]
-    differences = [value for value in differences if value is not None]  # None: no gradient
+    gaps = [line.get("sampling/sampling_logp_difference/max") for line in lines]
     newest: Mapping[str, Any] = lines[-1] if lines else {}  # all lines may have been lost
     seconds, num_tokens = total("perf/iteration_seconds"), newest.get("num_tokens", 0)
-    busy, best = {name: total(f"perf/{name}") for name in BUSY}, best_of(lines)
+    best = best_of(lines)
     return {
         "iterations": config.train.iterations,
         "updates_per_iteration": config.train.updates_per_iteration,
         "policy_version": state.policy_version,
         "reward_first": sum(first) / len(first) if first else None,
         "reward_last": sum(last) / len(last) if last else None,
-        "tokens_per_second_per_device": num_tokens / seconds / num_devices if lines else 0.0,
+        "tokens_per_second_per_device": num_tokens / seconds / num_devices if seconds else 0.0,
         "accuracy_before": state.accuracy_before,
         "accuracy_best": best.get("eval/accuracy"),
         "iterations_best": best["iteration"] + 1 if best else None,
-        "overlap": overlap(**busy, wall_seconds=seconds),
+        "overlap": overlap(lines),
         "iteration_seconds": seconds,
-        **busy,
+        **{f"{part}_seconds": total(f"perf/{part}_seconds") for part in BUSY},
         **{name: total(name) for name in COUNTS},
         "updates_not_finite": int(total("num_updates_not_finite")),
         "completion_tokens": num_tokens,
         "generated_tokens": newest.get("num_generated_tokens", 0),
         "groups_trained": state.num_iterations * config.train.prompts_per_iteration,
         "groups_off_policy": 0,  # one such group ends the run (`GroupReader._check`)
-        "sampling_logp_difference_max": max(differences, default=None),
+        # None: no group had a gradient.
+        "sampling_logp_difference_max": max(
+            (each for each in gaps if each is not None), default=None
+        ),
     }
 
 
@@ -213,12 +215,14 @@ def best_of(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     return max(measured, key=lambda line: line["eval/accuracy"], default={})
 
 
-def overlap(
-    *, infer_seconds: float, train_seconds: float, weights_seconds: float, wall_seconds: float
-) -> float:
-    """Return the share (0 to 1) of the shorter of generating and training that overlapped."""
-    hidden = infer_seconds + train_seconds + weights_seconds - wall_seconds
-    shorter = min(infer_seconds, train_seconds)
+def overlap(lines: Collection[Mapping[str, Any]]) -> float:
+    """Return the share (0 to 1) of the shorter of generating and training that overlapped, in all
+    iterations of `lines` together."""
+    infer, train, weights, wall = (
+        sum(line.get(f"perf/{name}_seconds") or 0.0 for line in lines)
+        for name in (*BUSY, "iteration")
+    )
+    hidden, shorter = infer + train + weights - wall, min(infer, train)
     return min(1.0, max(0.0, hidden / shorter)) if shorter > 0 else 0.0
 
 
