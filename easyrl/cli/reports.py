@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -34,11 +32,9 @@ def report(
     text = to_csv(runs) if csv else to_page(runs)
     if csv and output is None:
         typer.echo(text, nl=False)
-        return
-    file = output or (folders[0] if len(runs) == 1 else Path()) / "report.html"
-    with _writing(file):
-        file.write_text(text, encoding="utf-8", errors="replace")
-    typer.echo(f"{file} ({file.stat().st_size / 2**20:.1f} MiB)")
+    else:
+        folder = folders[0] if len(runs) == 1 else Path()
+        _write(output or folder / "report.html", text.encode(errors="replace"))
 
 
 @command
@@ -50,20 +46,17 @@ def plot(
 ) -> None:
     """Draw reward and held-out accuracy of runs into one picture."""
     from easyrl.observe.history import read_histories
-    from easyrl.observe.plots import write_plot
+    from easyrl.observe.plots import draw_results
 
-    runs = read_histories(folders)
-    with _writing(output):
-        write_plot(runs, output)
-    typer.echo(output)
+    _write(output, draw_results(read_histories(folders), output.suffix))
 
 
-@contextmanager
-def _writing(file: Path) -> Iterator[None]:
-    """Raise ValueError if the file cannot be written."""
+def _write(file: Path, content: bytes) -> None:
+    """Write the file and print its name. Raises ValueError if it cannot be written."""
     try:
-        yield
+        file.write_bytes(content)
     except OSError as error:
         raise ValueError(
             f"--output: expected a file that can be written, got '{file}': {error.strerror}"
         ) from None
+    typer.echo(file)

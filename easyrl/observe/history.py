@@ -68,10 +68,8 @@ class History:
     @property
     def status(self) -> str:
         """Whether and how the run has ended."""
-        end, done = (
-            self.state.ended,
-            f"{self.num_done} of {self.config.train.iterations} iterations",
-        )
+        end = self.state.ended
+        done = f"{self.num_done} of {self.config.train.iterations} iterations"
         if self.summary:
             return f"finished, {done}"
         if is_locked(self.folder):

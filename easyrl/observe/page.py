@@ -6,14 +6,13 @@ import json
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from easyrl import __version__
 from easyrl.config import KEYS, Config
 from easyrl.observe import plots
-from easyrl.observe.history import SAMPLED_ITERATIONS, History, worst_to_best
+from easyrl.observe.history import History, worst_to_best
 from easyrl.observe.samples import Line, columns_of
 from easyrl.observe.text import safe, shown
 
@@ -28,6 +27,7 @@ def to_page(runs: Sequence[History]) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
+    environment.filters["printable"] = lambda text: safe(str(text), MAX_TEXT)
     template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     titles = plots.titles_of(runs)
     drawn = {key: title for key, title in titles.items() if plots.has_data(runs, key)}
@@ -35,7 +35,8 @@ def to_page(runs: Sequence[History]) -> str:
     rows = dict.fromkeys(name for overview in overviews for name in overview)
     return template.render(
         version=__version__,
-        runs=[_content(run, number) for number, run in enumerate(runs)],
+        runs=runs,
+        colours=[plots.colour_of(number) for number in range(len(runs))],
         overview={name: [each.get(name, "") for each in overviews] for name in rows},
         figures=[
             plots.to_svg(plots.draw_curves(runs, {key: title}, (4.2, 2.4)), title, f"f{number}")
@@ -43,21 +44,13 @@ def to_page(runs: Sequence[History]) -> str:
         ],
         missing=[title for title in titles.values() if title not in drawn.values()],
         settings=_settings([run.config for run in runs]),
-        sampled_iterations=SAMPLED_ITERATIONS,
+        timelines=[
+            plots.to_svg(plots.draw_timeline(run), f"Timeline of {run.name}", f"t{number}")
+            for number, run in enumerate(runs)
+        ],
+        messages=[list(run.messages.items())[-MAX_MESSAGES:] for run in runs],
+        samples=[map(_sample, worst_to_best(run, NUM_SAMPLES)) for run in runs],
     )
-
-
-def _content(run: History, number: int) -> dict[str, Any]:
-    timeline, messages = plots.draw_timeline(run), list(run.messages.items())
-    return {
-        "name": run.name,
-        "folder": run.folder,
-        "status": run.status,
-        "colour": plots.colour_of(number),
-        "timeline": timeline and plots.to_svg(timeline, f"Timeline of {run.name}", f"t{number}"),
-        "messages": [(safe(text, MAX_TEXT), count) for text, count in messages[-MAX_MESSAGES:]],
-        "samples": [_sample(*each) for each in worst_to_best(run, NUM_SAMPLES)],
-    }
 
 
 def _overview(run: History) -> dict[str, str]:
@@ -88,11 +81,9 @@ def _settings(configs: Sequence[Config]) -> list[tuple[str, str, list[str]]]:
     return rows
 
 
-def _sample(line: Line, count: int) -> dict[str, Any]:
+def _sample(sample: tuple[Line, int]) -> tuple[str, str, Line]:
+    """Return the reward, the other columns, and the texts."""
+    line, count = sample
+    reward = shown(line["reward"], ".3g") + (f" ×{count}" if count > 1 else "")
     others = {name: line[name] for name in line if name not in ("reward", "prompt_index")}
-    return {
-        "reward": shown(line["reward"], ".3g") + (f" ×{count}" if count > 1 else ""),
-        "columns": [f"{name} {text}" for name, text in columns_of(others, MAX_VALUE).items()],
-        "prompt": safe(str(line["prompt"]), MAX_TEXT),
-        "completion": safe(str(line["completion"]), MAX_TEXT),
-    }
+    return reward, " · ".join(columns_of(others, MAX_VALUE)), line

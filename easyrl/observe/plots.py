@@ -10,7 +10,6 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,6 @@ STYLE: Any = {
     "axes.titleweight": "bold",
     "axes.titlesize": "medium",
     "axes.grid": True,
-    "axes.axisbelow": True,
     "axes.formatter.limits": (-3, 5),
     "grid.color": "#e8e8e8",
     "figure.dpi": 150,
@@ -168,9 +166,11 @@ def draw_timeline(run: History) -> Figure | None:
 
 
 @rc_context({**STYLE, "svg.fonttype": "none"})
-def to_svg(figure: Figure, title: str, prefix: str) -> Markup:
-    """Return an `svg` element for HTML. Its ids get the prefix, so that figures of one page share
-    none."""
+def to_svg(figure: Figure | None, title: str, prefix: str) -> Markup:
+    """Return an `svg` element for HTML; empty for None. Its ids get the prefix, so that figures of
+    one page share none."""
+    if figure is None:
+        return Markup()
     file = io.StringIO()
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(file, format="svg", metadata=metadata, transparent=True)
@@ -180,13 +180,13 @@ def to_svg(figure: Figure, title: str, prefix: str) -> Markup:
 
 
 @rc_context(STYLE)
-def write_plot(runs: Sequence[History], file: Path) -> None:
-    """Write the curves of reward and held-out accuracy. Raises ValueError for another format."""
-    if file.suffix not in FORMATS:
-        raise ValueError(
-            f"--output: expected a file that ends in {' or '.join(FORMATS)}, got '{file}'"
-        )
+def draw_results(runs: Sequence[History], suffix: str) -> bytes:
+    """Return a picture of reward and held-out accuracy, in the format of files with this suffix.
+    Raises ValueError for another one."""
+    if suffix not in FORMATS:
+        raise ValueError(f"--output: expected {' or '.join(FORMATS)} as suffix, got '{suffix}'")
     titles = {key: title for key, title in RESULTS.items() if has_data(runs, key)} or RESULTS
     figure = draw_curves(runs, titles, (6.4, 3.0))
     figure.axes[0].legend(frameon=False)
-    figure.savefig(file)
+    figure.savefig(file := io.BytesIO(), format=suffix[1:])
+    return file.getvalue()

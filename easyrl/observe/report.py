@@ -211,7 +211,7 @@ def _balance(
     infer, train = summary["infer_seconds"] / seconds, summary["train_seconds"] / seconds
     engines = [name for worker, name in devices.items() if worker.startswith("rollout")]
     trainers = [name for worker, name in devices.items() if worker.startswith("train")]
-    is_shared = engines == trainers and "cpu" not in "".join(engines)
+    is_shared = engines != [] and engines == trainers and "cpu" not in engines[0]
     both = ("generating", "training") if infer < train else ("training", "generating")
     text = f"{summary['overlap']:.0%} of {both[0]} ran while {both[1]}"
     if summary["overlap"] < LOW_OVERLAP and min(infer, train) >= SMALL_SHARE:

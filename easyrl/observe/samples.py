@@ -19,8 +19,7 @@ SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion
 MAX_VALUE = 40  # characters of another column
 Line = Mapping[str, Any]
-PROMPT = ("iteration", "prompt_index")
-TEXTS = ("prompt", "completion", "problem")
+LEFT_OUT = ("prompt", "completion", "problem", "rewards")
 
 
 def show_samples(
@@ -60,7 +59,8 @@ def show_samples(
     before: Any = None
     for line, count in islice(folded(filter(is_wanted, GrowingFile(file).read())), limit):
         prompt = _prompt(line)
-        say_rich(Text(_title(line) + (f"  x{count}" if count > 1 else ""), style="bold"))
+        title = [*columns_of(line, MAX_VALUE), *([f"x{count}"] if count > 1 else ())]
+        say_rich(Text("  ".join(title), style="bold"))
         if prompt != before:
             say_rich(Text(safe(str(line["prompt"]), MAX_TEXT) + "\n", style="dim"))
         say_rich(Text(safe(str(line["completion"]), MAX_TEXT) + "\n"))
@@ -71,8 +71,8 @@ def show_samples(
         )
 
 
-def _prompt(line: Line) -> tuple[Any, ...]:
-    return tuple(line.get(name) for name in PROMPT)
+def _prompt(line: Line) -> tuple[Any, Any]:
+    return line.get("iteration"), line.get("prompt_index")
 
 
 def folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
@@ -87,22 +87,15 @@ def folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
         yield from folded.values()
 
 
-def _title(line: Line) -> str:
-    return "  ".join(f"{name} {value}" for name, value in columns_of(line, MAX_VALUE).items())
-
-
-def columns_of(line: Line, max_length: int) -> dict[str, str]:
-    """All columns but the texts. Iterations and samples are counted from 1."""
-    counted = {name: line[name] + 1 for name in ("iteration", "sample") if name in line}
-    shown = {name: value for name, value in {**line, **counted}.items() if name not in TEXTS}
-    rewards = shown.pop("rewards", {})  # of a single function: the reward
-    if not shown.get("truncated"):
-        shown.pop("truncated", None)
-    if len(rewards) > 1:
-        shown |= {name: value for name, value in rewards.items() if name not in shown}
-    return {
-        name: f"{value:.3g}"
-        if isinstance(value, float)
-        else shorten(printable(str(value)), max_length)
-        for name, value in shown.items()
-    }
+def columns_of(line: Line, max_length: int) -> list[str]:
+    """Names with values of all columns but the texts, and of several reward functions. Iterations
+    and samples are counted from 1."""
+    rewards = line.get("rewards", {})
+    functions = rewards if len(rewards) > 1 else {}  # that of a single one is the reward
+    columns = []
+    for name, value in {**line, **functions, **line}.items():
+        shown = value + 1 if name in ("iteration", "sample") else value
+        text = f"{shown:.3g}" if isinstance(shown, float) else printable(str(shown))
+        if name not in LEFT_OUT and (name != "truncated" or value):
+            columns.append(f"{name} {shorten(text, max_length)}")
+    return columns

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
@@ -32,13 +32,11 @@ from rich.layout import Layout
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
-from rich.segment import Segment
 from rich.table import Table
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from easyrl import events
-from easyrl.config import TrainConfig
 from easyrl.config.devices import count_devices
 from easyrl.events import WORKING, Activity, Event, FromWorker, Span, SpanKind, UnderWay
 from easyrl.formatting import counted, shorten
@@ -48,8 +46,7 @@ from easyrl.runtime.metrics import overlap
 
 REFRESHES_PER_SECOND = 2
 LAG_SECONDS = 0.4  # workers report a few times a second: what they did is known after this long
-LAST_PICTURE_LINES = 22
-LEAST_PICTURE_LINES, LEAST_SCREEN_LINES = 5, 24
+LAST_PICTURE_LINES, LEAST_PICTURE_LINES = 22, 5
 FIGURES = {
     "length": ("completions/mean_length", ".1f"),
     "entropy": ("entropy", ".3f"),
@@ -151,7 +148,7 @@ class ViewState:
 
     def apply(self, event: Event) -> None:
         self.newest = max(self.newest, getattr(event, "time", 0.0))
-        self.warning = ""
+        self.warning = getattr(event, "warning", "")
         match event:
             case events.RunStarted(started=started, devices=devices, num_iterations=done):
                 workers = {
@@ -180,22 +177,16 @@ class ViewState:
             case events.Note(text, is_lasting):
                 self.note = self.note if is_lasting else text
                 self.lasting_note = text if is_lasting else self.lasting_note
-            case events.NoEvents(_, warning):
-                self.warning = warning
-            case events.WorkerSpawned() | events.WorkerLeft():
-                self._change_workers(event)
+            case events.WorkerSpawned(time, name, device):
+                worker = WorkerState(name, device, STARTING, time)
+                # Rollout workers stand above the trainers.
+                self.workers = dict(sorted({**self.workers, name: worker}.items()))
+            case events.WorkerLeft(worker=name):
+                del self.workers[name]
             case events.RunFinished(_, summary):
                 self.summary = summary
             case events.RunEnded():
                 self.ended = event
-
-    def _change_workers(self, event: events.WorkerSpawned | events.WorkerLeft) -> None:
-        if isinstance(event, events.WorkerSpawned):
-            worker = WorkerState(event.worker, event.device, STARTING, event.time)
-            # Rollout workers stand above the trainers.
-            self.workers = dict(sorted({**self.workers, event.worker: worker}.items()))
-        else:
-            del self.workers[event.worker]
 
     def _apply(self, worker: WorkerState, time: float, event: events.WorkerEvent) -> None:
         match event:
@@ -226,12 +217,10 @@ class ViewState:
         return [math.nan if reward is None else reward for reward in rewards]
 
     @property
-    def problems(self) -> Counter[str]:
+    def problems(self) -> dict[str, float]:
         """Sums over the iterations."""
-        counts: Counter[str] = Counter()
-        for line in self.lines.values():
-            counts.update({name: int(line.get(name) or 0) for name in PROBLEMS})
-        return counts
+        lines = self.lines.values()
+        return {name: sum(line.get(name) or 0 for line in lines) for name in PROBLEMS}
 
     @property
     def mean_iteration_seconds(self) -> float | None:
@@ -246,6 +235,13 @@ class ViewState:
         num_left = self.run.config.train.iterations - self.num_done
         since = 0.0 if self.iteration_started is None else now - self.iteration_started
         return max(0.0, (num_left - 1) * mean + max(0.0, mean - since)) if num_left else 0.0
+
+    def end_table(self) -> RenderableType | None:
+        """The results of a finished run; None for any other."""
+        has_failed = self.ended is not None and self.ended.exit_code != 0
+        if self.run is None or self.summary is None or has_failed:
+            return None
+        return end_table(self.summary, self.run.folder, self.run.config, self.run.devices)
 
 
 class LiveView:
@@ -314,15 +310,10 @@ class LiveView:
         """Print the last picture, then the end table or the reason why the run ended; both fit
         the terminal."""
         state, console = self._state, Console()
-        table: RenderableType | None = None
-        if state.run is not None and state.summary is not None and end.exit_code == 0:
-            run = state.run
-            table = end_table(state.summary, run.folder, run.config, run.devices)
-        below = console.render_lines(table or Text(safe(end.message)), pad=False)
-        # The terminal itself wraps commands that are too long.
-        num_below = sum(max(1, -(-Segment.get_line_length(x) // console.width)) for x in below)
-        height = max(LEAST_SCREEN_LINES, console.height) - num_below - 1  # the shell's line
-        height = min(LAST_PICTURE_LINES, max(LEAST_PICTURE_LINES, height))
+        table = state.end_table()
+        below = console.render_lines(table or Text(safe(end.message)))
+        num_left = console.height - len(below) - 1  # the shell's line
+        height = min(LAST_PICTURE_LINES, max(LEAST_PICTURE_LINES, num_left))
         say_rich(render(state, state.newest, console.width, height), height)
         if table is not None:
             say_rich(table)
@@ -354,18 +345,13 @@ class NotebookView:
             self._output = self._display.display(self._display.HTML(html), display_id=True)
         else:
             self._output.update(self._display.HTML(html))
-        if is_end and state.summary is not None:
-            run = state.run
-            say_rich(end_table(state.summary, run.folder, run.config, run.devices))
-
-    def close(self) -> None:
-        """Leave the last picture where it is."""
+        if is_end and (table := state.end_table()):
+            say_rich(table)
 
 
 def notebook_display() -> Any:
     """Return the module `IPython.display` in a notebook, else None."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return importlib.import_module("IPython.display") if hasattr(shell, "kernel") else None
+    return importlib.import_module("IPython.display") if Console().is_jupyter else None
 
 
 # -- the picture ----------------------------------------------------------------------------------
@@ -378,7 +364,7 @@ def render(state: ViewState, now: float, width: int, height: int) -> RenderableT
     if state.ended is not None:
         now = state.newest
     lines = [*_header(state, state.run, now), *_warnings(state, width)]
-    figures = [*_rewards(state, width), *_figures(state, width)] if state.lines else []
+    figures = [_rewards(state, width), *_figures(state, width)] if state.lines else []
     num_left = height - len(lines) - len(figures)
     if num_left >= 3:  # without the legend
         lines += _workers(state, now, width, max_lanes=max(2, num_left - 8))[:num_left]
@@ -401,12 +387,8 @@ def _header(state: ViewState, run: events.RunStarted, now: float) -> Iterator[Re
     num_devices = count_devices(devices)
     what = f"  {printable(config.model.path)} on {printable(config.data.shown)} · "
     what += f"{counted(num_devices, 'device')} ({', '.join(dict.fromkeys(devices))})"
-    title = Table.grid(expand=True)
-    title.add_column(no_wrap=True, overflow="ellipsis")
-    title.add_column(justify="right", no_wrap=True)
-    title.add_row(_line(("EasyRL", "bold"), what), Text(clock(now - run.started), "dim"))
-    yield title
-    yield _progress(state, config.train, now)
+    yield _line(("EasyRL", "bold"), what)
+    yield _progress(state, run, now)
     if state.lines and not state.is_starting:
         metrics = state.lines[state.num_done - 1]
         speed = metrics["perf/tokens_per_second"]
@@ -420,9 +402,10 @@ def _header(state: ViewState, run: events.RunStarted, now: float) -> Iterator[Re
         )
 
 
-def _progress(state: ViewState, train: TrainConfig, now: float) -> RenderableType:
-    """Current work of the run, its progress, and the time left."""
-    done, total, right, style = state.num_done, train.iterations, "", "bold"
+def _progress(state: ViewState, run: events.RunStarted, now: float) -> RenderableType:
+    """Current work of the run, its progress, its time, and the time left."""
+    train, right, style = run.config.train, clock(now - run.started), "bold"
+    done, total = state.num_done, train.iterations
     if state.ended is not None:
         is_finished = state.ended.exit_code == 0
         text = f"{'finished' if is_finished else 'ended'} after {done}/{total} iterations"
@@ -438,7 +421,7 @@ def _progress(state: ViewState, train: TrainConfig, now: float) -> RenderableTyp
         text = f"iteration {min(done + 1, total)}/{total}"
         text += f"  groups {state.num_groups}/{train.prompts_per_iteration}"
         left = state.seconds_left(now)
-        right = f"ETA {clock(left)}" if left is not None else "ETA -:--"
+        right += f"  ETA {clock(left)}" if left is not None else "  ETA -:--"
     row = Table.grid(expand=True, padding=(0, 1, 0, 0))
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
@@ -505,20 +488,15 @@ def main_kind(work: Mapping[SpanKind, float], seconds: float) -> SpanKind:
     return "score" if kind == "wait" and work.get("score") else kind
 
 
-def _rewards(state: ViewState, width: int) -> list[Text]:
+def _rewards(state: ViewState, width: int) -> Text:
     """The newest reward and all rewards as bars; the first held-out accuracy, all, and the last."""
-    rewards, accuracies = state.rewards, list(state.accuracies.values())
-    text, accuracy = f"reward {shown(rewards[-1], '.3f')} ", ""
-    if accuracies:
-        accuracy = f"held-out accuracy {shown(accuracies[0], '.3f')}"
-    if len(accuracies) > 1:
-        values = [math.nan if value is None else value for value in accuracies]
-        accuracy += f" {_bars(values, width // 5)} {shown(accuracies[-1], '.3f')}"
-    if accuracy and len(text + accuracy) + 9 < width:
-        bars = _bars(rewards, width - len(text + accuracy) - 3)
-        return [_line((text, "bold"), (bars, "blue"), (f" · {accuracy}", "bold"))]
-    lines = [_line((text, "bold"), (_bars(rewards, width - len(text)), "blue"))]
-    return [*lines, _line((accuracy, "bold"))] if accuracy else lines
+    text, accuracy = f"reward {shown(state.rewards[-1], '.3f')} ", ""
+    if values := [math.nan if value is None else value for value in state.accuracies.values()]:
+        accuracy = f" · held-out accuracy {shown(values[0], '.3f')}"
+    if len(values) > 1:
+        accuracy += f" {_bars(values, width // 5)} {shown(values[-1], '.3f')}"
+    bars = _bars(state.rewards, width - len(text + accuracy))
+    return _line((text, "bold"), (bars, "blue"), (accuracy, "bold"))
 
 
 def _bars(values: Sequence[float], width: int) -> str:
@@ -559,9 +537,7 @@ def _samples(groups: Iterable[events.GroupScored], width: int, height: int) -> l
         sample, room = group.shown, height - len(lines)
         assert sample is not None
         title = f"iteration {group.iteration + 1}, reward {shown(sample.reward, '.3g')}"
-        mean = fmean(group.rewards)
-        if len(group.rewards) > 1:
-            title += f" (mean of the group {shown(mean, '.3g')})"
+        title += f" (mean of the group {shown(fmean(group.rewards), '.3g')})"
         prompt = _wrapped(group.prompt or "", width, "dim")[-max(1, room // 3) :]
         completion = _wrapped(sample.completion, width)
         num_free = room - len(prompt) - 1
@@ -575,5 +551,4 @@ def _samples(groups: Iterable[events.GroupScored], width: int, height: int) -> l
 
 
 def _wrapped(text: str, width: int, style: str = "") -> list[Text]:
-    lines = Text(safe(text).rstrip(), style).wrap(Console(width=width), width, overflow="fold")
-    return list(lines)
+    return [*Text(safe(text).rstrip(), style).wrap(Console(width=width), width, overflow="fold")]
