@@ -101,7 +101,9 @@ class History:
         )
         summary |= {f"accuracy_{when}": line.get(ACCURACY) for when, line in ends.items()}
         summary |= {f"error_{when}": line.get(ERROR) for when, line in ends.items()}
-        return dict(result_rows({**summary, **self.summary}, self.config, self.devices))
+        rewards = {f"reward_{when}": summary[f"reward_{when}"] for when in ("first", "last")}
+        summary |= {**self.summary, **rewards}  # older summaries have other means
+        return dict(result_rows(summary, self.config, self.devices))
 
     def _apply(self, event: Event) -> None:
         is_resumed = self.state.run is not None

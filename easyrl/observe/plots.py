@@ -36,6 +36,7 @@ STYLE: Any = {
     "axes.titlesize": "medium",
     "axes.grid": True,
     "axes.formatter.limits": (-3, 5),
+    "axes.formatter.useoffset": False,
     "grid.color": "#e8e8e8",
     "figure.dpi": 150,
     "svg.hashsalt": "easyrl",
