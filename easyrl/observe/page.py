@@ -16,6 +16,7 @@ from easyrl.observe.history import History, worst_to_best
 from easyrl.observe.samples import Line, columns_of
 from easyrl.observe.text import safe, shown
 
+SIZE = 4.2, 2.4  # of a figure, in inches
 NUM_SAMPLES = 10  # of each run
 MAX_TEXT = 3000  # characters of a prompt, a completion or a message
 MAX_VALUE = 200  # characters of another column
@@ -29,8 +30,6 @@ def to_page(runs: Sequence[History]) -> str:
     )
     environment.filters["printable"] = lambda text: safe(str(text), MAX_TEXT)
     template = environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
-    titles = plots.titles_of(runs)
-    drawn = {key: title for key, title in titles.items() if plots.has_data(runs, key)}
     overviews = [_overview(run) for run in runs]
     rows = dict.fromkeys(name for overview in overviews for name in overview)
     return template.render(
@@ -38,11 +37,10 @@ def to_page(runs: Sequence[History]) -> str:
         runs=runs,
         colours=[plots.colour_of(number) for number in range(len(runs))],
         overview={name: [each.get(name, "") for each in overviews] for name in rows},
-        figures=[
-            plots.to_svg(plots.draw_curves(runs, {key: title}, (4.2, 2.4)), title, f"f{number}")
-            for number, (key, title) in enumerate(drawn.items())
-        ],
-        missing=[title for title in titles.values() if title not in drawn.values()],
+        figures={
+            title: plots.to_svg(plots.draw_curves(runs, {key: title}, SIZE), title, f"f{number}")
+            for number, (key, title) in enumerate(plots.titles_of(runs).items())
+        },
         settings=_settings([run.config for run in runs]),
         timelines=[
             plots.to_svg(plots.draw_timeline(run), f"Timeline of {run.name}", f"t{number}")

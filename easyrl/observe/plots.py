@@ -80,11 +80,6 @@ def titles_of(runs: Sequence[History]) -> dict[str, str]:
     return {**RESULTS, **functions, **OTHERS}
 
 
-def has_data(runs: Sequence[History], key: str) -> bool:
-    """Return whether any run has the metric."""
-    return any(run.series(key)[0] for run in runs)
-
-
 def colour_of(number: int) -> str:
     """Colour of a run."""
     return COLOURS[number % len(COLOURS)]
@@ -93,12 +88,16 @@ def colour_of(number: int) -> str:
 @rc_context(STYLE)
 def draw_curves(
     runs: Sequence[History], titles: Mapping[str, str], size: tuple[float, float]
-) -> Figure:
-    """Draw the metrics with these titles, one above the other, each of this size in inches."""
-    figure = Figure((size[0], size[1] * len(titles)), layout="constrained")
-    all_axes = figure.subplots(len(titles), sharex=True, squeeze=False)[:, 0]
-    for axes, (key, title) in zip(all_axes, titles.items(), strict=True):
-        axes.set_title(title)
+) -> Figure | None:
+    """Draw the metrics with these titles that any run has, one above the other, each of this size
+    in inches. None if there are none."""
+    keys = [key for key in titles if any(run.series(key)[0] for run in runs)]
+    if not keys:
+        return None
+    figure = Figure((size[0], size[1] * len(keys)), layout="constrained")
+    all_axes = figure.subplots(len(keys), sharex=True, squeeze=False)[:, 0]
+    for axes, key in zip(all_axes, keys, strict=True):
+        axes.set_title(titles[key])
         for number, run in enumerate(runs):
             _draw_curve(axes, run, key, colour_of(number))
         if key in SHARES:
@@ -183,11 +182,12 @@ def to_svg(figure: Figure | None, title: str, prefix: str) -> Markup:
 @rc_context(STYLE)
 def draw_results(runs: Sequence[History], suffix: str) -> bytes:
     """Return a picture of reward and held-out accuracy, in the format of files with this suffix.
-    Raises ValueError for another one."""
+    Raises ValueError for another one, and without a finished iteration."""
     if suffix not in FORMATS:
         raise ValueError(f"--output: expected {' or '.join(FORMATS)} as suffix, got '{suffix}'")
-    titles = {key: title for key, title in RESULTS.items() if has_data(runs, key)} or RESULTS
-    figure = draw_curves(runs, titles, (6.4, 3.0))
+    figure = draw_curves(runs, RESULTS, (6.4, 3.0))
+    if figure is None:
+        raise ValueError("expected a run with a finished iteration, got none")
     figure.axes[0].legend(frameon=False)
     figure.savefig(file := io.BytesIO(), format=suffix[1:])
     return file.getvalue()

@@ -211,12 +211,6 @@ class ViewState:
         return max(self.lines, default=-1) + 1
 
     @property
-    def rewards(self) -> list[float]:
-        """Reward of each iteration; NaN (null in the file) if all its groups were skipped."""
-        rewards = [line["reward"] for line in self.lines.values()]
-        return [math.nan if reward is None else reward for reward in rewards]
-
-    @property
     def problems(self) -> dict[str, float]:
         """Sums over the iterations."""
         lines = self.lines.values()
@@ -490,17 +484,20 @@ def main_kind(work: Mapping[SpanKind, float], seconds: float) -> SpanKind:
 
 def _rewards(state: ViewState, width: int) -> Text:
     """The newest reward and all rewards as bars; the first held-out accuracy, all, and the last."""
-    text, accuracy = f"reward {shown(state.rewards[-1], '.3f')} ", ""
-    if values := [math.nan if value is None else value for value in state.accuracies.values()]:
-        accuracy = f" · held-out accuracy {shown(values[0], '.3f')}"
-    if len(values) > 1:
-        accuracy += f" {_bars(values, width // 5)} {shown(values[-1], '.3f')}"
-    bars = _bars(state.rewards, width - len(text + accuracy))
+    rewards = [line["reward"] for line in state.lines.values()]
+    accuracies = list(state.accuracies.values())
+    text, accuracy = f"reward {shown(rewards[-1], '.3f')} ", ""
+    if accuracies:
+        accuracy = f" · held-out accuracy {shown(accuracies[0], '.3f')}"
+    if len(accuracies) > 1:
+        accuracy += f" {_bars(accuracies, width // 5)} {shown(accuracies[-1], '.3f')}"
+    bars = _bars(rewards, width - len(text + accuracy))
     return _line((text, "bold"), (bars, "blue"), (accuracy, "bold"))
 
 
-def _bars(values: Sequence[float], width: int) -> str:
+def _bars(found: Sequence[float | None], width: int) -> str:
     """Draw values from the lowest to the highest: means of neighbours, so that they fit."""
+    values = [math.nan if value is None else value for value in found]
     num_bars = max(1, min(len(values), width))
     edges = [len(values) * bar // num_bars for bar in range(num_bars + 1)]
     means = [fmean(values[a:b]) for a, b in pairwise(edges)]
