@@ -19,6 +19,11 @@ NEWEST_VENV := .venv-newest
 # gigabytes of CUDA packages.
 TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 BIN := $(VENV)/bin
+# Two test files run at a time, since most of them wait for processes; in the order of their names,
+# since the slowest have few tests and would come last. Tests marked `alone` measure time or look at
+# the whole machine.
+TESTS := -m pytest -m 'not long and not alone' -n 2 --dist loadfile --no-loadscope-reorder \
+  --durations=15
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: install demo check test test-vllm test-vllm-long test-long test-lowest test-newest \
@@ -48,10 +53,8 @@ check: $(VENV)/test-installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Two test files run at a time, since most of them wait for processes. Tests marked `alone` measure
-# time or look at the whole machine.
 test: check
-	$(BIN)/python -m pytest -m 'not long and not alone' -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+	$(BIN)/python $(TESTS)
 	$(BIN)/python -m pytest -m 'alone and not long' --durations=5
 
 # vLLM's CPU build brings builds of torchvision, torchaudio and torchcodec that do not work with CPU
@@ -83,7 +86,7 @@ $(LOWEST_VENV)/installed: pyproject.toml constraints.txt constraints-lowest.txt
 	@touch $@
 
 test-lowest: $(LOWEST_VENV)/installed
-	$(LOWEST_VENV)/bin/python -m pytest -m 'not long and not alone' -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+	$(LOWEST_VENV)/bin/python $(TESTS)
 
 $(NEWEST_VENV)/installed: pyproject.toml constraints-newest.txt
 	@echo "Installing EasyRL with the newest supported torch and transformers into $(NEWEST_VENV)"
@@ -93,7 +96,7 @@ $(NEWEST_VENV)/installed: pyproject.toml constraints-newest.txt
 	@touch $@
 
 test-newest: $(NEWEST_VENV)/installed
-	$(NEWEST_VENV)/bin/python -m pytest -m 'not long and not alone' -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+	$(NEWEST_VENV)/bin/python $(TESTS)
 
 test-wheel: $(VENV)/test-installed
 	$(BIN)/python -m pytest -m long tests/test_wheel.py

@@ -260,14 +260,17 @@ def test_a_killed_and_resumed_run_ends_in_the_same_bits(
 
 
 @pytest.mark.long
-def test_a_head_that_does_not_answer_ends_the_run_resumable(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_head_that_does_not_answer_ends_the_run_resumable(
+    signum: signal.Signals, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     with cluster_of({"num_cpus": 2}) as cluster:
         words = (*SMALL, "--iterations=10000", "train.save_every=1")
         process = start("--output", str(folder), *on(cluster, "ray:cpu:1"), *words)
         wait_for_line(process, "iteration 2/")
         head = cluster.head_node.all_processes["gcs_server"][0].process
-        head.send_signal(signal.SIGSTOP)
+        head.send_signal(signum)
         try:
             _, err = process.communicate(timeout=120)
         finally:
