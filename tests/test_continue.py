@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from easyrl.config import load_config
+from easyrl.runtime.run import start_from
 from runs import SMALL, Finished, finish, lines_of, summary_of
 
 TINY = (*SMALL, "train.iterations=2", "data.num_held_out=0")
@@ -26,17 +27,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def test_a_run_starts_from_the_weights_of_a_run_or_of_its_checkpoint(
     trained: Finished, tmp_path: Path
 ) -> None:
+    config, _ = start_from(load_config(None, {"model.path": str(trained.folder)}))
+    assert Path(config.model.path) == trained.folder / "model"
+    assert config.learning_rate == 3e-4  # as in the other run
     final = load_file(trained.folder / "model" / "model.safetensors")
-    for source in (trained.folder, trained.folder / "checkpoints" / "2"):
-        new = tmp_path / source.name
-        code, out, err = finish("--model", str(source), "--output", str(new), *TINY)
-        assert code == 0, err
-        config = load_config(new / "config.yaml")
-        start = load_file(Path(config.model.path) / "model.safetensors")
-        assert start.keys() == final.keys() and all((start[n] == final[n]).all() for n in final)
-        assert config.learning_rate == 3e-4  # as in the other run
-        assert len(lines_of(new / "metrics.jsonl")) == summary_of(new)["iterations"] == 2
-    assert (new / "inputs" / "model").is_dir()
+    new = tmp_path / "new"
+    source = str(trained.folder / "checkpoints" / "2")
+    code, _, err = finish("--model", source, "--output", str(new), *TINY)
+    assert code == 0, err
+    config = load_config(new / "config.yaml")
+    assert Path(config.model.path) == new / "inputs" / "model" and config.learning_rate == 3e-4
+    start = load_file(new / "inputs" / "model" / "model.safetensors")
+    assert start.keys() == final.keys() and all((start[n] == final[n]).all() for n in final)
+    assert len(lines_of(new / "metrics.jsonl")) == summary_of(new)["iterations"] == 2
     code, _, err = finish("--resume", str(new), "--iterations", "3")
     assert code == 0, err
     code, out, _ = finish("--model", str(trained.folder), "--dry-run")

@@ -47,7 +47,10 @@ def config_of(tmp_path: Path, source: str) -> Config:
 
 @pytest.mark.parametrize(
     ("loss_type", "others"),
-    [("grpo", ()), ("dapo", ("algorithm.beta=0.3", "train.updates_per_iteration=2"))],
+    [
+        pytest.param("grpo", (), marks=pytest.mark.long),
+        ("dapo", ("algorithm.beta=0.3", "train.updates_per_iteration=2")),
+    ],
 )
 def test_a_copy_of_a_built_in_loss_gives_the_same_bits(
     loss_type: str, others: tuple[str, ...], tmp_path: Path
