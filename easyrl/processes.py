@@ -87,8 +87,8 @@ def _position(core: int) -> tuple[int, int, int]:
 UNGUARDED = 87
 """Exit code of a worker that would start a run while it imports the user's program."""
 UNGUARDED_MESSAGE = (
-    "worker processes import this program, and so would start the run again: put the calls of "
-    'easyrl under `if __name__ == "__main__":`'
+    "worker processes import this program, but cannot, or would start the run again: put the "
+    'calls of easyrl under `if __name__ == "__main__":`, in a file (no program from standard input)'
 )
 
 

@@ -91,6 +91,9 @@ def test_keys_of_a_nested_section_are_words_flags_and_yaml(tmp_path: Path) -> No
         ("algorithm.kl_coef", "algorithm.beta"),
         ("trian.iterations", "train.iterations"),
         ("modle", "model"),
+        ("model.lora.r", "model.lora.rank"),
+        ("use-lora", "model.lora.rank"),
+        ("eval_steps", "train.eval_every"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_setting_that_it_may_mean(

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from easyrl.config import load_config
+from easyrl.model.export import find_model
 from easyrl.runtime.run import start_from
 from runs import SMALL, Finished, finish, lines_of, summary_of
 
@@ -40,8 +41,10 @@ def test_a_run_starts_from_the_weights_of_a_run_or_of_its_checkpoint(
     start = load_file(new / "inputs" / "model" / "model.safetensors")
     assert start.keys() == final.keys() and all((start[n] == final[n]).all() for n in final)
     assert len(lines_of(new / "metrics.jsonl")) == summary_of(new)["iterations"] == 2
-    code, _, err = finish("--resume", str(new), "--iterations", "3")
+    moved = new.rename(tmp_path / "moved")
+    code, _, err = finish("--resume", str(moved), "--iterations", "3")
     assert code == 0, err
+    assert find_model(str(moved / "checkpoints" / "3")).base == str(moved / "inputs" / "model")
     code, out, _ = finish("--model", str(trained.folder), "--dry-run")
     assert code == 0 and "model" in out
 

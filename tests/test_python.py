@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import inspect
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas
 import psutil
 import pytest
 
@@ -26,6 +28,7 @@ from easyrl.api.calls import Evaluation, Run, evaluate, train
 from easyrl.cli.eval import evaluate as eval_command
 from easyrl.cli.grpo import grpo
 from easyrl.config import Config
+from easyrl.observe.text import say_rich
 from easyrl.observe.view import NotebookView, notebook_display
 from runs import lines_of
 
@@ -86,8 +89,10 @@ def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path: Path) -> N
         again = pool.submit(run.resume, iterations=2, progress=False).result()
     assert [line["iteration"] for line in again.metrics] == [0, 1]
     assert lines_of(tmp_path / "run" / "inputs" / "data.jsonl") == ROWS
+    moved = Run(run.folder.rename(tmp_path / "moved"))
+    assert len(moved.resume(iterations=3, progress=False).metrics) == 3
     result = evaluate(
-        run,
+        moved,
         datasets.Dataset.from_list(ROWS[:3]),
         doubled,
         output=tmp_path / "evaluation",
@@ -112,6 +117,9 @@ def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path: Path) -> N
         ({"reward": lambda completions, lock=LOCK: [0.0]}, "another process"),
         ({"reward": "no_such_reward"}, "reward.functions"),
         ({"reward": 3}, "reward.functions"),
+        ({"reward": [length, 5]}, "reward.functions"),
+        ({"dataset": pandas.DataFrame(ROWS)}, "to_dict"),
+        ({"dataset": [{"prompt": "1+1=", "answer": datetime.date(2026, 1, 1)}]}, "date"),
         ({"model": object()}, "model.path"),
         ({"learning_rate": 1e-5}, "learning_rate"),
         ({"train": {"learning_rat": 1e-5}}, "train.learning_rate"),
@@ -217,9 +225,12 @@ class FakeDisplay:
         self.shown.append(html)
 
 
-def test_a_notebook_shows_one_output_that_is_updated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notebook_shows_one_output_that_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notebook_display() is None
     display, times = FakeDisplay(), iter(range(100))
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    of_rich: list[Any] = []  # Rich would add an output of its own for each picture
+    monkeypatch.setattr("rich.jupyter.display", lambda *given: of_rich.append(given))
     view = NotebookView(display, now=lambda: float(next(times)))
     view(events.RunStarted(0.0, Path("run"), Config(), {"rollout-0": "cpu", "train-0": "cpu"}, ""))
     view(events.FromWorker("train-0", 1.0, events.Starting("loading the model")))
@@ -227,9 +238,15 @@ def test_a_notebook_shows_one_output_that_is_updated(capsys: pytest.CaptureFixtu
     assert len(display.shown) == 3 and "loading the model" in display.shown[1]
     assert all(html.startswith("<pre") and "rollout-0 cpu" in html for html in display.shown)
     assert "ended after 0/" in display.shown[2]
+    say_rich("text")
+    assert not of_rich
 
 
 def test_results_of_a_folder(tmp_path: Path) -> None:
+    for kind in (Run, Evaluation):
+        with pytest.raises(ValueError, match=r"config\.yaml"):
+            kind(tmp_path)
+    (tmp_path / "config.yaml").touch()
     (tmp_path / "eval.json").write_text(json.dumps({"accuracy": 0.5}))
     assert Evaluation(tmp_path).accuracy == 0.5 and os.fspath(Run(tmp_path)) == str(tmp_path)
     run = Run(tmp_path)

@@ -42,10 +42,14 @@ StrPath = str | os.PathLike[str]
 
 
 class Results:
-    """The folder of a run or an evaluation, and what is in it now."""
+    """The folder of a run or an evaluation, and what is in it now. Raises ValueError for another
+    folder."""
 
     def __init__(self, folder: StrPath) -> None:
         self.folder = Path(folder)
+        if not (self.folder / "config.yaml").is_file():
+            kind = type(self).__name__
+            raise ConfigError(f"{kind}: expected a folder with its config.yaml, got '{folder}'")
 
     def __fspath__(self) -> str:
         return str(self.folder)

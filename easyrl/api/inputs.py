@@ -21,8 +21,8 @@ from typing import Any
 
 import cloudpickle
 
-from easyrl.config import Config, ConfigError, change_config
-from easyrl.runtime.run_folder import INPUTS, PRIVATE, has_only_inputs
+from easyrl.config import INPUTS, Config, ConfigError, change_config
+from easyrl.runtime.run_folder import PRIVATE, has_only_inputs
 
 DATASETS = {"data.dataset": "data", "eval.dataset": "eval"}
 REWARDS = "reward.functions"
@@ -62,16 +62,18 @@ class Inputs:
 
     def _take_rows(self, key: str, name: str, rows: Any) -> str:
         is_dataset = isinstance(getattr(rows, "column_names", None), list)  # and no DatasetDict
-        if not rows or not (is_dataset or isinstance(rows, Sequence)):
+        are_rows = is_dataset or isinstance(rows, Sequence)
+        if not are_rows or not len(rows):
             raise ConfigError(
-                f"{key}: expected a name, a path, a list of rows (dicts) or a datasets.Dataset "
-                f"(one split), got {type(rows) if rows else 'no rows'}"
+                f"{key}: expected a name, a path, a list of rows (dicts; of a DataFrame: "
+                "df.to_dict('records')) or a datasets.Dataset (one split), got "
+                f"{'no rows' if are_rows else type(rows)}"
             )
         lines = []
         for number, row in enumerate(rows):
             try:
-                lines.append(json.dumps(dict(row), default=lambda value: value.tolist()) + "\n")
-            except (AttributeError, TypeError, ValueError) as error:
+                lines.append(json.dumps(dict(row), default=_plain) + "\n")
+            except (TypeError, ValueError) as error:
                 raise ConfigError(
                     f"{key}: row {number}: expected a dict of text, numbers and lists: {error}"
                 ) from None
@@ -83,9 +85,14 @@ class Inputs:
         stored: dict[str, Callable[..., Any]] = {}
         specs = []
         for function in functions:
-            if isinstance(function, str) or not callable(function):
-                specs.append(function)  # a name, or an error of the config
+            if isinstance(function, str):
+                specs.append(function)
                 continue
+            if not callable(function):
+                raise ConfigError(
+                    f"{REWARDS} (reward): expected functions or their names, got {function!r} "
+                    "(weights: reward={'functions': [...], 'weights': [...]})"
+                )
             name = getattr(function, "__name__", type(function).__name__).strip("<>")
             while name in stored:
                 name += "_"
@@ -142,6 +149,13 @@ class Inputs:
 
     def __bool__(self) -> bool:
         return bool(self._values)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and lists of an array or a tensor."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"got a {type(value).__name__}")
+    return value.tolist()
 
 
 def _is_names(value: Any) -> bool:

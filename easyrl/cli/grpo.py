@@ -132,7 +132,10 @@ def _print_plan(
         start = ["--config", str(file)] if file else []
         words = to_arguments(change_config(config, plan.changes), load_config(file))
         command = shlex.join(["easyrl", "grpo", *start, *words])
-        lines += ["", "a command that fits, by the same estimate:", command]
+        host = f"{plan.host_bytes / 2**30:,.0f} GiB of the host's memory"
+        lines += ["", f"a command that fits, by the same estimate, with {host}:", command]
+        if "train.offload" in plan.changes:
+            lines.append("LoRA needs much less (model.lora.rank=16)")
     elif plan.is_tight and not plan.changes and assumed is not None:
         lines += ["", NOTHING_FITS]
     for line in lines:  # comments: the whole output is a config file

@@ -30,7 +30,7 @@ from easyrl.config.changed_keys import put, update_old_keys
 from easyrl.config.data import DataConfig
 from easyrl.config.devices import DevicesConfig
 from easyrl.config.eval import EvalConfig
-from easyrl.config.hints import INSTEAD, similar_names
+from easyrl.config.hints import INSTEAD, SYNONYMS, similar_names
 from easyrl.config.model import ModelConfig
 from easyrl.config.reward import RewardConfig
 from easyrl.config.rollout import RolloutConfig
@@ -175,6 +175,8 @@ OPTIONS = {
 """Named options of `easyrl grpo` and arguments of `easyrl.train`, with the keys that they set."""
 EVAL_OPTIONS = {"num_samples": "eval.num_samples", "engine": "rollout.engine"}
 """Those that only `easyrl eval` and `easyrl.evaluate` have."""
+INPUTS = "inputs"
+"""Subfolder of a run: objects of Python that it was given, or a model that was made for it."""
 
 
 def options_by_key(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,6 +209,14 @@ def load_config(
         source = [f"(the config file was {file})"] if file is not None else []
         raise ConfigError("\n".join(problems + source))
     return config
+
+
+def move_inputs(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the settings of a run, by section, with its inputs in `folder`: a run folder may have
+    been moved or copied."""
+    before = (settings.get("output") or {}).get("dir")
+    text = json.dumps(settings).replace(f'"{before}/{INPUTS}/', f'"{folder.absolute()}/{INPUTS}/')
+    return dict(json.loads(text))
 
 
 def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -265,7 +275,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the config file cannot be read: {error}") from None
     if not isinstance(content, dict | None):
         raise ConfigError(f"{path}: expected sections with keys in them, got {content!r}")
-    return content or {}
+    is_of_run = path.name == "config.yaml" and (path.parent / INPUTS).is_dir()
+    return move_inputs(content or {}, path.parent) if is_of_run else content or {}
 
 
 def _read_word(word: str) -> tuple[str, Any]:
@@ -306,7 +317,8 @@ def _problem(details: Any) -> str:
 
 def key_hint(name: str, suffix: str = "") -> str:
     """Return which setting an unknown one may mean, or where to look."""
-    if names := similar_names(name, [*SECTIONS, *KEYS]):
+    sections = [each for each in SECTIONS if not suffix and each.count(".") == name.count(".")]
+    if names := similar_names(name, [*sections, *KEYS]):
         return f"did you mean {' or '.join(each + suffix for each in names)}?"
     return "`easyrl config` prints every key, `easyrl config --search WORD` finds some"
 
@@ -357,7 +369,9 @@ def find_keys(names: Sequence[str], search: str | None) -> list[str]:
     if search is None:
         return [*names]
     meanings = {name: " ".join((field.description or "").split()) for name, field in KEYS.items()}
-    found = [key for key, text in meanings.items() if search.lower() in f"{key} {text}".lower()]
+    words = {search.lower(), SYNONYMS.get(search.lower(), search.lower())}
+    texts = {key: f"{key} {text}".lower() for key, text in meanings.items()}
+    found = [key for key, text in texts.items() if any(word in text for word in words)]
     if not found:
         raise ConfigError(f"--search: no setting has '{search}' in its name or meaning")
     return [*names, *found]

@@ -19,12 +19,16 @@ SYNONYMS = {
     **dict.fromkeys(("reward_funcs", "reward_function"), "functions"),
     "gradient_checkpointing": "activation_checkpointing",
     "gpu_memory_utilization": "memory_fraction",
-    "lora_rank": "rank",
+    **dict.fromkeys(("lora", "lora_rank", "lora_r", "use_lora", "use_peft", "r"), "rank"),
+    "eval_steps": "eval_every",
+    "loss": "loss_type",
     "torch_dtype": "dtype",
 }
 """Last parts of names."""
 SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 """Accepted for `model.dtype`."""
+CLOSE = 0.75
+"""Similarity, of at most 1, from which a name is suggested."""
 INSTEAD = {
     ("algorithm.loss_type", "gspo"): "algorithm.importance_sampling_level=sequence",
     ("algorithm.loss_type", "rloo"): "algorithm.advantage_estimator=rloo",
@@ -45,7 +49,7 @@ def similar_names(name: str, names: Collection[str]) -> list[str]:
         return [f"{section}.{last}"]
     flat = [each for each in names if each.replace(".", "_") == typed.replace(".", "_")]
     same = [each for each in names if each.rpartition(".")[2] == last]
-    near = difflib.get_close_matches(typed, names, n=1)
+    near = difflib.get_close_matches(typed, names, n=1, cutoff=CLOSE)
     by_last = {each.rpartition(".")[2]: each for each in names}
-    near = near or [by_last[each] for each in difflib.get_close_matches(last, by_last, n=1)]
+    near = near or [by_last[n] for n in difflib.get_close_matches(last, by_last, 1, CLOSE)]
     return (flat or same or near)[:3]

@@ -34,11 +34,14 @@ def load_function(spec: str, key: str, forms: str = FORMS) -> Callable[..., Any]
     if not path or not name:
         raise ConfigError(f"{key}: expected {forms}, got '{spec}'")
     try:
-        function: Callable[..., Any] = getattr(_load(path), name)
-        inspect.signature(function)
+        function: Callable[..., Any] | None = getattr(_load(path), name, None)
+        if function is not None:
+            inspect.signature(function)
+            return function
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: cannot load '{spec}':\n{user_traceback(error)}") from error
-    return function
+    own = _functions_in(path) or "one that the module has"
+    raise ConfigError(f"{key}: expected a function of '{path}', {own}, got '{name}'")
 
 
 def _functions_in(file: str) -> str:

@@ -47,9 +47,11 @@ def render_prompt(
             else tokenizer(content)["input_ids"]
         )
     except Exception as error:  # a template is a program and may raise anything
-        what = "chat template" if is_chat else "tokenizer"
+        what = "tokenizer of the model (model.path)"
+        if is_chat:
+            what = "chat template (data.chat_template, or that of model.path)"
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        raise ValueError(f"the {what} of the model (model.path) refuses it: {reason}") from error
+        raise ValueError(f"the {what} refuses it: {reason}") from error
     if not ids:
         raise ValueError(f"the prompt {content!r:.200} has no tokens")
     return ids

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from easyrl.config import move_inputs
+
 FILE_BYTES = 2**30
 """Approximate size of a safetensors file, which is assembled in memory before it is written."""
 CHECKPOINTS = "checkpoints"
@@ -71,7 +73,10 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
                 reported = time.monotonic()
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ValueError(f"the checkpoint '{path}' cannot be read: {file.name}: {error}") from None
-    return Checkpoint(path, content["state"])
+    state = content["state"]
+    if "config" in state:
+        state["config"] = move_inputs(state["config"], path.parent.parent)
+    return Checkpoint(path, state)
 
 
 def find_checkpoint(source: Path, *, verify: bool = True) -> Checkpoint:

@@ -70,14 +70,14 @@ def replace_folder(folder: Path, *, is_writer: bool = True) -> Iterator[Path]:
 def export_checkpoint(source: Path, folder: Path, *, verify: bool = True) -> str:
     """Export a checkpoint, or the newest complete one of a run folder; return a message for the
     user. `verify` its checksums first. Raises ValueError for user errors."""
+    if folder.exists():
+        raise ValueError(f"expected a folder that does not exist, got '{folder}'")
+    checkpoint = find_checkpoint(source, verify=verify)
     from torch.distributed.checkpoint.api import CheckpointException
 
     from easyrl.model.checkpoint import read_tensors
     from easyrl.model.policy import Policy
 
-    if folder.exists():
-        raise ValueError(f"expected a folder that does not exist, got '{folder}'")
-    checkpoint = find_checkpoint(source, verify=verify)
     config = Config.model_validate(checkpoint.state["config"])
     model = config.model
     read_model_files(model.path)

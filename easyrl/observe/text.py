@@ -49,7 +49,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 def say_rich(renderable: RenderableType, height: int | None = None) -> None:
     """Print something of Rich's; at most `height` lines, without empty ones at the end."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, force_jupyter=False)
     with console.capture() as capture:  # Rich itself would end the process on a broken pipe
         console.print(renderable, crop=False, height=height)
     text = "\n".join(line.rstrip() for line in capture.get().removesuffix("\n").split("\n"))

@@ -332,7 +332,9 @@ class NotebookView:
             return
         self._next = now + 1.0 / REFRESHES_PER_SECOND
         width, height = NOTEBOOK_SIZE
-        console = Console(record=True, file=io.StringIO(), width=width, highlight=False)
+        console = Console(
+            record=True, file=io.StringIO(), width=width, highlight=False, force_jupyter=False
+        )
         console.print(render(state, now, width, height), height=height)
         html = console.export_html(theme=MONOKAI, inline_styles=True, code_format=NOTEBOOK_HTML)
         if self._output is None:

@@ -183,6 +183,7 @@ def no_learning_warning(newest: Sequence[Mapping[str, Any]], config: Config, fol
         correct = config.eval.correct_reward
         if reward >= EXTREME_SHARE * correct:
             causes.append("the model solves all problems (harder data)")
+            causes.append("the reward does not depend on the completion")
         elif max(line["reward"] for line in newest) <= (1 - EXTREME_SHARE) * correct:
             causes.append("the reward does not find the answers (their form, the data's columns)")
             causes.append("the problems are too hard for the model")

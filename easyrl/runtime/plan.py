@@ -12,11 +12,13 @@ from itertools import product
 from typing import Any
 
 from easyrl.config import Config, ConfigError, change_config
+from easyrl.config.devices import range_words
 from easyrl.data.hub import describe_model
 from easyrl.devices import AssumedDevices
 from easyrl.model.files import read_model_files
 from easyrl.runtime.memory import (
     ModelSize,
+    bytes_by_memory,
     check_memory,
     estimate_memory,
     memory_budgets,
@@ -45,6 +47,8 @@ class Plan:
     """Some memory may not suffice, or surely does not."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Settings by key with which everything fits; empty if it does, or if none were found."""
+    host_bytes: int = 0
+    """Memory of the host, of all processes, that a run with the changes needs."""
 
 
 def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
@@ -67,9 +71,13 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
         warnings, is_refused = [f"a run would not start: {refused}", *warnings], True
     is_tight = size is not None and not fits(config, placement, size, headroom=1.0)
     changes: Mapping[str, Any] = {}
+    host_bytes = 0
     if size is not None and is_tight and placement.accelerator != "cpu":
         changes = propose_changes(config, placement, size)
-    return Plan("\n".join([*lines, *warnings]), not is_refused, is_tight, changes)
+        changed = change_config(config, changes)
+        parts = estimate_memory(changed, resolve_placement(changed, assumed), size)
+        host_bytes = bytes_by_memory(parts)["cpu"]
+    return Plan("\n".join([*lines, *warnings]), not is_refused, is_tight, changes, host_bytes)
 
 
 def fits(
@@ -107,11 +115,11 @@ def _options(config: Config, placement: Placement) -> list[list[Option]]:
     tokens = (max(train.max_tokens_per_micro_batch >> n, least) for n in range(4))
     groups = (placement.max_concurrent_groups >> n for n in range(5))
     options = [
-        _ranked(1.0, "train.max_tokens_per_micro_batch", tokens),
+        _ranked(0.5, "train.max_tokens_per_micro_batch", tokens),
         _ranked(1.0, "rollout.max_concurrent_groups", (number for number in groups if number)),
         _ranked(1.5, "model.dtype", (config.model.dtype, "bfloat16")),
         _ranked(3.0, "train.activation_checkpointing", (train.activation_checkpointing, True)),
-        _ranked(4.0, "train.offload", (train.offload, policies, [*policies, "optimizer"])),
+        _ranked(8.0, "train.offload", (train.offload, policies, [*policies, "optimizer"])),
         [(0.0, {}), *_splits(config, placement)],
     ]
     if placement.shares_device:
@@ -142,12 +150,8 @@ def _splits(config: Config, placement: Placement) -> Iterator[Option]:
     for num_train in sorted({*(2**n for n in range(12)), count * 3 // 4, count - 1}):
         if before < num_train < count:
             split = count - num_train
-            sets = _devices(0, split), _devices(split, count)
+            sets = range_words(range(split)), range_words(range(split, count))
             if is_ray:
                 sets = f"ray:{split}", f"ray:{num_train}"
-            cost = 2.0 * num_train / count
+            cost = 0.5 + 4.0 * abs(num_train / count - 0.5)
             yield cost, dict(zip(("devices.infer", "devices.train"), sets, strict=True))
-
-
-def _devices(first: int, end: int) -> str:
-    return str(first) if end == first + 1 else f"{first}-{end - 1}"

@@ -192,7 +192,7 @@ def _check_settings(config: Config, state: SavedState, path: Path) -> None:
         raise ConfigError(
             f"'{path}' is a checkpoint of a run with other settings:\n"
             + "\n".join(problems)
-            + f"\non resuming only these can change: {', '.join(MAY_CHANGE)}\n"
+            + "\nthese cannot change on resuming (docs/resuming.md lists those that can)\n"
             "to train it with other settings, start a new run from the checkpoint: "
             + _new_run(config, run, path)
         )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from easyrl import events
-from easyrl.config import Config, change_config
+from easyrl.config import INPUTS, Config, change_config
 from easyrl.data.hub import BUILT_IN_MODELS, describe_model
 from easyrl.events import Observer, combine_observers
 from easyrl.formatting import counted
@@ -24,7 +24,6 @@ from easyrl.runtime.placement import describe, device_names
 from easyrl.runtime.preflight import Preflight, check_run
 from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
 from easyrl.runtime.run_folder import (
-    INPUTS,
     PRIVATE,
     RunFolder,
     RunFolderLost,
@@ -113,12 +112,12 @@ def _make_model(
     config: Config, checked: Preflight, source: ModelSource
 ) -> tuple[Config, Preflight]:
     """Write the model of a checkpoint or an adapter into the new run's folder."""
-    folder = folder_of(config)
+    folder = folder_of(config).absolute()
     is_new = not folder.exists()
     try:
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         (folder / INPUTS).mkdir(exist_ok=True)
-        path = source.make((folder / INPUTS / "model").absolute())
+        path = source.make(folder / INPUTS / "model")
     except BaseException:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)

@@ -25,16 +25,13 @@ from shlex import quote
 from typing import IO, Any
 
 from easyrl import __version__, events
-from easyrl.config import Config, ConfigError, to_commented_yaml
+from easyrl.config import INPUTS, Config, ConfigError, to_commented_yaml
 from easyrl.events import Event
 from easyrl.model.checkpoint_files import CHECKPOINTS, checkpoints_in
 
 FULL_DISK_SECONDS = 2.0
 """Retry a write on a full disk for this long: a checkpoint that does not fit is soon removed."""
 UNFINISHED_CONFIG, UNFINISHED_SUMMARY = "config.yaml.unfinished", "summary.json.unfinished"
-INPUTS = "inputs"
-"""Subfolder with what a run was given as objects of Python, or a model that it was made of. It is
-written before the rest."""
 PRIVATE = 0o700
 """Mode of new run folders: prompts, completions and tracebacks concern nobody else."""
 GROWING = ("metrics.jsonl", "samples.jsonl", "reward_errors.jsonl")
