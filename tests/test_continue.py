@@ -37,14 +37,15 @@ def test_a_run_starts_from_the_weights_of_a_run_or_of_its_checkpoint(
     code, _, err = finish("--model", source, "--output", str(new), *TINY)
     assert code == 0, err
     config = load_config(new / "config.yaml")
-    assert Path(config.model.path) == new / "inputs" / "model" and config.learning_rate == 3e-4
-    start = load_file(new / "inputs" / "model" / "model.safetensors")
+    model = new / "inputs" / "run-checkpoints-2"
+    assert Path(config.model.path) == model and config.learning_rate == 3e-4
+    start = load_file(model / "model.safetensors")
     assert start.keys() == final.keys() and all((start[n] == final[n]).all() for n in final)
     assert len(lines_of(new / "metrics.jsonl")) == summary_of(new)["iterations"] == 2
     moved = new.rename(tmp_path / "moved")
     code, _, err = finish("--resume", str(moved), "--iterations", "3")
     assert code == 0, err
-    assert find_model(str(moved / "checkpoints" / "3")).base == str(moved / "inputs" / "model")
+    assert find_model(str(moved / "checkpoints" / "3")).base == str(moved / "inputs" / model.name)
     code, out, _ = finish("--model", str(trained.folder), "--dry-run")
     assert code == 0 and "model" in out
 

@@ -110,6 +110,24 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
     return workers
 
 
+def test_a_newer_checkpoint_is_taken_where_a_live_run_removes_the_chosen_one(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    make_run(run, {10: {}})
+
+    def export(checkpoint: Path, folder: Path, *, verify: bool) -> None:
+        if checkpoint.name == "10":  # the run writes the next one, and removes this one
+            checkpoint.rename(checkpoint.with_name("20"))
+        if not checkpoint.exists():
+            raise ValueError("expected a checkpoint")
+        shutil.copytree(TINY, folder)
+
+    monkeypatch.setattr("easyrl.model.export.export_checkpoint", export)
+    results = evaluated(tmp_path / "eval", "--model", str(run), *SMALL)
+    assert results["model"] == str(run / "checkpoints" / "20") and results["num_problems"] > 0
+
+
 def without_time(results: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in results.items() if k not in ("wall_seconds", "tokens_per_second")}
 

@@ -137,7 +137,10 @@ class Inputs:
                 config = change_config(config, paths)
             yield config
         except ConfigError as error:
-            raise ConfigError(str(error).replace(f"{folder / INPUTS}/", "")) from None
+            text = str(error).replace(f"{folder / INPUTS}/rewards.py:", "")
+            for name in DATASETS.values():
+                text = text.replace(f"{folder / INPUTS}/{name}.jsonl", "the rows")
+            raise ConfigError(text) from None
         except OSError as error:
             raise ConfigError(
                 f"output.dir (output): '{folder}' cannot be written: {error}"

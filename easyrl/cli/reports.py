@@ -33,22 +33,33 @@ def report(
     if csv and output is None:
         typer.echo(text, nl=False)
     else:
-        folder = folders[0] if len(runs) == 1 else Path()
-        _write(output or folder / "report.html", text.encode(errors="replace"))
+        _write(output or _home(folders) / "report.html", text.encode(errors="replace"))
 
 
 @command
 def plot(
     folders: Runs,
     output: Annotated[
-        Path, Option("--output", "-o", metavar="FILE", help="Ends in .svg or .png.")
-    ] = Path("curve.svg"),
+        Path | None,
+        Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Ends in .svg or .png. Default: curve.svg, of one run in RUN.",
+        ),
+    ] = None,
 ) -> None:
     """Draw reward and held-out accuracy of runs into one picture."""
     from easyrl.observe.history import read_histories
     from easyrl.observe.plots import draw_results
 
-    _write(output, draw_results(read_histories(folders), output.suffix))
+    runs = read_histories(folders)
+    file = output or _home(folders) / "curve.svg"
+    _write(file, draw_results(runs, file.suffix))
+
+
+def _home(folders: list[Path]) -> Path:
+    return folders[0] if len(folders) == 1 else Path()
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -320,7 +320,10 @@ def key_hint(name: str, suffix: str = "") -> str:
     sections = [each for each in SECTIONS if not suffix and each.count(".") == name.count(".")]
     if names := similar_names(name, [*sections, *KEYS]):
         return f"did you mean {' or '.join(each + suffix for each in names)}?"
-    return "`easyrl config` prints every key, `easyrl config --search WORD` finds some"
+    return (
+        "`easyrl config` prints every key, `easyrl config --search WORD` finds some; "
+        "docs/trl_and_verl.md has the names that TRL and verl use"
+    )
 
 
 def to_commented_yaml(

@@ -44,6 +44,11 @@ class RewardConfig(Section):
         """Accept the values of easyrl 0.1 for one release."""
         return {"strict": "bwrap", "best_effort": "limits"}.get(str(value), value)
 
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _accept_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
     @field_validator("pattern")
     @classmethod
     def _is_regular_expression(cls, value: str | None) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -33,7 +33,7 @@ from easyrl.data.presets import eval_sampling, with_long_problems
 from easyrl.evaluate.figures import Answers, Lines, compare, summarize
 from easyrl.evaluate.folder import EvalFolder, differing_settings, read_evaluation
 from easyrl.evaluate.view import EvalView, show_comparison, show_results
-from easyrl.model.export import ModelSource, find_model
+from easyrl.model.export import CheckpointGone, ModelSource, find_model
 from easyrl.model.files import ModelFiles, read_model_files
 from easyrl.observe.text import say
 from easyrl.rewards.loading import reward_names, reward_specs, reward_weights
@@ -67,6 +67,8 @@ from easyrl.types import Prompt
 
 PROMPT_KEYS = sorted({*FORM_KEYS, "chat_template_kwargs"} - {"columns"})
 """Keys of `data` that say what is asked about a row."""
+MAX_NEWER = 3
+"""Newer checkpoints to try, of a running run that removes the chosen one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,15 @@ def evaluate(
 
     `base`: the model that an adapter belongs to; `other`: an evaluation to compare with.
     """
+    for _ in range(MAX_NEWER):
+        with suppress(CheckpointGone):
+            return _evaluate(config, view, base, other)
+    return _evaluate(config, view, base, other)
+
+
+def _evaluate(
+    config: Config, view: EvalView, base: str | None, other: Path | None
+) -> events.RunEnded:
     with signals_as_interrupts():
         compared = None if other is None else read_evaluation(other)
         plan = make_plan(with_absolute_paths(config), base)

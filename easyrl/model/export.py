@@ -39,6 +39,10 @@ ADAPTER = "adapter"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
+class CheckpointGone(ConfigError):
+    """A running run has removed a checkpoint since it was chosen."""
+
+
 class DiskError(OSError):
     """A model cannot be written, because the disk is full or read-only, for example."""
 
@@ -128,14 +132,20 @@ class ModelSource:
 
     def make(self, folder: Path) -> str:
         """Return the path of a complete model, made in `folder` if necessary. Raises ValueError if
-        it cannot be made."""
+        it cannot be made, CheckpointGone if its run has removed it."""
         if self.kind == "model":
             return self.path
         if not folder.exists():
-            if self.kind == "checkpoint":
-                export_checkpoint(Path(self.path), folder, verify=False)  # `find_model` did
-            else:
+            if self.kind == "adapter":
                 self._merge(folder)
+                return str(folder)
+            try:
+                export_checkpoint(Path(self.path), folder, verify=False)  # `find_model` did
+            except ValueError:
+                if Path(self.path).exists():
+                    raise
+                gone = f"{self.path} was removed by its run meanwhile; use a newer checkpoint"
+                raise CheckpointGone(f"{KEY}: {gone}") from None
         return str(folder)
 
     def _merge(self, folder: Path) -> None:

@@ -156,7 +156,7 @@ def end_table(
         table.add_row(name, value)
     table.add_row("run folder", Text(str(folder)))
     run = quote(str(folder))
-    commands = [f"easyrl samples {run}"]
+    commands = [f"easyrl samples {run}", f"easyrl report {run}"]
     if config.train.keep_checkpoints:
         commands.append(f"easyrl grpo --resume {run} --iterations {2 * config.train.iterations}")
     lines = [Text(f"  {each}", no_wrap=True, overflow="ignore") for each in commands]

@@ -297,6 +297,8 @@ class RunFiles:
             f"'{folder}': expected the folder of a run (runs/<time>-<task>) with config.yaml and "
             f"{FILE_NAME} (not damaged), written by EasyRL 0.2 or newer"
         )
+        if not folder.is_dir():
+            raise ValueError(f"'{folder}' does not exist (a run that has just begun: yet)")
         if not config.is_file() or not trace.is_file():
             raise refusal
         self.config = load_config(config)

@@ -221,7 +221,9 @@ def _resolved(config: Config) -> dict[str, Any]:
 def _new_run(config: Config, run: Config, checkpoint: Path) -> str:
     """The command that trains from the checkpoint with the settings of `config`."""
     folder = checkpoint.parent.parent
-    changes = {"output.dir": f"{folder}-2"}
+    changes: dict[str, Any] = {"output.dir": f"{folder}-2"}
+    if config.runtime.seed == run.runtime.seed:
+        changes["runtime.seed"] = run.runtime.seed + 1  # other prompts than before
     if config.model.path == run.model.path:
         changes["model.path"] = str(checkpoint)
     file = folder / "config.yaml"

@@ -18,6 +18,7 @@ from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.model.export import ModelSource, find_model, run_of
 from easyrl.model.files import fingerprint
+from easyrl.rewards.loading import reward_names
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.placement import describe, device_names
@@ -117,7 +118,10 @@ def _make_model(
     try:
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         (folder / INPUTS).mkdir(exist_ok=True)
-        path = source.make(folder / INPUTS / "model")
+        # The name shows in reports and model cards where the model comes from.
+        is_checkpoint = source.kind == "checkpoint"
+        name = "-".join(Path(source.path).absolute().parts[-3 if is_checkpoint else -1 :])
+        path = source.make(folder / INPUTS / name)
     except BaseException:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
@@ -181,7 +185,11 @@ def _announce(controller: Controller) -> None:
 def _notes(config: Config, checked: Preflight, resumed: Resume | None) -> list[str]:
     """Notes and warnings for the user, printed before the run."""
     notes = [] if resumed is None else [resumed.describe(config)]
+    rewards = ", ".join(reward_names(config))
     notes.append(describe_model(config.model.path))
+    notes.append(
+        f"data: {config.data.shown}; reward: {rewards}; learning rate {config.learning_rate:g}"
+    )
     if checked.num_prompts_skipped:
         notes.append(
             f"prompts skipped: {checked.num_prompts_skipped} (longer than data.max_prompt_length="
@@ -190,6 +198,6 @@ def _notes(config: Config, checked: Preflight, resumed: Resume | None) -> list[s
     if checked.num_trained is not None:
         notes.append(
             f"LoRA of rank {config.model.lora.rank}: {checked.num_trained:,} weights are trained "
-            f"in addition to the model's own, at a learning rate of {config.learning_rate:g}"
+            "in addition to the model's own"
         )
     return [*notes, *checked.warnings]
