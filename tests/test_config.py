@@ -239,7 +239,6 @@ def test_unknown_key_names_the_nearest(word: str, near: str) -> None:
         "runtime.deterministic=maybe",
         "runtime.schedule=async",
         "runtime.resume=auto",
-        "reward.functions=exact_match",
         "reward.pattern=a",
         "model.lora=1",
         "model.path=",

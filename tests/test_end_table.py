@@ -56,7 +56,8 @@ def show(
 def test_commands_can_be_pasted_whatever_the_folder_is_called(capsys: Capture, name: str) -> None:
     lines = [line for line in show(capsys, folder=name).splitlines() if line.startswith("  easyrl")]
     resumed = ["easyrl", "grpo", "--resume", name, "--iterations", "120"]
-    assert [shlex.split(line) for line in lines] == [["easyrl", "samples", name], resumed]
+    reads = [["easyrl", command, name] for command in ("samples", "report")]
+    assert [shlex.split(line) for line in lines] == [*reads, resumed]
 
 
 def test_shows_figures_and_what_went_wrong(capsys: Capture) -> None:

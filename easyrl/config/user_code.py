@@ -40,8 +40,9 @@ def load_function(spec: str, key: str, forms: str = FORMS) -> Callable[..., Any]
             return function
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: cannot load '{spec}':\n{user_traceback(error)}") from error
-    own = _functions_in(path) or "one that the module has"
-    raise ConfigError(f"{key}: expected a function of '{path}', {own}, got '{name}'")
+    own = _functions_in(path)
+    has = f"; it has {own}" if own else ""
+    raise ConfigError(f"{key}: '{path}' has no function '{name}'{has}")
 
 
 def _functions_in(file: str) -> str:
