@@ -1,6 +1,6 @@
-"""Draw docs/live-view.svg from a run folder: `python docs/live_view.py RUN [ITERATION]`.
+"""Draw the pictures of the live view in this folder: `python docs/live_view.py RUN [ITERATION]`.
 
-The picture shows the run in the middle of the iteration, the last one but one if none is given.
+They show the run in the middle of the iteration, the last one but one if none is given.
 """
 
 import os
@@ -13,7 +13,7 @@ from easyrl import events
 from easyrl.observe.trace import RunFiles
 from easyrl.observe.view import ViewState, render
 
-WIDTH, HEIGHT = 100, 26
+SIZES = {"live-view.svg": (120, 40), "live-view-80x24.svg": (80, 24)}
 
 
 def main(run: Path, iteration: int | None) -> None:
@@ -25,10 +25,13 @@ def main(run: Path, iteration: int | None) -> None:
         is_there = isinstance(event, events.FromWorker) and state.num_done == iteration - 1
         if is_there and 2 * state.num_groups >= files.config.train.prompts_per_iteration:
             break
-    with Path(os.devnull).open("w") as nowhere:
-        console = Console(record=True, width=WIDTH, height=HEIGHT, file=nowhere)
-        console.print(render(state, state.newest, WIDTH, HEIGHT), height=HEIGHT)
-        console.save_svg(str(Path(__file__).with_name("live-view.svg")), title="easyrl grpo")
+    for name, (width, height) in SIZES.items():
+        with Path(os.devnull).open("w") as nowhere:
+            console = Console(
+                record=True, width=width, height=height, file=nowhere, highlight=False
+            )
+            console.print(render(state, state.newest, width, height), height=height)
+            console.save_svg(str(Path(__file__).with_name(name)), title="easyrl grpo")
 
 
 if __name__ == "__main__":
