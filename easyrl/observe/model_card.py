@@ -48,7 +48,8 @@ def model_card(run: History, repository: str) -> str:
     config = without_folders(run.config)
     model, rollout, train = config.model, config.rollout, config.train
     rewards = zip(reward_specs(config), reward_weights(config), strict=True)
-    settings = to_commented_yaml(config, only_changes=True).splitlines()
+    changes = to_commented_yaml(config, only_changes=True).splitlines()
+    settings = [line for line in changes if line and not line.lstrip().startswith("#")]
     what = "LoRA, merged" if model.lora.rank else "all weights"
     results = run.results()
     held_out = config.eval.dataset or f"held out of {config.data.shown}"
@@ -67,12 +68,10 @@ def model_card(run: History, repository: str) -> str:
         f"{train.prompts_per_iteration} prompts per iteration, at most "
         f"{rollout.max_completion_length} tokens, temperature {rollout.temperature:g}",
         *(f"- **{what}**: {results[name]}" for name, what in measured.items() if name in results),
-        "\n## Settings\n",
-        "Those that differ from the defaults of EasyRL:\n",
-        "```yaml",
-        *(line for line in settings if line and not line.lstrip().startswith("#")),
-        "```\n",
     ]
+    if settings:
+        lines += ["\n## Settings\n", "Those that differ from the defaults of EasyRL:\n"]
+        lines += ["```yaml", *settings, "```\n"]
     return f"---\n{_metadata(run.config)}\n---\n\n" + "\n".join(lines)
 
 
