@@ -223,21 +223,30 @@ class RayLauncher:
         """Start this many hosts, wait until all are placed, and number them by node address and
         device. Raises ConfigError as `__init__`."""
         strategies = strategies or ["SPREAD"] * number
-        hosts = [self._new_host(role, each) for each in strategies]
-        asked = [self._describe(host) for host in hosts]
-        _, pending = ray.wait(asked, num_returns=number, timeout=self._timeout_seconds)
-        if pending:
-            bundle, counts = bundle_of(self._options(role)), f"{len(pending)} of {number}"
-            raise ConfigError(no_place(role, counts, bundle, self._timeout_seconds))
-        try:
-            found = ray.get(asked)
-        except RayError as error:
-            text = str(error)
-            where = re.search(r"ip=([^,)]+)", text)
-            raise ConfigError(
-                f"node {where[1] if where else ''}: expected EasyRL and what it needs as here, "
-                f"but its worker cannot start: {text.strip().splitlines()[-1]}"
-            ) from None
+        deadline = time.monotonic() + self._timeout_seconds
+        while True:
+            hosts = [self._new_host(role, each) for each in strategies]
+            asked = [self._describe(host) for host in hosts]
+            left = max(0.0, deadline - time.monotonic())
+            _, pending = ray.wait(asked, num_returns=number, timeout=left)
+            if pending:
+                bundle, counts = bundle_of(self._options(role)), f"{len(pending)} of {number}"
+                raise ConfigError(no_place(role, counts, bundle, self._timeout_seconds))
+            try:
+                found = ray.get(asked)
+                break
+            except RayError as error:
+                text = str(error)
+                where = re.search(r"ip=([^,)]+)", text)
+                if where is not None:
+                    raise ConfigError(
+                        f"node {where[1]}: expected EasyRL and what it needs as here, but its "
+                        f"worker cannot start: {text.strip().splitlines()[-1]}"
+                    ) from None
+            # It was on no node: Ray still places workers on one that was lost a moment ago.
+            time.sleep(PAUSE_SECONDS)
+            for host in hosts:
+                host.kill()
         for host, facts in zip(hosts, found, strict=True):
             host.facts = facts
             if problem := self._problem_of(facts, role):
