@@ -26,9 +26,10 @@ def report(
 ) -> None:
     """Write one HTML page about runs: curves, timeline, samples, settings. It needs no network."""
     from easyrl.observe.history import read_histories, to_csv
-    from easyrl.observe.page import to_page
 
     runs = read_histories(folders)
+    from easyrl.observe.page import to_page  # with matplotlib: later than errors
+
     text = to_csv(runs) if csv else to_page(runs)
     if csv and output is None:
         typer.echo(text, nl=False)
@@ -51,9 +52,10 @@ def plot(
 ) -> None:
     """Draw reward and held-out accuracy of runs into one picture."""
     from easyrl.observe.history import read_histories
-    from easyrl.observe.plots import draw_results
 
     runs = read_histories(folders)
+    from easyrl.observe.plots import draw_results  # with matplotlib: later than errors
+
     file = output or _home(folders) / "curve.svg"
     _write(file, draw_results(runs, file.suffix))
 
