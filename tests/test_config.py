@@ -111,6 +111,10 @@ def test_every_synonym_and_advice_names_settings_that_exist() -> None:
         of(instead)
 
 
+def test_one_reward_function_needs_no_list() -> None:
+    assert of("reward.functions=r.py:f") == of("reward.functions=[r.py:f]")
+
+
 def test_short_names_of_dtypes_are_accepted() -> None:
     assert of("model.dtype=bf16") == of("model.dtype=bfloat16")
 
