@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,21 @@ def test_where_nothing_fits_no_command_is_proposed(qwen: str) -> None:
 def test_a_run_that_fits_gets_no_proposal(qwen: str) -> None:
     code, output = dry_run("--assume", "h100x8", "--model", qwen, "model.dtype=bfloat16")
     assert code == 0 and proposed(output) is None and "nothing" not in output
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_lora_is_planned_without_peft(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {**QWEN, "model_type": kind, "num_experts": 4, "moe_intermediate_size": 768}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    words = "--assume", "2x80GiB", "--model", str(tmp_path), "model.lora.rank=16"
+    code, expected = dry_run(*words)
+    monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
+    assert dry_run(*words)[0] == code == 0
+    needed = [line for line in dry_run(*words)[1].splitlines() if line not in expected.splitlines()]
+    assert len(needed) == 1 and "pip install 'easyrl[lora]'" in needed[0]
+    assert dry_run(*words[2:])[0] == 2  # a run on this machine
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -33,12 +33,25 @@ from easyrl.model.sharding import whole
 from easyrl.types import Weight
 
 
-def check_lora(lora: LoraConfig, path: str, config: Any, *, trust_remote_code: bool = False) -> int:
+def check_lora(
+    lora: LoraConfig,
+    path: str,
+    config: Any,
+    *,
+    trust_remote_code: bool = False,
+    is_planned: bool = False,
+) -> int:
     """Count the elements that would be trained in the model of `path` with transformers' `config`.
-    Raises ConfigError if peft is missing, or the model lacks the layers."""
-    if find_spec("peft") is None:
+    Raises ConfigError if peft is missing, unless the run `is_planned` for another machine, or the
+    model lacks the layers."""
+    assert lora.rank is not None
+    has_peft = find_spec("peft") is not None
+    if not (has_peft or is_planned):
         raise ConfigError("model.lora.rank: LoRA needs peft: pip install 'easyrl[lora]'")
     model = meta_model(config, trust_remote_code=trust_remote_code)
+    if not has_peft:
+        shapes = [model.get_submodule(name).weight.shape for name in _targets(model, lora, path)]
+        return lora.rank * sum(map(sum, shapes))
     with torch.device("meta"):
         Adapter(model, lora, path=path, seed=0)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -132,7 +145,7 @@ def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module is not head
     ]
-    layers = _supported_by_peft(model, linear)
+    layers = _supported_by_peft(model, linear) if find_spec("peft") else linear
     chosen = layers if lora.target_modules is None else []
     for target in lora.target_modules or ():
         meant = [name for name in layers if f".{name}".endswith(f".{target}")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -59,7 +60,10 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
     try:
         files = read_model_files(config.model.path, is_whole=False)
         check_positions(config, files)
-        size = read_model_size(config, files, count_trained(config))
+        num_trained = count_trained(config, is_planned=assumed is not None)
+        if num_trained is not None and find_spec("peft") is None:
+            warnings.append("the run itself needs peft: pip install 'easyrl[lora]'")
+        size = read_model_size(config, files, num_trained)
         if size is None:
             path = config.model.path
             lines.append(f"memory: unknown, as the config.json of '{path}' gives no sizes")

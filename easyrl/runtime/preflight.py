@@ -13,7 +13,7 @@ from typing import Any
 from easyrl.config import Config, ConfigError
 from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.user_code import load_function, read_files
-from easyrl.data.chat import check_prompts
+from easyrl.data.chat import NO_CHAT_TEMPLATE, check_prompts
 from easyrl.data.datasets import (
     identity_of,
     open_prompts,
@@ -27,6 +27,7 @@ from easyrl.data.streams import PromptStream
 from easyrl.model.files import (
     ModelFiles,
     fingerprint,
+    lacks_chat_template,
     load_model_config,
     max_positions,
     meta_model,
@@ -198,19 +199,29 @@ def too_long_prompts(config: Config, examples: Mapping[str, str | Messages]) -> 
         longest = data.max_prompt_length
         if all(isinstance(text, str) and len(text) <= longest for text in examples.values()):
             return set()
+    if not data.chat_template and not model.trust_remote_code and lacks_chat_template(model.path):
+        # The tokenizer, which takes seconds to load, would only confirm it.
+        for location, content in examples.items():
+            if not isinstance(content, str):
+                raise ConfigError(f"{location}: {NO_CHAT_TEMPLATE}")
     _model_config(config)
     return check_prompts(examples, tokenizer_of(config), config)
 
 
-def count_trained(config: Config) -> int | None:
-    """Elements of LoRA's adapters, checked; None without LoRA."""
+def count_trained(config: Config, *, is_planned: bool = False) -> int | None:
+    """Elements of LoRA's adapters, checked (`check_lora`); None without LoRA."""
     model = config.model
     if model.lora.rank is None:
         return None
     from easyrl.model.lora import check_lora
 
-    trusts = model.trust_remote_code
-    return check_lora(model.lora, model.path, _model_config(config), trust_remote_code=trusts)
+    return check_lora(
+        model.lora,
+        model.path,
+        _model_config(config),
+        trust_remote_code=model.trust_remote_code,
+        is_planned=is_planned,
+    )
 
 
 def _model_config(config: Config) -> Any:
