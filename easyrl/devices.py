@@ -123,8 +123,8 @@ def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
 
     `is_asked`: the user has named accelerators. Raises ValueError without Ascend's libraries.
     """
-    # Without either torch, which takes seconds to import, is not needed.
-    if is_asked or has_driver("cuda"):
+    # Without a driver torch, which takes seconds to import, is not needed.
+    if has_driver("cuda"):
         import torch
 
         if torch.cuda.is_available():

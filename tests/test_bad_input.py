@@ -71,6 +71,14 @@ def checked(*words: str) -> Preflight:
     return check_run(load_config(None, {"reward.functions": ["exact_match"]}, words))
 
 
+def test_a_missing_chat_template_is_found_without_the_tokenizer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # it takes seconds to import
+    with pytest.raises(ValueError, match=r"chat\.jsonl:1: .*data\.chat_template"):
+        checked(f"data.dataset={folder}/chat.jsonl")
+
+
 @pytest.mark.parametrize("num_checked", [1, 100])
 def test_long_prompts_are_skipped_and_counted(
     num_checked: int, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -180,6 +180,11 @@ def test_diff_shows_what_differs_and_the_default_as_a_config_file(tmp_path: Path
         assert load_config(tmp_path / "again.yaml") == config
 
 
+def test_another_trainers_name_of_the_command_names_grpo() -> None:
+    result = call("train", "--model", "tiny")
+    assert result.exit_code == 2 and "easyrl grpo" in result.output
+
+
 def test_diff_of_the_defaults_is_empty_and_words_win_over_it() -> None:
     default = str(ROOT / "configs" / "default.yaml")
     result = call("config", "--diff", default)

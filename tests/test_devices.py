@@ -48,7 +48,7 @@ def test_a_gpu_is_found_by_its_device_node_without_a_driver_library(
     monkeypatch.setattr(devices, "CUDA_DRIVER", "libnone.so")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert devices.accelerator() == ("cpu", 0)
+    assert devices.accelerator() == devices.accelerator(is_asked=True) == ("cpu", 0)
     (tmp_path / node).touch()
     assert devices.accelerator() == ("cuda", 2)
 

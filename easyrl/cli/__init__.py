@@ -13,13 +13,14 @@ import typer
 from easyrl import __version__
 from easyrl.cli import control, reports, tools
 from easyrl.cli.bench import bench
-from easyrl.cli.common import CommandWithSettings
+from easyrl.cli.common import Commands, CommandWithSettings
 from easyrl.cli.eval import evaluate
 from easyrl.cli.grpo import grpo
 from easyrl.devices import NO_AUTOLOAD
 
 app = typer.Typer(
     name="easyrl",
+    cls=Commands,
     help="Strictly on-policy reinforcement learning of language models, at asynchronous speed.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

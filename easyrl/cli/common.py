@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from typer import Option
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 USER_ERROR = 2
 """Exit code of errors that the user can fix, Typer's usage errors included."""
@@ -35,6 +35,18 @@ RayAddress = Annotated[
 ]
 Seed = Annotated[int | None, Option(help="Same seed, same data and sampling.")]
 NoLive = Annotated[bool, Option("--no-live", help="Plain lines instead of the live view.")]
+
+
+class Commands(TyperGroup):
+    """The commands, which names `grpo` to who types another trainer's name of it."""
+
+    def resolve_command(self, context: Any, arguments: list[str]) -> Any:
+        try:
+            return super().resolve_command(context, arguments)
+        except Exception as error:
+            if arguments[0] in ("train", "run", "fit"):
+                error.message += " To train: easyrl grpo"  # type: ignore[attr-defined]
+            raise
 
 
 class CommandWithSettings(TyperCommand):

@@ -17,6 +17,11 @@ from easyrl.types import Messages
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 MAX_CHECKED = 20_000
+NO_CHAT_TEMPLATE = (
+    "the prompts are chat messages, but the model's tokenizer has no chat template: use a chat "
+    "model (model.path), data.chat_template=FILE.jinja, strings as they are (data.chat=false), or "
+    "a column with strings (data.prompt_column)"
+)
 
 
 def render_prompt(
@@ -30,11 +35,7 @@ def render_prompt(
     """
     is_chat = not isinstance(content, str)
     if is_chat and not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            "the prompts are chat messages, but the model's tokenizer has no chat template: use a "
-            "chat model (model.path), data.chat_template=FILE.jinja, strings as they are "
-            "(data.chat=false), or a column with strings (data.prompt_column)"
-        )
+        raise ValueError(NO_CHAT_TEMPLATE)
     try:
         ids: list[int] = (
             tokenizer.apply_chat_template(

@@ -134,6 +134,18 @@ def max_positions(model_config: dict[str, Any]) -> int | None:
     return longest
 
 
+def lacks_chat_template(path: str) -> bool:
+    """Whether a model's files show that its tokenizer has no chat template."""
+    folder = Path(resolve_model(path))
+    config = folder / "tokenizer_config.json"
+    elsewhere = ("*chat_template*", "tekken.json")
+    return (
+        config.is_file()
+        and "chat_template" not in config.read_text(encoding="utf-8", errors="replace")
+        and not any(any(folder.glob(pattern)) for pattern in elsewhere)
+    )
+
+
 def kv_elements_per_token(model_config: dict[str, Any]) -> int:
     """Count the elements of one token's keys and values in all layers; 0 if the sizes are missing
     from `config.json`."""
