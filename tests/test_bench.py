@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from easyrl.bench import attention, engine, loop, pipeline, ring, weights
-from easyrl.bench.harness import SMALL, peak_bytes
+from easyrl.bench import attention, engine, loop, peer, pipeline, ring, weights
+from easyrl.bench.harness import SMALL, peak_bytes, run_suite
 from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.model.files import load_eos_token_ids, load_model_config
+from easyrl.processes import num_cores
+from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.preflight import check_run
 from easyrl.runtime.supervisor import WorkerFailure
 
@@ -148,3 +153,58 @@ def test_loop_measures_both_schedules() -> None:
     assert row["model"] == "small" and row["mfu"] is None
     assert 0.0 < row["both_busy"] <= min(row["infer_busy"], row["train_busy"]) <= 1.0
     assert row["tokens_per_second"] > 0 and row["weight_gigabytes_per_second"] > 0
+
+
+def test_peer_reports_unusable_input_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_installed = True
+
+    def find_spec(name: str) -> object:
+        return name if is_installed else None
+
+    monkeypatch.setattr(peer, "util", SimpleNamespace(find_spec=find_spec))
+    for wrong, named in (
+        (["--rows", "tiny_short,large"], "large"),
+        (["--infer-devices", "ray:cpu:1", "--train-devices", "ray:cpu:1"], "ray:cpu:1"),
+        (["--model", "no/such/folder/at/all"], "no/such/folder/at/all"),
+    ):
+        result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short", *wrong])
+        assert result.exit_code == 2 and named in result.stderr, result.output
+    is_installed = False
+    result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short"])
+    assert result.exit_code == 2 and "easyrl[peer]" in result.stderr, result.output
+
+
+def test_peer_is_as_fast_as_the_best_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "metadata", SimpleNamespace(version=lambda package: "1.16.0"))
+    of_easyrl = [(1000.0, 50.0), (500.0, 52.0), (1200.0, 54.0)]
+    tuned, reference = [(200.0, 49.0)] * 3, [(250.0, 51.0), (100.0, 51.0), (400.0, 51.0)]
+    row = peer.compare({"easyrl": of_easyrl, "tuned": tuned, "reference": reference})
+    assert row["peer"] == "TRL 1.16.0, reference" and row["peer_tokens_per_second"] == 250
+    assert row["easyrl_tokens_per_second"] == 1000 and row["ratio"] == 4
+    assert (row["easyrl_mean_length"], row["peer_mean_length"]) == (52, 51)
+
+
+def test_peer_always_measures_the_reference_on_all_cores() -> None:
+    placement = resolve_placement(load_config(None, {"devices.infer": "cpu"}))
+    for work in peer.ROWS.values():
+        one_thread = dataclasses.replace(work, micro_batch=32, num_threads=1)
+        tuned, reference = peer.peer_settings(one_thread, placement)
+        assert tuned == {"micro-batch": 32, "threads": 1}
+        assert reference == {"micro-batch": work.reference, "threads": num_cores()}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs easyrl[peer]")
+def test_peer_samples_the_same_lengths_on_both_sides(tmp_path: Path) -> None:
+    works = {"tiny_short": dataclasses.replace(peer.ROWS["tiny_short"], iterations=2)}
+    file = tmp_path / "peer.json"
+    with file.open("w") as json_file:
+        assert run_suite("peer", peer.run(rounds=1, works=works), json_file) == 0
+    row = json.loads(file.read_text())["results"]["tiny_short"]
+    rates = row["easyrl_tokens_per_second"], row["peer_tokens_per_second"]
+    assert row["ratio"] == pytest.approx(rates[0] / rates[1]) and row["ratio"] > 0
+    # 99 tokens, one of which ends a completion, and 256 of them at most: 92 on average.
+    for side in ("easyrl", "peer"):
+        assert 75 < row[f"{side}_mean_length"] < 110, row

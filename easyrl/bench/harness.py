@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import platform
+import random
 import re
 import signal
 import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -20,9 +22,13 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 from easyrl import devices, events
 from easyrl.config import load_config
+from easyrl.data.chat import render_prompt
+from easyrl.data.hub import resolve_model
+from easyrl.model.files import load_tokenizer
 from easyrl.processes import num_cores
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import SIGNALLED, Interrupted, WorkerFailure
@@ -54,7 +60,7 @@ QWEN3_06B = {
 
 
 def run_suite(name: str, suite: Iterable[Row], json_file: TextIO | None) -> int:
-    """Run the suite; return the exit code."""
+    """Run the suite; return the exit code. In JSON, rows with a name (`row`) are found by it."""
     try:
         rows = list(suite)
     except KeyboardInterrupt as error:
@@ -77,7 +83,8 @@ def run_suite(name: str, suite: Iterable[Row], json_file: TextIO | None) -> int:
     for line in table:
         print(*(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
     if json_file is not None:
-        json.dump({"suite": name, "machine": machine, "results": rows}, json_file, indent=2)
+        results = {row["row"]: row for row in rows} if all("row" in row for row in rows) else rows
+        json.dump({"suite": name, "machine": machine, "results": results}, json_file, indent=2)
     return 0
 
 
@@ -167,6 +174,36 @@ def random_group(prompt_length: int, lengths: Sequence[int], vocab_size: int = 2
     )
 
 
+def write_model_and_prompts(
+    folder: Path, model: Any, dtype: str, num_prompts: int, prompt_length: int
+) -> dict[str, Any]:
+    """Write a random model, with the tokenizer of `tiny`, and prompts of that many digits. Return
+    the flags that name them, and the reward. `model`: also the path of one, which is used as it is.
+    """
+    if isinstance(model, str):
+        path = resolve_model(model)
+    else:
+        path = str(folder / "model")
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        model.to(getattr(torch, dtype)).save_pretrained(path)
+        load_tokenizer("tiny").save_pretrained(path)
+    tokenizer = load_tokenizer(path)
+    drawn = random.Random(0)
+    texts = ["".join(drawn.choices("0123456789", k=prompt_length)) for _ in range(num_prompts)]
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    return {
+        "model.path": path,
+        "data.dataset": str(folder / "prompts.jsonl"),
+        "data.max_prompt_length": max(len(render_prompt(text, tokenizer)) for text in texts),
+        "reward.functions": [f"{__name__}:spread"],
+    }
+
+
+def spread(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """A reward between 0 and 1 that differs between completions."""
+    return [zlib.crc32(repr(list(ids)).encode()) % 1000 / 1000 for ids in completion_ids]
+
+
 # -- whole runs -----------------------------------------------------------------------------------
 
 
@@ -174,8 +211,9 @@ def record(
     name: str, flags: Mapping[str, Any], words: Sequence[str] = (), *, iterations: int
 ) -> dict[str, float]:
     """Train for `iterations` after one that warms up. The learning rate is 0, so that all do the
-    same work. Returns the medians of the run's `perf` metrics, and `completion_tokens`, the mean of
-    an iteration. Raises WorkerFailure with `name` if the run fails."""
+    same work. Returns the medians of the run's `perf` metrics, and means of an iteration:
+    `completion_tokens`, and the `seconds` from its predecessor's end to its own. Raises
+    WorkerFailure with `name` if the run fails."""
     own = {
         "data.num_held_out": 0,
         "train.iterations": 1 + iterations,
@@ -183,6 +221,7 @@ def record(
         "train.keep_checkpoints": 0,
     }
     lines: list[Mapping[str, Any]] = []
+    ends: list[float] = []
     error = ""
 
     def observe(event: events.Event) -> None:
@@ -191,6 +230,7 @@ def record(
             error = event.message
         elif isinstance(event, events.IterationFinished):
             lines.append(event.metrics)
+            ends.append(event.time)
 
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         config = load_config(None, {**own, **flags, "output.dir": f"{folder}/run"}, words)
@@ -206,4 +246,5 @@ def record(
     }
     print(f"{name}: {medians['iteration_seconds']:.2f} s per iteration", file=sys.stderr)
     num_tokens = lines[-1]["num_tokens"] - lines[0]["num_tokens"]  # counted from the run's start
-    return medians | {"completion_tokens": num_tokens / iterations}
+    seconds = (ends[-1] - ends[0]) / iterations
+    return medians | {"completion_tokens": num_tokens / iterations, "seconds": seconds}

@@ -12,23 +12,24 @@ rate is 0, so that every iteration does the same work.
 
 from __future__ import annotations
 
-import json
-import random
 import tempfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from easyrl import devices
-from easyrl.bench.harness import QWEN3_06B, SMALL, Row, random_model, record
+from easyrl.bench.harness import (
+    QWEN3_06B,
+    SMALL,
+    Row,
+    random_model,
+    record,
+    write_model_and_prompts,
+)
 from easyrl.config import Config, load_config
-from easyrl.data.chat import render_prompt
-from easyrl.model.files import DTYPE_BYTES, load_tokenizer, read_model_files
+from easyrl.model.files import DTYPE_BYTES, read_model_files
 from easyrl.runtime.placement import resolve_placement
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -88,6 +89,8 @@ def run(
     }
     names = ["small"] if on_cpu else ["0.6B", "1.7B"]
     if model is not None:
+        if model not in SIZES:
+            raise ValueError(f"--model: expected one of {', '.join(SIZES)} for loop, got {model}")
         names = [model]
     for name in names:
         yield {"model": name} | _measure(SIZES[name], flags, words, iterations)
@@ -134,29 +137,12 @@ def write_inputs(folder: Path, size: Mapping[str, Any], config: Config) -> dict[
     """Write a random model with the tokenizer of `tiny`, and prompts; return the flags that name
     them. Prompts and completions (on average) have half the maximum of a completion."""
     length = config.rollout.max_completion_length // 2
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = random_model(size)
     num_ends = max(1, size["vocab_size"] // length)
     ends = list(range(size["vocab_size"] - num_ends, size["vocab_size"]))
     model.generation_config = GenerationConfig(eos_token_id=ends)  # type: ignore[no-untyped-call]
-    model.to(getattr(torch, config.model.dtype)).save_pretrained(folder / "model")
-    tokenizer = load_tokenizer("tiny")
-    tokenizer.save_pretrained(folder / "model")
-    drawn = random.Random(0)
-    num_prompts = config.train.prompts_per_iteration
-    texts = ["".join(drawn.choices("0123456789", k=length)) for _ in range(num_prompts)]
-    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
-    return {
-        "model.path": str(folder / "model"),
-        "data.dataset": str(folder / "prompts.jsonl"),
-        "data.max_prompt_length": max(len(render_prompt(text, tokenizer)) for text in texts),
-        "reward.functions": [f"{__name__}:spread"],
-    }
-
-
-def spread(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """A reward between 0 and 1 that differs between completions."""
-    return [zlib.crc32(repr(list(ids)).encode()) % 1000 / 1000 for ids in completion_ids]
+    num_prompts, dtype = config.train.prompts_per_iteration, config.model.dtype
+    return write_model_and_prompts(folder, model, dtype, num_prompts, length)
 
 
 def training_flops(

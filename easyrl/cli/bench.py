@@ -11,7 +11,7 @@ from typer import Option
 
 from easyrl.cli.common import InferDevices, TrainDevices, Words, command
 
-Suite = Literal["attention", "engine", "loop", "pipeline", "ray", "ring", "weights"]
+Suite = Literal["attention", "engine", "loop", "peer", "pipeline", "ray", "ring", "weights"]
 
 
 @command
@@ -22,13 +22,17 @@ def bench(
     infer_devices: InferDevices = None,
     train_devices: TrainDevices = None,
     model: Annotated[
-        Literal["0.6B", "1.7B", "small"] | None, Option(help="Model of `loop`; default: by device.")
+        str | None,
+        Option(help="`loop`: 0.6B, 1.7B or small; `peer`: a folder or a hub id. Default: random."),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None, Option(help="Data type of `loop`, `weights`.")
     ] = None,
     prompts: Annotated[
         int | None, Option(min=2, help="Prompts per iteration of pipeline; default: 64.")
+    ] = None,
+    rows: Annotated[
+        str | None, Option(metavar="ROW,ROW", help="Rows of `peer`; default: all.")
     ] = None,
     json: Annotated[
         typer.FileTextWrite | None,
@@ -40,6 +44,7 @@ def bench(
     attention: groups that store their prompt once against groups that repeat it;
     engine: the embedded engine against transformers' generate;
     loop: whole runs on random models of real shapes (takes devices and any setting);
+    peer: whole iterations against TRL's on the same work (needs TRL; takes devices);
     pipeline: whole iterations under four schedules;
     ray: iterations on a Ray cluster against the same without Ray;
     ring: the ring buffer against a queue;
@@ -53,6 +58,7 @@ def bench(
         "model": model,
         "dtype": dtype,
         "prompts": prompts,
+        "rows": rows,
         "words": words,
     }
     options = {name: value for name, value in given.items() if value}

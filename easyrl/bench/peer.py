@@ -1,0 +1,234 @@
+"""Whole iterations of EasyRL against TRL's GRPO trainer on the same work.
+
+Both get the same model, prompts, reward function, precision, cores and number of prompts,
+completions and updates (one per iteration, on-policy). Both sample from the whole distribution at
+temperature 1. Models are random and prompts are digits: nothing is downloaded. The vocabulary has
+99 tokens, one of which ends a completion, so lengths are geometric up to the cap. The learning rate
+is 0: every iteration does the same work.
+
+EasyRL runs with its defaults, TRL in a process of its own (`trl_run`) with the settings below. The
+runs take turns. On NVIDIA GPUs TRL generates with vLLM, on the same devices as it trains and, with
+several devices, also on devices of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from easyrl.bench.harness import (
+    Row,
+    median_ratio,
+    random_model,
+    record,
+    take_turns,
+    write_model_and_prompts,
+)
+from easyrl.config import load_config
+from easyrl.devices import accelerator, visible_environment
+from easyrl.processes import num_cores
+from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.supervisor import WorkerFailure, signals_as_interrupts
+
+TINY = {
+    "vocab_size": 99,  # of the built-in tokenizer
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+MID = TINY | {
+    "hidden_size": 384,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both trainers do in an iteration, and how TRL does it."""
+
+    size: Mapping[str, Any]  # of the random model
+    num_prompts: int
+    num_generations: int
+    prompt_length: int
+    cap: int  # longest completion
+    iterations: int  # measured per run
+    reference: int  # micro-batch that is measured in every run, with all threads
+    micro_batch: int  # tuned, in completions
+    num_threads: int | None = None  # tuned; None: one per core
+
+    @property
+    def num_completions(self) -> int:
+        return self.num_prompts * self.num_generations
+
+
+# Tuned on two cores among micro-batches of 16, 64 and 128 completions and one or two threads.
+ROWS = {
+    "tiny_short": Work(TINY, 16, 8, 12, 256, iterations=8, reference=64, micro_batch=64),
+    "tiny_long": Work(TINY, 8, 16, 256, 64, iterations=8, reference=64, micro_batch=64),
+    "mid_short": Work(MID, 16, 8, 12, 256, iterations=3, reference=64, micro_batch=64),
+    "mid_long": Work(MID, 8, 16, 256, 64, iterations=3, reference=64, micro_batch=64),
+    "mid_1k": Work(MID, 8, 8, 1024, 128, iterations=2, reference=16, micro_batch=16),
+}
+SHOWN_LINES = 20  # of the peer's output, if it fails
+
+
+def run(
+    rows: str | None = None,
+    model: str | None = None,
+    infer_devices: str | None = None,
+    train_devices: str | None = None,
+    *,
+    rounds: int = 3,
+    works: Mapping[str, Work] = ROWS,
+) -> Iterator[Row]:
+    """One row per name in `rows` (separated by commas; default: all). `model` replaces the random
+    ones. Raises ValueError for unknown rows and devices that TRL cannot use, or without TRL.
+
+    Rates are medians over rounds. The peer's is that of its fastest settings, and `ratio` is the
+    median of the rounds' ratios to these.
+    """
+    names = rows.split(",") if rows else list(works)
+    if unknown := [name for name in names if name not in works]:
+        raise ValueError(f"--rows: expected some of {', '.join(works)}, got {', '.join(unknown)}")
+    flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
+    placement = resolve_placement(load_config(None, flags))
+    if placement.is_ray or placement.infer.kind != placement.train.kind:
+        raise ValueError(
+            "--infer-devices, --train-devices: expected both CPU or both accelerators of this "
+            f"machine, got {placement.infer} and {placement.train}"
+        )
+    on_cpu = placement.train.kind == "cpu"
+    for package in ("trl",) if on_cpu else ("trl", "vllm"):
+        if util.find_spec(package) is None:
+            extra = "peer" if package == "trl" else package
+            raise ValueError(
+                f"bench peer: expected {package}, which is not installed: "
+                f"pip install 'easyrl[{extra}]'"
+            )
+    flags["model.dtype"] = dtype = "float32" if on_cpu else "bfloat16"
+    for name in names:
+        work = works[name]
+        with signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
+            inputs = write_model_and_prompts(
+                Path(folder),
+                model or random_model(work.size),
+                dtype,
+                work.num_prompts,
+                work.prompt_length,
+            )
+            actions = {"easyrl": partial(run_easyrl, name, work, {**flags, **inputs})}
+            for settings in peer_settings(work, placement):
+                label = ", ".join(f"{key} {value}" for key, value in settings.items())
+                actions[label] = partial(run_trl, f"{name}, TRL ({label})", work, inputs, settings)
+            runs = take_turns(actions, rounds, num_warm_up=0)
+        yield {"row": name} | compare(runs)
+
+
+def compare(runs: Mapping[str, Sequence[tuple[float, float]]]) -> Row:
+    """Return the figures of a row. `runs`: tokens per second and mean lengths, round by round, of
+    `easyrl` and of TRL's settings."""
+    rates = {side: [rate for rate, _ in of_side] for side, of_side in runs.items()}
+    medians = {side: statistics.median(of_side) for side, of_side in rates.items()}
+    best = max((side for side in medians if side != "easyrl"), key=lambda side: medians[side])
+    return {
+        "ratio": median_ratio(rates["easyrl"], rates[best]),
+        "easyrl_tokens_per_second": medians["easyrl"],
+        "peer_tokens_per_second": medians[best],
+        "easyrl_mean_length": statistics.mean(length for _, length in runs["easyrl"]),
+        "peer_mean_length": statistics.mean(length for _, length in runs[best]),
+        "peer": f"TRL {metadata.version('trl')}, {best}",
+    }
+
+
+def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, float]:
+    """Return completion tokens per second, and the mean length of a completion."""
+    own = {
+        "train.prompts_per_iteration": work.num_prompts,
+        "rollout.num_generations": work.num_generations,
+        "rollout.max_completion_length": work.cap,
+    }
+    figures = record(f"{name}, EasyRL", {**flags, **own}, iterations=work.iterations)
+    num_tokens = figures["completion_tokens"]
+    return num_tokens / figures["seconds"], num_tokens / work.num_completions
+
+
+# -- TRL ------------------------------------------------------------------------------------------
+
+
+def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
+    """Return the settings to measure: tuned ones, and those that these must not be slower than."""
+    cores = num_cores()
+    tuned = {"micro-batch": work.micro_batch, "threads": work.num_threads or cores}
+    if placement.train.kind == "cpu":
+        reference = {"micro-batch": work.reference, "threads": cores}
+        return [tuned] if tuned == reference else [tuned, reference]
+    infer, train = (list(each.indices) for each in (placement.infer, placement.train))
+    settings = [tuned | {"vllm": "colocate", "devices": sorted({*infer, *train})}]
+    if not {*infer} & {*train}:
+        settings.append(tuned | {"vllm": "server", "devices": train, "server devices": infer})
+    return settings
+
+
+def run_trl(
+    name: str, work: Work, inputs: Mapping[str, Any], settings: Mapping[str, Any]
+) -> tuple[float, float]:
+    """Return completion tokens per second, and the mean length of a completion."""
+    used = settings.get("devices")
+    num_processes = len(used or [None])
+    micro_batch = min(settings["micro-batch"], work.num_completions // num_processes)
+    config = {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": work.num_completions // (micro_batch * num_processes),
+        "num_generations": work.num_generations,
+        "max_completion_length": work.cap,
+        "use_cpu": used is None,
+        "bf16": used is not None,
+    }
+    environment = {**os.environ, "OMP_NUM_THREADS": str(settings["threads"])}
+    program = [sys.executable, "-m"]
+    if used is not None:
+        environment |= visible_environment(accelerator()[0], used)
+        config |= {"use_vllm": True, "vllm_mode": settings["vllm"]}
+        program += ["accelerate.commands.launch", f"--num_processes={num_processes}", "-m"]
+    with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder, ExitStack() as stack:
+        asked, result, log_file = (Path(folder, each) for each in ("asked", "result", "log"))
+        run = {"model": inputs["model.path"], "prompts": inputs["data.dataset"]}
+        run |= {"iterations": work.iterations, "result": str(result)}
+        asked.write_text(json.dumps({**run, "config": {**config, "output_dir": folder}}))
+        log = stack.enter_context(log_file.open("w"))
+        if settings.get("vllm") == "server":
+            seen = os.environ | visible_environment(accelerator()[0], settings["server devices"])
+            serve = [sys.executable, "-m", "trl.cli.main", "vllm-serve", "--model", run["model"]]
+            server = subprocess.Popen(serve, env=seen, stdout=log, stderr=log)
+            stack.callback(server.wait)
+            stack.callback(server.terminate)
+        program += ["easyrl.bench.trl_run", str(asked)]
+        code = subprocess.run(program, env=environment, stdout=log, stderr=log, check=False)
+        if code.returncode != 0:
+            lines = log_file.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+            raise WorkerFailure("\n".join([f"bench, {name}: exit code {code.returncode}", *lines]))
+        measured = json.loads(result.read_text())
+    seconds, num_tokens = measured["ends"][-1] - measured["ends"][0], sum(measured["tokens"][1:])
+    print(f"{name}: {seconds / work.iterations:.2f} s per iteration", file=sys.stderr)
+    return num_tokens / seconds, num_tokens / (work.num_completions * work.iterations)
