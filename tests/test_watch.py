@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from easyrl.observe import trace
 from easyrl.observe.report import PlainLines
 from easyrl.observe.trace import RunFiles, TraceWriter, follow, watch
 from easyrl.observe.view import ViewState
+from easyrl.runtime.run_folder import lock_folder
 from run_events import METRICS, active, group, run_events, state_of
 from runs import SMALL, Finished, start, wait_for_line
 from terminals import Terminal, after_the_view
@@ -206,6 +208,25 @@ def test_run_whose_trace_has_lost_its_end_is_finished_by_its_summary(written: Wr
     *_, last, end = follow(RunFiles(folder))
     assert isinstance(last, events.RunFinished) and last.summary == {"iterations": 2}
     assert end == events.RunEnded(0, "")
+
+
+def test_resumed_run_is_shown_from_its_new_start(written: Written) -> None:
+    """The command that resumes it has locked the folder, but has sent no event yet."""
+    folder, run = written
+    write(run)
+    lock = lock_folder(folder)
+
+    def resume() -> None:
+        (folder / "config.yaml").write_text("train: {iterations: 9}")
+        write(run)
+        os.close(lock)
+
+    files = RunFiles(folder)
+    threading.Timer(0.5, resume).start()
+    found = list(follow(files))
+    starts = [event for event in found if isinstance(event, events.RunStarted)]
+    assert len(starts) == 2 and starts[-1].config.train.iterations == 9
+    assert found[-1] == run[-1]
 
 
 def test_finished_run_is_shown_as_it_ended(finished_run: Finished) -> None:

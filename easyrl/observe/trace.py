@@ -37,6 +37,7 @@ from easyrl.runtime.supervisor import FAILED
 FILE_NAME = "trace.json"
 MAX_BYTES = 16 * 2**20
 POLL_SECONDS = 0.25
+RESUME_SECONDS = 10.0  # longest wait for the first event of a command that resumes a run
 RESTART_SECONDS = 30.0  # longest time to a run's next event, with `runtime.restart`
 INTERRUPTED = 128 + signal.SIGINT
 MAX_TEXT = 2000  # characters of a prompt, a completion or an error
@@ -233,13 +234,20 @@ def watch(folder: Path, *, live: bool) -> int:
 
 def follow(files: RunFiles) -> Iterator[Event]:
     """Yield the events of a run until it ends. Ends of commands that were resumed are left out."""
-    end, is_alive = None, True
+    end, is_alive, found = None, True, list(files.read())
+    # A command that resumes the run locks it seconds before its first event.
+    for _ in range(int(RESUME_SECONDS / POLL_SECONDS)):
+        if not (isinstance(found[-1], events.RunEnded) and is_locked(files.folder)):
+            break
+        time.sleep(POLL_SECONDS)
+        found += files.read()
     while (is_alive and end is None) or _may_start_again(files, end):
         is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
-        for event in files.read():
+        for event in [*found, *files.read()]:
             end = event if isinstance(event, events.RunEnded) else None
             if end is None:
                 yield event
+        found = []
         time.sleep(POLL_SECONDS)
     summary = files.folder / "summary.json"
     if end is None and summary.is_file():  # the trace's end is lost: the disk was full
@@ -301,7 +309,6 @@ class RunFiles:
             raise ValueError(f"'{folder}' does not exist (a run that has just begun: yet)")
         if not config.is_file() or not trace.is_file():
             raise refusal
-        self.config = load_config(config)
         self._trace = GrowingFile(trace, partial(json.loads, object_hook=decode))
         self._clock = 0.0  # Unix seconds at the zero of the events' clock
         if not any(isinstance(event, events.RunStarted) for event in self.read()):
@@ -317,6 +324,7 @@ class RunFiles:
         for line in self._trace.read():
             event = line.get("args") if isinstance(line, dict) and "ts" in line else None
             if isinstance(event, events.RunStarted):
+                self.config = load_config(self.folder / "config.yaml")  # of the newest command
                 event = replace(event, folder=self.folder, config=self.config)
                 self._clock = line["ts"] / 1e6 - event.started
             if isinstance(event, Event):
