@@ -68,6 +68,9 @@ def test_shows_figures_and_what_went_wrong(capsys: Capture) -> None:
     assert "means of the first and last 5 iterations" in shown
     assert "(first and last iteration)" in show(capsys, iterations=9)
     assert "2 updates dropped" in shown and "7 groups without advantages" in shown
+    assert "3.000" not in show(capsys, rewards={"one": [2.0, 3.0]})
+    several = one_line(show(capsys, rewards={"one": [2.0, 3.0], "other": [None, 0.5]}))
+    assert "one 2.000 → 3.000 other none → 0.500" in several
     assert "accuracy" not in shown and "none → 0.500" in show(capsys, accuracy_before=None)
 
 

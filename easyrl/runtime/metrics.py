@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from easyrl import events
 from easyrl.config import Config
+from easyrl.rewards.loading import reward_names
 from easyrl.runtime.resume import SavedState
 
 LAST_ITERATIONS = 5
@@ -136,9 +137,15 @@ def summarize(
     def total(name: str) -> float:  # a metric may be missing in lines of an older version
         return sum(line.get(name) or 0 for line in lines)
 
-    rewards = [line["reward"] for line in lines if line["reward"] is not None]
     num_averaged = LAST_ITERATIONS if config.train.iterations >= 2 * LAST_ITERATIONS else 1
-    first, last = rewards[:num_averaged], rewards[-num_averaged:]
+
+    def ends(name: str) -> list[float | None]:
+        """The means of the metric in the first and the last iterations."""
+        values = [line[name] for line in lines if line.get(name) is not None]
+        parts = values[:num_averaged], values[-num_averaged:]
+        return [sum(part) / len(part) if part else None for part in parts]
+
+    reward_first, reward_last = ends("reward")
     gaps = [line.get("sampling/sampling_logp_difference/max") for line in lines]
     newest: Mapping[str, Any] = lines[-1] if lines else {}  # all lines may have been lost
     seconds, num_tokens = total("perf/iteration_seconds"), newest.get("num_tokens", 0)
@@ -147,8 +154,9 @@ def summarize(
         "iterations": config.train.iterations,
         "updates_per_iteration": config.train.updates_per_iteration,
         "policy_version": state.policy_version,
-        "reward_first": sum(first) / len(first) if first else None,
-        "reward_last": sum(last) / len(last) if last else None,
+        "reward_first": reward_first,
+        "reward_last": reward_last,
+        "rewards": {name: ends(f"rewards/{name}/mean") for name in reward_names(config)},
         "tokens_per_second_per_device": num_tokens / seconds / num_devices if seconds else 0.0,
         "accuracy_before": state.accuracy_before,
         "accuracy_best": best.get("eval/accuracy"),
