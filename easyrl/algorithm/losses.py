@@ -151,33 +151,33 @@ def load_loss(config: Config) -> Loss:
     if not config.algorithm.has_own_loss:
         return Loss(policy_loss, loss_denominator)
     spec = config.algorithm.loss_type
-    function = load_function(spec, LOSS_KEY, LOSS_FORMS)
-    takes_config = len(inspect.signature(function).parameters) > 1
+    loss = load_function(spec, LOSS_KEY, LOSS_FORMS)
+    takes_config = len(inspect.signature(loss).parameters) > 1
     denominator = getattr(module_of(spec), "loss_denominator", loss_denominator)
+
+    def call(inputs: LossInputs, config: Config) -> LossOutputs:
+        return loss(inputs, config) if takes_config else loss(inputs)  # type: ignore[no-any-return]
 
     def own_loss(inputs: LossInputs, config: Config) -> LossOutputs:
         inputs = _zero_masked(inputs)
-        outputs = function(inputs, config) if takes_config else function(inputs)
+        outputs = call(inputs, config)
         metrics = {name: value.detach() for name, value in outputs.metrics.items()}
         metrics |= {"tokens": inputs.loss_mask.sum(), "entropy": inputs.entropy.detach().sum()}
         return LossOutputs(outputs.loss, metrics)
 
-    inputs = _tiny_inputs(config)
     try:
-        outputs = function(inputs, config) if takes_config else function(inputs)
+        outputs = call(_zero_masked(_tiny_inputs(config)), config)
         divisor = float(denominator(config, num_completions=2, num_tokens=5))
     except Exception as error:
         raise ConfigError(f"{LOSS_KEY}: '{spec}' fails:\n{user_traceback(error)}") from error
     tensors = [outputs.loss, *outputs.metrics.values()] if isinstance(outputs, LossOutputs) else []
-    if not tensors or not all(isinstance(each, Tensor) and each.ndim == 0 for each in tensors):
+    are_scalars = all(isinstance(each, Tensor) and each.ndim == 0 for each in tensors)
+    is_trained = tensors and are_scalars and outputs.loss.requires_grad
+    if not is_trained or not 0.0 < divisor < math.inf:
         raise ConfigError(
-            f"{LOSS_KEY}: '{spec}': expected LossOutputs with a loss and metrics that are scalar "
-            f"tensors, got {outputs!r:.200}"
-        )
-    if not outputs.loss.requires_grad or not 0.0 < divisor < math.inf:
-        raise ConfigError(
-            f"{LOSS_KEY}: '{spec}': expected a loss with a gradient and a positive "
-            f"loss_denominator, got {outputs.loss} and {divisor}"
+            f"{LOSS_KEY}: '{spec}': expected LossOutputs with a loss that has a gradient and with "
+            "metrics, all scalar tensors, and a positive loss_denominator, got "
+            f"{outputs!r:.200} and {divisor}"
         )
     return Loss(own_loss, denominator, sorted({*outputs.metrics, "entropy"} - {"tokens"}))
 
@@ -185,19 +185,16 @@ def load_loss(config: Config) -> Loss:
 def _tiny_inputs(config: Config) -> LossInputs:
     """Two completions of three tokens, one of them masked, as a loss gets them."""
     values = torch.arange(6) / -10.0
-    has_entropy_gradient = config.algorithm.entropy_coef > 0.0
-    return _zero_masked(
-        LossInputs(
-            logprobs=values.clone().requires_grad_(),
-            old_logprobs=values,
-            rollout_logprobs=values,
-            ref_logprobs=values if config.algorithm.beta > 0.0 else None,
-            entropy=(-values).requires_grad_(has_entropy_gradient),
-            advantages=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]),
-            loss_mask=torch.arange(6) < 5,
-            completion_of_token=torch.tensor([0, 0, 0, 1, 1, 1]),
-            num_completions=2,
-        )
+    return LossInputs(
+        logprobs=values.clone().requires_grad_(),
+        old_logprobs=values,
+        rollout_logprobs=values,
+        ref_logprobs=values if config.algorithm.beta > 0.0 else None,
+        entropy=(-values).requires_grad_(config.algorithm.entropy_coef > 0.0),
+        advantages=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]),
+        loss_mask=torch.arange(6) < 5,
+        completion_of_token=torch.tensor([0, 0, 0, 1, 1, 1]),
+        num_completions=2,
     )
 
 

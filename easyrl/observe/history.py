@@ -15,7 +15,7 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from easyrl.config import Config, change_config, load_config
 from easyrl.config.devices import count_devices
 from easyrl.events import Event
 from easyrl.formatting import counted
-from easyrl.observe.report import function_of, result_rows
+from easyrl.observe.report import result_rows
 from easyrl.observe.samples import SAMPLES, Line, folded
 from easyrl.observe.trace import FILE_NAME, GrowingFile, RunFiles
 from easyrl.observe.view import ViewState
@@ -169,12 +169,6 @@ def worst_to_best(run: History, limit: int) -> list[tuple[Line, int]]:
     samples.sort(key=lambda each: -math.inf if each[0]["reward"] is None else each[0]["reward"])
     chosen = {round(n * (len(samples) - 1) / max(1, limit - 1)) for n in range(limit)}
     return [sample for number, sample in enumerate(samples) if number in chosen]
-
-
-def reward_functions(runs: Iterable[History]) -> dict[str, str]:
-    """Names of the reward functions by the metrics of their means."""
-    keys = dict.fromkeys(key for run in runs for line in run.lines.values() for key in line)
-    return {key: name for key in keys if (name := function_of(key))}
 
 
 def to_csv(runs: Sequence[History]) -> str:

@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from easyrl.events import WORKING
-from easyrl.observe.history import ACCURACY, ERROR, OVERLAP, History, reward_functions
+from easyrl.observe.history import ACCURACY, ERROR, OVERLAP, History
+from easyrl.observe.report import function_of
 from easyrl.observe.view import main_kind
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart.
@@ -75,9 +76,9 @@ FORMATS = (".svg", ".png")
 
 def titles_of(runs: Sequence[History]) -> dict[str, str]:
     """Return the titles of all figures by metric, with those of several reward functions."""
-    names = reward_functions(runs)
-    functions = {key: f"Reward function {name}" for key, name in names.items() if len(names) > 1}
-    return {**RESULTS, **functions, **OTHERS}
+    keys = dict.fromkeys(key for run in runs for line in run.lines.values() for key in line)
+    functions = {key: f"Reward function {name}" for key in keys if (name := function_of(key))}
+    return {**RESULTS, **(functions if len(functions) > 1 else {}), **OTHERS}
 
 
 def colour_of(number: int) -> str:

@@ -103,10 +103,15 @@ def resolve_placement(config: Config, assumed: devices.AssumedDevices | None = N
     `assumed`: the accelerators to plan for, instead of this machine's or a Ray cluster's."""
     infer, train = _wanted(config.devices.infer), _wanted(config.devices.train)
     spare = _wanted(config.devices.spare)
-    cluster = None if assumed else _connect(config, infer, train, spare)
+    wanted = [each for each in (infer, train, spare) if each is not None]
+    cluster = None if assumed else _connect(config, *wanted)
     if assumed is not None:
         kind, count = assumed.kind, assumed.count
-        infer, train, spare = _on_assumed(infer, train, spare)
+        if others := [each for each in wanted if each.is_ray or each.kind == "cpu"]:
+            raise ConfigError(
+                "--assume: expected accelerators in devices.infer (--infer-devices), devices.train "
+                f"(--train-devices) and devices.spare, as in 0-3, got '{others[0]}'"
+            )
     elif cluster is not None:
         kind, count = cluster.accelerator, cluster.num_accelerators
         infer, train, spare = _on_cluster(infer, train, spare)
@@ -189,18 +194,6 @@ def _on_cluster(
     if kind == "cpu":
         return infer, train, spare
     return _behind(infer, train.count), train, spare and _behind(spare, train.count + infer.count)
-
-
-def _on_assumed(*wanted: DeviceSet | None) -> tuple[DeviceSet | None, ...]:
-    """Number the devices of a cluster as those of one machine: where they are is not assumed."""
-    if any(each is not None and each.kind == "cpu" for each in wanted[:2]):
-        raise ConfigError(
-            "--assume: expected accelerators in devices.infer (--infer-devices) and devices.train "
-            f"(--train-devices), as in 0-3, got {', '.join(map(str, filter(None, wanted)))}"
-        )
-    if any(each is not None and each.is_ray for each in wanted):
-        wanted = _on_cluster(*wanted)
-    return tuple(each and replace(each, is_ray=False) for each in wanted)
 
 
 def _behind(devices: DeviceSet, first: int) -> DeviceSet:

@@ -124,7 +124,7 @@ def _options(config: Config, placement: Placement) -> list[list[Option]]:
         _ranked(1.5, "model.dtype", (config.model.dtype, "bfloat16")),
         _ranked(3.0, "train.activation_checkpointing", (train.activation_checkpointing, True)),
         _ranked(8.0, "train.offload", (train.offload, policies, [*policies, "optimizer"])),
-        [(0.0, {}), *_splits(config, placement)],
+        [(0.0, {}), *_splits(placement)],
     ]
     if placement.shares_device:
         given = placement.infer_memory_fraction
@@ -146,16 +146,13 @@ def _ranked(cost: float, key: str, values: Iterable[Any]) -> list[Option]:
     return [(n * cost, {key: value} if n else {}) for n, value in enumerate(different)]
 
 
-def _splits(config: Config, placement: Placement) -> Iterator[Option]:
+def _splits(placement: Placement) -> Iterator[Option]:
     """Yield splits of all devices with more train devices than now."""
     count, before = placement.num_accelerators, placement.train.count
     before = 0 if placement.shares_device else before
-    is_ray = any("ray" in (each or "") for each in (config.devices.infer, config.devices.train))
     for num_train in sorted({*(2**n for n in range(12)), count * 3 // 4, count - 1}):
         if before < num_train < count:
             split = count - num_train
             sets = range_words(range(split)), range_words(range(split, count))
-            if is_ray:
-                sets = f"ray:{split}", f"ray:{num_train}"
             cost = 0.5 + 4.0 * abs(num_train / count - 0.5)
             yield cost, dict(zip(("devices.infer", "devices.train"), sets, strict=True))
