@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 
-from easyrl.engines import embedded, sampling
+from easyrl.engines import embedded, kv_cache, sampling
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
@@ -127,10 +127,19 @@ def test_greedy_tokens_equal_those_of_generate(name, num_generations):
         assert got[(index,)] == [output[0, len(prompt) :].tolist()] * num_generations
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_samples_and_logprobs_are_those_of_a_plain_forward(name, temperature):
-    """Each token is drawn with the random number of its position."""
+@pytest.mark.parametrize(
+    ("name", "temperature", "prompts_are"),
+    [(name, temperature, "copied") for name in MODELS for temperature in (1.0, 0.6)]
+    + [(name, 1.0, stored) for name in EMBEDDED for stored in ("shared", "either")],
+)
+def test_samples_and_logprobs_are_those_of_a_plain_forward(
+    monkeypatch, name, temperature, prompts_are
+):
+    """Each token is drawn with the random number of its position. Rows of a group are not adjacent,
+    and sliding windows leave the prompt behind."""
+    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", {"shared": 0, "either": 5}.get(prompts_are, 64))
+    monkeypatch.setattr(kv_cache, "BUCKET_STEP", 4)
+    monkeypatch.setattr(kv_cache, "BUCKET_NUMBERS", 0)
     prompts = draw_prompts(6)
     num_narrow = 0
     for key, group in run(make_engine(name, temperature=temperature), requests(prompts, 3)).items():
@@ -234,17 +243,17 @@ class Watch:
     def __init__(self, monkeypatch, **options):
         self.decode_rows, self.prompts = [], []
         self.engine = make_engine(policy=make_policy("qwen3"), **options)
-        original = self.engine.policy.forward
+        original = self.engine._run_model
 
         def forward(input_ids, position_ids, layout, logits_at):
-            lengths = layout._prompt_lengths
+            lengths = layout.prompt_lengths
             num_decode = len(input_ids) - sum(lengths)
             self.decode_rows.append(num_decode)
             for prompt in torch.split(input_ids[num_decode:], lengths) if lengths else ():
                 self.prompts.append(tuple(prompt.tolist()))
             return original(input_ids, position_ids, layout, logits_at)
 
-        monkeypatch.setattr(self.engine.policy, "forward", forward)
+        monkeypatch.setattr(self.engine, "_run_model", forward)
 
 
 def test_finished_rows_are_refilled_and_cost_no_forward(monkeypatch):
@@ -283,13 +292,23 @@ def test_prompts_of_one_step_stay_under_the_token_bound(monkeypatch, bound):
     assert Counter(watch.prompts) == Counter(map(tuple, prompts))
 
 
-def test_keys_and_values_of_a_prompt_are_freed_when_all_completions_have_started():
+def test_memory_of_prompts_is_used_again_when_their_groups_have_finished():
     engine = make_engine(num_rows=4, ignore_eos=True)
-    engine.submit(GroupRequest((0,), [5] * MAX_PROMPT, 3, [16, 16, 1]))
-    engine.submit(GroupRequest((1,), [6] * MAX_PROMPT, 3, [16, 1, 16]))
-    engine.step()
-    assert engine.num_active == 4 and not engine._ready
-    assert not any(sequence.prompt for sequence in engine._sequences)
+    run(engine, requests(draw_prompts(30), 3))
+    assert len(engine._cache.prompt_lengths) <= 6  # groups with rows or about to start
+    assert not engine._cache.prompt_lengths.any()
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_layers_of_llamas_kind_are_decoded_with_fused_operations(name):
+    decoder = make_engine(name)._decoder
+    assert (decoder is None) == (name == "gemma2")
+
+
+def test_model_that_its_layers_do_not_define_runs_through_its_own_code():
+    policy = make_policy("qwen3")
+    policy.model.model.layers[1].self_attn.q_norm.register_forward_hook(lambda *a: 2 * a[2])
+    assert make_engine(policy=policy)._decoder is None
 
 
 # -- how `GenerateEngine` computes it -------------------------------------------------------------

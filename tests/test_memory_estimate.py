@@ -190,11 +190,12 @@ def test_estimated_kv_cache_equals_the_allocated_one() -> None:
     counted = of(estimated(*words, "rollout.num_generations=3"), "rollout-0")["KV cache"]
     sampling = SamplingSettings(max_prompt_length=50, max_completion_length=30)
     engine = EmbeddedEngine(Policy.load("tiny"), sampling, num_rows=4 * 3)  # 4 groups
-    engine.submit(GroupRequest((0,), [5, 6, 7], 2))
+    for number in range(6):  # as many as it gets at a time
+        engine.submit(GroupRequest((number,), [5] * 50, 3))
     while engine.has_work:
         engine.step()
-    cache = engine._cache
-    assert counted == sum(tensor.nbytes for layer in cache.layers for tensor in layer)
+    layers = [*engine._cache.rows, *engine._cache.prompts]
+    assert counted >= sum(tensor.nbytes for layer in layers for tensor in layer) >= 0.7 * counted
 
 
 def test_sizes_of_unusual_models_are_read() -> None:

@@ -4,19 +4,19 @@
 
 One forward per step processes the newest token of every row in flight and, if few sequences are
 ready to start, the prompts of the next groups: `[n decode tokens | prompt | prompt | ...]`. Decode
-tokens attend to their row of the KV cache, prompts to themselves. A finished row is reused by the
-next ready sequence in the same step; if there is none, the last row moves into its place, so that
-finished rows cost nothing. Groups are served first come, first served. What a step computes depends
-on the requests and the sampled tokens alone, never on a clock (docs/design.md, Invariants).
+tokens attend to their prompt and their row of the KV cache (`kv_cache`), prompts to themselves. The
+active rows come first, the longest before the others; finished rows cost nothing and are reused by
+the next ready sequences in the same step. Groups are served first come, first served. What a step
+computes depends on the requests and the sampled tokens alone, never on a clock (docs/design.md,
+Invariants).
 
-Shapes: S rows, n of them active, Hq query heads, Hkv key/value heads, D head size, M the longest
-sequence that fits a row, L the longest active one, P prompt tokens, V tokens of the vocabulary.
+Shapes: S rows, n of them active, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,123 +26,17 @@ from torch import Tensor
 
 from easyrl.engines import MAX_PREFILL_TOKENS
 from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, SamplingSettings
+from easyrl.engines.fused_decoder import fused_decoder
+from easyrl.engines.kv_cache import KVCache, StepLayout, length_class
 from easyrl.engines.sampling import sample, uniform_stream
 from easyrl.model.policy import Policy
-from easyrl.model.shared_prompt import AttentionSettings, SharedPrompt
-from easyrl.types import Completion, Float32, Float64, Int32
-
-PromptCache = list[tuple[Tensor, Tensor]]
-"""Keys and values of one prompt, per layer 2 x [Hkv, P, D], kept until all completions of its group
-have started from a copy of them."""
-
-# -- KV cache and attention -----------------------------------------------------------------------
-
-
-class KVCache:
-    """Per layer 2 x [S, Hkv, M, D], allocated when a layer is first seen and never grown."""
-
-    def __init__(self, num_rows: int, max_length: int) -> None:
-        self.num_rows = num_rows
-        self.max_length = max_length
-        self.layers: list[tuple[Tensor, Tensor]] = []
-
-    def allocate(self, key: Tensor, value: Tensor) -> None:
-        """Add a layer with the shape and dtype of key and value: 2 x [T, Hkv, D]."""
-        keys, values = (
-            x.new_zeros(self.num_rows, x.shape[1], self.max_length, x.shape[2])
-            for x in (key, value)
-        )
-        self.layers.append((keys, values))
-
-    def start_row(self, row: int, prompt: PromptCache) -> None:
-        """Copy the prompt into the row."""
-        for layer, of_prompt in zip(self.layers, prompt, strict=True):
-            for cache, kept in zip(layer, of_prompt, strict=True):
-                cache[row, :, : kept.shape[1]] = kept
-
-    def move_row(self, source: int, target: int, length: int) -> None:
-        for layer in self.layers:
-            for cache in layer:
-                cache[target, :, :length] = cache[source, :, :length]
-
-
-class StepLayout:
-    """The attention layout of one engine step: n decode tokens, then whole prompts."""
-
-    def __init__(
-        self, cache: KVCache, positions: Tensor, longest: int, prompt_lengths: Sequence[int]
-    ) -> None:
-        """`positions` [n]: the position of each active row's new token; `longest`: L."""
-        self.cache = cache
-        self.prompts: list[PromptCache] = [[] for _ in prompt_lengths]
-        self._num_decode = len(positions)
-        self._positions = positions
-        self._rows = torch.arange(self._num_decode, device=positions.device)
-        self._longest = longest
-        self._prompt_lengths = list(prompt_lengths)
-        self._packed: SharedPrompt | None = None
-        if prompt_lengths:
-            groups = [(length, ()) for length in prompt_lengths]
-            self._packed = SharedPrompt(groups, positions.device)
-        self._biases: dict[tuple[int | None, int], Tensor] = {}
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
-        if settings.layer == len(self.cache.layers):
-            self.cache.allocate(key, value)
-        n = self._num_decode
-        outputs = []
-        if n:
-            outputs.append(self._decode(query[:n], key[:n], value[:n], settings))
-        if self._packed is not None:
-            parts = (torch.split(x[n:], self._prompt_lengths) for x in (key, value))
-            for prompt, k, v in zip(self.prompts, *parts, strict=True):
-                prompt.append((k.transpose(0, 1), v.transpose(0, 1)))
-            outputs.append(self._packed.attend(query[n:], key[n:], value[n:], settings))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _decode(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
-        keys, values = self.cache.layers[settings.layer]
-        keys[self._rows, :, self._positions] = key
-        values[self._rows, :, self._positions] = value
-        n, length = self._num_decode, self._longest
-        heads = keys.shape[1]
-        keys = keys[:n, :, :length].flatten(0, 1)  # [n*Hkv, L, D], a view
-        values = values[:n, :, :length].flatten(0, 1)
-        # Query heads that share a key head take the dimension of query positions: no key is copied.
-        grouped = query.reshape(n * heads, -1, query.shape[-1])  # [n*Hkv, Hq/Hkv, D]
-        bias = self._bias(settings.sliding_window, heads, query.dtype)
-        if settings.softcap is None:
-            scores = torch.baddbmm(bias, grouped, keys.transpose(1, 2), alpha=settings.scaling)
-        else:
-            scores = torch.bmm(grouped, keys.transpose(1, 2)) * settings.scaling
-            scores = torch.tanh(scores / settings.softcap) * settings.softcap + bias
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-        return torch.bmm(weights, values).view(n, -1, values.shape[-1])
-
-    def _bias(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
-        """Return [n*Hkv, 1, L]: 0 for visible keys, -inf for others. Shared by the layers."""
-        key = (window, heads)
-        if key not in self._biases:
-            cells = torch.arange(self._longest, device=self._positions.device)[None, :]
-            hidden = cells > self._positions[:, None]
-            if window is not None:
-                hidden |= cells <= self._positions[:, None] - window
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            bias.masked_fill_(hidden, float("-inf"))
-            self._biases[key] = bias.repeat_interleave(heads, dim=0)[:, None, :]
-        return self._biases[key]
-
-
-# -- the engine -----------------------------------------------------------------------------------
+from easyrl.types import Completion, Float32, Float64, Int32, WeightPiece
 
 
 @dataclass
 class _Group:
     request: GroupRequest
+    slot: int  # of its prompt in the KV cache
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
@@ -152,7 +46,6 @@ class _Sequence:
     sample_index: int
     limit: int  # completion tokens at most
     uniforms: Float64  # [limit]
-    prompt: PromptCache  # of the group; empty once the sequence has started
     first_token: int = 0
     first_logprob: float = 0.0
 
@@ -171,7 +64,9 @@ class EmbeddedEngine(PolicyEngine):
     ) -> None:
         super().__init__(policy, sampling, tokenizer)
         self._eos = np.asarray([] if ignore_eos else policy.eos_token_ids, dtype=np.int64)
-        self._cache = KVCache(num_rows, sampling.max_sequence_length)
+        self._decoder = fused_decoder(policy, sampling.max_sequence_length)
+        self._run_model = self._decoder or policy.forward
+        self._cache = KVCache(num_rows, sampling.max_prompt_length, sampling.max_completion_length)
         self._ready: deque[_Sequence] = deque()
         self._finished: list[FinishedGroup] = []
         # The first num_active rows are in flight.
@@ -181,7 +76,9 @@ class EmbeddedEngine(PolicyEngine):
         self._rows = np.zeros(
             num_rows,
             dtype=[
-                ("position", np.int64),  # of the newest token
+                ("position", np.int64),  # of the newest token in the sequence
+                ("cell", np.int64),  # its place in the row of the KV cache
+                ("slot", np.int64),  # of the prompt
                 ("count", np.int64),  # completion tokens so far
                 ("limit", np.int64),
                 ("uniforms", np.float64, longest),
@@ -193,6 +90,11 @@ class EmbeddedEngine(PolicyEngine):
     @property
     def has_work(self) -> bool:
         return bool(self.num_active or self._ready or self._waiting or self._finished)
+
+    def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
+        super().load_weights(pieces)
+        if self._decoder is not None:
+            self._decoder.copy_weights()
 
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:
@@ -224,16 +126,17 @@ class EmbeddedEngine(PolicyEngine):
 
     def _forward_and_sample(self, prefill: list[GroupRequest]) -> None:
         n = self.num_active
-        logits, prompts = self._forward([request.prompt_ids for request in prefill])
+        slots = self._cache.claim_slots([len(request.prompt_ids) for request in prefill])
+        logits = self._forward([request.prompt_ids for request in prefill], slots)
         num_samples = [request.num_generations for request in prefill]
         self.num_prompt_tokens += sum(len(request.prompt_ids) for request in prefill)
         self.num_completion_tokens += n + sum(num_samples)
         starting: list[_Sequence] = []
-        for request, prompt in zip(prefill, prompts, strict=True):
-            group = _Group(request)
+        for request, slot in zip(prefill, slots, strict=True):
+            group = _Group(request, slot)
             for i, limit in enumerate(request.limits(self.sampling)):
                 uniforms = uniform_stream(self.sampling.seed, (*request.key, i), limit)
-                starting.append(_Sequence(group, i, limit, uniforms, prompt))
+                starting.append(_Sequence(group, i, limit, uniforms))
         of_rows = self._rows["uniforms"][np.arange(n), self._rows["count"][:n]]
         uniforms = np.concatenate([of_rows, [s.uniforms[0] for s in starting]])
         if starting:  # the last prompt token predicts the first token of all G completions
@@ -246,9 +149,9 @@ class EmbeddedEngine(PolicyEngine):
         self._ready.extend(starting)
         self._advance(tokens[:n], logprobs[:n])
 
-    def _forward(self, prompts: list[Any]) -> tuple[Tensor, list[PromptCache]]:
+    def _forward(self, prompts: list[Any], slots: list[int]) -> Tensor:
         """Return the logits of every active row and of every prompt's last token
-        [n + len(prompts), V], and the prompts' keys and values."""
+        [n + len(prompts), V]. The prompts' keys and values go to these slots."""
         n = self.num_active
         device = self.policy.device
         lengths = [len(prompt) for prompt in prompts]
@@ -257,20 +160,13 @@ class EmbeddedEngine(PolicyEngine):
         ids = np.concatenate([newest, *(np.asarray(p, dtype=np.int64) for p in prompts)])
         positions = np.concatenate([active["position"], *(np.arange(size) for size in lengths)])
         keep = np.concatenate([rows, n + np.cumsum(lengths, dtype=np.int64) - 1])
-        positions_on_device = torch.from_numpy(positions).to(device)
-        layout = StepLayout(
-            self._cache,
-            positions_on_device[:n],
-            longest=int(active["position"].max(initial=-1)) + 1,
-            prompt_lengths=lengths,
-        )
-        logits = self.policy.forward(
+        layout = StepLayout(self._cache, active, list(zip(slots, lengths, strict=True)), device)
+        return self._run_model(
             torch.from_numpy(ids.astype(np.int64)).to(device),
-            positions_on_device,
+            torch.from_numpy(positions).to(device),
             layout,
-            logits_at=torch.from_numpy(keep).to(device),
+            torch.from_numpy(keep).to(device),
         )
-        return logits, layout.prompts
 
     # -- rows ---------------------------------------------------------------------------------
 
@@ -281,31 +177,42 @@ class EmbeddedEngine(PolicyEngine):
         active["logprobs"][rows, active["count"]] = logprobs
         active["count"] += 1
         active["position"] += 1
+        active["cell"] += 1
         stopped = np.isin(tokens, self._eos)
         if self._stop is not None:
             for row in np.flatnonzero(~stopped):
                 so_far = active["tokens"][row, : active["count"][row]]
                 stopped[row] = self._stop.is_complete(so_far)
-        ended = np.flatnonzero(stopped | (active["count"] >= active["limit"]))
-        for row in ended[::-1]:  # from the end, so that a row that moves has not ended
+        ended = stopped | (active["count"] >= active["limit"])
+        for row in np.flatnonzero(ended):
             self._end_row(int(row), is_stopped=bool(stopped[row]))
+        self._arrange(~ended)
 
     def _end_row(self, row: int, *, is_stopped: bool) -> None:
         sequence, state = self._sequences[row], self._rows[row]
         assert sequence is not None
         tokens, logprobs = (state[name][: state["count"]] for name in ("tokens", "logprobs"))
         self._complete(sequence, tokens.copy(), logprobs.copy(), is_stopped=is_stopped)
-        replacement = self._next_ready()
-        if replacement is not None:
-            self._start_row(row, replacement)
+        self._sequences[row] = None
+
+    def _arrange(self, is_alive: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        """Move rows so that the living ones come first, those of a higher length class before
+        others. Only rows that are in the wrong place move."""
+        classes = length_class(self._rows["cell"][: self.num_active] + 1)
+        classes[~is_alive] = -1
+        wanted = np.sort(classes[is_alive])[::-1]
+        self.num_active = len(wanted)
+        is_wrong = np.ones(len(classes), dtype=np.bool_)
+        is_wrong[: len(wanted)] = classes[: len(wanted)] != wanted
+        sources = np.flatnonzero(is_wrong & is_alive)
+        if not len(sources):
             return
-        last = self.num_active - 1
-        self.num_active = last
-        if row != last:
-            self._cache.move_row(last, row, int(self._rows["position"][last]))
-            self._rows[row] = self._rows[last]
-            self._sequences[row] = self._sequences[last]
-        self._sequences[last] = None
+        sources = sources[np.argsort(-classes[sources], kind="stable")]
+        targets = np.flatnonzero(is_wrong[: len(wanted)])
+        self._cache.move_rows(sources, targets, int(self._rows["cell"][sources].max()))
+        self._rows[targets] = self._rows[sources]
+        for row, sequence in zip(targets, [self._sequences[row] for row in sources], strict=True):
+            self._sequences[row] = sequence
 
     def _next_ready(self) -> _Sequence | None:
         """Return the next sequence that needs a row: not one that ends with its first token."""
@@ -323,23 +230,22 @@ class EmbeddedEngine(PolicyEngine):
 
     def _start_ready_rows(self) -> None:
         """Fill free rows."""
+        first = self.num_active
         while self.num_active < self._cache.num_rows:
             sequence = self._next_ready()
             if sequence is None:
-                return
+                break
+            self._sequences[self.num_active] = sequence
+            state = self._rows[self.num_active]
+            state["position"] = len(sequence.group.request.prompt_ids)
+            state["slot"] = sequence.group.slot
+            state["count"], state["limit"] = 1, sequence.limit
+            state["uniforms"][: sequence.limit] = sequence.uniforms
+            state["tokens"][0] = sequence.first_token
+            state["logprobs"][0] = sequence.first_logprob
             self.num_active += 1
-            self._start_row(self.num_active - 1, sequence)
-
-    def _start_row(self, row: int, sequence: _Sequence) -> None:
-        self._cache.start_row(row, sequence.prompt)
-        sequence.prompt = []  # its memory is free once all sequences of the group have started
-        self._sequences[row] = sequence
-        state = self._rows[row]
-        state["position"] = len(sequence.group.request.prompt_ids)
-        state["count"], state["limit"] = 1, sequence.limit
-        state["uniforms"][: sequence.limit] = sequence.uniforms
-        state["tokens"][0] = sequence.first_token
-        state["logprobs"][0] = sequence.first_logprob
+        rows = np.arange(first, self.num_active)
+        self._rows["cell"][rows] = self._cache.start_rows(rows, self._rows["slot"][rows])
 
     def _complete(
         self, sequence: _Sequence, tokens: Int32, logprobs: Float32, *, is_stopped: bool
@@ -350,3 +256,4 @@ class EmbeddedEngine(PolicyEngine):
         if len(group.completions) == group.request.num_generations:
             ordered = [group.completions[i] for i in range(group.request.num_generations)]
             self._finished.append(FinishedGroup(group.request, ordered))
+            self._cache.release_slot(group.slot)

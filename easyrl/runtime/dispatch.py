@@ -119,8 +119,7 @@ class Dispatcher:
         self._workers = workers
         self._is_deterministic = config.runtime.deterministic
         self._is_fixed = self._is_deterministic or placement.max_rollout_workers == 1
-        in_flight = placement.max_concurrent_groups
-        self._most_groups = in_flight + max(1, in_flight // 2)  # of one worker at a time
+        self._most_groups = placement.max_open_groups  # of one worker at a time
         self._most = 0  # prompts of one worker at a time, in this round
         self._num_generations = config.rollout.num_generations
         self._command: Command

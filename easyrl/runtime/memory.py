@@ -24,7 +24,7 @@ from easyrl import devices
 from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
 from easyrl.channels.memory import available_memory_bytes
 from easyrl.config import Config, ConfigError
-from easyrl.engines import MAX_PREFILL_TOKENS
+from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
 from easyrl.model import CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, PACKED_LAYERS, ModelFiles
@@ -137,7 +137,12 @@ def _rollout_parts(
     dtype_bytes, is_embedded = DTYPE_BYTES[dtype], placement.engine.name == "embedded"
     weights = dtype_bytes * model.num_weights
     rows = (placement.max_concurrent_groups if model.is_batched else 1) * rollout.num_generations
-    cached = rows if is_embedded or on_cpu else 1  # vLLM takes as many sequences as fit, at least 1
+    if is_embedded:
+        lengths = config.data.max_prompt_length, rollout.max_completion_length
+        cached = rows * row_cells(*lengths)
+        cached += placement.max_open_groups * padded(lengths[0])
+    else:  # on accelerators vLLM takes as many sequences as fit, at least 1
+        cached = (rows if on_cpu else 1) * config.max_sequence_length
     per_token = 2 * model.num_layers * model.num_key_value_heads * model.head_size * dtype_bytes
     in_flight = f"rollout.max_concurrent_groups={placement.max_concurrent_groups}"
     prefill = min(MAX_PREFILL_TOKENS, config.data.max_prompt_length * rows)
@@ -145,6 +150,8 @@ def _rollout_parts(
     step += prefill * dtype_bytes * (2 * model.width + 3 * model.mlp_width)
     if not (on_cpu and is_embedded):  # else weights are received into their own memory
         step += min(NUM_BUCKETS * BUCKET_BYTES, weights)
+    is_copied = on_cpu and is_embedded and dtype == "float32"  # engines.fused_decoder
+    copied = (model.num_weights - model.outer_weights) * FLOAT_BYTES if is_copied else 0
     part = partial(Part, worker, memory)
     model_keys = "model.path, model.dtype, rollout.memory_fraction, --infer-devices"
     cache_keys = f"{in_flight}, rollout.num_generations, rollout.max_completion_length"
@@ -153,11 +160,12 @@ def _rollout_parts(
         part(f"weights ({dtype})", weights, model_keys, is_certain=True),
         part(
             "KV cache",
-            cached * config.max_sequence_length * per_token,
+            cached * per_token,
             cache_keys,
             is_certain=True,
         ),
         part("engine's step, buckets", step, in_flight),
+        part("weights for decoding", copied, "model.path"),
         Part(worker, "cpu", "weights being loaded", 0 if on_cpu else weights),
     ]
 

@@ -56,6 +56,11 @@ class Placement:
         return self.most_rollout_workers or num_devices // self.engine.tensor_parallel_size
 
     @property
+    def max_open_groups(self) -> int:
+        """Most groups that a rollout worker has received and not finished."""
+        return self.max_concurrent_groups + max(1, self.max_concurrent_groups // 2)
+
+    @property
     def num_rollout_workers(self) -> int:
         return self.infer.count // self.engine.tensor_parallel_size
 

@@ -1,0 +1,203 @@
+"""A model's forward in fewer, larger operations: for decoding in float32 on the CPU.
+
+One step of a small model is hundreds of short operations. For decoder layers of Llama's kind (also
+Qwen2, Qwen3, Mistral ...) this module computes the same with a third of them:
+
+    q, k and v in one product, gate and up in one, the residual added by the product before it;
+    norms' weights multiplied into the next product's weights; RMSNorm and RoPE in four operations
+
+Products read copies of the weights that are stored transposed, because matrices of few rows are
+multiplied 1.2 to 1.4 times as fast with them. A model's names do not prove what it computes: it is
+decoded in this way only if the logits equal those of its own code.
+
+Shapes: T tokens, K of them with logits, H the model's width, Hq query heads, Hkv key/value heads, D
+head size, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from easyrl.model.attention import AttentionLayout, PackedGroups
+from easyrl.model.policy import Policy
+from easyrl.model.shared_prompt import AttentionSettings
+
+TOLERANCE = 1e-4
+"""Largest difference of logits, relative to the largest logit: rounding in float32."""
+CHECKED_TOKENS = 24
+
+
+def fused_decoder(policy: Policy, max_length: int) -> FusedDecoder | None:
+    """Return a decoder for sequences of up to `max_length` tokens, or None if the policy must run
+    through its own code."""
+    parameters = list(policy.model.parameters())
+    is_float32_on_cpu = all(p.dtype == torch.float32 and p.is_cpu for p in parameters)
+    if not is_float32_on_cpu or policy.no_packing_reason is not None:
+        return None
+    with torch.inference_mode(), suppress(Exception):  # any: its layers may be of another kind
+        decoder = FusedDecoder(policy, max_length)
+        if decoder.equals(policy):
+            return decoder
+    return None
+
+
+class _Product:
+    """x [T, H] -> x Wᵀ + b [T, N] of linear layers side by side, which share their input. `norm`:
+    the RMSNorm whose weight is multiplied into W."""
+
+    def __init__(self, *layers: nn.Linear, norm: Any = None) -> None:
+        self._layers, self._norm = layers, norm
+        self.weight = torch.empty(0)  # [H, N]
+        self.bias: Tensor | None = None  # [N]
+
+    def copy_weights(self) -> None:
+        weight = torch.cat([layer.weight for layer in self._layers])
+        if self._norm is not None:
+            weight *= self._norm.weight * len(self._norm.weight) ** 0.5  # see _normalized
+        self.weight = weight.t().contiguous()
+        if self._layers[0].bias is not None:
+            self.bias = torch.cat([layer.bias for layer in self._layers])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return torch.mm(x, self.weight)
+        return torch.addmm(self.bias, x, self.weight)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        residual.addmm_(x, self.weight)
+        if self.bias is not None:
+            residual += self.bias
+
+
+class _Layer:
+    """A decoder layer: its products, norms and attention parameters."""
+
+    def __init__(self, module: Any, settings: AttentionSettings) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        before, between = module.input_layernorm, module.post_attention_layernorm
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = _Product(*projections, norm=before)
+        self.out = _Product(attention.o_proj)
+        self.gate_up = _Product(mlp.gate_proj, mlp.up_proj, norm=between)
+        self.down = _Product(mlp.down_proj)
+        self.activation = mlp.act_fn
+        self.settings = settings
+        self.head_size = attention.head_dim
+        self.num_heads = [layer.out_features // self.head_size for layer in projections]
+        self.eps = [_scaled_eps(before), _scaled_eps(between)]
+        self.head_norms: list[Any] = []
+        if hasattr(attention, "q_norm"):
+            self.head_norms = [attention.q_norm, attention.k_norm]
+            self.head_eps = _scaled_eps(attention.q_norm)
+        self.head_weight = torch.empty(0)  # [Hq + Hkv, D]: of `head_norms`
+
+    def copy_weights(self) -> None:
+        for product in (self.qkv, self.out, self.gate_up, self.down):
+            product.copy_weights()
+        if self.head_norms:
+            sizes = zip(self.head_norms, self.num_heads, strict=False)
+            weights = [norm.weight.expand(number, self.head_size) for norm, number in sizes]
+            self.head_weight = torch.cat(weights) * self.head_size**0.5
+
+    def update(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout) -> None:
+        """Replace `hidden` [T, H] by the layer's output. `cos`, `sin`: [T, 1, 2, D/2]."""
+        num_queries, num_keys, _ = self.num_heads
+        qkv = self.qkv(_normalized(hidden, self.eps[0])).view(len(hidden), -1, self.head_size)
+        rotated, value = qkv.tensor_split([num_queries + num_keys], dim=1)
+        if self.head_norms:
+            rotated = _normalized(rotated, self.head_eps).mul_(self.head_weight)
+        halves = rotated.view(*rotated.shape[:2], 2, -1)
+        rotated = torch.addcmul(halves.flip(2).mul_(sin), halves, cos).flatten(2)
+        query, key = rotated.tensor_split([num_queries], dim=1)
+        self.out.add_to(hidden, layout.attend(query, key, value, self.settings).flatten(1))
+        gate, up = self.gate_up(_normalized(hidden, self.eps[1])).chunk(2, dim=-1)
+        self.down.add_to(hidden, self.activation(gate).mul_(up))
+
+
+def _scaled_eps(norm: Any) -> Tensor:
+    eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return torch.tensor(eps * norm.weight.numel())
+
+
+def _normalized(x: Tensor, scaled_eps: Tensor) -> Tensor:
+    """x / sqrt(Σ x² + D eps) over the last dimension: RMSNorm without weight and factor sqrt(D),
+    which its caller multiplies into weights."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.addcmul(scaled_eps, norm, norm).rsqrt_()
+
+
+def _rotations(rotary: Any, max_length: int) -> list[Tensor]:
+    """Return cosines and signed sines of RoPE (arXiv 2104.09864, eq. 34) of each position, by
+    halves of a head: 2 x [max_length, 1, 2, D/2]. Raises ValueError if they depend on more."""
+    if rotary.rope_type in ("dynamic", "longrope"):
+        raise ValueError("RoPE depends on the longest sequence")
+    tables = rotary(torch.zeros(1), torch.arange(max_length)[None])
+    cos, sin = (table[0].unflatten(-1, (2, -1)).unsqueeze(1) for table in tables)
+    return [cos.contiguous(), sin * sin.new_tensor([-1.0, 1.0])[:, None]]
+
+
+class FusedDecoder:
+    """A model's forward with `Policy.forward`'s arguments and result."""
+
+    def __init__(self, policy: Policy, max_length: int) -> None:
+        """Raises an error of any kind if the model's layers are of another kind."""
+        decoder = policy.model.get_decoder()
+        self._embed, self._norm = decoder.embed_tokens, decoder.norm
+        self._eps = _scaled_eps(decoder.norm)
+        self._head = policy.model.get_output_embeddings()
+        self._tables = _rotations(decoder.rotary_emb, max_length)
+        recorded = _RecordingLayout()
+        one = torch.zeros(1, dtype=torch.int64)
+        policy.forward(one, one, recorded, one)
+        layers = zip(decoder.layers, recorded.settings, strict=True)
+        self._layers = [_Layer(module, settings) for module, settings in layers]
+        self.copy_weights()
+
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Copy the model's weights, after each change of these."""
+        for layer in self._layers:
+            layer.copy_weights()
+        self._norm_weight = self._norm.weight * len(self._norm.weight) ** 0.5
+
+    def __call__(
+        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor
+    ) -> Tensor:
+        hidden = self._embed(input_ids)  # [T, H]
+        cos, sin = (table.index_select(0, position_ids) for table in self._tables)
+        for layer in self._layers:
+            layer.update(hidden, cos, sin, layout)
+        logits: Tensor = self._head(_normalized(hidden[logits_at], self._eps) * self._norm_weight)
+        return logits
+
+    def equals(self, policy: Policy) -> bool:
+        """Compare logits of random tokens, at the first positions and at the last."""
+        longest = len(self._tables[0])
+        every = torch.arange(min(longest, CHECKED_TOKENS))
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(policy.vocabulary_size, every.shape, generator=generator)
+        layout = PackedGroups.of_sequences([len(every)])
+        for positions in (every, every + longest - len(every)):
+            expected = policy.forward(tokens, positions, layout, every)
+            got = self(tokens, positions, layout, every)
+            if not (got - expected).abs().max() <= TOLERANCE * expected.abs().max():
+                return False
+        return True
+
+
+class _RecordingLayout(PackedGroups):
+    """The layout of one token; records each layer's attention parameters."""
+
+    def __init__(self) -> None:
+        super().__init__([(1, ())])
+        self.settings: list[AttentionSettings] = []
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        self.settings.append(settings)
+        return super().attend(query, key, value, settings)

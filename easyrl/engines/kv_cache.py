@@ -1,0 +1,283 @@
+"""The KV cache of the embedded engine, and the attention of one of its steps.
+
+A group's prompt is stored once, in a slot; a row stores the tokens of one completion.
+
+    prompts  [C, P, Hkv, D] ──► all rows of a group at once ──┐
+    rows     [S, R, Hkv, D] ──► rows of similar length ───────┴─► merged by log-sum-exp
+
+(Hydragen, arXiv 2402.05099, section 3.) A short prompt is copied to the start of its rows instead,
+which costs less than a merge.
+
+Shapes: C slots of P tokens, S rows of R cells, n of them active, Hq query heads, Hkv key/value
+heads, D head size; of a bucket of rows: B rows, L cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from easyrl.engines import COPIED_TOKENS, padded, row_cells
+from easyrl.model.shared_prompt import (
+    HIDDEN,
+    AttentionSettings,
+    Block,
+    SharedPrompt,
+    attend_block,
+)
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+KeysValues = tuple[Tensor, Tensor]
+
+BUCKET_STEP = 64
+"""Rows are sorted by their cells in steps of this many (`length_class`)."""
+BUCKET_NUMBERS = 40_000
+"""Cost of another bucket, in numbers of keys. Measured on one core: a bucket's calls take as long
+as attention over this many."""
+
+
+class KVCache:
+    """Keys and values per layer, allocated when a layer is first seen."""
+
+    def __init__(self, num_rows: int, max_prompt_length: int, max_completion_length: int) -> None:
+        self.num_rows = num_rows
+        self.cells_per_row = row_cells(max_prompt_length, max_completion_length)
+        self.rows: list[KeysValues] = []  # per layer 2 x [S, R, Hkv, D]
+        self.prompts: list[KeysValues] = []  # per layer 2 x [C, P, Hkv, D]
+        self.prompt_lengths = np.zeros(0, dtype=np.int64)  # [C]; 0: free
+        self._longest_prompt = 0
+
+    @property
+    def shared_lengths(self) -> Ints:
+        """Length [C] of each slot's prompt; 0 if it is copied to its rows."""
+        return np.where(self.prompt_lengths > COPIED_TOKENS, self.prompt_lengths, 0)
+
+    def allocate(self, key: Tensor, value: Tensor) -> None:
+        """Add a layer with the shape and dtype of key and value: 2 x [T, Hkv, D]."""
+        size = (len(self.prompt_lengths), self._longest_prompt)
+        rows = [x.new_zeros(self.num_rows, self.cells_per_row, *x.shape[1:]) for x in (key, value)]
+        prompts = [x.new_zeros(*size, *x.shape[1:]) for x in (key, value)]
+        self.rows.append((rows[0], rows[1]))
+        self.prompts.append((prompts[0], prompts[1]))
+
+    def claim_slots(self, lengths: Sequence[int]) -> list[int]:
+        """Reserve a slot for each prompt, the first free ones. More are allocated as needed."""
+        free = np.flatnonzero(self.prompt_lengths == 0)[: len(lengths)]
+        num_missing = len(lengths) - len(free)
+        longest = padded(max([self._longest_prompt, *lengths]))
+        if num_missing or longest > self._longest_prompt:
+            self._grow(num_missing, longest)
+            free = np.flatnonzero(self.prompt_lengths == 0)[: len(lengths)]
+        self.prompt_lengths[free] = lengths
+        return [int(slot) for slot in free]
+
+    def _grow(self, num_more: int, longest: int) -> None:
+        used, self._longest_prompt = len(self.prompt_lengths), longest
+        self.prompt_lengths = np.append(self.prompt_lengths, np.zeros(num_more, dtype=np.int64))
+
+        def enlarged(old: Tensor) -> Tensor:
+            new = old.new_zeros(used + num_more, longest, *old.shape[2:])
+            new[:used, : old.shape[1]] = old
+            return new
+
+        for layer, (keys, values) in enumerate(self.prompts):
+            self.prompts[layer] = enlarged(keys), enlarged(values)
+
+    def release_slot(self, slot: int) -> None:
+        self.prompt_lengths[slot] = 0
+
+    def start_rows(self, rows: Ints, slots: Ints) -> Ints:
+        """Copy short prompts to their rows; return the first free cell of each row."""
+        lengths = self.prompt_lengths[slots]
+        lengths = np.where(lengths <= COPIED_TOKENS, lengths, 0)
+        into, of = rows[lengths > 0], slots[lengths > 0]
+        if len(into):
+            longest = lengths.max()
+            for layer, prompts in zip(self.rows, self.prompts, strict=True):
+                for cache, prompt in zip(layer, prompts, strict=True):
+                    cache[into, :longest] = prompt[of, :longest]
+        return lengths
+
+    def move_rows(self, sources: Ints, targets: Ints, num_cells: int) -> None:
+        for layer in self.rows:
+            for cache in layer:
+                cache[targets, :num_cells] = cache[sources, :num_cells]
+
+
+def length_class(num_cells: Ints) -> Ints:
+    """Return the class of rows with this many cells. A row is moved when its class changes."""
+    return (num_cells - 1) // BUCKET_STEP
+
+
+class StepLayout:
+    """The attention layout of one engine step: n decode tokens, then whole prompts."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: np.ndarray[Any, Any],
+        prompts: Sequence[tuple[int, int]],
+        device: torch.device,
+    ) -> None:
+        """`rows` [n]: the state of the active rows (fields position, cell and slot), those of the
+        highest length class first; `prompts`: slot and length of each."""
+        self.cache = cache
+        self.prompt_lengths = [length for _, length in prompts]
+        self._prompt_slots = [slot for slot, _ in prompts]
+        self._num_decode = len(rows)
+        self._packed: SharedPrompt | None = None
+        if prompts:
+            self._packed = SharedPrompt([(length, ()) for length in self.prompt_lengths], device)
+        self._cells = rows["cell"].copy()
+        newest = np.arange(len(rows)) * cache.cells_per_row + self._cells
+        self._newest = torch.from_numpy(newest).to(device)
+        lengths = cache.shared_lengths
+        self._shared: _SharedPrompts | None = None
+        if len(rows) and lengths[rows["slot"]].any():
+            self._shared = _SharedPrompts(rows["slot"], rows["position"], lengths, device)
+        self._buckets: dict[int | None, list[_Bucket]] = {}  # by sliding window
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        if settings.layer == len(self.cache.rows):
+            self.cache.allocate(key, value)
+        n = self._num_decode
+        outputs = []
+        if n:
+            outputs.append(self._decode(query[:n], key[:n], value[:n], settings))
+        if self._packed is not None:
+            for cache, x in zip(self.cache.prompts[settings.layer], (key, value), strict=True):
+                prompts = torch.split(x[n:], self.prompt_lengths)
+                for slot, prompt in zip(self._prompt_slots, prompts, strict=True):
+                    cache[slot, : len(prompt)] = prompt
+            outputs.append(self._packed.attend(query[n:], key[n:], value[n:], settings))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _decode(
+        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        keys, values = self.cache.rows[settings.layer]
+        keys.flatten(0, 1).index_copy_(0, self._newest, key)
+        values.flatten(0, 1).index_copy_(0, self._newest, value)
+        # Query heads that share a key head take the dimension of query positions: no key is copied.
+        grouped = query.reshape(len(query), keys.shape[2], -1, query.shape[-1])  # [n, Hkv, Q, D]
+        window, parts = settings.sliding_window, []
+        if window not in self._buckets:
+            self._buckets[window] = self._make_buckets(window, keys)
+        for rows, length, bias in self._buckets[window]:
+            k, v = (x[rows, :length].transpose(1, 2) for x in (keys, values))
+            block = Block(grouped[rows], k, v, is_causal=False, bias=bias)
+            parts.append(attend_block(block, settings))
+        output, logsumexp = (
+            x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)
+        )
+        if self._shared is not None:
+            of_prompt, other = self._shared.attend(
+                grouped, self.cache.prompts[settings.layer], settings
+            )
+            share = torch.sigmoid(other - logsumexp)  # of the prompt in the softmax over both
+            wide = share.dtype
+            output = torch.lerp(output.to(wide), of_prompt.to(wide), share).to(output.dtype)
+        return output.reshape(len(query), -1, output.shape[-1])
+
+    def _make_buckets(self, window: int | None, keys: Tensor) -> list[_Bucket]:
+        buckets = []
+        cells = torch.from_numpy(self._cells).to(keys.device)
+        for start, stop in divide_rows(self._cells, BUCKET_NUMBERS // keys[0, 0].numel()):
+            length = padded(int(self._cells[start:stop].max()) + 1)
+            distance = cells[start:stop, None] - torch.arange(length, device=keys.device)
+            bias = _bias(distance, distance < 0, window, keys.dtype)
+            buckets.append((slice(start, stop), length, bias[:, None, None]))
+        return buckets
+
+
+_Bucket = tuple[slice, int, Tensor]
+"""Its rows, L, and the bias [B, 1, 1, L] that hides what a row does not see."""
+
+
+def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
+    """Divide rows with these numbers of cells [n], the highest length class first, into buckets of
+    adjacent rows; return the first row of each and the one behind its last. Two classes share a
+    bucket where that computes fewer than `bucket_cost` cells more."""
+    cuts = [0, *(np.flatnonzero(np.diff(length_class(cells + 1))) + 1).tolist(), len(cells)]
+    buckets: list[tuple[int, int]] = []
+    for start, stop in pairwise(cuts):
+        if buckets:
+            first = buckets[-1][0]
+            excess = (stop - start) * (cells[first:start].max() - cells[start:stop].max())
+            if excess <= bucket_cost:
+                buckets[-1] = first, stop
+                continue
+        buckets.append((start, stop))
+    return buckets
+
+
+def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return 0 for visible and HIDDEN for hidden keys, also those out of the window. `distance`:
+    from key to query, in tokens."""
+    if window is not None:
+        hidden = hidden | (distance >= window)
+    return hidden.to(dtype).mul_(HIDDEN)
+
+
+class _SharedPrompts:
+    """Attention of the active rows to their groups' prompts, in one block.
+
+    The rows of a slot need not be adjacent: queries are gathered slot by slot, W places for each,
+    as many as the slot with most rows needs. Slots whose prompt is copied to its rows are hidden.
+    """
+
+    def __init__(self, slots: Ints, positions: Ints, lengths: Ints, device: torch.device) -> None:
+        """`slots`, `positions` [n]: of each row; `lengths` [C]: of shared prompts, else 0."""
+        first, counts = slots.min(), np.bincount(slots)
+        self._slots, self._width = slice(int(first), len(counts)), int(counts.max())
+        self._size = (len(counts) - int(first), self._width)
+        order = np.argsort(slots, kind="stable")
+        rank = np.arange(len(slots)) - (counts.cumsum() - counts)[slots[order]]
+        places = np.empty_like(slots)
+        places[order] = (slots[order] - first) * self._width + rank
+        rows = np.zeros(self._size[0] * self._width, dtype=np.int64)
+        rows[places] = np.arange(len(slots))
+        self._rows, self._places = (torch.from_numpy(x).to(device) for x in (rows, places))
+        self._lengths = torch.from_numpy(lengths[self._slots]).to(device)
+        self._positions = torch.from_numpy(positions[rows]).to(device)
+        self._longest = padded(int(lengths[self._slots].max()))
+        self._biases: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, query: Tensor, prompts: KeysValues, settings: AttentionSettings
+    ) -> tuple[Tensor, Tensor]:
+        """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
+        _, num_heads, num_queries, _ = query.shape
+        by_slot = query[self._rows].view(*self._size, *query.shape[1:])  # [C, W, Hkv, Q, D]
+        k, v = (x[self._slots, : self._longest].transpose(1, 2) for x in prompts)
+        if settings.sliding_window not in self._biases:
+            bias = self._bias(settings.sliding_window, query)
+            self._biases[settings.sliding_window] = bias
+        bias = self._biases[settings.sliding_window]
+        by_head = by_slot.transpose(1, 2).flatten(2, 3)  # [C, Hkv, W * Q, D]
+        block = Block(by_head, k, v, is_causal=False, bias=bias)
+
+        def by_row(x: Tensor) -> Tensor:
+            apart = x.reshape(len(x), num_heads, self._width, num_queries, -1)
+            rows: Tensor = apart.transpose(1, 2).flatten(0, 1)[self._places]
+            return rows
+
+        output, logsumexp = attend_block(block, settings)
+        return by_row(output), by_row(logsumexp)
+
+    def _bias(self, window: int | None, query: Tensor) -> Tensor:
+        """[C, 1, 1, P], or with a window [C, 1, W * Q, P]"""
+        cells = torch.arange(self._longest, device=query.device)
+        hidden = cells >= self._lengths[:, None]  # [C, P]
+        if window is None:
+            return _bias(cells, hidden, None, query.dtype)[:, None, None]
+        distance = (self._positions[:, None] - cells).view(*self._size, -1)  # [C, W, P]
+        bias = _bias(distance, hidden[:, None], window, query.dtype)
+        return bias.repeat_interleave(query.shape[2], dim=1)[:, None]
