@@ -2,18 +2,24 @@
 
     LOSE=rollout-0@weights:0,rollout-1@iteration:3 python altered_run.py --output RUN ...
     STEP_SECONDS=0.2 COMPLETION_SECONDS=0.4 python altered_run.py --output RUN ...
+    RATES='[[0.05, 0.001, 0.02], [0.1, 0.0005, 0.05]]' python altered_run.py --output RUN ...
 
 LOSE: a worker kills itself once in the middle of receiving weights version 0 (`weights:0`), or of
 its work for iteration 3 (`iteration:3`) or evaluation round 0 (`evaluation:0`); `rollout-0` is the
 worker of this name that is there then. `iteration:5:10` is every tenth from 5 on. STEP_SECONDS:
 each step of the engine sleeps for this long besides. COMPLETION_SECONDS: the trainer sleeps for
-this long for each completion. With both, machines with few cores show how a run scales.
+this long for each completion. With both, machines with few cores show how a run scales. RATES: in
+place of computing, an engine sleeps for these seconds per step, row and prompt, and ends each
+completion with probability END at each token; besides computing, a trainer sleeps for these seconds
+per micro-batch, token and update.
 
 Spawned processes import the main script too, so that this holds in all of them.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import sys
@@ -27,6 +33,7 @@ from easyrl.workers.settings import WorkerSettings
 
 set_up_environment = launch._set_up_environment
 KINDS = "iteration", "evaluation"  # of requests, as numbered in their keys
+END = 0.03
 STEPS = 5
 """A worker dies in this step of its work: nothing is finished, or some groups are."""
 
@@ -38,9 +45,14 @@ def alter(settings: WorkerSettings) -> None:
     for name, _, point in (each.partition("@") for each in os.environ.get("LOSE", "").split(",")):
         if name == settings.name:
             _lose(point, settings.name, output)
+    engine, trainer = json.loads(os.environ.get("RATES", "[null, null]"))
     if settings.name.startswith("rollout"):
+        if engine is not None:
+            _sleep_in_engine(*engine)
         _slow_steps(float(os.environ.get("STEP_SECONDS", "0")))
     else:
+        if trainer is not None:
+            _sleep_in_trainer(*trainer)
         _slow_training(float(os.environ.get("COMPLETION_SECONDS", "0")))
 
 
@@ -111,6 +123,38 @@ def _slow_training(seconds: float) -> None:
         return accumulate(self, batch, *more, **named)
 
     Learner.accumulate = accumulate_slowly  # type: ignore[method-assign]
+
+
+def _sleep_in_engine(step: float, row: float, prompt: float) -> None:
+    import torch
+
+    from easyrl.engines.embedded import EmbeddedEngine
+
+    def forward(self: EmbeddedEngine, prompts: list[Any], slots: list[int]) -> Any:
+        time.sleep(step + row * self.num_active + prompt * len(prompts))
+        vocabulary = self.policy.vocabulary_size
+        logits = torch.zeros(self.num_active + len(prompts), vocabulary)
+        logits[:, self._eos[0]] = math.log(END / (1 - END) * (vocabulary - 1))
+        return logits
+
+    EmbeddedEngine._forward = forward  # type: ignore[method-assign]
+
+
+def _sleep_in_trainer(micro_batch: float, token: float, update: float) -> None:
+    from easyrl.workers.learner import Learner
+
+    accumulate, step = Learner.accumulate, Learner.step
+
+    def accumulate_slowly(self: Learner, batch: Any) -> None:
+        time.sleep(micro_batch + token * len(batch.input_ids))
+        accumulate(self, batch)
+
+    def step_slowly(self: Learner, **counts: int) -> None:
+        time.sleep(update / self.ranks.size)
+        step(self, **counts)
+
+    Learner.accumulate = accumulate_slowly  # type: ignore[method-assign]
+    Learner.step = step_slowly  # type: ignore[method-assign]
 
 
 launch._set_up_environment = alter

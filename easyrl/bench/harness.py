@@ -77,7 +77,8 @@ def run_suite(name: str, suite: Iterable[Row], json_file: TextIO | None) -> int:
         "transformers": transformers.__version__,
     }
     print(f"easyrl bench {name}: {machine['cpu']}, {machine['cores']} cores")
-    names = dict.fromkeys(name for row in rows for name in row)
+    cells = ((name, value) for row in rows for name, value in row.items())
+    names = dict.fromkeys(name for name, value in cells if not isinstance(value, Mapping))
     table = [[name, *(_cell(row.get(name)) for row in rows)] for name in names]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
@@ -208,7 +209,12 @@ def spread(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
 
 
 def record(
-    name: str, flags: Mapping[str, Any], words: Sequence[str] = (), *, iterations: int
+    name: str,
+    flags: Mapping[str, Any],
+    words: Sequence[str] = (),
+    *,
+    iterations: int,
+    observers: Sequence[events.Observer] = (),
 ) -> dict[str, float]:
     """Train for `iterations` after one that warms up. The learning rate is 0, so that all do the
     same work. Returns the medians of the run's `perf` metrics, and means of an iteration:
@@ -234,7 +240,7 @@ def record(
 
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         config = load_config(None, {**own, **flags, "output.dir": f"{folder}/run"}, words)
-        exit_code = run(config, [observe])
+        exit_code = run(config, [observe, *observers])
     if exit_code > SIGNALLED:
         raise Interrupted(exit_code - SIGNALLED)
     if exit_code != 0:

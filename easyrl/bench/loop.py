@@ -31,6 +31,7 @@ from easyrl.bench.harness import (
 from easyrl.config import Config, load_config
 from easyrl.model.files import DTYPE_BYTES, read_model_files
 from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.rates import Recorder
 
 SIZES: dict[str, dict[str, Any]] = {
     "0.6B": QWEN3_06B,
@@ -101,8 +102,15 @@ def _measure(
 ) -> Row:
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         flags = {**flags, **write_inputs(Path(folder), size, load_config(None, flags, words))}
+        recorder = Recorder()  # in the end: of the last run
         sync, periodic = (
-            record(schedule, {**flags, "runtime.schedule": schedule}, words, iterations=iterations)
+            record(
+                schedule,
+                {**flags, "runtime.schedule": schedule},
+                words,
+                iterations=iterations,
+                observers=[recorder],
+            )
             for schedule in ("sync", "periodic")
         )
         num_weights = read_model_files(f"{folder}/model").num_weights or 0
@@ -130,6 +138,7 @@ def _measure(
         "both_busy": max(0.0, (infer + train + weights) / iteration - 1),
         "weight_gigabytes_per_second": weight_bytes / 1e9 / weights,
         "mfu": mfu,
+        "rates": recorder.to_json(),
     }
 
 

@@ -16,6 +16,7 @@ from easyrl.cli.bench import bench
 from easyrl.cli.common import Commands, CommandWithSettings
 from easyrl.cli.eval import evaluate
 from easyrl.cli.grpo import grpo
+from easyrl.cli.plan import plan
 from easyrl.devices import NO_AUTOLOAD
 
 app = typer.Typer(
@@ -57,6 +58,7 @@ app.command()(control.scale)
 app.command()(tools.doctor)
 app.command()(tools.export)
 app.command("config")(tools.print_config)
+app.command()(plan)
 app.command()(bench)
 
 

@@ -34,7 +34,7 @@ def report(
     if csv and output is None:
         typer.echo(text, nl=False)
     else:
-        _write(output or _home(folders) / "report.html", text.encode(errors="replace"))
+        write(output or _home(folders) / "report.html", text.encode(errors="replace"))
 
 
 @command
@@ -57,14 +57,14 @@ def plot(
     from easyrl.observe.plots import draw_results  # with matplotlib: later than errors
 
     file = output or _home(folders) / "curve.svg"
-    _write(file, draw_results(runs, file.suffix))
+    write(file, draw_results(runs, file.suffix))
 
 
 def _home(folders: list[Path]) -> Path:
     return folders[0] if len(folders) == 1 else Path()
 
 
-def _write(file: Path, content: bytes) -> None:
+def write(file: Path, content: bytes) -> None:
     """Write the file and print its name. Raises ValueError if it cannot be written."""
     try:
         file.write_bytes(content)

@@ -131,6 +131,7 @@ class EmbeddedEngine(PolicyEngine):
         num_samples = [request.num_generations for request in prefill]
         self.num_prompt_tokens += sum(len(request.prompt_ids) for request in prefill)
         self.num_completion_tokens += n + sum(num_samples)
+        self.num_steps += 1
         starting: list[_Sequence] = []
         for request, slot in zip(prefill, slots, strict=True):
             group = _Group(request, slot)

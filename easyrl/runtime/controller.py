@@ -236,7 +236,7 @@ class Controller:
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
-        started = time.monotonic()
+        started, cpu_started = time.monotonic(), time.process_time()
         self.notify(events.IterationStarted(started, iteration))
         record = IterationRecord(iteration, weights_seconds=self._exchange_weights())
         rounds = Rounds(
@@ -272,6 +272,7 @@ class Controller:
                         raise self._stopping
             self.dispatcher.on_event(worker, event)
         self.state = replace(self.state, next_prompt_index=rounds.next_index)
+        record.controller_seconds = time.process_time() - cpu_started
         self._finish_iteration(record, record.trained, time.monotonic() - started)
         self.state = replace(self.state, file_sizes=self.folder.file_sizes())
         self._autoscale()

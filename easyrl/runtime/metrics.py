@@ -37,6 +37,7 @@ class IterationRecord:
     groups: list[events.GroupScored] = field(default_factory=list)
     trained: events.IterationTrained | None = None
     weights_seconds: float = 0.0
+    controller_seconds: float = 0.0  # processor time of this process
     num_replacement_rounds: int = 0
     engine_seconds: dict[str, float] = field(default_factory=dict)  # by worker: busy
 
@@ -89,6 +90,7 @@ class IterationRecord:
             "perf/infer_seconds": float(np.mean(busy_seconds)),
             "perf/train_seconds": self.trained.busy_seconds,
             "perf/weights_seconds": self.weights_seconds,
+            "perf/controller_seconds": self.controller_seconds,
             "perf/tokens_per_second": num_tokens / seconds,
             "perf/tokens_per_second_per_device": num_tokens / seconds / num_devices,
         }

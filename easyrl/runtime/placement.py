@@ -58,7 +58,7 @@ class Placement:
     @property
     def max_open_groups(self) -> int:
         """Most groups that a rollout worker has received and not finished."""
-        return self.max_concurrent_groups + max(1, self.max_concurrent_groups // 2)
+        return max_open_groups(self.max_concurrent_groups)
 
     @property
     def num_rollout_workers(self) -> int:
@@ -242,7 +242,7 @@ def _place(
         train=train,
         accelerator=kind,
         num_threads=config.devices.threads or num_threads,
-        max_concurrent_groups=_max_concurrent_groups(config, num_engines, borrows=borrows),
+        max_concurrent_groups=max_concurrent_groups(config, num_engines, borrows=borrows),
         engine=engine,
         infer_memory_fraction=config.rollout.memory_fraction or 0.5,
         cores=split_cores(num_workers) if has_own_cores else (),
@@ -401,7 +401,11 @@ def describe(placement: Placement, found: Mapping[str, str] | None = None) -> st
     return "\n".join(lines)
 
 
-def _max_concurrent_groups(config: Config, num_engines: int, *, borrows: bool) -> int:
+def max_open_groups(in_flight: int) -> int:
+    return in_flight + max(1, in_flight // 2)
+
+
+def max_concurrent_groups(config: Config, num_engines: int, *, borrows: bool = False) -> int:
     """Return the groups in flight per engine: enough for an efficient engine, few enough that
     groups finish one by one, more if it `borrows` cores; at most its share of the prompts."""
     per_engine = -(-config.train.prompts_per_iteration // num_engines)

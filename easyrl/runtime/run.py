@@ -23,6 +23,7 @@ from easyrl.runtime.controller import Controller
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.placement import describe, device_names
 from easyrl.runtime.preflight import Preflight, check_run
+from easyrl.runtime.rates import Recorder
 from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
 from easyrl.runtime.run_folder import (
     PRIVATE,
@@ -31,6 +32,7 @@ from easyrl.runtime.run_folder import (
     folder_of,
     resume_hint,
 )
+from easyrl.runtime.simulation import compare
 from easyrl.runtime.supervisor import (
     FAILED,
     FINISHED,
@@ -79,17 +81,18 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
             for path in resumed.damaged:
                 set_aside(path)
             discard_unfinished(folder.checkpoints)
+        recorder = Recorder()
         controller = Controller(
             config,
             checked,
             folder=folder,
             launcher=launcher,
             started=started,
-            notify=combine_observers([folder.observe, *observers]),
+            notify=combine_observers([folder.observe, recorder, *observers]),
             resumed=resumed,
         )
         try:
-            end = _train(controller)
+            end = _train(controller, recorder)
             controller.notify(end)
         finally:
             folder.close()
@@ -131,13 +134,16 @@ def _make_model(
     return change_config(config, new), replace(checked, identity=identity)
 
 
-def _train(controller: Controller) -> events.RunEnded:
+def _train(controller: Controller, recorder: Recorder) -> events.RunEnded:
     """Run, and return how the run ended. No worker is left then."""
     folder = controller.folder
     try:
         _announce(controller)
         summary = controller.run()
         summary["prompts_skipped"] = controller.checked.num_prompts_skipped
+        in_flight = controller.checked.placement.max_concurrent_groups
+        config = change_config(controller.config, {"rollout.max_concurrent_groups": in_flight})
+        summary |= compare(recorder.iterations, config)
         controller.notify(events.RunFinished(time.monotonic(), summary))
     except Interrupted as interrupted:
         discard_unfinished(folder.checkpoints)  # a second signal ends its writing

@@ -219,12 +219,18 @@ class RolloutWorker:
         maybe_sleep()
         self.cores.use_available()
         num_prompt_tokens = self.engine.num_prompt_tokens
-        num_completion_tokens = self.engine.num_completion_tokens
+        num_completion_tokens, num_steps = self.engine.num_completion_tokens, self.engine.num_steps
         finished = self.engine.step()
         num_prefilled = self.engine.num_prompt_tokens - num_prompt_tokens
         num_generated = self.engine.num_completion_tokens - num_completion_tokens
         kind: events.SpanKind = "prefill" if num_prefilled > num_generated else "generate"
-        self._busy_seconds += self.timeline.add(kind, started, num_tokens=num_generated)
+        self._busy_seconds += self.timeline.add(
+            kind,
+            started,
+            num_tokens=num_generated,
+            num_steps=self.engine.num_steps - num_steps,
+            num_prompt_tokens=num_prefilled,
+        )
         for group in finished:
             key = cast(Key, group.request.key)
             if key in self._known:
@@ -260,12 +266,12 @@ class RolloutWorker:
         finished, started = self._being_scored.pop(key)
         indexed = self._prompts.pop(key)
         _, prompt = indexed
-        self.timeline.add("score", started)
+        scoring_seconds = self.timeline.add("score", started)
         rewards = np.full(len(finished.completions), np.nan, dtype=np.float32)  # of a skipped one
         if scored.scores:
             rewards = weighted_sum(scored.scores, self.reward_weights)
         if kind == TRAIN:
-            self._deliver(number, indexed, finished, scored, rewards)
+            self._deliver(number, indexed, finished, scored, rewards, seconds=scoring_seconds)
             return
         with_texts, completions = self._evaluates_with_texts, finished.completions
         answer = events.PromptEvaluated(
@@ -289,8 +295,10 @@ class RolloutWorker:
         finished: FinishedGroup,
         scored: Scored,
         rewards: Float32,
+        *,
+        seconds: float,
     ) -> None:
-        """Put a scored group into the outbox, or reject it.
+        """Put a scored group into the outbox, or reject it. `seconds`: that its scoring took.
 
         A group is rejected if it is skipped (`reward.on_error`), or, with dynamic sampling, if its
         rewards are all equal: the controller replaces it by another prompt. In the last round such
@@ -334,6 +342,7 @@ class RolloutWorker:
             num_truncated=int(group.truncated.sum()),
             busy_seconds=self._busy_seconds,
             errors=scored.errors,
+            scoring_seconds=seconds,
             is_skipped=is_skipped,
             is_unwanted=is_unwanted,
             is_rejected=is_rejected,

@@ -10,6 +10,7 @@ on the reports; the controller ends or replaces workers that report no work for
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -28,7 +29,7 @@ class Timeline:
         self._newest: dict[SpanKind, int] = {}  # of each kind, its index in _spans
         self._seconds: dict[SpanKind, float] = {}  # of each kind, the length of the last span
         self._past: dict[SpanKind, float] = {}  # of each kind, the end of the span before
-        self._num_groups = self._num_tokens = 0
+        self._counts: Counter[str] = Counter()  # for the next report
         self._shown: SpanKind | None = None  # the newest report says that this is under way
         self._reported = time.monotonic()
 
@@ -40,16 +41,13 @@ class Timeline:
             self.report(UnderWay(kind, started))
         return started
 
-    def add(
-        self, kind: SpanKind, started: float, num_groups: int = 0, num_tokens: int = 0
-    ) -> float:
-        """End a span that began at `started`; return its length in seconds. `num_groups` groups
-        were read from the ring, `num_tokens` sampled."""
+    def add(self, kind: SpanKind, started: float, **counts: int) -> float:
+        """End a span that began at `started`; return its length in seconds. `counts`: fields of
+        Activity, such as `num_tokens`."""
         ended = time.monotonic()
         self._note(kind, started, ended)
         self._seconds[kind] = ended - started
-        self._num_groups += num_groups
-        self._num_tokens += num_tokens
+        self._counts.update(counts)
         if ended - self._reported >= REPORT_SECONDS:
             self.report()
         return ended - started
@@ -79,14 +77,15 @@ class Timeline:
 
     def report(self, under_way: UnderWay | None = None) -> None:
         """Report finished spans, and what begins now."""
-        if self._spans or self._num_groups or under_way is not None:
+        if self._spans or under_way is not None:
             for kind, index in self._newest.items():
                 self._past[kind] = self._spans[index].ended
             offset = self._offset
             spans = tuple(Span(s.kind, s.started + offset, s.ended + offset) for s in self._spans)
             if under_way is not None:
                 under_way = UnderWay(under_way.kind, under_way.started + offset)
-            self._send(Activity(spans, self._num_groups, under_way, self._num_tokens))
+            counts = {"num_groups": 0, **self._counts}
+            self._send(Activity(spans, under_way=under_way, **counts))
             self._shown = under_way.kind if under_way is not None else None
-        self._spans, self._newest, self._num_groups, self._num_tokens = [], {}, 0, 0
+        self._spans, self._newest, self._counts = [], {}, Counter()
         self._reported = time.monotonic()

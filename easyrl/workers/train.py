@@ -288,7 +288,7 @@ class TrainWorker:
         for batch in batches:
             if isinstance(batch, UpdateEnd):
                 self.cores.use_available()
-                started = time.monotonic()
+                started, counts = time.monotonic(), {}
                 self.learner.step(num_completions=num_completions, num_tokens=batch.num_loss_tokens)
             else:
                 started = self.timeline.begin("train")
@@ -297,8 +297,9 @@ class TrainWorker:
                 self.learner.accumulate(batch)
                 # Otherwise queued device work counts as waiting, and groups are taken too early.
                 devices.synchronize(self.device)
+                counts = {"num_steps": 1, "num_tokens": len(batch.input_ids)}
             num_new, num_groups = reader.num_read - num_groups, reader.num_read
-            busy_seconds += self.timeline.add("train", started, num_new)
+            busy_seconds += self.timeline.add("train", started, num_groups=num_new, **counts)
         self.timeline.report()
         if reader.num_duplicates:
             dropped = f"{reader.num_duplicates} groups that had been delivered before were dropped"

@@ -1,0 +1,59 @@
+"""`easyrl plan`: predict the throughput of every split of devices."""
+
+from __future__ import annotations
+
+import json as json_format
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from easyrl.cli.common import command
+from easyrl.cli.reports import write
+
+
+@command
+def plan(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RATES [RATES ...] [SECTION.KEY=VALUE ...]",
+            help="Folders of runs, or files of `bench loop --json`; settings other than theirs.",
+        ),
+    ],
+    devices: Annotated[int, Option(metavar="N", help="Number of devices to split, 2 to 1024.")],
+    model: Annotated[
+        str | None, Option(help="Model in a file of `bench loop` that has several.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="FILE", help="Also draw it: .png or .svg."),
+    ] = None,
+    json: Annotated[
+        typer.FileTextWrite | None,
+        Option(metavar="FILE", lazy=False, help="Also write the predictions here."),
+    ] = None,
+) -> None:
+    """Predict tokens per second of every split of N devices into engines and trainers, from the
+    rates of runs (docs/devices.md)."""
+    paths = [Path(word) for word in arguments if "=" not in word]
+    words = [word for word in arguments if "=" in word]
+    if not 2 <= devices <= 1024:
+        raise ValueError(f"--devices: expected 2 to 1024, got {devices}")
+    if not paths:
+        raise ValueError("RATES: expected a run's folder or a file of `bench loop --json`")
+    if output is not None and output.suffix not in (".png", ".svg"):
+        raise ValueError(f"--output: expected .png or .svg as suffix, got '{output.suffix}'")
+    from easyrl.bench.plan import make_plan, to_screen
+    from easyrl.observe.text import say_rich
+
+    found = make_plan(paths, devices, words, model)
+    say_rich(to_screen(found, devices))
+    if json is not None:
+        json_format.dump(asdict(found), json, indent=2)
+    if output is not None:
+        from easyrl.observe.plots import draw_splits
+
+        write(output, draw_splits(found.splits, output.suffix))
