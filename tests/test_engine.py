@@ -295,8 +295,8 @@ def test_prompts_of_one_step_stay_under_the_token_bound(monkeypatch, bound):
 def test_memory_of_prompts_is_used_again_when_their_groups_have_finished():
     engine = make_engine(num_rows=4, ignore_eos=True)
     run(engine, requests(draw_prompts(30), 3))
-    assert len(engine._cache.prompt_lengths) <= 6  # groups with rows or about to start
-    assert not engine._cache.prompt_lengths.any()
+    assert len(engine.cache.prompt_lengths) <= 6  # groups with rows or about to start
+    assert not engine.cache.prompt_lengths.any()
 
 
 @pytest.mark.parametrize("name", EMBEDDED)

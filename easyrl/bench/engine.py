@@ -1,8 +1,9 @@
 """The embedded engine against transformers' `generate`: the demo's model and prompts, one core.
 
-Two loads: completions of one length, and geometric lengths as in reinforcement learning. `generate`
-works in batches of NUM_ROWS, each of which runs to its longest completion; the engine refills its
-NUM_ROWS rows. Only tokens up to a completion's length count.
+Three loads: completions of one length, geometric lengths as in reinforcement learning, and groups
+of LONG_GROUP completions behind a long prompt. `generate` works in batches of NUM_ROWS, each of
+which runs to its longest completion; the engine refills its NUM_ROWS rows. Only tokens up to a
+completion's length count.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from easyrl.model.policy import Policy
 
 NUM_ROWS = 128
 EQUAL_LENGTH = 88
+LONG_PROMPT, LONG_GROUP, LONG_LENGTH = 1024, 8, 64
 NUM_RAGGED, MEAN_LENGTH, MAX_LENGTH = 512, 92, 256  # capped at MAX_LENGTH, the mean is about 88
 CPU = torch.device("cpu")
 
@@ -43,12 +45,17 @@ def run(repetitions: int = 5) -> Iterator[Row]:
     ragged = np.minimum(drawn, MAX_LENGTH).tolist()
     yield compare("equal lengths", prompts[:NUM_ROWS], [EQUAL_LENGTH] * NUM_ROWS, repetitions)
     yield compare("geometric lengths", prompts, ragged, repetitions)
+    num_long = NUM_ROWS // LONG_GROUP
+    long = np.random.default_rng(0).integers(2, len(tokenizer), (num_long, LONG_PROMPT)).tolist()
+    yield compare(f"prompts of {LONG_PROMPT}", long, [LONG_LENGTH] * NUM_ROWS, repetitions)
 
 
 def compare(
     load: str, prompts: Sequence[list[int]], lengths: Sequence[int], repetitions: int
 ) -> Row:
-    settings = SamplingSettings(max_prompt_length=64, max_completion_length=MAX_LENGTH)
+    """`lengths`: of all completions, as many of each prompt."""
+    longest = max(map(len, prompts))
+    settings = SamplingSettings(max_prompt_length=longest, max_completion_length=max(lengths))
     engine = EmbeddedEngine(Policy.load("tiny"), settings, num_rows=NUM_ROWS, ignore_eos=True)
     model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
     actions = {
@@ -56,6 +63,7 @@ def compare(
         "generate": timed(partial(_run_generate, model, prompts, lengths), CPU),
     }
     seconds = take_turns(actions, repetitions)
+    copies = NUM_ROWS * settings.max_sequence_length  # tokens, if each row had a copy of its prompt
     rates = {name: sum(lengths) / statistics.median(taken) for name, taken in seconds.items()}
     return {
         "load": load,
@@ -63,14 +71,18 @@ def compare(
         "engine_tokens_per_second": rates["engine"],
         "generate_tokens_per_second": rates["generate"],
         "speedup": median_ratio(seconds["generate"], seconds["engine"]),
+        "cache_mib": engine.cache.num_bytes / 2**20,
+        "cache_mib_if_copied": copies * engine.cache.bytes_per_token / 2**20,
     }
 
 
 def _run_engine(
     engine: EmbeddedEngine, prompts: Sequence[list[int]], lengths: Sequence[int]
 ) -> None:
-    for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        engine.submit(GroupRequest((number,), prompt, 1, [length]))
+    size = len(lengths) // len(prompts)  # of a group
+    for number, prompt in enumerate(prompts):
+        of_group = lengths[number * size : (number + 1) * size]
+        engine.submit(GroupRequest((number,), prompt, size, of_group))
     while engine.has_work:
         engine.step()
 
@@ -78,9 +90,11 @@ def _run_engine(
 @torch.inference_mode()
 def _run_generate(model: Any, prompts: Sequence[list[int]], lengths: Sequence[int]) -> None:
     """Generate left-padded batches with transformers' defaults (SDPA, dynamic cache)."""
-    for start in range(0, len(prompts), NUM_ROWS):
+    size = len(lengths) // len(prompts)
+    each = [torch.tensor(prompt) for prompt in prompts for _ in range(size)]
+    for start in range(0, len(each), NUM_ROWS):
         batch = slice(start, start + NUM_ROWS)
-        rows = [torch.tensor(prompt) for prompt in prompts[batch]]
+        rows = each[batch]
         ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
         model.generate(
             ids.clamp(min=0),

@@ -66,7 +66,7 @@ class EmbeddedEngine(PolicyEngine):
         self._eos = np.asarray([] if ignore_eos else policy.eos_token_ids, dtype=np.int64)
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
         self._run_model = self._decoder or policy.forward
-        self._cache = KVCache(num_rows, sampling.max_prompt_length, sampling.max_completion_length)
+        self.cache = KVCache(num_rows, sampling.max_prompt_length, sampling.max_completion_length)
         self._ready: deque[_Sequence] = deque()
         self._finished: list[FinishedGroup] = []
         # The first num_active rows are in flight.
@@ -109,7 +109,7 @@ class EmbeddedEngine(PolicyEngine):
 
     def _choose_prefill(self) -> list[GroupRequest]:
         """Return the next prompts to prefill: none while enough sequences are ready to start."""
-        rows = self._cache.num_rows
+        rows = self.cache.num_rows
         free = rows - self.num_active
         if len(self._ready) >= free + max(1, rows // 16):
             return []
@@ -126,7 +126,7 @@ class EmbeddedEngine(PolicyEngine):
 
     def _forward_and_sample(self, prefill: list[GroupRequest]) -> None:
         n = self.num_active
-        slots = self._cache.claim_slots([len(request.prompt_ids) for request in prefill])
+        slots = self.cache.claim_slots([len(request.prompt_ids) for request in prefill])
         logits = self._forward([request.prompt_ids for request in prefill], slots)
         num_samples = [request.num_generations for request in prefill]
         self.num_prompt_tokens += sum(len(request.prompt_ids) for request in prefill)
@@ -161,7 +161,7 @@ class EmbeddedEngine(PolicyEngine):
         ids = np.concatenate([newest, *(np.asarray(p, dtype=np.int64) for p in prompts)])
         positions = np.concatenate([active["position"], *(np.arange(size) for size in lengths)])
         keep = np.concatenate([rows, n + np.cumsum(lengths, dtype=np.int64) - 1])
-        layout = StepLayout(self._cache, active, list(zip(slots, lengths, strict=True)), device)
+        layout = StepLayout(self.cache, active, list(zip(slots, lengths, strict=True)), device)
         return self._run_model(
             torch.from_numpy(ids.astype(np.int64)).to(device),
             torch.from_numpy(positions).to(device),
@@ -210,7 +210,7 @@ class EmbeddedEngine(PolicyEngine):
             return
         sources = sources[np.argsort(-classes[sources], kind="stable")]
         targets = np.flatnonzero(is_wrong[: len(wanted)])
-        self._cache.move_rows(sources, targets, int(self._rows["cell"][sources].max()))
+        self.cache.move_rows(sources, targets, int(self._rows["cell"][sources].max()))
         self._rows[targets] = self._rows[sources]
         for row, sequence in zip(targets, [self._sequences[row] for row in sources], strict=True):
             self._sequences[row] = sequence
@@ -232,7 +232,7 @@ class EmbeddedEngine(PolicyEngine):
     def _start_ready_rows(self) -> None:
         """Fill free rows."""
         first = self.num_active
-        while self.num_active < self._cache.num_rows:
+        while self.num_active < self.cache.num_rows:
             sequence = self._next_ready()
             if sequence is None:
                 break
@@ -246,7 +246,7 @@ class EmbeddedEngine(PolicyEngine):
             state["logprobs"][0] = sequence.first_logprob
             self.num_active += 1
         rows = np.arange(first, self.num_active)
-        self._rows["cell"][rows] = self._cache.start_rows(rows, self._rows["slot"][rows])
+        self._rows["cell"][rows] = self.cache.start_rows(rows, self._rows["slot"][rows])
 
     def _complete(
         self, sequence: _Sequence, tokens: Int32, logprobs: Float32, *, is_stopped: bool
@@ -257,4 +257,4 @@ class EmbeddedEngine(PolicyEngine):
         if len(group.completions) == group.request.num_generations:
             ordered = [group.completions[i] for i in range(group.request.num_generations)]
             self._finished.append(FinishedGroup(group.request, ordered))
-            self._cache.release_slot(group.slot)
+            self.cache.release_slot(group.slot)

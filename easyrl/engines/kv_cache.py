@@ -57,6 +57,14 @@ class KVCache:
         """Length [C] of each slot's prompt; 0 if it is copied to its rows."""
         return np.where(self.prompt_lengths > COPIED_TOKENS, self.prompt_lengths, 0)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for layer in (*self.rows, *self.prompts) for x in layer)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(cache[0, 0].nbytes for layer in self.rows for cache in layer)
+
     def allocate(self, key: Tensor, value: Tensor) -> None:
         """Add a layer with the shape and dtype of key and value: 2 x [T, Hkv, D]."""
         size = (len(self.prompt_lengths), self._longest_prompt)
