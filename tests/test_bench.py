@@ -198,7 +198,8 @@ def test_peer_always_measures_the_reference_on_all_cores() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs easyrl[peer]")
 def test_peer_samples_the_same_lengths_on_both_sides(tmp_path: Path) -> None:
-    works = {"tiny_short": dataclasses.replace(peer.ROWS["tiny_short"], iterations=2)}
+    work = dataclasses.replace(peer.ROWS["tiny_short"], iterations=2, micro_batch=64)
+    works = {"tiny_short": work}
     file = tmp_path / "peer.json"
     with file.open("w") as json_file:
         assert run_suite("peer", peer.run(rounds=1, works=works), json_file) == 0
