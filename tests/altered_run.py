@@ -9,9 +9,8 @@ its work for iteration 3 (`iteration:3`) or evaluation round 0 (`evaluation:0`);
 worker of this name that is there then. `iteration:5:10` is every tenth from 5 on. STEP_SECONDS:
 each step of the engine sleeps for this long besides. COMPLETION_SECONDS: the trainer sleeps for
 this long for each completion. With both, machines with few cores show how a run scales. RATES: in
-place of computing, an engine sleeps for these seconds per step, row and prompt, and ends each
-completion with probability END at each token; besides computing, a trainer sleeps for these seconds
-per micro-batch, token and update.
+place of computing, an engine sleeps for these seconds per step, row and prompt, and a trainer per
+micro-batch, token and update. A completion ends with probability END at each token.
 
 Spawned processes import the main script too, so that this holds in all of them.
 """
@@ -143,11 +142,10 @@ def _sleep_in_engine(step: float, row: float, prompt: float) -> None:
 def _sleep_in_trainer(micro_batch: float, token: float, update: float) -> None:
     from easyrl.workers.learner import Learner
 
-    accumulate, step = Learner.accumulate, Learner.step
+    step = Learner.step
 
     def accumulate_slowly(self: Learner, batch: Any) -> None:
         time.sleep(micro_batch + token * len(batch.input_ids))
-        accumulate(self, batch)
 
     def step_slowly(self: Learner, **counts: int) -> None:
         time.sleep(update / self.ranks.size)

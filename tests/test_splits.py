@@ -22,9 +22,9 @@ from runs import SMALL, Finished, finish, lines_of, summary_of
 
 RATES = [[0.0186, 0.00035, 0.0], [0.31, 0.0007, 0.0]]
 """Of an engine and a trainer (`altered_run.py`): three times what `bench loop` recorded for its
-small model on one core of a Xeon each, so that what they compute besides is little."""
+small model on one core of a Xeon each, so that all else takes little."""
 WORDS = (
-    *("--no-live", "--iterations", "9", "data.num_held_out=0", "devices.threads=1"),
+    *("--no-live", "--iterations", "7", "data.num_held_out=0", "devices.threads=1"),
     *("train.prompts_per_iteration=24", "rollout.num_generations=8", "train.keep_checkpoints=0"),
     *("rollout.max_completion_length=64", "rollout.max_concurrent_groups=4"),
     *("data.max_prompt_length=32", "train.max_tokens_per_micro_batch=1024"),
