@@ -283,4 +283,4 @@ def _largest_share(lengths: Sequence[float], num_trainers: int) -> float:
             start = ends[np.searchsorted(ends, start + middle + 1e-9, "right") - 1]
             count += 1
         low, high = (low, middle) if count <= num_trainers else (middle, high)
-    return high
+    return float(high)
