@@ -307,6 +307,14 @@ def test_learning_rate_depends_on_the_model_and_lora() -> None:
     assert of("model.lora.rank=1", "train.learning_rate=2e-6").learning_rate == 2e-6
 
 
+def test_a_micro_batch_holds_the_longest_rollout() -> None:
+    assert of().max_tokens_per_micro_batch == 4096
+    long = ("rollout.max_completion_length=4096", "data.max_prompt_length=100")
+    assert of(*long).max_tokens_per_micro_batch == 4196
+    assert of(*long, "train.max_tokens_per_micro_batch=5000").max_tokens_per_micro_batch == 5000
+    assert "null" in error_of(*long, "train.max_tokens_per_micro_batch=4096")
+
+
 def test_the_upper_clip_is_epsilon_or_a_ratio_of_cispo() -> None:
     def upper(*words: str) -> float:
         return of(*words).algorithm.resolved_epsilon_high

@@ -97,6 +97,11 @@ class Config(Section):
         """Slots of the ring buffer, with its default."""
         return self.rollout.ring_slots or self.train.prompts_per_iteration
 
+    @property
+    def max_tokens_per_micro_batch(self) -> int:
+        """Tokens trained at a time, with its default."""
+        return self.train.max_tokens_per_micro_batch or max(4096, self.max_sequence_length)
+
     @model_validator(mode="before")
     @classmethod
     def _accept_old_keys(cls, values: Any) -> Any:
@@ -109,7 +114,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         updates, prompts = self.train.updates_per_iteration, self.train.prompts_per_iteration
-        longest, budget = self.max_sequence_length, self.train.max_tokens_per_micro_batch
+        longest, budget = self.max_sequence_length, self.max_tokens_per_micro_batch
         runtime, problems = self.runtime, []
         must_hold_all = runtime.schedule == "sync" or runtime.deterministic or updates > 1
         if self.ring_slots < prompts and (must_hold_all or self.algorithm.dynamic_sampling):
@@ -126,8 +131,8 @@ class Config(Section):
             )
         if longest > budget:
             problems.append(
-                f"train.max_tokens_per_micro_batch: expected at least {longest}, one rollout "
-                f"(data.max_prompt_length + rollout.max_completion_length), got {budget}"
+                f"train.max_tokens_per_micro_batch: expected null or at least {longest}, one "
+                f"rollout (data.max_prompt_length + rollout.max_completion_length), got {budget}"
             )
         if runtime.resume == "auto" and self.output.dir is None:
             problems.append("runtime.resume: expected output.dir (--output) too with auto")

@@ -28,8 +28,9 @@ class TrainConfig(Section):
     """Iterations in which the learning rate rises linearly to its peak."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """The gradient's norm is clipped to this."""
-    max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
-    """Tokens trained at a time, a group's prompt counted once. It does not change the result."""
+    max_tokens_per_micro_batch: int | None = Field(default=None, ge=1)
+    """Tokens trained at a time, a group's prompt counted once. It does not change the result. Null:
+    4096, or the longest prompt + completion if that is more."""
     activation_checkpointing: bool = False
     """Compute each layer again in the backward pass: far less memory for a third more time. It does
     not change the result."""

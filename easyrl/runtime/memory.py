@@ -209,7 +209,7 @@ def _train_parts(
         buffers += (dtype_bytes + FLOAT_BYTES) * max(outer, layer)
     num_tokens, num_targets = _micro_batch_tokens(config, ranks)
     kept, transient = micro_batch_bytes(config, model, num_tokens, num_targets, on_cpu=on_cpu)
-    keys = f"train.max_tokens_per_micro_batch={train.max_tokens_per_micro_batch}"
+    keys = f"train.max_tokens_per_micro_batch={config.max_tokens_per_micro_batch}"
     if not train.activation_checkpointing:
         keys += ", train.activation_checkpointing=true"
     return [
@@ -228,7 +228,7 @@ def _micro_batch_tokens(config: Config, ranks: int) -> tuple[int, int]:
     num_prompts = rollout.num_generations if config.model.attention == "repeated" else 1
     per_group = num_prompts * prompt + rollout.num_generations * completion
     per_rank = -(-train.prompts_per_iteration // train.updates_per_iteration * per_group // ranks)
-    num_tokens = min(train.max_tokens_per_micro_batch, max(per_rank, prompt + completion))
+    num_tokens = min(config.max_tokens_per_micro_batch, max(per_rank, prompt + completion))
     return num_tokens, -(-num_tokens * rollout.num_generations * completion // per_group)
 
 

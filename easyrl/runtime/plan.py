@@ -116,7 +116,7 @@ def _options(config: Config, placement: Placement) -> list[list[Option]]:
     train, least = config.train, config.max_sequence_length
     has_reference = config.algorithm.beta > 0.0 and config.model.lora.rank is None
     policies = ["reference"] * has_reference + ["old"] * (train.updates_per_iteration > 1)
-    tokens = (max(train.max_tokens_per_micro_batch >> n, least) for n in range(4))
+    tokens = (max(config.max_tokens_per_micro_batch >> n, least) for n in range(4))
     groups = (placement.max_concurrent_groups >> n for n in range(5))
     options = [
         _ranked(0.5, "train.max_tokens_per_micro_batch", tokens),

@@ -233,7 +233,7 @@ def _train(
     """Return when the last update is done, and the busy seconds of a trainer."""
     micro_batch, _, update = rates.trainer
     per_micro_batch = micro_batch + rates.communication * (1 - 1 / num_trainers)
-    budget = config.train.max_tokens_per_micro_batch * num_trainers
+    budget = config.max_tokens_per_micro_batch * num_trainers
     is_ordered, num_updates = config.runtime.deterministic, config.train.updates_per_iteration
     enough = budget if is_ordered else MIN_FILL * budget
     time = max(arrivals) if config.runtime.schedule == "sync" else 0.0

@@ -307,7 +307,7 @@ class MicroBatches:
         """Cut the update's groups into micro-steps: rows of rollouts, one per rank at the most,
         and the leases of the groups that are complete with them."""
         num_ranks, num_slots = self._pipes.num_ranks, self._reader.port.ring.layout.num_slots
-        max_tokens = self._config.train.max_tokens_per_micro_batch
+        max_tokens = self._config.max_tokens_per_micro_batch
         enough_tokens = MIN_FILL * max_tokens * num_ranks
         waits_until_full = self._config.runtime.deterministic
         mask_truncated = self._config.algorithm.mask_truncated_completions
