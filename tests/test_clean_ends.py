@@ -10,12 +10,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from easyrl.cli import app
 from easyrl.events import SaveModel
+from easyrl.model.checkpoint_files import checkpoints_in
 from easyrl.runtime.control import request
+from easyrl.runtime.run_folder import is_locked
 from easyrl.runtime.supervisor import Supervisor
 from mistakes import change_json
-from runs import SMALL, descendants, finish, start, wait_for_line, wait_until_gone
+from runs import SMALL, descendants, finish, lines_of, start, wait_for_line, wait_until_gone
 
 pytestmark = pytest.mark.alone
 
@@ -67,6 +71,19 @@ def test_a_signal_ends_everything_without_an_error(tmp_path: Path, signum: signa
     while any(path.exists() for path in semaphores) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(path.exists() for path in semaphores)
+
+
+def test_easyrl_stop_waits_for_the_end_and_says_how_to_resume(tmp_path: Path) -> None:
+    process, _ = started(tmp_path, "train.save_every=null")
+    run = tmp_path / "run"
+    assert request(run, {"command": "stop"})["message"]  # a second one does not hurry it
+    result = CliRunner().invoke(app, ["stop", str(run)])
+    assert not is_locked(run) and result.exit_code == 0
+    assert result.stdout.endswith(f"to resume: easyrl grpo --resume {run}\n")
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 143 and err == "" and "Ctrl-C" not in out
+    [checkpoint] = checkpoints_in(run / "checkpoints")
+    assert checkpoint.name == str(len(lines_of(run / "metrics.jsonl")))
 
 
 def test_a_second_signal_ends_a_run_whose_trainer_hangs(tmp_path: Path) -> None:

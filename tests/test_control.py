@@ -121,7 +121,7 @@ def test_the_folder_of_no_live_run_is_named(tmp_path: Path) -> None:
         ((run / "config.yaml").touch, "has ended"),
     ):
         make()
-        for command in (["status"], ["scale", "--infer-devices", "cpu"]):
+        for command in (["status"], ["stop"], ["scale", "--infer-devices", "cpu"]):
             result = CliRunner().invoke(app, [command[0], str(run), *command[1:]])
             assert result.exit_code == 2 and result.stdout == ""
             assert problem in result.stderr and str(run) in result.stderr

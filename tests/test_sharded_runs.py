@@ -101,7 +101,7 @@ def test_a_rank_that_dies_while_the_last_boundary_is_awaited_ends_the_wait(tmp_p
     follower = train_workers(process.pid)[1]
     follower.suspend()  # so that rank 0 cannot come to an end
     process.send_signal(signal.SIGTERM)
-    wait_for_line(process, "(Ctrl-C again:")
+    wait_for_line(process, "saving the last checkpoint")
     follower.kill()
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1 and "train-1 was killed by SIGKILL" in err

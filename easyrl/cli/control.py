@@ -1,8 +1,9 @@
-"""`easyrl status` and `easyrl scale`: ask a live run."""
+"""`easyrl status`, `easyrl scale` and `easyrl stop`: ask a live run."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -42,3 +43,16 @@ def scale(
     from easyrl.runtime.control import request
 
     typer.echo(request(folder, {"command": "scale", "infer_devices": infer_devices})["message"])
+
+
+@command
+def stop(folder: LiveRun) -> None:
+    """Stop a live run after its last complete iteration, with a checkpoint to resume from."""
+    from easyrl.runtime.control import request
+    from easyrl.runtime.run_folder import is_locked, resume_hint
+
+    typer.echo(request(folder, {"command": "stop"})["message"])
+    while is_locked(folder):
+        time.sleep(0.1)
+    is_finished = (folder / "summary.json").is_file()  # meanwhile
+    typer.echo(f"{folder} has {'finished' if is_finished else f'stopped{resume_hint(folder)}'}")

@@ -1,4 +1,4 @@
-"""A live run's control socket, RUN/control.sock: `easyrl status` and `easyrl scale` use it.
+"""A live run's control socket, RUN/control.sock: `easyrl status`, `scale` and `stop` use it.
 
     client ──request (JSON)──► controller, in `Supervisor.wait` ──reply (JSON)──► client
 
@@ -114,13 +114,16 @@ def serving(
                 except ValueError as error:
                     raise ConfigError(f"--infer-devices: {error}, got '{wanted:.80}'") from None
                 return scale(devices)
-        raise ValueError("expected the command status, or scale with infer_devices")
+            case {"command": "stop"}:
+                supervisor.interrupt()
+                return {"message": "stopping after the last complete iteration"}
+        raise ValueError("expected the command status or stop, or scale with infer_devices")
 
     try:
         control = ControlSocket(folder, handle)
     except OSError as error:
         why = f"{folder / SOCKET} cannot be created ({error.strerror})"
-        notify(Note(f"no easyrl status and scale for this run: {why}"))
+        notify(Note(f"no easyrl status, scale and stop for this run: {why}"))
         yield
         return
     supervisor.wait_for = control.wait

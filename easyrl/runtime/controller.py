@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -420,8 +421,8 @@ class Controller:
             raise interrupted
         self._stopping = interrupted
         self.workers.begin_to_stop()
-        note = f"{interrupted}: saving the last checkpoint (Ctrl-C again: stop without it)"
-        self.notify(events.Note(note))
+        again = " (Ctrl-C again: stop without it)" if interrupted.signum == signal.SIGINT else ""
+        self.notify(events.Note(f"{interrupted}: saving the last checkpoint{again}"))
 
     def _save_last_boundary(self, interrupted: Interrupted) -> None:
         if self._stopping is not interrupted:

@@ -188,6 +188,7 @@ class Supervisor:
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[Worker] = []
         self._signum: int | None = None
+        self._is_interrupted = False  # by `interrupt`
         self.wait_for: Callable[[Sequence[Any], float | None], list[Any]] = wait
         """Returns what is ready, as multiprocessing's `wait`; may do other work meanwhile."""
         self._oom_kills = oom_kills()
@@ -208,6 +209,13 @@ class Supervisor:
         """Record the signal only: an exception raised here could interrupt a spawn halfway."""
         self._signum = signum
         os.write(self._wake_writer, b"x")
+
+    def interrupt(self) -> None:
+        """Let `wait` raise Interrupted as for SIGTERM, but not a second time: that would end the
+        run without its last checkpoint."""
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            self._on_signal(signal.SIGTERM, None)
 
     def spawn(
         self, name: str, target: Callable[..., None], *arguments: Any, is_replaceable: bool = False
