@@ -203,7 +203,8 @@ MISTAKES = {
     "--reward code --dataset FOLDER/good.jsonl": "tests",
     "--reward FOLDER/r.py:one_for_all --dataset FOLDER/good.jsonl": "reward.functions",
     "--reward FOLDER/r.py:chat --dataset FOLDER/good.jsonl": "data.chat=true",
-    "--reward FOLDER/r.py:text --dataset FOLDER/chat.jsonl": "data.chat=false",
+    "--reward FOLDER/r.py:text --dataset FOLDER/chat.jsonl": "read completion[0]['content']",
+    "--reward FOLDER/r.py:text --dataset FOLDER/good.jsonl data.chat=true": "data.chat=false",
     # the ring, memory, the disk
     "rollout.max_completion_length=50000000 train.max_tokens_per_micro_batch=60000000": (
         "rollout.max_completion_length"

@@ -75,8 +75,16 @@ def test_a_missing_chat_template_is_found_without_the_tokenizer(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)  # it takes seconds to import
-    with pytest.raises(ValueError, match=r"chat\.jsonl:1: .*data\.chat_template"):
+    with pytest.raises(ValueError, match=r"chat\.jsonl:1: .*data\.chat_template") as error:
         checked(f"data.dataset={folder}/chat.jsonl")
+    assert "data.chat=false" not in str(error.value)  # the rows are chats
+    with pytest.raises(ValueError, match=r"good\.jsonl:1: .*data\.chat=false"):
+        checked(f"data.dataset={folder}/good.jsonl", "data.chat=true")
+
+
+def test_the_template_of_the_message_works(folder: Path) -> None:
+    word = shlex.split(chat.NO_CHAT_TEMPLATE[chat.NO_CHAT_TEMPLATE.index("'data.") :])[0]
+    assert checked(f"data.dataset={folder}/chat.jsonl", word).prompts.epoch_length == 2
 
 
 @pytest.mark.parametrize("num_checked", [1, 100])

@@ -13,15 +13,34 @@ from types import MappingProxyType
 from typing import Any
 
 from easyrl.config import Config, ConfigError
+from easyrl.config.data import DataConfig
+from easyrl.data.presets import preset_of
 from easyrl.types import Messages
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 MAX_CHECKED = 20_000
 NO_CHAT_TEMPLATE = (
     "the prompts are chat messages, but the model's tokenizer has no chat template: use a chat "
-    "model (model.path), data.chat_template=FILE.jinja, strings as they are (data.chat=false), or "
-    "a column with strings (data.prompt_column)"
+    "model (model.path), a column with strings (data.prompt_column), or data.chat_template=FILE."
+    "jinja (docs/data.md); the built-in models need 'data.chat_template="
+    '{% for message in messages %}{{ message["content"] }}{% endfor %}\''
 )
+
+
+def makes_chats(data: DataConfig) -> bool:
+    """Return whether strings of the data become chats: `data.chat=false` would keep them."""
+    presets = [preset_of(name, data) for name in data.datasets]
+    return data.chat is not False and bool(data.chat or any(each and each.chat for each in presets))
+
+
+def check_template(
+    template: object, examples: Mapping[str, str | Messages], data: DataConfig
+) -> None:
+    """Raise ConfigError where prompts are chats, and the model has no chat template."""
+    location, content = next(iter(examples.items()))
+    if not template and not isinstance(content, str):
+        strings = "; strings as they are: data.chat=false" if makes_chats(data) else ""
+        raise ConfigError(f"{location}: {NO_CHAT_TEMPLATE}{strings}")
 
 
 def render_prompt(
@@ -66,7 +85,9 @@ def check_prompts(
     data, limit = config.data, config.data.max_prompt_length
     variables = data.chat_template_kwargs
     is_chat = not isinstance(next(iter(examples.values())), str)
-    words = re.findall(r"\w+", str(getattr(tokenizer, "chat_template", ""))) if is_chat else []
+    template = getattr(tokenizer, "chat_template", None)
+    check_template(template, examples, data)
+    words = re.findall(r"\w+", str(template)) if is_chat else []
     if unknown := [name for name in variables if name not in words]:
         raise ConfigError(
             "data.chat_template_kwargs: expected variables of the chat template, which prompts "

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from easyrl.config import Config, ConfigError, user_code
 from easyrl.config.user_code import user_traceback
+from easyrl.data.chat import makes_chats
 from easyrl.events import SAMPLE_COLUMNS
 from easyrl.processes import die_with_parent, maybe_sleep, set_name
 from easyrl.rewards.functions import RewardFunction
@@ -47,8 +48,7 @@ NEEDS_MESSAGES = (
 )
 NEEDS_TEXT = (
     "reads strings, but the prompts of the data are chats, and a completion is [{'role': "
-    "'assistant', 'content': text}]; read completion[0]['content'], or set data.chat=false if the "
-    "data has strings"
+    "'assistant', 'content': text}]; read completion[0]['content']"
 )
 WRONG_FORM = (TypeError, AttributeError, LookupError)
 """Exceptions of a function that expects chat messages and gets text, or the reverse."""
@@ -176,7 +176,9 @@ def try_function(spec: str, example: Prompt) -> str:
         is_text = isinstance(content, str)
         other: Messages | str = [{"role": "user", "content": content}] if is_text else str(content)
         if not isinstance(_call_on_dummies(other, example, num_dummies), BaseException):
-            raise ConfigError(f"{KEY}: '{spec}' {NEEDS_MESSAGES if is_text else NEEDS_TEXT}")
+            or_strings = ", or set data.chat=false" if makes_chats(_config.data) else ""
+            need = NEEDS_MESSAGES if is_text else NEEDS_TEXT + or_strings
+            raise ConfigError(f"{KEY}: '{spec}' {need}")
     try:
         _as_scores(returned, num_dummies)
     except BaseException as error:

@@ -13,7 +13,7 @@ from typing import Any
 from easyrl.config import Config, ConfigError
 from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.user_code import load_function, read_files
-from easyrl.data.chat import NO_CHAT_TEMPLATE, check_prompts
+from easyrl.data.chat import check_prompts, check_template
 from easyrl.data.datasets import (
     identity_of,
     open_prompts,
@@ -201,9 +201,7 @@ def too_long_prompts(config: Config, examples: Mapping[str, str | Messages]) -> 
             return set()
     if not data.chat_template and not model.trust_remote_code and lacks_chat_template(model.path):
         # The tokenizer, which takes seconds to load, would only confirm it.
-        for location, content in examples.items():
-            if not isinstance(content, str):
-                raise ConfigError(f"{location}: {NO_CHAT_TEMPLATE}")
+        check_template(None, examples, data)
     _model_config(config)
     return check_prompts(examples, tokenizer_of(config), config)
 
