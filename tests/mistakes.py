@@ -20,6 +20,9 @@ def score(completions, **columns):
 def one_for_all(completions, **columns):
     return 1.0
 
+def truth(completions, **columns):
+    return [float(each == right) for each, right in zip(completions, columns["ground_truth"])]
+
 def chat(completions, answer, **columns):
     return [float(each[0]["content"] == right) for each, right in zip(completions, answer)]
 
@@ -201,6 +204,7 @@ MISTAKES = {
     "--reward FOLDER/r.py": "r.py:one_for_all or ",
     "--reward FOLDER/fails.py:score": 'fails.py", line 3',
     "--reward code --dataset FOLDER/good.jsonl": "tests",
+    "--reward FOLDER/r.py:truth --dataset FOLDER/good.jsonl": "column 'ground_truth'; the data",
     "--reward FOLDER/r.py:one_for_all --dataset FOLDER/good.jsonl": "reward.functions",
     "--reward FOLDER/r.py:chat --dataset FOLDER/good.jsonl": "data.chat=true",
     "--reward FOLDER/r.py:text --dataset FOLDER/chat.jsonl": "read completion[0]['content']",

@@ -86,12 +86,17 @@ def check_rewards(config: Config, example: Prompt, specs: Sequence[str] | None =
             if is_verl and example.columns.keys().isdisjoint(TRUTH_COLUMNS):
                 raise TypeError(f"expected one of the columns {', '.join(TRUTH_COLUMNS)}")
         except TypeError as error:
-            raise ConfigError(
-                f"{KEY}: '{spec}': {error}; the data has: {', '.join(example.columns) or 'none'} "
-                "(data.columns renames columns)"
-            ) from None
+            raise lacks_column(spec, str(error), example) from None
         if spec == "code":
             check_code(config, example.columns)
+
+
+def lacks_column(spec: str, problem: str, example: Prompt) -> ConfigError:
+    """The error for a function that needs a column which the data does not have."""
+    return ConfigError(
+        f"{KEY}: '{spec}': {problem}; the data has: {', '.join(example.columns) or 'none'} "
+        "(data.columns renames columns)"
+    )
 
 
 def load_reward(spec: str, config: Config) -> RewardFunction:

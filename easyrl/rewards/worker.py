@@ -18,6 +18,7 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from easyrl.rewards.loading import (
     KEY,
     accepted_arguments,
     check_rewards,
+    lacks_column,
     load_reward,
     reward_names,
     reward_specs,
@@ -179,6 +181,11 @@ def try_function(spec: str, example: Prompt) -> str:
             or_strings = ", or set data.chat=false" if makes_chats(_config.data) else ""
             need = NEEDS_MESSAGES if is_text else NEEDS_TEXT + or_strings
             raise ConfigError(f"{KEY}: '{spec}' {need}")
+    if isinstance(returned, KeyError) and isinstance(key := (*returned.args, None)[0], str):
+        # It is a column, and not a key of the function's own, if a row with it has another end.
+        row = replace(example, columns={key: None, **example.columns})
+        if repr(_call_on_dummies(content, row, num_dummies)) != repr(returned):
+            raise lacks_column(spec, f"it reads the column '{key}'", example)
     try:
         _as_scores(returned, num_dummies)
     except BaseException as error:
