@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import shlex
 import shutil
@@ -15,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
+from easyrl import devices
 from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.data import chat
@@ -114,6 +116,21 @@ def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) 
     save_file(weights, model / "model.safetensors")
     with pytest.raises(ValueError, match=r"model.path: .*layers.0.mlp.up_proj"):
         Policy.load(str(model))
+
+
+# Devices.
+
+
+def test_accelerators_that_a_machine_lacks_are_answered_without_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "has_driver", lambda kind: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for key, text in (("infer", "0,1"), ("train", "0-3")):
+        result = typed(f"--{key}-devices", text)
+        assert_names(result, f"devices.{key}")
+        assert f"'{text}'" in result.stderr and "--assume" in result.stderr
 
 
 # LoRA.

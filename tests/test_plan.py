@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -154,6 +155,15 @@ def test_where_nothing_fits_no_command_is_proposed(qwen: str) -> None:
     code, output = dry_run("--assume", "2x2GiB", "--model", qwen)
     assert code == 2 and proposed(output) is None
     assert "nothing that was tried fits" in output and "model.lora.rank" in output
+    lora = ["model.lora.rank=16"]
+    code, output = dry_run("--assume", "6GiB", "--model", qwen, *lora)
+    nothing = output.partition("nothing that was tried fits")[2]
+    assert code == 2 and "model.lora.rank" not in nothing
+    larger = re.findall(r"--assume (\S+?)[ )]", nothing)
+    assert len(larger) == 2
+    for assume in larger:
+        better = proposed(dry_run("--assume", assume, "--model", qwen, *lora)[1])
+        assert dry_run("--assume", assume, *(better or ["--model", qwen, *lora]))[0] == 0
 
 
 def test_a_run_that_fits_gets_no_proposal(qwen: str) -> None:

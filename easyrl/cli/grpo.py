@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 NOTHING_FITS = (
     "nothing that was tried fits: more train devices, smaller micro-batches, bfloat16, activation "
-    "checkpointing, offloading, fewer groups in flight; use more or larger devices, LoRA "
-    "(model.lora.rank), a smaller model or shorter sequences"
+    "checkpointing, offloading, fewer groups in flight; use more or larger devices{}, a smaller "
+    "model or shorter sequences{}"
 )
 
 
@@ -123,7 +123,7 @@ def _print_plan(
     assumed = None if assume is None else parse_assumed(assume)
     resolved = with_absolute_paths(config, is_resumed=resume is not None)
     planned = resolved if resume else start_from(resolved)[0]
-    plan = make_plan(planned, assumed)
+    plan, has_lora = make_plan(planned, assumed), config.model.lora.rank is not None
     settings = to_commented_yaml(resolved, only_changes=not full)
     heading = "Settings that differ" if settings else "No setting differs"
     typer.echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
@@ -134,10 +134,14 @@ def _print_plan(
         command = shlex.join(["easyrl", "grpo", *start, *words])
         host = f"{plan.host_bytes / 2**30:,.0f} GiB of the host's memory"
         lines += ["", f"a command that fits, by the same estimate, with {host}:", command]
-        if "train.offload" in plan.changes:
+        if "train.offload" in plan.changes and not has_lora:
             lines.append("LoRA needs much less (model.lora.rank=16)")
     elif plan.is_tight and not plan.changes and assumed is not None:
-        lines += ["", NOTHING_FITS]
+        fitting = " or ".join(f"--assume {each}" for each in plan.larger)
+        more = f" (a command fits with {fitting})" if fitting else ""
+        more += "" if has_lora else ", LoRA (model.lora.rank)"
+        frozen = " (the trainer keeps the weights that LoRA freezes in float32)" if has_lora else ""
+        lines += ["", NOTHING_FITS.format(more, frozen)]
     for line in lines:  # comments: the whole output is a config file
         typer.echo(f"# {line}".rstrip())
     return 0 if plan.would_start else USER_ERROR

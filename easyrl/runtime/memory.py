@@ -327,9 +327,9 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float]) -> list[st
                 if part.memory == memory and part.keys:
                     totals[part.what, part.keys] += part.num_bytes
             largest = [f"{what} {_gib(n)} ({keys})" for (what, keys), n in totals.most_common(5)]
-            least = "" if counted is parts else "at least "
+            least = "" if counted is parts else ", even without activations and buffers, at least"
             message = (
-                f"this run needs {least}{_gib(needed)} of memory on {memory}"
+                f"this run needs{least} {_gib(needed)} of memory on {memory}"
                 f"{f' and {len(others)} more' if others else ''}, but only "
                 f"{_gib(budgets[memory])} are available; the largest parts, and the keys that make "
                 f"them smaller: {'; '.join(largest)}"

@@ -224,7 +224,8 @@ def _place(
     assumed: devices.AssumedDevices | None = None,
 ) -> Placement:
     for key, wanted in (("infer", infer), ("train", train)):
-        _check_exist(f"devices.{key} (--{key}-devices)", wanted, kind, count)
+        name, typed = f"devices.{key} (--{key}-devices)", getattr(config.devices, key)
+        _check_exist(name, wanted, kind, count, typed)
     engine = choose_engine(config, infer, accelerator=kind, is_planned=assumed is not None)
     num_engines = infer.count // engine.tensor_parallel_size
     num_workers = num_engines + train.count
@@ -253,12 +254,19 @@ def _place(
     )
 
 
-def _check_exist(key: str, wanted: DeviceSet, kind: str, count: int) -> None:
+def _check_exist(
+    key: str, wanted: DeviceSet, kind: str, count: int, typed: str | None = None
+) -> None:
     if wanted.is_ray:  # the cluster may grow: `ray.launcher` waits for it
         return
     if wanted.kind == "accelerator" and max(wanted.indices) >= count:
-        found = f"{kind} devices 0-{count - 1}, or cpu" if count else "cpu (see easyrl doctor)"
-        raise ConfigError(f"{key}: expected {found}, got '{wanted}'")
+        got = f"got '{typed or wanted}'"
+        if count:
+            raise ConfigError(f"{key}: expected {kind} devices 0-{count - 1}, or cpu, {got}")
+        raise ConfigError(
+            f"{key}: expected cpu, as this machine has no accelerator that torch can use (easyrl "
+            f"doctor), {got}; to plan for others: easyrl grpo --dry-run --assume 8x80GiB"
+        )
 
 
 def numbered(wanted: DeviceSet, placement: Placement) -> DeviceSet:

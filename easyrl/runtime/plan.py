@@ -6,7 +6,7 @@ Nothing is started, and no weights are read. The devices may be assumed ones (`-
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import product
@@ -15,9 +15,10 @@ from typing import Any
 from easyrl.config import Config, ConfigError, change_config
 from easyrl.config.devices import range_words
 from easyrl.data.hub import describe_model
-from easyrl.devices import AssumedDevices
+from easyrl.devices import AssumedDevices, parse_assumed
 from easyrl.model.files import read_model_files
 from easyrl.runtime.memory import (
+    GIB,
     ModelSize,
     bytes_by_memory,
     check_memory,
@@ -50,6 +51,8 @@ class Plan:
     """Settings by key with which everything fits; empty if it does, or if none were found."""
     host_bytes: int = 0
     """Memory of the host, of all processes, that a run with the changes needs."""
+    larger: Sequence[str] = ()
+    """If no changes were found: values of `--assume` with which a command fits."""
 
 
 def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
@@ -75,13 +78,16 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
         warnings, is_refused = [f"a run would not start: {refused}", *warnings], True
     is_tight = size is not None and not fits(config, placement, size, headroom=1.0)
     changes: Mapping[str, Any] = {}
-    host_bytes = 0
+    host_bytes, larger = 0, []
     if size is not None and is_tight and placement.accelerator != "cpu":
         changes = propose_changes(config, placement, size)
         changed = change_config(config, changes)
         parts = estimate_memory(changed, resolve_placement(changed, assumed), size)
         host_bytes = bytes_by_memory(parts)["cpu"]
-    return Plan("\n".join([*lines, *warnings]), not is_refused, is_tight, changes, host_bytes)
+        if assumed is not None and not changes:
+            larger = _larger_devices(config, assumed, size)
+    text = "\n".join([*lines, *warnings])
+    return Plan(text, not is_refused, is_tight, changes, host_bytes, larger)
 
 
 def fits(
@@ -109,6 +115,23 @@ def propose_changes(config: Config, placement: Placement, size: ModelSize) -> Ma
         except ValueError:  # these do not go together
             continue
     return {}
+
+
+def _larger_devices(config: Config, assumed: AssumedDevices, size: ModelSize) -> list[str]:
+    """Return the fewest devices of this size, and the smallest ones of this number, with which a
+    command fits, of a short list."""
+
+    def can_fit(text: str) -> bool:
+        try:
+            placement = resolve_placement(config, parse_assumed(text))
+        except ConfigError:
+            return False
+        return fits(config, placement, size) or bool(propose_changes(config, placement, size))
+
+    count, gib = assumed.count, assumed.num_bytes / GIB
+    more = (f"{n}x{assumed.size}" for n in (2, 4, 8, 16) if n > count)
+    larger = (f"{count}x{n}GiB".removeprefix("1x") for n in (24, 48, 80, 140) if n > gib)
+    return [text for texts in (more, larger) for text in [next(filter(can_fit, texts), "")] if text]
 
 
 def _options(config: Config, placement: Placement) -> list[list[Option]]:
