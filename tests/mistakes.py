@@ -200,7 +200,8 @@ MISTAKES = {
     "data.max_prompt_length=9 data.long_prompts=skip": "data.long_prompts",
     # rewards
     "--dataset FOLDER/good.jsonl": "reward.functions",
-    "--reward exactmatch": "reward.functions",
+    "--reward exactmatch": "did you mean exact_match?",
+    "--reward exact_match --dataset FOLDER/god.jsonl": "did you mean good.jsonl?",
     "--reward FOLDER/r.py": "r.py:one_for_all or ",
     "--reward FOLDER/fails.py:score": 'fails.py", line 3',
     "--reward code --dataset FOLDER/good.jsonl": "tests",

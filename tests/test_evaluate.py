@@ -391,9 +391,10 @@ def test_eval_dataset_that_is_a_preset_uses_its_own_prompt() -> None:
         ("data.num_held_out=0", "data.num_held_out"),
         ("--output file", "output.dir"),
         ("--output folder", "output.dir"),
-        ("--compare folder", "--compare"),
+        ("--compare folder", "compare (--compare)"),
         ("--base tiny", "--base"),
         ("--model folder", "config.json"),
+        ("--model evaluation", "the folder of an evaluation"),
         ("eval.max_completion_length=513", "data.max_prompt_length"),
         ("--num-samples 100000000", "rollout.max_concurrent_groups"),
     ],
@@ -405,6 +406,9 @@ def test_mistake_is_reported_before_anything_starts(
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("mine")
+    (tmp_path / "evaluation").mkdir()
+    for name in ("config.yaml", "settings.json"):
+        (tmp_path / "evaluation" / name).write_text("{}")
     before = {path.name for path in tmp_path.iterdir()}
     assert key in call(tmp_path / "ev", *SMALL, *words.split(), code=2)
     assert {path.name for path in tmp_path.iterdir()} == before and not workers.asked

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,10 @@ def test_long_run_gives_a_small_page(make_run: Callable[..., Path]) -> None:
     assert "3000 iterations" not in page and "1 to 3000, none missing" in text_of(page)
 
 
-def test_csv_has_a_row_for_each_iteration(run: Path, make_run: Callable[..., Path]) -> None:
+def test_csv_has_a_row_for_each_iteration(
+    run: Path, make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "easyrl.observe.page", None)  # with matplotlib
     other = make_run("other", [], [line(0, only_here=7)])
     rows = list(csv.DictReader(io.StringIO(call("report", "--csv", run, other).output)))
     assert [(row["run"], row["iteration"]) for row in rows] == [

@@ -24,7 +24,7 @@ Words = Annotated[
 ]
 Reward = Annotated[
     list[str] | None,
-    Option(help="exact_match, file.py:function or package.module:function; repeatable."),
+    Option(help="Built-in (docs/rewards.md), file.py:function or module:function; repeatable."),
 ]
 InferDevices = Annotated[
     str | None, Option(help="Devices that generate: 0-3, 0,2,5, cpu:2, ray:8 or ray:cpu:2.")

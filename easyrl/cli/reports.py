@@ -28,9 +28,12 @@ def report(
     from easyrl.observe.history import read_histories, to_csv
 
     runs = read_histories(folders)
-    from easyrl.observe.page import to_page  # with matplotlib: later than errors
+    if csv:
+        text = to_csv(runs)
+    else:
+        from easyrl.observe.page import to_page  # with matplotlib: later than errors
 
-    text = to_csv(runs) if csv else to_page(runs)
+        text = to_page(runs)
     if csv and output is None:
         typer.echo(text, nl=False)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 SYNONYMS = {
     **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
@@ -37,6 +37,12 @@ INSTEAD = {
     ("model.dtype", "float16"): "model.dtype=bfloat16",
 }
 """Suggestions for values that a key does not take."""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a question in brackets that names the most similar one; empty if there is none."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=CLOSE)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def similar_names(name: str, names: Collection[str]) -> list[str]:

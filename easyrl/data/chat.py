@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from easyrl.config import Config, ConfigError
-from easyrl.config.data import DataConfig
+from easyrl.config import Config, ConfigError, DataConfig
 from easyrl.data.presets import preset_of
 from easyrl.types import Messages
 

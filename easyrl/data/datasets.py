@@ -16,7 +16,6 @@ seconds also where the hub does not answer. An evaluation's problems are
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import hashlib
 import json
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from easyrl.config import Config, ConfigError, DataConfig
+from easyrl.config.hints import did_you_mean
 from easyrl.data.hub import reach_hub
 from easyrl.data.presets import PRESETS, TRAINED, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm
@@ -90,7 +90,8 @@ def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:
     path = Path(name).expanduser()
     if match := re.search(r"\.(jsonl|csv)(\.gz)?$|\.parquet$", name):
         if not path.is_file():
-            raise ConfigError(f"{KEY}: there is no file '{name}'")
+            beside = did_you_mean(path.name, [each.name for each in path.parent.glob("*")])
+            raise ConfigError(f"{KEY}: there is no file '{name}'{beside}")
         if match[1]:
             rows, lines = _read_lines(path, _csv_rows if match[1] == "csv" else _json_rows)
             return DataSet(str(path), rows, form, seed, lines)
@@ -102,9 +103,7 @@ def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:
     elif re.fullmatch(HUB_ID, name) and not path.exists():
         loaded = open_hub(name)
     else:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'{hint}")
+        raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'{did_you_mean(name, PRESETS)}")
     return DataSet(name, loaded, form, seed)
 
 

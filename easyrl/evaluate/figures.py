@@ -102,8 +102,8 @@ def compare(
     common = [problem for problem in scored[0] if problem in scored[1]]
     if not common:
         raise ConfigError(
-            "--compare: expected an evaluation on the same problems (with the same prompts and "
-            "columns), got one without a common problem that both have scored"
+            "compare (--compare): expected an evaluation on the same problems (with the same "
+            "prompts and columns), got one without a common problem that both have scored"
         )
     correct = [
         is_correct([of_one[problem] for problem in common], correct_reward) for of_one in scored

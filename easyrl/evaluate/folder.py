@@ -115,8 +115,8 @@ def read_evaluation(path: Path) -> Answers:
     lines = read_lines(file) if path.exists() and file.is_file() else []
     if not lines or "problem" not in lines[0]:
         raise ConfigError(
-            "--compare: expected the folder of an evaluation with answers (easyrl eval --output "
-            f"DIR), its eval.json or its samples.jsonl, got '{path}'"
+            "compare (--compare): expected the folder of an evaluation with answers (easyrl eval "
+            f"--output DIR), its eval.json or its samples.jsonl, got '{path}'"
         )
     return _by_problem(lines)
 

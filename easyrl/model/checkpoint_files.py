@@ -92,6 +92,8 @@ def find_checkpoint(source: Path, *, verify: bool = True) -> Checkpoint:
     found, damaged = newest_checkpoint(source / CHECKPOINTS, verify=verify)
     if found is None:
         problem = f"expected a checkpoint or a run folder with one, got '{source}'"
+        if (source / "settings.json").is_file():
+            problem += ", the folder of an evaluation; its eval.json names the model"
         raise ValueError("\n".join([problem, *damaged.values()]))
     if damaged:
         print(*damaged.values(), f"'{found.path}' is used instead", sep="\n", file=sys.stderr)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from easyrl.config import Config, ConfigError
+from easyrl.config.hints import did_you_mean
 from easyrl.config.user_code import load_function, read_files
 from easyrl.data.presets import preset_of
 from easyrl.data.streams import RESERVED_COLUMNS
@@ -103,7 +104,7 @@ def load_reward(spec: str, config: Config) -> RewardFunction:
     """Load the function of one entry of `reward.functions`, in TRL's form."""
     if spec in BUILT_IN:
         return BUILT_IN[spec](config)
-    function: RewardFunction = load_function(spec, KEY, FORMS)
+    function: RewardFunction = load_function(spec, KEY, FORMS + did_you_mean(spec, BUILT_IN))
     is_verl = "solution_str" in inspect.signature(function).parameters
     return functools.partial(_call_verl, function) if is_verl else function
 
