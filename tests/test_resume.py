@@ -45,7 +45,7 @@ def outcome_of(folder: Path) -> tuple[Any, ...]:
     summary = {
         name: value
         for name, value in summary_of(folder).items()
-        if "seconds" not in name and name not in ("overlap", "tokens_per_second_per_device")
+        if "second" not in name and name != "overlap"
     }
     return metrics, lines_of(folder / "samples.jsonl"), summary
 

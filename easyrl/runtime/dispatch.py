@@ -33,7 +33,7 @@ from typing import Any
 from easyrl import events
 from easyrl.config import Config
 from easyrl.data.streams import PromptStream
-from easyrl.runtime.placement import Placement
+from easyrl.runtime.placement import Placement, max_open_groups
 from easyrl.runtime.supervisor import Worker, WorkerFailure
 from easyrl.types import IndexedPrompt, Prompt
 
@@ -119,7 +119,7 @@ class Dispatcher:
         self._workers = workers
         self._is_deterministic = config.runtime.deterministic
         self._is_fixed = self._is_deterministic or placement.max_rollout_workers == 1
-        self._most_groups = placement.max_open_groups  # of one worker at a time
+        self._most_groups = max_open_groups(placement.max_concurrent_groups)  # of one worker
         self._most = 0  # prompts of one worker at a time, in this round
         self._num_generations = config.rollout.num_generations
         self._command: Command

@@ -28,7 +28,7 @@ from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
 from easyrl.model import CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, PACKED_LAYERS, ModelFiles
-from easyrl.runtime.placement import Placement, device_names, ring_layout
+from easyrl.runtime.placement import Placement, device_names, max_open_groups, ring_layout
 
 MIB, GIB = 2**20, 2**30
 WORKER_BYTES, CONTROLLER_BYTES, REWARD_BYTES = 375 * MIB, 270 * MIB, 76 * MIB
@@ -140,7 +140,7 @@ def _rollout_parts(
     if is_embedded:
         lengths = config.data.max_prompt_length, rollout.max_completion_length
         cached = rows * row_cells(*lengths)
-        cached += placement.max_open_groups * padded(lengths[0])
+        cached += max_open_groups(placement.max_concurrent_groups) * padded(lengths[0])
     else:  # on accelerators vLLM takes as many sequences as fit, at least 1
         cached = (rows if on_cpu else 1) * config.max_sequence_length
     per_token = 2 * model.num_layers * model.num_key_value_heads * model.head_size * dtype_bytes

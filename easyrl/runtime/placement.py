@@ -56,11 +56,6 @@ class Placement:
         return self.most_rollout_workers or num_devices // self.engine.tensor_parallel_size
 
     @property
-    def max_open_groups(self) -> int:
-        """Most groups that a rollout worker has received and not finished."""
-        return max_open_groups(self.max_concurrent_groups)
-
-    @property
     def num_rollout_workers(self) -> int:
         return self.infer.count // self.engine.tensor_parallel_size
 
@@ -410,6 +405,7 @@ def describe(placement: Placement, found: Mapping[str, str] | None = None) -> st
 
 
 def max_open_groups(in_flight: int) -> int:
+    """Return how many groups an engine with so many in flight has received and not finished."""
     return in_flight + max(1, in_flight // 2)
 
 
