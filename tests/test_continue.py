@@ -52,6 +52,7 @@ def test_a_run_starts_from_the_weights_of_a_run_or_of_its_checkpoint(
 
 def test_a_resume_with_other_settings_prints_a_command_that_runs(trained: Finished) -> None:
     resume = ("--resume", str(trained.folder))
+    trained.folder.with_name("run-2").mkdir()  # the name is taken
     code, _, err = finish(*resume, "train.learning_rate=1e-4", "algorithm.beta=0.1")
     assert code == 2 and "train.learning_rate: expected 0.0003 as in the run, got 0.0001" in err
     assert "algorithm.beta: expected 0.0 as in the run, got 0.1" in err and "null" not in err
@@ -60,7 +61,7 @@ def test_a_resume_with_other_settings_prints_a_command_that_runs(trained: Finish
     assert (program, name) == ("easyrl", "grpo")
     code, _, err = finish(*words)
     assert code == 0, err
-    new = trained.folder.with_name("run-2")
+    new = trained.folder.with_name("run-3")
     config, before = (load_config(each / "config.yaml") for each in (new, trained.folder))
     assert (config.learning_rate, config.algorithm.beta) == (1e-4, 0.1)
     assert config.rollout == before.rollout and config.data == before.data

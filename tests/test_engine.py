@@ -301,14 +301,21 @@ def test_memory_of_prompts_is_used_again_when_their_groups_have_finished():
 
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_layers_of_llamas_kind_are_decoded_with_fused_operations(name):
-    decoder = make_engine(name)._decoder
-    assert (decoder is None) == (name == "gemma2")
+    engine = make_engine(name)
+    assert (engine._run_model is engine._decoder) == (name != "gemma2")
 
 
-def test_model_that_its_layers_do_not_define_runs_through_its_own_code():
-    policy = make_policy("qwen3")
-    policy.model.model.layers[1].self_attn.q_norm.register_forward_hook(lambda *a: 2 * a[2])
-    assert make_engine(policy=policy)._decoder is None
+def test_fused_operations_are_checked_with_each_new_set_of_weights():
+    """A difference may be hidden by the first weights: here what follows it is multiplied by 0."""
+    policy, new = make_policy("qwen3"), make_policy("qwen3", seed=2)
+    attention = policy.model.model.layers[1].self_attn
+    attention.q_norm.register_forward_hook(lambda *a: 2 * a[2])
+    with torch.no_grad():
+        attention.o_proj.weight.zero_()
+    engine = make_engine(policy=policy)
+    assert engine._run_model is engine._decoder
+    engine.load_weights(pieces_of(new))
+    assert engine._run_model == policy.forward
 
 
 # -- how `GenerateEngine` computes it -------------------------------------------------------------

@@ -187,14 +187,16 @@ def test_estimate_follows_the_settings() -> None:
 
 def test_estimated_kv_cache_equals_the_allocated_one() -> None:
     words = ("data.max_prompt_length=50", "rollout.max_completion_length=30")
-    counted = of(estimated(*words, "rollout.num_generations=3"), "rollout-0")["KV cache"]
+    parts = of(estimated(*words, "rollout.num_generations=3"), "rollout-0")
     sampling = SamplingSettings(max_prompt_length=50, max_completion_length=30)
     engine = EmbeddedEngine(Policy.load("tiny"), sampling, num_rows=4 * 3)  # 4 groups
-    for number in range(6):  # as many as it gets at a time
-        engine.submit(GroupRequest((number,), [5] * 50, 3))
+    for number in range(40):  # an evaluation
+        engine.submit(GroupRequest((number,), [5] * 50, 1))
     while engine.has_work:
         engine.step()
-    assert counted >= engine.cache.num_bytes >= 0.7 * counted
+    rows = sum(cache.nbytes for layer in engine.cache.rows for cache in layer)
+    assert parts["KV cache"] == rows
+    assert 0.7 < (engine.cache.num_bytes - rows) / parts["prompts in the KV cache"] <= 1.0
 
 
 def test_sizes_of_unusual_models_are_read() -> None:

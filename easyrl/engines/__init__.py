@@ -5,8 +5,8 @@ MAX_PREFILL_TOKENS = 2048
 """Prompt tokens per step of the embedded engine, unless a single prompt is longer: bounds the delay
 of a step."""
 COPIED_TOKENS = 64
-"""Longest prompt that is copied to each of its rows: that costs less than attending to it apart.
-Measured with the demo's model on one core; equal for a model of 14 million weights."""
+"""Longest prompt that is copied to each of its rows: that costs less than attending to it
+separately. Measured on one core with the demo's model; with 14 million weights it costs as much."""
 CELLS = 16
 """Rows and prompts take a multiple of this many tokens in the KV cache: kernels are faster then."""
 

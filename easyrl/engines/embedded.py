@@ -16,7 +16,7 @@ Shapes: S rows, n of them active, V tokens of the vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,7 @@ class EmbeddedEngine(PolicyEngine):
         super().__init__(policy, sampling, tokenizer)
         self._eos = np.asarray([] if ignore_eos else policy.eos_token_ids, dtype=np.int64)
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
-        self._run_model = self._decoder or policy.forward
+        self._choose_forward()
         self.cache = KVCache(num_rows, sampling.max_prompt_length, sampling.max_completion_length)
         self._ready: deque[_Sequence] = deque()
         self._finished: list[FinishedGroup] = []
@@ -95,6 +95,12 @@ class EmbeddedEngine(PolicyEngine):
         super().load_weights(pieces)
         if self._decoder is not None:
             self._decoder.copy_weights()
+        self._choose_forward()
+
+    def _choose_forward(self) -> None:
+        self._run_model: Callable[..., Tensor] = self.policy.forward
+        if self._decoder is not None and self._decoder.equals(self.policy):
+            self._run_model = self._decoder
 
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:

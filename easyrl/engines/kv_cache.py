@@ -9,7 +9,8 @@ A group's prompt is stored once, in a slot; a row stores the tokens of one compl
 which costs less than a merge.
 
 Shapes: C slots of P tokens, S rows of R cells, n of them active, Hq query heads, Hkv key/value
-heads, D head size; of a bucket of rows: B rows, L cells.
+heads, Q query heads for each of them, D head size; of a bucket of rows: B rows, L cells; W rows of
+the slot that has most.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from easyrl.model.shared_prompt import (
     Block,
     SharedPrompt,
     attend_block,
+    is_fused,
 )
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -181,7 +183,7 @@ class StepLayout:
         for rows, length, bias in self._buckets[window]:
             k, v = (x[rows, :length].transpose(1, 2) for x in (keys, values))
             block = Block(grouped[rows], k, v, is_causal=False, bias=bias)
-            parts.append(attend_block(block, settings))
+            parts.append(_attend(block, settings))
         output, logsumexp = (
             x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)
         )
@@ -211,7 +213,7 @@ _Bucket = tuple[slice, int, Tensor]
 
 def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
     """Divide rows with these numbers of cells [n], the highest length class first, into buckets of
-    adjacent rows; return the first row of each and the one behind its last. Two classes share a
+    adjacent rows; return the first row of each and one past its last. Two classes share a
     bucket where that computes fewer than `bucket_cost` cells more."""
     cuts = [0, *(np.flatnonzero(np.diff(length_class(cells + 1))) + 1).tolist(), len(cells)]
     buckets: list[tuple[int, int]] = []
@@ -234,28 +236,49 @@ def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dty
     return hidden.to(dtype).mul_(HIDDEN)
 
 
+def _attend(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
+    """Compute `attend_block` for inference: keys in half precision are not copied to float32."""
+    if is_fused(block, settings):
+        return attend_block(block, settings)
+    scores = torch.matmul(block.query, block.key.transpose(-1, -2))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * settings.scaling
+    if settings.softcap is not None:
+        scores = torch.tanh(scores / settings.softcap) * settings.softcap
+    if block.bias is not None:
+        scores = scores + block.bias
+    logsumexp = torch.logsumexp(scores, dim=-1, keepdim=True)
+    weights = torch.exp(scores - logsumexp).to(block.value.dtype)
+    return torch.matmul(weights, block.value), logsumexp
+
+
 class _SharedPrompts:
     """Attention of the active rows to their groups' prompts, in one block.
 
     The rows of a slot need not be adjacent: queries are gathered slot by slot, W places for each,
     as many as the slot with most rows needs. Slots whose prompt is copied to its rows are hidden.
+    Where the slots in use are few among many, their prompts are gathered, too.
     """
 
     def __init__(self, slots: Ints, positions: Ints, lengths: Ints, device: torch.device) -> None:
         """`slots`, `positions` [n]: of each row; `lengths` [C]: of shared prompts, else 0."""
-        first, counts = slots.min(), np.bincount(slots)
-        self._slots, self._width = slice(int(first), len(counts)), int(counts.max())
-        self._size = (len(counts) - int(first), self._width)
-        order = np.argsort(slots, kind="stable")
-        rank = np.arange(len(slots)) - (counts.cumsum() - counts)[slots[order]]
+        used, numbers = np.unique(slots, return_inverse=True)
+        self._slots: slice | Tensor = torch.from_numpy(used).to(device)
+        if used[-1] - used[0] < 2 * len(used):
+            used, numbers = np.arange(used[0], used[-1] + 1), slots - used[0]
+            self._slots = slice(int(used[0]), int(used[-1]) + 1)
+        counts = np.bincount(numbers)
+        self._width = int(counts.max())
+        self._size = (len(counts), self._width)
+        order = np.argsort(numbers, kind="stable")
+        rank = np.arange(len(slots)) - (counts.cumsum() - counts)[numbers[order]]
         places = np.empty_like(slots)
-        places[order] = (slots[order] - first) * self._width + rank
+        places[order] = numbers[order] * self._width + rank
         rows = np.zeros(self._size[0] * self._width, dtype=np.int64)
         rows[places] = np.arange(len(slots))
         self._rows, self._places = (torch.from_numpy(x).to(device) for x in (rows, places))
-        self._lengths = torch.from_numpy(lengths[self._slots]).to(device)
+        self._lengths = torch.from_numpy(lengths[used]).to(device)
         self._positions = torch.from_numpy(positions[rows]).to(device)
-        self._longest = padded(int(lengths[self._slots].max()))
+        self._longest = padded(int(lengths[used].max()))
         self._biases: dict[int | None, Tensor] = {}
 
     def attend(
@@ -277,7 +300,7 @@ class _SharedPrompts:
             rows: Tensor = apart.transpose(1, 2).flatten(0, 1)[self._places]
             return rows
 
-        output, logsumexp = attend_block(block, settings)
+        output, logsumexp = _attend(block, settings)
         return by_row(output), by_row(logsumexp)
 
     def _bias(self, window: int | None, query: Tensor) -> Tensor:

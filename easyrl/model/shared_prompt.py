@@ -56,7 +56,7 @@ class Block:
     key: Tensor
     value: Tensor
     is_causal: bool  # only where L == S
-    bias: Tensor | None  # [L, S], added to the scores
+    bias: Tensor | None  # [L, S] or [B, 1, L or 1, S], added to the scores
 
 
 class SharedPrompt:
@@ -222,7 +222,7 @@ def _to_tokens(block: Tensor) -> Tensor:
 
 def attend_block(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, L, D] and the scores' log-sum-exp [B, H, L, 1], float32 or wider."""
-    if not _is_fused(block, settings):
+    if not is_fused(block, settings):
         scores, _ = _scores(block, settings)
         logsumexp = torch.logsumexp(scores, dim=-1, keepdim=True)
         weights = torch.exp(scores - logsumexp)
@@ -245,7 +245,7 @@ def attend_block_backward(
     """Return the gradients of query, key and value, given the output's gradient, the merged output
     and the merged log-sum-exp: with these, a block's probabilities are `exp(scores - logsumexp)`
     (FlashAttention-2, arXiv 2307.08691, algorithm 2)."""
-    if not _is_fused(block, settings):
+    if not is_fused(block, settings):
         return _plain_backward(gradient, output, logsumexp, block, settings)
     gradients: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient,
@@ -262,7 +262,7 @@ def attend_block_backward(
     return gradients[0], gradients[1], gradients[2]
 
 
-def _is_fused(block: Block, settings: AttentionSettings) -> bool:
+def is_fused(block: Block, settings: AttentionSettings) -> bool:
     """Return whether PyTorch's kernel for CPUs computes the block. It supports neither soft-capping
     nor values of another size than keys (multi-head latent attention)."""
     has_one_size = block.query.shape[-1] == block.value.shape[-1]

@@ -28,7 +28,7 @@ from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
 from easyrl.model import CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, PACKED_LAYERS, ModelFiles
-from easyrl.runtime.placement import Placement, device_names, max_open_groups, ring_layout
+from easyrl.runtime.placement import Placement, device_names, ring_layout
 
 MIB, GIB = 2**20, 2**30
 WORKER_BYTES, CONTROLLER_BYTES, REWARD_BYTES = 375 * MIB, 270 * MIB, 76 * MIB
@@ -137,10 +137,12 @@ def _rollout_parts(
     dtype_bytes, is_embedded = DTYPE_BYTES[dtype], placement.engine.name == "embedded"
     weights = dtype_bytes * model.num_weights
     rows = (placement.max_concurrent_groups if model.is_batched else 1) * rollout.num_generations
-    if is_embedded:
+    is_batched = is_embedded and model.is_batched
+    prompts = 0  # stored besides the rows, at most: an evaluation may have one for each row
+    if is_batched:
         lengths = config.data.max_prompt_length, rollout.max_completion_length
         cached = rows * row_cells(*lengths)
-        cached += max_open_groups(placement.max_concurrent_groups) * padded(lengths[0])
+        prompts = (rows + max(1, rows // 4)) * padded(lengths[0])
     else:  # on accelerators vLLM takes as many sequences as fit, at least 1
         cached = (rows if on_cpu else 1) * config.max_sequence_length
     per_token = 2 * model.num_layers * model.num_key_value_heads * model.head_size * dtype_bytes
@@ -150,7 +152,7 @@ def _rollout_parts(
     step += prefill * dtype_bytes * (2 * model.width + 3 * model.mlp_width)
     if not (on_cpu and is_embedded):  # else weights are received into their own memory
         step += min(NUM_BUCKETS * BUCKET_BYTES, weights)
-    is_copied = on_cpu and is_embedded and dtype == "float32"  # engines.fused_decoder
+    is_copied = on_cpu and is_batched and dtype == "float32"  # engines.fused_decoder
     copied = (model.num_weights - model.outer_weights) * FLOAT_BYTES if is_copied else 0
     part = partial(Part, worker, memory)
     model_keys = "model.path, model.dtype, rollout.memory_fraction, --infer-devices"
@@ -163,6 +165,9 @@ def _rollout_parts(
             cached * per_token,
             cache_keys,
             is_certain=True,
+        ),
+        part(
+            "prompts in the KV cache", prompts * per_token, f"{in_flight}, data.max_prompt_length"
         ),
         part("engine's step, buckets", step, in_flight),
         part("weights for decoding", copied, "model.path"),

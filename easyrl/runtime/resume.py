@@ -27,7 +27,13 @@ from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, Checkpoint, newest_checkpoint
 from easyrl.rewards.loading import reward_specs, reward_weights
-from easyrl.runtime.run_folder import UNFINISHED_CONFIG, folder_of, is_unstarted, lock_folder
+from easyrl.runtime.run_folder import (
+    UNFINISHED_CONFIG,
+    folder_of,
+    free_name,
+    is_unstarted,
+    lock_folder,
+)
 
 MAY_CHANGE = (
     "model.attention",
@@ -147,7 +153,8 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
             why = "" if damaged else " (train.save_every, train.keep_checkpoints)"
             raise ConfigError(
                 f"--resume, runtime.resume: '{folder}' has no whole checkpoint{why}{reasons}\n"
-                f"to start again: easyrl grpo --config {folder / 'config.yaml'} --output {folder}-2"
+                f"to start again: easyrl grpo --config {folder / 'config.yaml'} "
+                f"--output {free_name(folder)}"
             )
     except BaseException:
         os.close(lock)
@@ -221,7 +228,7 @@ def _resolved(config: Config) -> dict[str, Any]:
 def _new_run(config: Config, run: Config, checkpoint: Path) -> str:
     """The command that trains from the checkpoint with the settings of `config`."""
     folder = checkpoint.parent.parent
-    changes: dict[str, Any] = {"output.dir": f"{folder}-2"}
+    changes: dict[str, Any] = {"output.dir": free_name(folder)}
     if config.runtime.seed == run.runtime.seed:
         changes["runtime.seed"] = run.runtime.seed + 1  # other prompts than before
     if config.model.path == run.model.path:

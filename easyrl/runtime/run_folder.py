@@ -282,11 +282,17 @@ def _unusable(folder: Path, error: OSError) -> ConfigError:
     )
 
 
+def free_name(folder: Path) -> str:
+    """Return a name for a run that follows the one in this folder: RUN-2, RUN-3, ..."""
+    names = (f"{folder}-{number}" for number in count(2))
+    return next(name for name in names if not Path(name).exists())
+
+
 def resume_hint(folder: Path) -> str:
     """A line for a run that did not finish."""
     if checkpoints_in(folder / CHECKPOINTS):
         return f"\nto resume: easyrl grpo --resume {quote(str(folder))}"
-    new = folder if is_unstarted(folder) else f"{folder}-2"
+    new = folder if is_unstarted(folder) else free_name(folder)
     again = f"--config {quote(f'{folder}/config.yaml')} --output {quote(str(new))}"
     return f"\nto start again (there is no checkpoint): easyrl grpo {again}"
 
