@@ -36,6 +36,7 @@ from easyrl.bench.harness import (
     write_model_and_prompts,
 )
 from easyrl.config import load_config
+from easyrl.config.devices import parse_device_set
 from easyrl.devices import accelerator, visible_environment
 from easyrl.processes import num_cores
 from easyrl.runtime.placement import Placement, resolve_placement
@@ -113,12 +114,15 @@ def run(
     if unknown := [name for name in names if name not in works]:
         raise ValueError(f"--rows: expected some of {', '.join(works)}, got {', '.join(unknown)}")
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
+    misplaced = (
+        "--infer-devices, --train-devices: expected both CPU or both accelerators of this machine, "
+        f"got {infer_devices} and {train_devices}"
+    )
+    if any(each and parse_device_set(each).is_ray for each in (infer_devices, train_devices)):
+        raise ValueError(misplaced)
     placement = resolve_placement(load_config(None, flags))
-    if placement.is_ray or placement.infer.kind != placement.train.kind:
-        raise ValueError(
-            "--infer-devices, --train-devices: expected both CPU or both accelerators of this "
-            f"machine, got {placement.infer} and {placement.train}"
-        )
+    if placement.infer.kind != placement.train.kind:
+        raise ValueError(misplaced)
     on_cpu = placement.train.kind == "cpu"
     for package in ("trl",) if on_cpu else ("trl", "vllm"):
         if util.find_spec(package) is None:
