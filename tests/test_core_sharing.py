@@ -13,6 +13,8 @@ import torch
 
 from easyrl import processes
 from easyrl.config import load_config
+from easyrl.model.attention import PackedGroups
+from easyrl.model.policy import Policy
 from easyrl.runtime import placement as placement_module
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.workers import core_sharing
@@ -170,3 +172,12 @@ def test_vllm_shares_its_cores_and_uses_no_others(monkeypatch: pytest.MonkeyPatc
     (shared,) = sharing_of(spawned["train-0"]).shared
     assert shared.cores == spawned["rollout-0"].cores
     assert placement.max_concurrent_groups == 32
+
+
+def test_the_trainer_looks_for_idle_cores_at_each_layer() -> None:
+    policy = Policy.load("tiny", "cpu")
+    calls: list[bool] = []
+    policy.before_each_block(lambda: calls.append(torch.is_grad_enabled()))
+    row = torch.arange(5)
+    policy.forward(row, row, PackedGroups([(5, ())]), row).sum().backward()
+    assert len(calls) == 2 * len(policy.blocks)

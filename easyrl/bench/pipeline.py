@@ -17,8 +17,8 @@ from functools import partial
 from easyrl.bench.harness import Row, median_ratio, record, take_turns
 from easyrl.processes import num_cores
 
-MODES = {"sync": 1, "colocated": 1, "apart": 4, "periodic": 2}
-"""The part of the groups that is in flight: all, a half or a quarter."""
+MODES = {"sync": 1, "colocated": 1, "apart": 4, "periodic": None}
+"""The part of the groups that is in flight: all, or a quarter; None: the default."""
 
 
 def run(prompts: int = 64, rounds: int = 3) -> Iterator[Row]:
@@ -44,11 +44,12 @@ def run(prompts: int = 64, rounds: int = 3) -> Iterator[Row]:
 
 def measure(mode: str, prompts: int, iterations: int) -> dict[str, float]:
     num_threads = num_cores() if mode == "colocated" else max(1, num_cores() // 2)
+    part = MODES[mode]
     flags = {
         "runtime.schedule": "periodic" if mode in ("apart", "periodic") else "sync",
         "train.prompts_per_iteration": prompts,
         "rollout.num_generations": 8,
-        "rollout.max_concurrent_groups": max(2, prompts // MODES[mode]),
+        "rollout.max_concurrent_groups": None if part is None else max(2, prompts // part),
         "devices.infer": "cpu",
         "devices.train": "cpu",
         # Cores are shared between the groups unless a number of threads is set.

@@ -12,7 +12,7 @@ vocabulary; B sequences, L the longest of them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -115,6 +115,12 @@ class Policy:
             block.forward = partial(  # beneath the hooks that gather a sharded layer's weights
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
             )
+
+    def before_each_block(self, callback: Callable[[], None]) -> None:
+        """Call `callback` before the forward and before the backward of each decoder layer."""
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda *_: callback())
+            block.register_full_backward_pre_hook(lambda *_: callback())
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, logits_at: Tensor

@@ -113,6 +113,9 @@ class TrainWorker:
             self._report(events.Note(f"model.attention: {policy.no_packing_reason}, {repeated}"))
         if model.lora.rank is not None:
             policy.add_adapter(model.lora, path=model.path, seed=self.config.runtime.seed)
+        if settings.core_sharing is not None:
+            # A micro-batch may take seconds: the engine's cores are used as soon as it is idle.
+            policy.before_each_block(self.cores.use_available)
         learner = Learner(policy, self.config, self.ranks)
         if settings.checkpoint is not None:
             learner.restore(Path(settings.checkpoint), settings.policy_version)
