@@ -67,6 +67,16 @@ class Completion:
     logprobs: Float32  # [R], of softmax(logits / temperature)
     finish_reason: Literal["stop", "length"]
     """`stop`: end token or stop string; `length`: cut off at the maximum length."""
+    is_sampled: Bool | None = (
+        None  # [R], False for inserted tokens, of log-probability 0; None: all
+    )
+
+    @property
+    def loss_mask(self) -> Bool:
+        """[R], False where a token was not sampled."""
+        if self.is_sampled is not None:
+            return self.is_sampled
+        return np.ones(len(self.token_ids), dtype=np.bool_)
 
 
 @dataclass(frozen=True, slots=True)

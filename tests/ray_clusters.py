@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -16,6 +17,7 @@ def cluster_of(*nodes: dict[str, Any]) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="ray-")  # a short name: it holds sockets
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray writes there, whatever its `temp_dir`
     cluster = Cluster()
     try:
         for node in nodes:

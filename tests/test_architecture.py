@@ -10,7 +10,16 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "easyrl"
 LAYERS = (
     ["__init__", "formatting", "types", "events", "processes", "devices"],
-    *(["config"], ["algorithm"], ["data"], ["rewards"], ["channels"], ["model"], ["engines"]),
+    *(
+        ["config"],
+        ["algorithm"],
+        ["data"],
+        ["rewards"],
+        ["environments"],
+        ["channels"],
+        ["model"],
+        ["engines"],
+    ),
     *(["workers"], ["runtime"], ["observe"], ["evaluate"], ["bench"], ["doctor"]),
     *(["api"], ["cli", "__main__"]),
 )

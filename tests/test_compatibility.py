@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FEATURES = (
     *("Ray", "several train ranks", "LoRA", "vLLM", "dynamic sampling"),
-    *("several updates", "deterministic mode", "scaling", "resume"),
+    *("several updates", "deterministic mode", "scaling", "resume", "environments"),
 )
 ROWS = re.findall(
     r"^\| ([^|]+), ([^|]+) \| (.+) \|$", (ROOT / "docs/compatibility.md").read_text(), re.MULTILINE

@@ -227,14 +227,21 @@ def test_a_node_that_cannot_run_easyrl(cluster: Any, tmp_path: Path, problem: st
 DYNAMIC = ("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100")
 TWO_UPDATES = ("train.updates_per_iteration=2", "algorithm.epsilon_high=0.28")
 LORA = ("model.lora.rank=4",)
+ENVIRONMENT = (
+    *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
+    *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
+)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
 @pytest.mark.parametrize(
     "words",
-    [LORA, DYNAMIC, TWO_UPDATES, (*LORA, *DYNAMIC, *TWO_UPDATES), ("train.eval_every=1",)],
-    ids=["LoRA", "dynamic-sampling", "two-updates", "all", "evaluation"],
+    [
+        *(LORA, DYNAMIC, TWO_UPDATES, (*LORA, *DYNAMIC, *TWO_UPDATES), ("train.eval_every=1",)),
+        ENVIRONMENT,
+    ],
+    ids=["LoRA", "dynamic-sampling", "two-updates", "all", "evaluation", "environment"],
 )
 def test_features_end_in_the_same_bits_with_and_without_ray(
     cluster: Any, tmp_path: Path, words: tuple[str, ...], infer: int, train: int

@@ -206,7 +206,7 @@ def test_inconsistent_settings_are_refused(name: str, settings: dict[str, Any], 
         config_of(name, **settings)
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN.keys() - {"code"}))  # tests/test_code.py
+@pytest.mark.parametrize("name", sorted(BUILT_IN.keys() - {"code", "environment"}))
 def test_missing_column_is_an_error_before_the_run(name: str) -> None:
     settings = {"reward__pattern": "a"} if name == "regex" else {}
     config = config_of(name, **settings)

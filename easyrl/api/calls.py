@@ -113,6 +113,7 @@ def train(
     dataset: Any = None,
     reward: Any = None,
     *,
+    environment: str | None = None,
     config: StrPath | None = None,
     infer_devices: str | None = None,
     train_devices: str | None = None,
@@ -133,6 +134,7 @@ def train(
         dataset: A preset, a path or a hub id, a list of them, a list of rows (dicts), or a
             `datasets.Dataset`.
         reward: A reward function, a name of one, or a list of them.
+        environment: What the model acts in, as `file.py:Class` (`rollout.environment`).
         config: YAML file with settings; the arguments win over it.
         output: The run folder.
         iterations: Iterations in all, resumed or not.
@@ -174,6 +176,7 @@ def evaluate(
     dataset: Any = None,
     reward: Any = None,
     *,
+    environment: str | None = None,
     config: StrPath | None = None,
     base: StrPath | None = None,
     num_samples: int | None = None,

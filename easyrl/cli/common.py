@@ -26,6 +26,10 @@ Reward = Annotated[
     list[str] | None,
     Option(help="Built-in (docs/rewards.md), file.py:function or module:function; repeatable."),
 ]
+Environment = Annotated[
+    str | None,
+    Option(help="What the model acts in (docs/environments.md): guess, file.py:Class."),
+]
 InferDevices = Annotated[
     str | None, Option(help="Devices that generate: 0-3, 0,2,5, cpu:2, ray:8 or ray:cpu:2.")
 ]

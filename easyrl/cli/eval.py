@@ -9,6 +9,7 @@ from typer import Option
 
 from easyrl.cli.common import (
     ConfigFile,
+    Environment,
     InferDevices,
     NoLive,
     RayAddress,
@@ -31,6 +32,7 @@ def evaluate(
     ] = None,
     dataset: Annotated[str | None, Option(help="A preset, file, folder or hub id.")] = None,
     reward: Reward = None,
+    environment: Environment = None,
     num_samples: Annotated[int | None, Option(help="Completions per problem.")] = None,
     engine: Annotated[str | None, Option(help="vllm or embedded.")] = None,
     infer_devices: InferDevices = None,

@@ -12,6 +12,7 @@ from typer import Option
 from easyrl.cli.common import (
     USER_ERROR,
     ConfigFile,
+    Environment,
     InferDevices,
     NoLive,
     RayAddress,
@@ -43,6 +44,7 @@ def grpo(
         list[str] | None, Option(help="A preset, file, folder or hub id; several are mixed.")
     ] = None,
     reward: Reward = None,
+    environment: Environment = None,
     infer_devices: InferDevices = None,
     train_devices: TrainDevices = None,
     spare_devices: Annotated[

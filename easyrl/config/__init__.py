@@ -74,7 +74,7 @@ class Config(Section):
         """Peak learning rate, with its default."""
         if self.train.learning_rate is not None:
             return self.train.learning_rate
-        is_built_in = self.model.path in ("tiny", "tiny-countdown")
+        is_built_in = self.model.path in ("tiny", "tiny-countdown", "tiny-guess")
         if self.model.lora.rank is not None:
             return 3e-3 if is_built_in else 1e-5
         return 3e-4 if is_built_in else 1e-6
@@ -141,6 +141,16 @@ class Config(Section):
                 "runtime.autoscale: expected false without devices.spare (--spare-devices) or with "
                 "runtime.deterministic, got true"
             )
+        if self.rollout.has_environments and self.rollout.engine == "vllm":
+            problems.append(
+                "rollout.engine: expected embedded with rollout.environment and rollout.tools, got "
+                "vllm"
+            )
+        if runtime.deterministic and self.rollout.episode_timeout_seconds is not None:
+            problems.append(
+                "rollout.episode_timeout_seconds: expected null with runtime.deterministic, got "
+                f"{self.rollout.episode_timeout_seconds:g}"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -168,6 +178,7 @@ OPTIONS = {
     "model": "model.path",
     "dataset": "data.dataset",
     "reward": "reward.functions",
+    "environment": "rollout.environment",
     "infer_devices": "devices.infer",
     "train_devices": "devices.train",
     "spare_devices": "devices.spare",
@@ -288,7 +299,8 @@ def _read_word(word: str) -> tuple[str, Any]:
     """Read `train.learning_rate=1e-6`: the key's name and its value.
 
     The value is YAML. But for a key that takes a string every text is one, as in
-    `reward.pattern=[0-4]$`, except null, text in quotes and, where the key takes one, a list.
+    `reward.pattern=[0-4]$`, except null, text in quotes and, where the key takes them, lists and
+    mappings.
     """
     name, equals, text = (part.strip() for part in word.partition("="))
     if not equals:
@@ -298,6 +310,7 @@ def _read_word(word: str) -> tuple[str, Any]:
         text[:1] in ("'", '"')
         or (text in ("", "~", "null") and NoneType in accepted)
         or (text[:1] == "[" and any(get_origin(each) is list for each in accepted))
+        or (text[:1] == "{" and any(get_origin(each) is dict for each in accepted))
     )
     return name, text if is_text else _parse_yaml(text, name)
 

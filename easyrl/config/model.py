@@ -45,7 +45,8 @@ class ModelConfig(Section):
     """The policy that is trained."""
 
     path: str = Field(default="tiny", min_length=1)
-    """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-countdown`)."""
+    """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-countdown`,
+    `tiny-guess`)."""
     dtype: DType = "float32"
     """Data type of the computation. The trainer keeps weights, sums of gradients, optimizer state
     and log-probabilities in float32."""

@@ -40,6 +40,39 @@ class RolloutConfig(Section):
     memory_fraction: float | None = Field(default=None, gt=0.0, le=1.0)
     """Fraction of its accelerator's memory that a rollout worker may take for weights and KV cache.
     Null: 0.9, or 0.5 of an accelerator that it shares with a train worker."""
+    environment: str | dict[str, str] | None = Field(default=None, min_length=1)
+    """Environment that the model acts in over several turns (docs/environments.md): `guess`,
+    `file.py:Class`, `package.module:Class`. Several by name, {maze: maze.py:Maze, …}: the column
+    `environment` of a row names its own. Null: none."""
+    tools: Annotated[list[str], EACH_ONCE] = Field(default_factory=list)
+    """Functions that the model may call, `file.py:function` or `package.module:function`."""
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"] = "auto"
+    """How the model writes a tool call. `auto`: by the tokenizer's `response_template`, else by the
+    chat template."""
+    max_turns: int = Field(default=16, ge=1)
+    """Most turns of the model in an episode. `rollout.max_completion_length` counts all tokens
+    after the prompt, also those of tools."""
+    tool_timeout_seconds: float = Field(default=60.0, gt=0.0)
+    """Longest time of one call of a tool or an environment. The model gets an error message."""
+    episode_timeout_seconds: float | None = Field(default=None, gt=0.0)
+    """End an episode after its first turn that ends later than this. Null: never."""
+    environment_workers: int = Field(default=2, ge=1, le=512)
+    """Processes that environments run in, per rollout worker. All of a group are in one."""
+    concurrent_calls: int = Field(default=64, ge=1, le=1024)
+    """Calls that run at a time in each of these processes; one in deterministic runs."""
+
+    @property
+    def has_environments(self) -> bool:
+        """Whether completions are episodes of several turns."""
+        return self.environment is not None or bool(self.tools)
+
+    @property
+    def environments(self) -> dict[str, str | None]:
+        """The environments by name. One that is alone has the name "", and with tools alone it is
+        None."""
+        if isinstance(self.environment, dict):
+            return dict(self.environment)
+        return {"": self.environment}
 
 
 @dataclass(frozen=True, slots=True)

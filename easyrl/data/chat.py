@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -77,10 +77,14 @@ def render_prompt(
 
 
 def check_prompts(
-    examples: Mapping[str, str | Messages], tokenizer: Any, config: Config
+    examples: Mapping[str, str | Messages],
+    tokenizer: Any,
+    config: Config,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> set[str]:
     """Check prompts by their locations; return the locations of those to skip, as they are too
-    long. Raises ConfigError for a prompt that the run could not use."""
+    long. `tools`: descriptions that all prompts have. Raises ConfigError for a prompt that the run
+    could not use."""
     data, limit = config.data, config.data.max_prompt_length
     variables = data.chat_template_kwargs
     is_chat = not isinstance(next(iter(examples.values())), str)
@@ -97,6 +101,13 @@ def check_prompts(
             "data.chat_template: expected chat messages with it, but the prompts are strings: set "
             "data.chat=true (or data.system_prompt), or data.chat_template=null"
         )
+    if tools and "tools" not in words:
+        raise ConfigError(
+            "data.chat_template: expected a template that shows tools to the model, but that of "
+            "the model (model.path) does not use the variable `tools`"
+        )
+    if tools:
+        variables = {**variables, "tools": tools}
     lengths: dict[str, int] = {}
     for location in heapq.nlargest(MAX_CHECKED, examples, lambda k: _num_chars(examples[k])):
         try:

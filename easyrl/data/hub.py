@@ -15,7 +15,7 @@ from easyrl.config import ConfigError
 HUB_TIMEOUT_SECONDS = 5.0
 BUILT_IN_MODELS = {
     name: Path(__file__).parent.parent / "model" / "built_in" / name.replace("-", "_")
-    for name in ("tiny", "tiny-countdown")
+    for name in ("tiny", "tiny-countdown", "tiny-guess")
 }
 KEY = "model.path (--model)"
 FORMS = f"use {', '.join(BUILT_IN_MODELS)}, a Hugging Face model folder, or a hub id"

@@ -94,6 +94,7 @@ PRESETS: Mapping[str, Preset] = {
     "arithmetic": Preset("easyrl.data.tasks:score", task=tasks.ARITHMETIC),
     "countdown": Preset("countdown", task=tasks.COUNTDOWN, prompt_template=COUNTDOWN, chat=True),
     "countdown-small": Preset("countdown", task=tasks.COUNTDOWN_SMALL),
+    "guess": Preset("environment", task=tasks.GUESS, chat=True),
     "gsm8k": GSM8K,
     "math": MATH,
     "math500": MATH_500,

@@ -51,12 +51,16 @@ SOURCE_COLUMN = "data_source"
 class RowForm:
     """Turn a row into a prompt: by the user's keys of the section `data`, else the preset's."""
 
-    def __init__(self, data: DataConfig, preset: Preset | None) -> None:
+    def __init__(
+        self, data: DataConfig, preset: Preset | None, *, has_environments: bool = False
+    ) -> None:
+        """`has_environments`: all prompts are chats, and rows may lack a prompt: an environment may
+        give it."""
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
         self.system_prompt, self.renamed = data.system_prompt, data.columns
         is_chat = preset.chat if data.chat is None else data.chat
-        self.is_chat = bool(is_chat or data.system_prompt)
+        self.is_chat = bool(is_chat or data.system_prompt or has_environments)
         template = data.prompt_template
         if template is None and data.prompt_column is None:
             template = preset.prompt_template
@@ -67,6 +71,7 @@ class RowForm:
             raise ConfigError(f"data.prompt_template: {error}, in {template!r}") from None
         columns = [name for name in names if name is not None]
         self.prompt_columns = columns if template else [self.prompt_column]
+        self.may_lack_prompt = has_environments and not (template or data.prompt_column)
 
     def check_columns(self, names: Collection[str], dataset: str) -> None:
         """Raise ConfigError for a column that the config names and the data does not have, and for
@@ -77,7 +82,7 @@ class RowForm:
                 f"{', '.join(reserved)}"
             )
         key = "data.prompt_column" if self.template is None else "data.prompt_template"
-        needed = [(key, name) for name in self.prompt_columns]
+        needed = [] if self.may_lack_prompt else [(key, name) for name in self.prompt_columns]
         needed += [(f"data.columns.{argument}", name) for argument, name in self.renamed.items()]
         for key, name in needed:
             if name not in names:
@@ -88,8 +93,10 @@ class RowForm:
 
     def content(self, row: Row) -> str | Messages:
         """Make the prompt of a row. Raises ValueError where the row has none."""
-        if self.template is None:
-            content: Any = row[self.prompt_column]
+        if self.may_lack_prompt and self.prompt_column not in row:
+            content: Any = [{"role": "user", "content": ""}]
+        elif self.template is None:
+            content = row[self.prompt_column]
         else:
             for name in self.prompt_columns:
                 if row[name] in (None, ""):
@@ -192,7 +199,8 @@ class DataSet:
         if callable(rows):
             rows = map(rows, range(NUM_TASK_EXAMPLES))
         elif not isinstance(rows, list):
-            rows = rows.select_columns(self.form.prompt_columns).to_list()
+            names = [name for name in self.form.prompt_columns if name in rows.column_names]
+            rows = rows.select_columns(names).to_list() if names else [{}] * len(rows)
         found = {}
         for number, row in enumerate(rows):
             try:

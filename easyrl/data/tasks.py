@@ -1,10 +1,11 @@
-"""The tasks whose problems are generated: `arithmetic` and `countdown`.
+"""The tasks whose problems are generated: `arithmetic`, `countdown` and `guess`.
 
     task          prompt          completion of the built-in model
     arithmetic    17+58+34=       17+50=67+8=75
                                   75+30=105+4=109
                                   #109
     countdown     3 7 12 = 16     tries, then <answer>(7-3)+12</answer>
+    guess         0-99            50; another number after each answer of `environments.guess`
 
 In `arithmetic` two to eight two-digit numbers are added. Each line of the working adds one number,
 its tens first and then its units. In `countdown` an expression of the given numbers, each used
@@ -157,7 +158,24 @@ def applied(operation: str, left: int, right: int) -> int | None:
             return left // right if right and left % right == 0 else None
 
 
+class Guess(Task):
+    """Problems are the numbers to find. The prompt is always the same."""
+
+    seed_prefix, num_held_out = "guess ", 8
+    numbers = range(100)
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.choice(self.numbers)
+
+    def key(self, problem: int) -> str:
+        return f"guess {problem}"
+
+    def row(self, problem: int) -> dict[str, Any]:
+        return {"prompt": f"{self.numbers[0]}-{self.numbers[-1]}", "secret": problem}
+
+
 ARITHMETIC = Arithmetic()
+GUESS = Guess()
 COUNTDOWN = Countdown("countdown full ", 256, (3, 4), 99, "+-*/", range(10, 101), 10_000)
 COUNTDOWN_SMALL = Countdown("countdown small ", 128, (3,), 9, "+-*", range(1, 51), 50)
 """The level for a model of half a million parameters."""

@@ -1,6 +1,12 @@
 """The interface of every engine: groups are submitted whole and returned whole.
 
     submit(GroupRequest) ──► [waiting] ──► step() · step() · … ──► FinishedGroup
+                                             │  ▲
+                                  take_turns ▼  │ resume   (only with `has_turns`)
+
+A sequence of a group with turns is suspended where it would end. Whoever takes its `Turn` resumes
+it with tokens that are inserted, or ends it. Its keys and values stay in the cache meanwhile, and
+other sequences are generated.
 
 No sequence may be in flight when weights are received: the caller drains the engine first, and
 `receive_weights` raises otherwise (docs/design.md, Invariants).
@@ -11,12 +17,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.engines.sampling import StopStrings
 from easyrl.model.policy import Policy
-from easyrl.types import Completion, WeightPiece
+from easyrl.types import Completion, Int32, WeightPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,9 @@ class GroupRequest:
     completion_lengths: Sequence[int] | None = None  # [G]
     """Maximum tokens of each completion; exact lengths if the engine ignores end-of-sequence
     tokens (benchmarks). None: the engine's limit."""
+    has_turns: bool = False  # a sequence that stops is suspended: see `Turn`
+    first_tokens: Sequence[Sequence[int]] | None = None
+    """[G]: inserted at the start of each completion, where there are any (with `has_turns`)."""
 
     def limits(self, sampling: SamplingSettings) -> Sequence[int]:
         """Return the maximum tokens of each completion [G], within the engine's limits."""
@@ -69,6 +78,16 @@ class FinishedGroup:
     completions: list[Completion]  # [G], in sample order
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A suspended sequence and what it sampled since it was last resumed."""
+
+    key: tuple[int, ...]  # of the group
+    sample_index: int
+    token_ids: Int32  # [n], with the end token or stop string
+    num_left: int  # most tokens that can follow, inserted ones included
+
+
 class Engine:
     """Base of all engines."""
 
@@ -77,7 +96,9 @@ class Engine:
         self.num_prompt_tokens = 0  # prefilled so far
         self.num_completion_tokens = 0  # sampled so far
         self.num_steps = 0  # forwards of one token per sequence so far; 0: unknown
+        self.end_tokens: Sequence[int] = ()  # that end a completion
         self._waiting: deque[GroupRequest] = deque()
+        self._turns: list[Turn] = []
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group. Groups are served first come, first served. Raises ValueError if the
@@ -95,7 +116,26 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether sequences are waiting, in flight or suspended."""
         return bool(self._waiting)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there is work for `step`: not if all sequences are suspended."""
+        return self.has_work
+
+    def take_turns(self) -> list[Turn]:
+        """Return the sequences that were suspended since the last call."""
+        turns, self._turns = self._turns, []
+        return turns
+
+    def resume(self, turn: Turn, tokens: Sequence[int]) -> None:
+        """Insert tokens, at least one and fewer than `turn.num_left`, and sample the next turn."""
+        raise NotImplementedError
+
+    def end(self, turn: Turn, reason: Literal["stop", "length"]) -> None:
+        """End the sequence. The next `step` returns its group, if it was the last."""
+        raise NotImplementedError
 
     def step(self) -> list[FinishedGroup]:
         """Do the engine's smallest unit of work (embedded: one token of every sequence in flight);
@@ -130,6 +170,7 @@ class PolicyEngine(Engine):
         """`tokenizer` is needed for stop strings."""
         super().__init__(sampling)
         self.policy = policy
+        self.end_tokens = policy.eos_token_ids
         self._stop = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
 
     def join_weights(self, endpoint: WeightEndpoint, is_cancelled: Callable[[], bool]) -> None:

@@ -10,27 +10,33 @@ the next ready sequences in the same step. Groups are served first come, first s
 computes depends on the requests and the sampled tokens alone, never on a clock (docs/design.md,
 Invariants).
 
+A sequence that is suspended between two turns keeps its row, behind the active ones. When it is
+resumed, one step computes all tokens that were inserted, and the row is active from then on.
+
 Shapes: S rows, n of them active, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from easyrl.engines import MAX_PREFILL_TOKENS
-from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, SamplingSettings
+from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, SamplingSettings, Turn
 from easyrl.engines.fused_decoder import fused_decoder
 from easyrl.engines.kv_cache import KVCache, StepLayout, length_class
 from easyrl.engines.sampling import sample, uniform_stream
 from easyrl.model.policy import Policy
-from easyrl.types import Completion, Float32, Float64, Int32, WeightPiece
+from easyrl.types import Bool, Completion, Float32, Float64, Int32, WeightPiece
+
+ENDED, SUSPENDED, RESUMED, ACTIVE = -1, 0, 1, 2
+"""States of a row. Rows are kept in their order, the highest first."""
 
 
 @dataclass
@@ -40,7 +46,7 @@ class _Group:
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Sequence:
     group: _Group
     sample_index: int
@@ -48,6 +54,8 @@ class _Sequence:
     uniforms: Float64  # [limit]
     first_token: int = 0
     first_logprob: float = 0.0
+    inserted: Sequence[int] | None = None
+    """Tokens to resume it with. A sequence that starts with inserted tokens has no first token."""
 
 
 class EmbeddedEngine(PolicyEngine):
@@ -69,8 +77,8 @@ class EmbeddedEngine(PolicyEngine):
         self.cache = KVCache(num_rows, sampling.max_prompt_length, sampling.max_completion_length)
         self._ready: deque[_Sequence] = deque()
         self._finished: list[FinishedGroup] = []
-        # The first num_active rows are in flight.
-        self.num_active = 0
+        # The first num_active rows are in flight; those behind them, up to num_held, are suspended.
+        self.num_active = self.num_held = 0
         self._sequences: list[_Sequence | None] = [None] * num_rows
         longest = sampling.max_completion_length
         self._rows = np.zeros(
@@ -81,15 +89,34 @@ class EmbeddedEngine(PolicyEngine):
                 ("slot", np.int64),  # of the prompt
                 ("count", np.int64),  # completion tokens so far
                 ("limit", np.int64),
+                ("turn_start", np.int64),  # completion tokens before the current turn
+                ("state", np.int64),
                 ("uniforms", np.float64, longest),
                 ("tokens", np.int32, longest),
                 ("logprobs", np.float32, longest),
+                ("is_sampled", np.bool_, longest),
             ],
         )
 
     @property
     def has_work(self) -> bool:
-        return bool(self.num_active or self._ready or self._waiting or self._finished)
+        return bool(self.num_held or self._ready or self._waiting or self._finished)
+
+    @property
+    def can_step(self) -> bool:
+        starts = (self._ready or self._waiting) and self.num_held < self.cache.num_rows
+        return bool(self.num_active or starts or self._finished or self._rows_to_resume())
+
+    def resume(self, turn: Turn, tokens: Sequence[int]) -> None:
+        assert 0 < len(tokens) < turn.num_left
+        _, sequence = self._suspended(turn)
+        sequence.inserted = tokens
+
+    @torch.inference_mode()
+    def end(self, turn: Turn, reason: Literal["stop", "length"]) -> None:
+        row, _ = self._suspended(turn)
+        self._end_row(row, is_stopped=reason == "stop")
+        self._arrange()
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         super().load_weights(pieces)
@@ -104,9 +131,9 @@ class EmbeddedEngine(PolicyEngine):
 
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:
-        prefill = self._choose_prefill()
-        if self.num_active or prefill:
-            self._forward_and_sample(prefill)
+        prefill, num_resumed = self._choose_prefill(), self._choose_resumed()
+        if self.num_active or num_resumed or prefill:
+            self._forward_and_sample(num_resumed, prefill)
         self._start_ready_rows()
         finished, self._finished = self._finished, []
         return finished
@@ -116,7 +143,7 @@ class EmbeddedEngine(PolicyEngine):
     def _choose_prefill(self) -> list[GroupRequest]:
         """Return the next prompts to prefill: none while enough sequences are ready to start."""
         rows = self.cache.num_rows
-        free = rows - self.num_active
+        free = rows - self.num_held
         if len(self._ready) >= free + max(1, rows // 16):
             return []
         wanted = free + max(1, rows // 4) - len(self._ready)
@@ -130,11 +157,44 @@ class EmbeddedEngine(PolicyEngine):
             wanted -= chosen[-1].num_generations
         return chosen
 
-    def _forward_and_sample(self, prefill: list[GroupRequest]) -> None:
-        n = self.num_active
+    def _choose_resumed(self) -> int:
+        """Move the next rows to resume behind the active ones; return how many."""
+        number = longest = 0
+        for row in self._rows_to_resume():
+            inserted = self._sequence(row).inserted or ()
+            longest = max(longest, 1 + len(inserted))
+            if number and (number + 1) * longest > MAX_PREFILL_TOKENS:
+                break
+            number += 1
+            self._rows["state"][row] = RESUMED
+        if number:
+            self._arrange()
+        return number
+
+    def _insert(self, num_resumed: int) -> list[Int32]:
+        """Append the inserted tokens of the rows to resume. Return what the model must process:
+        these tokens and, before them, the last one that was sampled."""
+        fed = []
+        for row in range(self.num_active, self.num_active + num_resumed):
+            sequence, state = self._sequence(row), self._rows[row]
+            inserted, sequence.inserted = sequence.inserted or (), None
+            start = int(state["count"])
+            for name in ("count", "position", "cell"):
+                state[name] += len(inserted)
+            state["turn_start"], state["state"] = state["count"], ACTIVE
+            end = int(state["count"])
+            state["tokens"][start:end] = inserted
+            state["logprobs"][start:end], state["is_sampled"][start:end] = 0.0, False
+            fed.append(state["tokens"][max(0, start - 1) : end])
+        return fed
+
+    def _forward_and_sample(self, num_resumed: int, prefill: list[GroupRequest]) -> None:
+        fed = self._insert(num_resumed)
         slots = self.cache.claim_slots([len(request.prompt_ids) for request in prefill])
-        logits = self._forward([request.prompt_ids for request in prefill], slots)
-        num_samples = [request.num_generations for request in prefill]
+        logits = self._forward(fed, [request.prompt_ids for request in prefill], slots)
+        self.num_active += num_resumed
+        n = self.num_active
+        num_samples = [0 if each.first_tokens else each.num_generations for each in prefill]
         self.num_prompt_tokens += sum(len(request.prompt_ids) for request in prefill)
         self.num_completion_tokens += n + sum(num_samples)
         self.num_steps += 1
@@ -144,30 +204,43 @@ class EmbeddedEngine(PolicyEngine):
             for i, limit in enumerate(request.limits(self.sampling)):
                 uniforms = uniform_stream(self.sampling.seed, (*request.key, i), limit)
                 starting.append(_Sequence(group, i, limit, uniforms))
+                if request.first_tokens:
+                    starting[-1].inserted = request.first_tokens[i]
+        sampled = [sequence for sequence in starting if sequence.inserted is None]
         of_rows = self._rows["uniforms"][np.arange(n), self._rows["count"][:n]]
-        uniforms = np.concatenate([of_rows, [s.uniforms[0] for s in starting]])
+        uniforms = np.concatenate([of_rows, [s.uniforms[0] for s in sampled]])
         if starting:  # the last prompt token predicts the first token of all G completions
             repeats = torch.tensor([1] * n + num_samples)
             logits = logits.repeat_interleave(repeats.to(logits.device), dim=0)
         drawn = sample(logits, torch.from_numpy(uniforms).to(logits.device), self.sampling)
         tokens, logprobs = (tensor.cpu().numpy() for tensor in drawn)
-        for sequence, token, logprob in zip(starting, tokens[n:], logprobs[n:], strict=True):
+        for sequence, token, logprob in zip(sampled, tokens[n:], logprobs[n:], strict=True):
             sequence.first_token, sequence.first_logprob = int(token), float(logprob)
         self._ready.extend(starting)
         self._advance(tokens[:n], logprobs[:n])
 
-    def _forward(self, prompts: list[Any], slots: list[int]) -> Tensor:
-        """Return the logits of every active row and of every prompt's last token
-        [n + len(prompts), V]. The prompts' keys and values go to these slots."""
+    def _forward(self, fed: list[Int32], prompts: list[Any], slots: list[int]) -> Tensor:
+        """Return the logits of every active row, of the rows behind them that are resumed (`fed`:
+        the tokens of each), and of every prompt's last token [n + len(fed) + len(prompts), V]. The
+        prompts' keys and values go to these slots."""
         n = self.num_active
         device = self.policy.device
         lengths = [len(prompt) for prompt in prompts]
-        rows, active = np.arange(n), self._rows[:n]
+        rows, active, resumed = np.arange(n), self._rows[:n], self._rows[n : n + len(fed)]
         newest = active["tokens"][rows, active["count"] - 1]
-        ids = np.concatenate([newest, *(np.asarray(p, dtype=np.int64) for p in prompts)])
-        positions = np.concatenate([active["position"], *(np.arange(size) for size in lengths)])
-        keep = np.concatenate([rows, n + np.cumsum(lengths, dtype=np.int64) - 1])
-        layout = StepLayout(self.cache, active, list(zip(slots, lengths, strict=True)), device)
+        ids = np.concatenate([newest, *fed, *(np.asarray(p, dtype=np.int64) for p in prompts)])
+        spans = [
+            np.arange(1 - len(tokens), 1) + last
+            for tokens, last in zip(fed, resumed["position"], strict=True)
+        ]
+        spans += map(np.arange, lengths)
+        positions = np.concatenate([active["position"], *spans])
+        keep = np.concatenate([rows, n + np.cumsum([*map(len, spans)], dtype=np.int64) - 1])
+        of_prompts = list(zip(slots, lengths, strict=True))
+        num_new = [*map(len, fed)]
+        layout = StepLayout(
+            self.cache, active, of_prompts, device, resumed=resumed, num_new=num_new
+        )
         return self._run_model(
             torch.from_numpy(ids.astype(np.int64)).to(device),
             torch.from_numpy(positions).to(device),
@@ -192,31 +265,64 @@ class EmbeddedEngine(PolicyEngine):
                 stopped[row] = self._stop.is_complete(so_far)
         ended = stopped | (active["count"] >= active["limit"])
         for row in np.flatnonzero(ended):
-            self._end_row(int(row), is_stopped=bool(stopped[row]))
-        self._arrange(~ended)
+            self._stop_row(int(row), is_stopped=bool(stopped[row]))
+        self._arrange()
+
+    def _stop_row(self, row: int, *, is_stopped: bool) -> None:
+        """Suspend the row if there may be another turn, else end it."""
+        request, state = self._sequence(row).group.request, self._rows[row]
+        if not (is_stopped and request.has_turns):
+            self._end_row(row, is_stopped=is_stopped)
+            return
+        state["state"] = SUSPENDED
+        tokens = state["tokens"][state["turn_start"] : state["count"]].copy()
+        num_left = int(state["limit"] - state["count"])
+        self._turns.append(Turn(request.key, self._sequence(row).sample_index, tokens, num_left))
+
+    def _sequence(self, row: int) -> _Sequence:
+        sequence = self._sequences[row]
+        assert sequence is not None
+        return sequence
+
+    def _suspended(self, turn: Turn) -> tuple[int, _Sequence]:
+        """Return the row and the sequence of a turn."""
+        wanted = turn.key, turn.sample_index
+        for row in range(self.num_active, self.num_held):
+            sequence = self._sequence(row)
+            if (sequence.group.request.key, sequence.sample_index) == wanted:
+                return row, sequence
+        raise AssertionError(f"{turn} is not suspended")
+
+    def _rows_to_resume(self) -> list[int]:
+        suspended = range(self.num_active, self.num_held)
+        return [row for row in suspended if self._sequence(row).inserted is not None]
 
     def _end_row(self, row: int, *, is_stopped: bool) -> None:
-        sequence, state = self._sequences[row], self._rows[row]
-        assert sequence is not None
-        tokens, logprobs = (state[name][: state["count"]] for name in ("tokens", "logprobs"))
-        self._complete(sequence, tokens.copy(), logprobs.copy(), is_stopped=is_stopped)
-        self._sequences[row] = None
+        sequence, state = self._sequence(row), self._rows[row]
+        tokens, logprobs = (state[name][: state["count"]].copy() for name in ("tokens", "logprobs"))
+        is_sampled = None
+        if sequence.group.request.has_turns:
+            is_sampled = state["is_sampled"][: state["count"]].copy()
+        self._complete(sequence, tokens, logprobs, is_sampled, is_stopped=is_stopped)
+        self._sequences[row], state["state"] = None, ENDED
 
-    def _arrange(self, is_alive: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-        """Move rows so that the living ones come first, those of a higher length class before
+    def _arrange(self) -> None:
+        """Move rows into the order of their states, active ones of a higher length class before
         others. Only rows that are in the wrong place move."""
-        classes = length_class(self._rows["cell"][: self.num_active] + 1)
-        classes[~is_alive] = -1
-        wanted = np.sort(classes[is_alive])[::-1]
-        self.num_active = len(wanted)
-        is_wrong = np.ones(len(classes), dtype=np.bool_)
-        is_wrong[: len(wanted)] = classes[: len(wanted)] != wanted
+        held = self._rows[: self.num_held]
+        ranks = held["state"] + (held["state"] == ACTIVE) * length_class(held["cell"] + 1)
+        is_alive = ranks != ENDED
+        wanted = np.sort(ranks[is_alive])[::-1]
+        self.num_held = len(wanted)
+        self.num_active = int((wanted >= ACTIVE).sum())
+        is_wrong = np.ones(len(ranks), dtype=np.bool_)
+        is_wrong[: len(wanted)] = ranks[: len(wanted)] != wanted
         sources = np.flatnonzero(is_wrong & is_alive)
         if not len(sources):
             return
-        sources = sources[np.argsort(-classes[sources], kind="stable")]
+        sources = sources[np.argsort(-ranks[sources], kind="stable")]
         targets = np.flatnonzero(is_wrong[: len(wanted)])
-        self.cache.move_rows(sources, targets, int(self._rows["cell"][sources].max()))
+        self.cache.move_rows(sources, targets, int(held["cell"][sources].max()) + 1)
         self._rows[targets] = self._rows[sources]
         for row, sequence in zip(targets, [self._sequences[row] for row in sources], strict=True):
             self._sequences[row] = sequence
@@ -225,40 +331,65 @@ class EmbeddedEngine(PolicyEngine):
         """Return the next sequence that needs a row: not one that ends with its first token."""
         while self._ready:
             sequence = self._ready.popleft()
-            tokens = np.array([sequence.first_token], dtype=np.int32)
-            is_stopped = sequence.first_token in self._eos
-            if self._stop is not None and not is_stopped:
-                is_stopped = self._stop.is_complete(tokens)
-            if not is_stopped and sequence.limit > 1:
+            is_stopped = self._stops_at_once(sequence)
+            if sequence.group.request.has_turns or (not is_stopped and sequence.limit > 1):
                 return sequence
+            tokens = np.array([sequence.first_token], dtype=np.int32)
             logprobs = np.array([sequence.first_logprob], dtype=np.float32)
-            self._complete(sequence, tokens, logprobs, is_stopped=is_stopped)
+            self._complete(sequence, tokens, logprobs, None, is_stopped=is_stopped)
         return None
+
+    def _stops_at_once(self, sequence: _Sequence) -> bool:
+        tokens = np.array([sequence.first_token], dtype=np.int32)
+        is_end = sequence.first_token in self._eos
+        return is_end or (self._stop is not None and self._stop.is_complete(tokens))
 
     def _start_ready_rows(self) -> None:
         """Fill free rows."""
-        first = self.num_active
-        while self.num_active < self.cache.num_rows:
+        first = self.num_held
+        while self.num_held < self.cache.num_rows:
             sequence = self._next_ready()
             if sequence is None:
                 break
-            self._sequences[self.num_active] = sequence
-            state = self._rows[self.num_active]
-            state["position"] = len(sequence.group.request.prompt_ids)
+            self._sequences[self.num_held] = sequence
+            state = self._rows[self.num_held]
+            # The newest token is the first of the completion or, where that is inserted, the last
+            # one of the prompt.
+            count = 1 if sequence.inserted is None else 0
+            state["position"] = len(sequence.group.request.prompt_ids) - 1 + count
             state["slot"] = sequence.group.slot
-            state["count"], state["limit"] = 1, sequence.limit
+            state["count"], state["limit"], state["turn_start"] = count, sequence.limit, 0
+            state["state"] = ACTIVE if count else SUSPENDED
             state["uniforms"][: sequence.limit] = sequence.uniforms
             state["tokens"][0] = sequence.first_token
             state["logprobs"][0] = sequence.first_logprob
-            self.num_active += 1
-        rows = np.arange(first, self.num_active)
-        self._rows["cell"][rows] = self.cache.start_rows(rows, self._rows["slot"][rows])
+            state["is_sampled"][:] = True
+            self.num_held += 1
+        rows = np.arange(first, self.num_held)
+        free = self.cache.start_rows(rows, self._rows["slot"][rows])
+        self._rows["cell"][rows] = free - 1 + self._rows["count"][rows]
+        for row in range(first, self.num_held):
+            sequence = self._sequence(row)
+            if sequence.group.request.has_turns and sequence.inserted is None:
+                is_stopped = self._stops_at_once(sequence)
+                if is_stopped or sequence.limit == 1:
+                    self._stop_row(row, is_stopped=is_stopped)
+        if self.num_active == first and (self._rows["state"][rows] == ACTIVE).all():
+            self.num_active = self.num_held
+        else:
+            self._arrange()
 
     def _complete(
-        self, sequence: _Sequence, tokens: Int32, logprobs: Float32, *, is_stopped: bool
+        self,
+        sequence: _Sequence,
+        tokens: Int32,
+        logprobs: Float32,
+        is_sampled: Bool | None,
+        *,
+        is_stopped: bool,
     ) -> None:
         group = sequence.group
-        completion = Completion(tokens, logprobs, "stop" if is_stopped else "length")
+        completion = Completion(tokens, logprobs, "stop" if is_stopped else "length", is_sampled)
         group.completions[sequence.sample_index] = completion
         if len(group.completions) == group.request.num_generations:
             ordered = [group.completions[i] for i in range(group.request.num_generations)]

@@ -10,7 +10,7 @@ which costs less than a merge.
 
 Shapes: C slots of P tokens, S rows of R cells, n of them active, Hq query heads, Hkv key/value
 heads, Q query heads for each of them, D head size; of a bucket of rows: B rows, L cells; W rows of
-the slot that has most.
+the slot that has most; of m resumed rows: E new tokens at most, L cells.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def length_class(num_cells: Ints) -> Ints:
 
 
 class StepLayout:
-    """The attention layout of one engine step: n decode tokens, then whole prompts."""
+    """The attention layout of one engine step: n decode tokens, the tokens of resumed rows, then
+    whole prompts."""
 
     def __init__(
         self,
@@ -133,9 +134,13 @@ class StepLayout:
         rows: np.ndarray[Any, Any],
         prompts: Sequence[tuple[int, int]],
         device: torch.device,
+        *,
+        resumed: np.ndarray[Any, Any] | None = None,
+        num_new: Sequence[int] = (),
     ) -> None:
         """`rows` [n]: the state of the active rows (fields position, cell and slot), those of the
-        highest length class first; `prompts`: slot and length of each."""
+        highest length class first; `prompts`: slot and length of each; `resumed` [m]: the state of
+        the rows behind the active ones that have `num_new` [m] tokens to process."""
         self.cache = cache
         self.prompt_lengths = [length for _, length in prompts]
         self._prompt_slots = [slot for slot, _ in prompts]
@@ -151,6 +156,10 @@ class StepLayout:
         if len(rows) and lengths[rows["slot"]].any():
             self._shared = _SharedPrompts(rows["slot"], rows["position"], lengths, device)
         self._buckets: dict[int | None, list[_Bucket]] = {}  # by sliding window
+        self._num_new = sum(num_new)
+        self._resumed: _ResumedRows | None = None
+        if resumed is not None and len(resumed):
+            self._resumed = _ResumedRows(cache, len(rows), resumed, np.array(num_new), device)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
@@ -161,6 +170,9 @@ class StepLayout:
         outputs = []
         if n:
             outputs.append(self._decode(query[:n], key[:n], value[:n], settings))
+        if self._resumed is not None:
+            new = slice(n, n := n + self._num_new)
+            outputs.append(self._resumed.attend(query[new], key[new], value[new], settings))
         if self._packed is not None:
             for cache, x in zip(self.cache.prompts[settings.layer], (key, value), strict=True):
                 prompts = torch.split(x[n:], self.prompt_lengths)
@@ -188,12 +200,9 @@ class StepLayout:
             x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)
         )
         if self._shared is not None:
-            of_prompt, other = self._shared.attend(
-                grouped, self.cache.prompts[settings.layer], settings
-            )
-            share = torch.sigmoid(other - logsumexp)  # of the prompt in the softmax over both
-            wide = share.dtype
-            output = torch.lerp(output.to(wide), of_prompt.to(wide), share).to(output.dtype)
+            prompts = self.cache.prompts[settings.layer]
+            of_prompt = self._shared.attend(grouped, prompts, settings)
+            output = _merged((output, logsumexp), of_prompt)
         return output.reshape(len(query), -1, output.shape[-1])
 
     def _make_buckets(self, window: int | None, keys: Tensor) -> list[_Bucket]:
@@ -249,6 +258,83 @@ def _attend(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
     logsumexp = torch.logsumexp(scores, dim=-1, keepdim=True)
     weights = torch.exp(scores - logsumexp).to(block.value.dtype)
     return torch.matmul(weights, block.value), logsumexp
+
+
+def _merged(own: tuple[Tensor, Tensor], of_prompt: tuple[Tensor, Tensor]) -> Tensor:
+    """Merge two outputs, each with its log-sum-exp, to that of one softmax over both."""
+    (output, logsumexp), (other, other_logsumexp) = own, of_prompt
+    share = torch.sigmoid(other_logsumexp - logsumexp)  # of the prompt
+    wide = share.dtype
+    return torch.lerp(output.to(wide), other.to(wide), share).to(output.dtype)
+
+
+class _ResumedRows:
+    """Attention of the new tokens of m adjacent rows, each to its prompt, its row and themselves.
+
+    Rows with fewer new tokens than E are padded.
+    """
+
+    def __init__(
+        self, cache: KVCache, first: int, rows: Any, num_new: Ints, device: torch.device
+    ) -> None:
+        """`first`: number of the first row; `rows` [m]: their states after the new tokens."""
+        self._cache, self._rows = cache, slice(first, first + len(rows))
+        offsets = np.arange(num_new.max())
+        is_real = offsets < num_new[:, None]  # [m, E]
+        starts = (rows["cell"] + 1 - num_new)[:, None]
+        cells = (first + np.arange(len(rows)))[:, None] * cache.cells_per_row + starts + offsets
+        tokens = np.where(is_real, (num_new.cumsum() - num_new)[:, None] + offsets, 0)
+        lengths = cache.shared_lengths[rows["slot"]]
+        on_device = (torch.from_numpy(x).to(device) for x in (cells[is_real], tokens.ravel()))
+        self._new_cells, self._tokens = on_device
+        self._real = torch.from_numpy(np.flatnonzero(is_real)).to(device)
+        self._shape = tokens.shape
+        self._slots = torch.from_numpy(rows["slot"].copy()).to(device)
+        own_at = (starts + offsets)[..., None]  # [m, E, 1]: cell of each new token
+        positions = own_at + (rows["position"] - rows["cell"])[:, None, None]
+        # Distance [m, E, L] of each new token to what it may see, and what of that is hidden.
+        distance = own_at - np.arange(padded(int(rows["cell"].max()) + 1))
+        parts = [(distance, distance < 0)]
+        if lengths.any():
+            at = np.arange(padded(int(lengths.max())))
+            is_behind = at >= lengths[:, None, None]
+            parts.append((positions - at, np.broadcast_to(is_behind, (*tokens.shape, len(at)))))
+        self._parts = [[torch.from_numpy(x.copy()).to(device) for x in part] for part in parts]
+        self._biases: dict[int | None, list[Tensor]] = {}  # by sliding window
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        """[ΣE, Hq, D], 2 x [ΣE, Hkv, D] -> [ΣE, Hq, D]"""
+        keys, values = self._cache.rows[settings.layer]
+        keys.flatten(0, 1).index_copy_(0, self._new_cells, key)
+        values.flatten(0, 1).index_copy_(0, self._new_cells, value)
+        num_heads = keys.shape[2]
+        grouped = query.reshape(len(query), num_heads, -1, query.shape[-1])[self._tokens]
+        by_row = grouped.view(*self._shape, *grouped.shape[1:])  # [m, E, Hkv, Q, D]
+        by_head = by_row.transpose(1, 2).flatten(2, 3)  # [m, Hkv, E * Q, D]
+
+        window = settings.sliding_window
+        if window not in self._biases:
+            self._biases[window] = [
+                _bias(distance, hidden, window, query.dtype)
+                .repeat_interleave(grouped.shape[2], dim=1)
+                .unsqueeze(1)
+                for distance, hidden in self._parts
+            ]
+        prompts = self._cache.prompts[settings.layer]
+        caches: list[tuple[KeysValues, slice | Tensor]] = [
+            ((keys, values), self._rows),
+            (prompts, self._slots),
+        ]
+        parts = []
+        for (cache, rows), bias in zip(caches, self._biases[window], strict=False):
+            k, v = (x[rows, : bias.shape[-1]].transpose(1, 2) for x in cache)
+            parts.append(_attend(Block(by_head, k, v, is_causal=False, bias=bias), settings))
+        output = parts[0][0] if len(parts) == 1 else _merged(*parts)
+        size = output.shape[-1]
+        by_token = output.view(*output.shape[:2], self._shape[1], -1, size).transpose(1, 2)
+        return by_token.flatten(0, 1)[self._real].reshape(len(query), -1, size)
 
 
 class _SharedPrompts:

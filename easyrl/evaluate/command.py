@@ -30,6 +30,7 @@ from easyrl.data.datasets import (
     with_eval_data,
 )
 from easyrl.data.presets import eval_sampling, with_long_problems
+from easyrl.environments.check import check_environments
 from easyrl.evaluate.figures import Answers, Lines, compare, summarize
 from easyrl.evaluate.folder import EvalFolder, differing_settings, read_evaluation
 from easyrl.evaluate.view import EvalView, show_comparison, show_results
@@ -100,9 +101,11 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     }
     sampled = config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
     check_positions(sampled, files, section="eval")
-    for warning in try_rewards(sampled, next(iter(problems.values()))):
+    example = next(iter(problems.values()))
+    interfaces, warnings = check_environments(sampled, example)
+    for warning in [*try_rewards(sampled, example), *warnings]:
         say(warning)
-    prompts = short_problems(_with_model(config, source.base), problems)
+    prompts = short_problems(_with_model(config, source.base), problems, interfaces)
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
     check_open_files(config, placement.num_rollout_workers)
     placement = _fit_memory(sampled, placement, files)

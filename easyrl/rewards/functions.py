@@ -9,6 +9,7 @@ the config (`loading.BUILT_IN`); they are positional-only so that a column may h
 from __future__ import annotations
 
 import ast
+import inspect
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -125,6 +126,15 @@ def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_evaluate(operand, used)
     raise ValueError("not an arithmetic expression")
+
+
+async def environment(environments: Sequence[Any], **_: Sequence[Any]) -> list[float | None]:
+    """Score each episode by its environment's own `get_reward`; None where it has none."""
+    scores = []
+    for each in environments:
+        score = each.get_reward() if hasattr(each, "get_reward") else None
+        scores.append(await score if inspect.isawaitable(score) else score)
+    return scores
 
 
 def text_of(completion: str | Messages) -> str:

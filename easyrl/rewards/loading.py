@@ -36,6 +36,7 @@ BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {
     "length_penalty": lambda config: functools.partial(
         functions.length_penalty, config.rollout.max_completion_length
     ),
+    "environment": lambda config: functions.environment,
 }
 """Each binds a function to its settings."""
 PER_COMPLETION = ("code", "math")
@@ -46,9 +47,11 @@ FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:function, or package.module:f
 
 
 def reward_specs(config: Config) -> list[str]:
-    """`reward.functions`, by default the preset's reward."""
+    """`reward.functions`, by default the environment's `get_reward` or the preset's reward."""
     if config.reward.functions:
         return list(config.reward.functions)
+    if config.rollout.environment is not None:
+        return ["environment"]
     presets = [preset_of(name, config.data) for name in config.data.datasets]
     defaults = list(dict.fromkeys(preset.reward if preset else None for preset in presets))
     if len(defaults) != 1 or defaults[0] is None:
@@ -71,6 +74,12 @@ def reward_weights(config: Config) -> list[float]:
     return config.reward.weights or [1.0] * len(reward_specs(config))
 
 
+def needs_environments(function: RewardFunction) -> bool:
+    """Return whether the function names `environments` among its parameters, and so is called where
+    these are."""
+    return "environments" in inspect.signature(function).parameters
+
+
 def is_built_in(spec: str) -> bool:
     """Return whether the function is EasyRL's: a built-in one, or the default of a preset."""
     return spec in BUILT_IN or spec.startswith("easyrl.")
@@ -80,7 +89,14 @@ def check_rewards(config: Config, example: Prompt, specs: Sequence[str] | None =
     """Load every function, or those of `specs`, and check that the data has its columns."""
     for spec in reward_specs(config) if specs is None else specs:
         function = load_reward(spec, config)
+        if spec == "environment" and config.rollout.environment is None:
+            raise ConfigError(
+                f"{KEY}: 'environment' is the reward of an environment: expected "
+                "rollout.environment (--environment) too, as in --environment guess"
+            )
         given = dict.fromkeys([*RESERVED_COLUMNS, *example.columns])
+        if config.rollout.has_environments:
+            given["environments"] = None
         try:
             inspect.signature(function).bind(**accepted_arguments(function, given))
             is_verl = getattr(function, "func", None) is _call_verl
@@ -110,8 +126,11 @@ def load_reward(spec: str, config: Config) -> RewardFunction:
 
 
 def read_sources(config: Config) -> dict[str, str]:
-    """Read the user's files of rewards and loss, by path: all workers use them as they are now."""
-    return read_files([*reward_specs(config), config.algorithm.loss_type])
+    """Read the user's files of rewards, loss, environments and tools, by path: all workers use them
+    as they are now."""
+    rollout = config.rollout
+    own = [*filter(None, rollout.environments.values()), *rollout.tools]
+    return read_files([*reward_specs(config), config.algorithm.loss_type, *own])
 
 
 def accepted_arguments(

@@ -58,6 +58,7 @@ class _Task:
     completions: slice  # in the group
     future: Future[Scored]
     is_repeated: bool = False  # after a kill
+    is_elsewhere: bool = False  # not in this pool
 
 
 class RewardPool:
@@ -84,12 +85,26 @@ class RewardPool:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._pool = self._start_pool()
 
-    def submit(self, key: Hashable, group: Call) -> None:
-        """Score the completions of one prompt by all functions."""
+    def submit(
+        self,
+        key: Hashable,
+        group: Call,
+        elsewhere: tuple[Sequence[int], Future[Scored]] | None = None,
+    ) -> None:
+        """Score the completions of one prompt by all functions. `elsewhere`: functions that are
+        called in another process, and their future result."""
         size = len(group.completions)
-        parts = [(self._per_group, slice(0, size))] if self._per_group else []
-        parts += [([f], slice(n, n + 1)) for f in self._per_completion for n in range(size)]
-        self._groups[key] = []
+        self._groups[key], others = [], []
+        if elsewhere is not None:
+            others, future = list(elsewhere[0]), elsewhere[1]
+            whole = slice(0, size)
+            call = group._replace(functions=others)
+            self._groups[key].append(_Task(call, whole, future, is_elsewhere=True))
+            future.add_done_callback(lambda _: self._wake())
+        per_group = [function for function in self._per_group if function not in others]
+        per_completion = [function for function in self._per_completion if function not in others]
+        parts = [(per_group, slice(0, size))] if per_group else []
+        parts += [([f], slice(n, n + 1)) for f in per_completion for n in range(size)]
         for functions, part in parts:
             texts, ids = group.completions[part], group.completion_ids[part]
             call = group._replace(functions=functions, completions=texts, completion_ids=ids)
@@ -152,7 +167,7 @@ class RewardPool:
         self._pool = self._start_pool()
         for tasks in self._groups.values():
             for task in tasks:
-                if not _is_over(task):
+                if not _is_over(task) and not task.is_elsewhere:
                     task.future = self._schedule(task.call)
 
     def _schedule(self, call: Call) -> Future[Scored]:

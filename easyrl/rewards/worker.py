@@ -17,7 +17,7 @@ import reprlib
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from easyrl.rewards.loading import (
     check_rewards,
     lacks_column,
     load_reward,
+    needs_environments,
     reward_names,
     reward_specs,
 )
@@ -68,7 +69,7 @@ class Call(NamedTuple):
     """Some functions on some completions of a prompt."""
 
     prompt: str | Messages
-    completions: list[str]  # [N]
+    completions: list[str] | list[Messages]  # [N]; of an episode, all messages after the prompt
     completion_ids: list[list[int]]  # [N][R]
     columns: Mapping[str, Any]
     trainer_state: TrainerState = TrainerState()
@@ -101,6 +102,8 @@ class _BoundedOutput(io.TextIOWrapper):
 _config: Config
 _functions: list[RewardFunction] = []
 _loop = asyncio.Runner()
+run_async: Callable[[Coroutine[Any, Any, Any]], Any] = _loop.run
+"""Awaits a coroutine. Where environments are, it is their own event loop that runs it."""
 
 
 def start(config: Config, sources: Mapping[str, str]) -> None:
@@ -126,11 +129,21 @@ def start(config: Config, sources: Mapping[str, str]) -> None:
         import math_verify  # noqa: F401  takes long: before the first call's timeout runs
 
 
-def run_call(call: Call) -> Scored:
-    """Score the completions. Raises ConfigError where a function cannot be loaded."""
-    maybe_sleep()
+def functions_with_environments() -> list[int]:
+    """Return the indices of the reward functions that need environments."""
+    return [index for index, each in enumerate(_loaded()) if needs_environments(each)]
+
+
+def _loaded() -> list[RewardFunction]:
     if not _functions:  # here, since pebble does not report an initializer's error
         _functions.extend(load_reward(spec, _config) for spec in reward_specs(_config))
+    return _functions
+
+
+def run_call(call: Call, environments: Sequence[Any] = ()) -> Scored:
+    """Score the completions. Raises ConfigError where a function cannot be loaded."""
+    maybe_sleep()
+    _loaded()
     num_completions = len(call.completions)
     result = Scored([], [], {}, {})
     logged: dict[str, list[float]] = {}
@@ -148,7 +161,9 @@ def run_call(call: Call) -> Scored:
         """Log a number to metrics.jsonl, averaged over the iteration's groups."""
         logged[str(name)] = [*logged.get(str(name), []), float(value)]
 
-    services = {"log_extra": log_extra, "log_metric": log_metric}
+    services: dict[str, Any] = {"log_extra": log_extra, "log_metric": log_metric}
+    if environments:
+        services["environments"] = environments
     for index, returned in zip(call.functions, _call_all(call, services), strict=True):
         try:
             result.scores.append(_as_scores(returned, num_completions))
@@ -169,9 +184,10 @@ def try_function(spec: str, example: Prompt) -> str:
     Returns a warning, empty if all is well. Raises ConfigError where a run would fail.
     """
     check_rewards(_config, example, [spec])
-    if not _config.reward.check:
+    function = load_reward(spec, _config)
+    if not _config.reward.check or needs_environments(function):
         return ""
-    _functions[:] = [load_reward(spec, _config)]
+    _functions[:] = [function]
     content, num_dummies = example.content, min(MAX_DUMMIES, _config.rollout.num_generations)
     returned = _call_on_dummies(content, example, num_dummies)
     if isinstance(returned, WRONG_FORM):
@@ -210,7 +226,10 @@ def _call_all(call: Call, services: Mapping[str, Any]) -> list[Any]:
     """Return the result of each function, or its exception. Each gets its own copy of the
     arguments."""
     texts, is_chat = call.completions, not isinstance(call.prompt, str)
-    chat = [[{"role": "assistant", "content": text}] for text in texts]
+    chat = [
+        [{"role": "assistant", "content": each}] if isinstance(each, str) else each
+        for each in texts
+    ]
     data: dict[str, Any] = {name: [value] * len(texts) for name, value in call.columns.items()}
     data |= {"prompts": [call.prompt] * len(texts), "completions": chat if is_chat else texts}
     data |= {"completion_ids": call.completion_ids, "trainer_state": call.trainer_state}
@@ -224,7 +243,7 @@ def _call_all(call: Call, services: Mapping[str, Any]) -> list[Any]:
         except BaseException as error:
             returned.append(error)
     waiting = {index: value for index, value in enumerate(returned) if inspect.isawaitable(value)}
-    results = _loop.run(_await_all(waiting.values()))
+    results = run_async(_await_all(waiting.values()))
     for index, value in zip(waiting, results, strict=True):
         returned[index] = value
     return returned

@@ -8,6 +8,7 @@ import hashlib
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from easyrl.config import Config, ConfigError
@@ -24,10 +25,13 @@ from easyrl.data.datasets import (
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.data.streams import PromptStream
+from easyrl.environments.check import Interfaces, check_environments, longest_tools
+from easyrl.environments.conversation import make_conversations
 from easyrl.model.files import (
     ModelFiles,
     fingerprint,
     lacks_chat_template,
+    load_eos_token_ids,
     load_model_config,
     max_positions,
     meta_model,
@@ -41,6 +45,8 @@ from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.resume import Resume
 from easyrl.runtime.run_folder import folder_of, refuse_existing
 from easyrl.types import Messages, Prompt
+
+NO_ENVIRONMENTS: Interfaces = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +70,15 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     files = read_model_files(config.model.path)
     prompts = open_prompts(config)
     warnings = try_rewards(config, prompts.prompt(0))
+    interfaces, of_environments = check_environments(config, prompts.prompt(0))
+    warnings += of_environments
     loss_identity = _check_loss(config)
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
     num_rollout = max(placement.num_rollout_workers, config.devices.max_rollout_workers or 0)
     check_open_files(config, num_rollout + placement.train.count)
-    skipped = too_long_prompts(config, prompts.examples())
+    skipped = too_long_prompts(config, prompts.examples(), interfaces)
     prompts = prompts.without(skipped)
-    held_out, of_eval = _held_out(config, prompts)
+    held_out, of_eval = _held_out(config, prompts, interfaces)
     num_trained = count_trained(config)
     size = read_model_size(config, files, num_trained)
     parts = [] if size is None else memory.estimate_memory(config, placement, size)
@@ -165,7 +173,9 @@ def read_model_size(
     return memory.model_size(model_config, num_weights, num_trained)
 
 
-def _held_out(config: Config, prompts: PromptStream) -> tuple[list[Prompt], list[str]]:
+def _held_out(
+    config: Config, prompts: PromptStream, interfaces: Interfaces
+) -> tuple[list[Prompt], list[str]]:
     """Open the held-out problems of `eval.dataset`, else of `data.dataset`; with warnings."""
     if config.data.num_held_out == 0 or (config.eval.dataset is None and not prompts.held_out()):
         if config.train.eval_every:
@@ -179,19 +189,25 @@ def _held_out(config: Config, prompts: PromptStream) -> tuple[list[Prompt], list
     other = with_eval_data(config)
     problems = problems_of(open_prompts(other, is_trained=False), other)
     warnings = try_rewards(config, next(iter(problems.values())))
-    return short_problems(other, problems), warnings
+    return short_problems(other, problems, interfaces), warnings
 
 
-def short_problems(config: Config, problems: Mapping[str, Prompt]) -> list[Prompt]:
+def short_problems(
+    config: Config, problems: Mapping[str, Prompt], interfaces: Interfaces = NO_ENVIRONMENTS
+) -> list[Prompt]:
     """The problems that are not too long."""
     examples = {location: problem.content for location, problem in problems.items()}
-    skipped = too_long_prompts(config, examples)
+    skipped = too_long_prompts(config, examples, interfaces)
     return [problem for location, problem in problems.items() if location not in skipped]
 
 
-def too_long_prompts(config: Config, examples: Mapping[str, str | Messages]) -> set[str]:
-    """Check prompts by their locations as tokens of the model, and the model's class on the way.
-    Return the locations of those to skip."""
+def too_long_prompts(
+    config: Config,
+    examples: Mapping[str, str | Messages],
+    interfaces: Interfaces = NO_ENVIRONMENTS,
+) -> set[str]:
+    """Check prompts by their locations as tokens of the model, the model's class on the way, and
+    conversations with environments. Return the locations of those to skip."""
     model, data = config.model, config.data
     is_demo = model.path in BUILT_IN_MODELS and set(data.datasets) <= set(PRESETS)
     if is_demo and not data.chat_template and not data.chat_template_kwargs:
@@ -202,8 +218,13 @@ def too_long_prompts(config: Config, examples: Mapping[str, str | Messages]) -> 
     if not data.chat_template and not model.trust_remote_code and lacks_chat_template(model.path):
         # The tokenizer, which takes seconds to load, would only confirm it.
         check_template(None, examples, data)
-    _model_config(config)
-    return check_prompts(examples, tokenizer_of(config), config)
+    model_config, tokenizer = _model_config(config), tokenizer_of(config)
+    tools = longest_tools(interfaces) if interfaces else []
+    skipped = check_prompts(examples, tokenizer, config, tools)
+    for interface in interfaces.values():
+        end_tokens = {*load_eos_token_ids(model.path, model_config), tokenizer.eos_token_id}
+        make_conversations(config, tokenizer, interface, end_tokens - {None})
+    return skipped
 
 
 def count_trained(config: Config, *, is_planned: bool = False) -> int | None:

@@ -5,6 +5,8 @@
     train worker ──weights─────┘                          ▼
                                     ring ◄── group ◄── advantages
 
+With environments (`episodes`) they act between two turns of a completion.
+
 The loop alternates between one engine step and everything else. While the engine has work, the
 worker waits only for a free slot in the ring (back-pressure).
 """
@@ -16,14 +18,14 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from easyrl import events
 from easyrl.algorithm.advantages import group_advantages
 from easyrl.channels.ring_buffer import RingPort
-from easyrl.config import Config
+from easyrl.config import Config, ConfigError
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.chat import render_prompt
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings
@@ -35,8 +37,15 @@ from easyrl.processes import maybe_sleep, pin
 from easyrl.rewards.loading import reward_names, reward_weights
 from easyrl.rewards.pool import POLL_SECONDS, RewardPool, weighted_sum
 from easyrl.rewards.worker import Call, Scored, TrainerState
-from easyrl.types import BrokenInvariant, Completion, Float32, IndexedPrompt, RolloutGroup
+from easyrl.types import (
+    BrokenInvariant,
+    Float32,
+    IndexedPrompt,
+    Messages,
+    RolloutGroup,
+)
 from easyrl.workers.core_sharing import WorkerCores
+from easyrl.workers.episodes import Episodes
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
@@ -47,7 +56,17 @@ Key = tuple[int, int, int]
 group and seeds the sampling of its sequences."""
 
 
+class _Generated(NamedTuple):
+    """A finished group that is being scored."""
+
+    group: FinishedGroup
+    texts: list[str]  # of its completions; of episodes, the conversations
+    started: float  # when its scoring started
+
+
 class RolloutWorker:
+    episodes: Episodes | None = None  # with environments
+
     def __init__(
         self, settings: WorkerSettings, port: RingPort | None, control: Connection
     ) -> None:
@@ -64,13 +83,19 @@ class RolloutWorker:
             settings.sources,
             lambda text: control.send(events.Note(f"{settings.name}: {text}")),
         )
+        if self.config.rollout.has_environments:
+            self.episodes = Episodes(
+                self.config, settings.sources or {}, max_open_groups=settings.max_concurrent_groups
+            )
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
-        pin(settings.cores)  # after the reward pool: rewards may run on any core
+        pin(settings.cores)  # after these processes: they may run on any core
         control.send(events.Starting("loading the model"))
         try:
             self.tokenizer, self.engine = self._load()
+            if self.episodes is not None:
+                self.episodes.bind(self.engine, self.tokenizer)
         except BaseException:
-            self.reward_pool.close()
+            self._close_pools()
             raise
         self.policy_version = -1
         self._channel_error = ""  # why the worker is not in the weight channel
@@ -81,7 +106,7 @@ class RolloutWorker:
         self._is_last_round = False
         self._evaluates_with_texts = False
         self._prompts: dict[Key, IndexedPrompt] = {}
-        self._being_scored: dict[Key, tuple[FinishedGroup, float]] = {}  # with the start of scoring
+        self._being_scored: dict[Key, _Generated] = {}
         self._outbox: deque[tuple[RolloutGroup, events.GroupScored | None]] = deque()
         """Groups for the ring, with their reports if these have not been sent."""
 
@@ -89,6 +114,11 @@ class RolloutWorker:
         model, sampling = self.config.model, sampling_settings(self.config, self.sampling)
         tokenizer = tokenizer_of(self.config)
         if self.settings.engine == "vllm":
+            if self.episodes is not None:
+                raise ConfigError(
+                    "rollout.engine: expected embedded with rollout.environment and rollout.tools, "
+                    "got vllm"
+                )
             return tokenizer, self._start_vllm(tokenizer, sampling)
         policy = Policy.load(
             model.path,
@@ -99,6 +129,11 @@ class RolloutWorker:
         policy.stop_at(tokenizer.eos_token_id)
         self.control.send(events.Starting("preparing the engine"))
         if policy.no_packing_reason is not None:  # the train worker reports it
+            if self.episodes is not None:
+                raise ConfigError(
+                    "rollout.environment: expected a model that the embedded engine or vLLM can "
+                    f"serve, got {model.path}: {policy.no_packing_reason}"
+                )
             return tokenizer, GenerateEngine(policy, sampling, tokenizer=tokenizer)
         num_rows = self.settings.max_concurrent_groups * self.sampling.num_samples
         return tokenizer, EmbeddedEngine(policy, sampling, num_rows=num_rows, tokenizer=tokenizer)
@@ -133,27 +168,39 @@ class RolloutWorker:
                     command = self._deferred.popleft() if self._deferred else self.control.recv()
                     if not self._obey(command):
                         return
-                if self.engine.has_work and not self._outbox:
+                if self.engine.can_step and not self._outbox:
                     self._generate()
+                if self.episodes is not None:
+                    for group in self.episodes.advance():
+                        self._score(group)
                 for key, scored in self.reward_pool.finished():
                     self._finish_group(cast(Key, key), scored)
                 self._publish()
         finally:
             self.engine.close()
-            self.reward_pool.close()
+            self._close_pools()
+
+    def _close_pools(self) -> None:
+        self.reward_pool.close()
+        if self.episodes is not None:
+            self.episodes.close()
 
     def _wait_for_work(self) -> None:
-        if self._deferred or (self.engine.has_work and not self._outbox):
+        if self._deferred or (self.engine.can_step and not self._outbox):
             return
         wakers: list[Connection | int] = [self.control, self.reward_pool.fileno()]
+        is_polling = bool(self._being_scored)
+        if self.episodes is not None:
+            wakers += self.episodes.connections
+            is_polling = is_polling or self.episodes.has_work
         if self._outbox:
             assert self.port is not None
             wakers.append(self.port.writable_fd)
         shown_as: events.SpanKind = "score" if self._being_scored else "wait"
         with self.cores.idle(), self.timeline.measure("wait", shown_as=shown_as):
             # Record one span for all wake-ups: each report resets the watchdog.
-            while not wait(wakers, POLL_SECONDS if self._being_scored else None):
-                if self.reward_pool.is_broken:
+            while not wait(wakers, POLL_SECONDS if is_polling else None):
+                if self.reward_pool.is_broken or self.episodes is not None:
                     break
 
     def _obey(self, command: events.Command) -> bool:
@@ -187,7 +234,8 @@ class RolloutWorker:
             self._channel_error = str(error)
 
     def _receive_weights(self, version: int) -> None:
-        if self.engine.has_work or self._being_scored or self._outbox:
+        has_episodes = self.episodes is not None and self.episodes.has_work
+        if self.engine.has_work or has_episodes or self._being_scored or self._outbox:
             raise BrokenInvariant(
                 f"received weights {version} while groups of the old policy are in progress"
             )
@@ -210,6 +258,9 @@ class RolloutWorker:
         _, prompt = indexed
         key = kind, number, prompt.index
         self._prompts[key] = indexed
+        if self.episodes is not None:
+            self.episodes.submit(key, prompt, num_generations)
+            return
         variables = self.config.data.chat_template_kwargs
         prompt_ids = render_prompt(prompt.content, self.tokenizer, variables)
         self.engine.submit(GroupRequest(key, prompt_ids, num_generations))
@@ -232,22 +283,38 @@ class RolloutWorker:
             num_prompt_tokens=num_prefilled,
         )
         for group in finished:
-            key = cast(Key, group.request.key)
-            if key in self._known:
-                self._compare(key, group)
-                continue
-            self._being_scored[key] = group, time.monotonic()
-            _, prompt = self._prompts[key]
-            train = self.config.train
-            num_updates = train.iterations * train.updates_per_iteration
-            ids = [completion.token_ids.tolist() for completion in group.completions]
-            state = TrainerState(self.policy_version, num_updates)
-            call = Call(prompt.content, self._texts(group.completions), ids, prompt.columns, state)
-            self.reward_pool.submit(key, call)
+            self._score(group)
+
+    def _score(self, group: FinishedGroup) -> None:
+        """Send a group to the rewards."""
+        key = cast(Key, group.request.key)
+        _, prompt = self._prompts[key]
+        content = prompt.content
+        completions: list[str] | list[Messages]
+        if self.episodes is not None:
+            content, completions = self.episodes.finish(group)
+        else:
+            completions = self.tokenizer.batch_decode(
+                [each.token_ids for each in group.completions], skip_special_tokens=True
+            )
+        if key in self._known:
+            self._compare(key, group)
+            return
+        texts = [_as_text(each) for each in completions]
+        self._being_scored[key] = _Generated(group, texts, time.monotonic())
+        train = self.config.train
+        num_updates = train.iterations * train.updates_per_iteration
+        ids = [each.token_ids[each.loss_mask].tolist() for each in group.completions]
+        state = TrainerState(self.policy_version, num_updates)
+        call = Call(content, completions, ids, prompt.columns, state)
+        elsewhere = None if self.episodes is None else self.episodes.judge(key, call)
+        self.reward_pool.submit(key, call, elsewhere)
 
     def _compare(self, key: Key, group: FinishedGroup) -> None:
         """Drop a group that a dead worker had delivered, once it is known to be the same."""
         group_index, prompt = self._prompts.pop(key)
+        if self.episodes is not None:
+            self.episodes.forget(key)
         if checksum(group) != self._known[key]:
             raise BrokenInvariant(
                 f"group {group_index} of iteration {key[1] + 1} (prompt {prompt.index}) was "
@@ -255,25 +322,24 @@ class RolloutWorker:
             )
         self.control.send(events.GroupRecomputed(prompt.index))
 
-    def _texts(self, completions: Sequence[Completion]) -> list[str]:
-        texts: list[str] = self.tokenizer.batch_decode(
-            [completion.token_ids for completion in completions], skip_special_tokens=True
-        )
-        return texts
-
     def _finish_group(self, key: Key, scored: Scored) -> None:
         kind, number, _ = key
-        finished, started = self._being_scored.pop(key)
+        generated = self._being_scored.pop(key)
         indexed = self._prompts.pop(key)
         _, prompt = indexed
-        scoring_seconds = self.timeline.add("score", started)
-        rewards = np.full(len(finished.completions), np.nan, dtype=np.float32)  # of a skipped one
+        scoring_seconds = self.timeline.add("score", generated.started)
+        if self.episodes is not None:
+            metrics, columns = self.episodes.forget(key)
+            scored = scored._replace(
+                metrics=scored.metrics | metrics, columns=scored.columns | columns
+            )
+        rewards = np.full(len(generated.texts), np.nan, dtype=np.float32)  # of a skipped one
         if scored.scores:
             rewards = weighted_sum(scored.scores, self.reward_weights)
         if kind == TRAIN:
-            self._deliver(number, indexed, finished, scored, rewards, seconds=scoring_seconds)
+            self._deliver(number, indexed, generated, scored, rewards, seconds=scoring_seconds)
             return
-        with_texts, completions = self._evaluates_with_texts, finished.completions
+        with_texts, completions = self._evaluates_with_texts, generated.group.completions
         answer = events.PromptEvaluated(
             number,
             prompt.index,
@@ -282,9 +348,9 @@ class RolloutWorker:
             [len(completion.token_ids) for completion in completions],
             [completion.finish_reason == "length" for completion in completions],
             prompt=_as_text(prompt.content) if with_texts else None,
-            completions=self._texts(completions) if with_texts else (),
+            completions=generated.texts if with_texts else (),
             errors=scored.errors,
-            checksum=checksum(finished),
+            checksum=checksum(generated.group),
         )
         self.control.send(answer)
 
@@ -292,7 +358,7 @@ class RolloutWorker:
         self,
         iteration: int,
         indexed: IndexedPrompt,
-        finished: FinishedGroup,
+        generated: _Generated,
         scored: Scored,
         rewards: Float32,
         *,
@@ -305,7 +371,8 @@ class RolloutWorker:
         a group is delivered like all others. Its advantages are exactly 0, so without a KL term or
         entropy bonus it has no gradient, but its completions count in the loss's denominator.
         """
-        algorithm, completions = self.config.algorithm, finished.completions
+        algorithm, finished = self.config.algorithm, generated.group
+        completions = finished.completions
         group_index, prompt = indexed
         is_skipped = not scored.scores
         trained_rewards = np.zeros_like(rewards) if is_skipped else rewards
@@ -322,7 +389,7 @@ class RolloutWorker:
             completion_lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int32),
             completion_ids=tokens,
             rollout_logprobs=np.concatenate([completion.logprobs for completion in completions]),
-            loss_mask=np.ones(len(tokens), dtype=np.bool_),
+            loss_mask=np.concatenate([completion.loss_mask for completion in completions]),
             rewards=trained_rewards,
             advantages=group_advantages(
                 trained_rewards, algorithm.scale_rewards, algorithm.advantage_estimator
@@ -331,7 +398,7 @@ class RolloutWorker:
         )
         is_sample = group_index < SAMPLE_GROUPS and not is_rejected
         numbers = range(len(completions)) if is_sample else [0]
-        samples = self._samples(numbers, finished, scored, rewards, group.advantages)
+        samples = self._samples(numbers, generated, scored, rewards, group.advantages)
         report = events.GroupScored(
             iteration=iteration,
             group_index=group_index,
@@ -361,28 +428,25 @@ class RolloutWorker:
     def _samples(
         self,
         numbers: Sequence[int],
-        finished: FinishedGroup,
+        generated: _Generated,
         scored: Scored,
         rewards: Float32,
         advantages: Float32,
     ) -> list[events.Sample]:
         """The completions of these numbers as text, with their rewards."""
-        completions = [finished.completions[n] for n in numbers]
-        names = reward_names(self.config)
+        completions, names = generated.group.completions, reward_names(self.config)
         scores = scored.scores or [[None] * len(rewards)] * len(names)  # [] if it is skipped
         return [
             events.Sample(
-                text,
+                generated.texts[n],
                 float(rewards[n]),
                 float(advantages[n]),
                 {name: values[n] for name, values in scored.columns.items()},
                 {name: of_all[n] for name, of_all in zip(names, scores, strict=True)},
-                len(completion.token_ids),
-                completion.finish_reason == "length",
+                len(completions[n].token_ids),
+                completions[n].finish_reason == "length",
             )
-            for n, completion, text in zip(
-                numbers, completions, self._texts(completions), strict=True
-            )
+            for n in numbers
         ]
 
     def _publish(self) -> None:
@@ -428,7 +492,7 @@ def sampling_settings(config: Config, sampling: SamplingChoice | None = None) ->
     )
 
 
-def _as_text(content: Any) -> str:
+def _as_text(content: str | Messages) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(f"{message['role']}: {message['content']}" for message in content)

@@ -1,6 +1,6 @@
 """Train a built-in model: `python -m easyrl.model.built_in.make_tiny [NAME] [--output DIR]`.
 
-Both are small Qwen3 models with one token per character, trained from scratch: first on correct
+All are small Qwen3 models with one token per character, trained from scratch: first on correct
 solutions of generated problems, then shortly on solutions with mistakes, so that RL has something
 to improve.
 
@@ -8,6 +8,8 @@ to improve.
                       instead of tens, then units, and some of these sums are off by 1 or 10.
     tiny-countdown    `countdown-small`, 0.4 M weights, written in bfloat16. Some searches stop
                       after a wrong try and answer with that.
+    tiny-guess        `guess`, 0.4 M weights, written in bfloat16. Guesses are in the right
+                      direction, but often only a few numbers further.
 
 The same machine, versions and number of threads give the same weights.
 """
@@ -28,12 +30,16 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.data.hub import BUILT_IN_MODELS
-from easyrl.data.tasks import ARITHMETIC, COUNTDOWN_SMALL, CountdownProblem, applied
+from easyrl.data.tasks import ARITHMETIC, COUNTDOWN_SMALL, GUESS, CountdownProblem, applied
+from easyrl.environments.guess import Guess
 
-HASTE, SLIP, GIVE_UP = 0.12, 0.5, 0.2  # probabilities
+HASTE, SLIP, GIVE_UP, STEP = 0.12, 0.5, 0.2, 0.85  # probabilities
+FEW = 5
 MAX_TRIES = 8
 BATCH_SIZE, SORTED_ROWS = 32, 512
-NUM_STEPS = {"tiny": (1500, 150), "tiny-countdown": (700, 80)}
+NUM_STEPS = {"tiny": (1500, 150), "tiny-countdown": (700, 80), "tiny-guess": (2500, 100)}
+Example = Sequence[tuple[str, bool]]
+"""Parts of a text, and whether the model writes them. It ends each of its own."""
 LEARNING_RATES = 3e-3, 5e-4
 """Steps and learning rates of the two stages."""
 
@@ -51,13 +57,16 @@ def make(name: str, output: Path, num_steps: Sequence[int]) -> None:
     model.generation_config.do_sample = True
     for stage, learning_rate in enumerate(LEARNING_RATES):
 
-        def example(index: int, stage: int = stage) -> tuple[str, str]:
+        def example(index: int, stage: int = stage) -> Example:
             if name == "tiny":
                 operands = ARITHMETIC.problem(stage, index)
-                return ARITHMETIC.key(operands), solution(operands, rng, HASTE * stage)
+                answer = solution(operands, rng, HASTE * stage)
+                return [(ARITHMETIC.key(operands), False), (answer, True)]
+            if name == "tiny-guess":
+                return game(GUESS.problem(stage, index), rng, STEP * stage)
             problem = COUNTDOWN_SMALL.problem(stage, index)
             prompt = COUNTDOWN_SMALL.row(problem)["prompt"]
-            return prompt, search(problem, rng, GIVE_UP * stage)
+            return [(prompt, False), (search(problem, rng, GIVE_UP * stage), True)]
 
         data = batches(tokenizer, example, seed=stage)
         train(model, data, num_steps[stage], learning_rate)
@@ -66,7 +75,7 @@ def make(name: str, output: Path, num_steps: Sequence[int]) -> None:
 
 
 def batches(
-    tokenizer: Any, example: Callable[[int], tuple[str, str]], seed: int
+    tokenizer: Any, example: Callable[[int], Example], seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield input ids and labels, both [BATCH_SIZE, T], endlessly. Each SORTED_ROWS rows are sorted
     by length, which saves padding, and their batches shuffled."""
@@ -74,16 +83,20 @@ def batches(
     for first in count(step=SORTED_ROWS):
         rows = []
         for index in range(first, first + SORTED_ROWS):
-            prompt, completion = map(tokenizer.encode, example(index))
-            completion.append(tokenizer.eos_token_id)
-            labels = [-100] * len(prompt) + completion  # no loss on the prompt
-            rows.append((torch.tensor(prompt + completion), torch.tensor(labels)))
+            ids: list[int] = []
+            labels: list[int] = []
+            for text, is_own in example(index):
+                part = tokenizer.encode(text) + [tokenizer.eos_token_id] * is_own
+                ids += part
+                labels += part if is_own else [-100] * len(part)  # no loss on the prompt
+            rows.append((torch.tensor(ids), torch.tensor(labels)))
         rows.sort(key=lambda row: len(row[0]))
         chunks = [rows[start : start + BATCH_SIZE] for start in range(0, SORTED_ROWS, BATCH_SIZE)]
         rng.shuffle(chunks)
         for chunk in chunks:
-            ids, labels = map(list, zip(*chunk, strict=True))
-            yield pad_sequence(ids, True, tokenizer.pad_token_id), pad_sequence(labels, True, -100)
+            of_ids, of_labels = map(list, zip(*chunk, strict=True))
+            padded = pad_sequence(of_ids, True, tokenizer.pad_token_id)
+            yield padded, pad_sequence(of_labels, True, -100)
 
 
 def train(
@@ -159,6 +172,23 @@ def search(problem: CountdownProblem, rng: random.Random, give_up: float) -> str
         if is_correct or rng.random() < give_up:
             break
     return f"{text}<answer>{answer}</answer>"
+
+
+def game(secret: int, rng: random.Random, step: float) -> Example:
+    """Return a game of `guess`. A guess is a possible number or, with probability `step`, one of
+    the next few in the right direction."""
+    environment, low, high = Guess(), GUESS.numbers[0], GUESS.numbers[-1]
+    environment.reset(secret)
+    parts, guess, answer, is_over = [(f"{low}-{high}\n", False)], 0, "", False
+    while not is_over:
+        first, last = low, high
+        if answer and rng.random() < step:
+            first, last = (low, low + FEW) if answer == "higher" else (high - FEW, high)
+        guess = rng.randint(max(low, first), min(high, last))
+        answer, is_over = environment.step(str(guess))
+        parts += [(str(guess), True), (f"{answer}\n", False)]
+        low, high = (guess + 1, high) if answer == "higher" else (low, guess - 1)
+    return parts[:-1]
 
 
 if __name__ == "__main__":

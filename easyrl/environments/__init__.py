@@ -1,0 +1,1 @@
+"""Environments that a model acts in over several turns, and tools that it calls."""

@@ -1,0 +1,83 @@
+"""Check environments and their conversations before a run starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import wait
+from typing import Any
+
+from easyrl.config import Config, ConfigError
+from easyrl.environments.loading import COLUMN, KEY, Interface
+from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost
+from easyrl.rewards.loading import reward_specs
+from easyrl.types import Prompt
+
+Interfaces = Mapping[str, Interface]
+
+
+def check_environments(config: Config, example: Prompt) -> tuple[Interfaces, list[str]]:
+    """Load all environments in a process of their own, and reset that of a prompt
+    (`reward.check`). Return their interfaces, and warnings. Raises ConfigError."""
+    if not config.rollout.has_environments:
+        return {}, []
+    pool = EnvironmentPool(config, {})
+    try:
+        interfaces = pool.loaded().interfaces
+        name = name_of(example, interfaces)
+        if config.reward.check:
+            (future,) = pool.start((0,), name, row_of(example, name), [0])
+            while not future.done():
+                wait([future], 0.0)
+                pool.connections[0].poll(0.1)
+                pool.poll()
+            try:
+                future.result()
+            except (CallFailed, HostLost, TimeoutError) as error:
+                reason = str(error) or "took too long (rollout.tool_timeout_seconds)"
+                raise ConfigError(f"{KEY}: reset failed on the first row:\n{reason}") from None
+    finally:
+        pool.close()
+    return interfaces, _check_rewards(config, interfaces)
+
+
+def _check_rewards(config: Config, interfaces: Interfaces) -> list[str]:
+    is_used = "environment" in reward_specs(config)
+    have_rewards = [each.has_reward for each in interfaces.values()]
+    if is_used and not any(have_rewards):
+        raise ConfigError(
+            "reward.functions (--reward): expected reward functions, because the environment has "
+            "no method get_reward, got none"
+        )
+    if not is_used and any(have_rewards):
+        return [
+            "warning: the environment's get_reward is not used; add 'environment' to "
+            "reward.functions to use it"
+        ]
+    return []
+
+
+def name_of(prompt: Prompt, interfaces: Interfaces) -> str:
+    """Return the name of a prompt's environment. Raises ConfigError."""
+    if "" in interfaces:
+        return ""
+    name = prompt.columns.get(COLUMN)
+    if name not in interfaces:
+        raise ConfigError(
+            f"{KEY}: expected one of {', '.join(interfaces)} in the column '{COLUMN}', got "
+            f"{name!r} in prompt {prompt.index}"
+        )
+    return str(name)
+
+
+def row_of(prompt: Prompt, name: str) -> dict[str, Any]:
+    """Return the arguments of `reset`: the row, without the name of its environment."""
+    row = {"prompt": prompt.content, **prompt.columns}
+    if name:
+        del row[COLUMN]
+    return row
+
+
+def longest_tools(interfaces: Interfaces) -> list[dict[str, Any]]:
+    """Return the longest descriptions of tools that a prompt has."""
+    return max((each.schemas for each in interfaces.values()), key=lambda x: len(json.dumps(x)))

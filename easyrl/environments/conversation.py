@@ -1,0 +1,175 @@
+"""The tokens of a conversation: prompt, sampled turns, and what the template inserts between them.
+
+    prompt ids │ sampled … <end> │ suffix: tool results or the user's turn, and the beginning of
+               │                 │         the next answer │ sampled … <end> │ suffix │ …
+
+Sampled tokens are never decoded and encoded again. A suffix is what the chat template writes behind
+the end of an answer, found by rendering a short conversation that ends with the same messages. That
+is the suffix in a long conversation, too, unless the template looks at earlier turns: `check`
+refuses such a template. What the template would change in earlier turns (Qwen3's drops their
+thinking) does not matter: these tokens stay as they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from easyrl.config import Config, ConfigError
+from easyrl.data.chat import NO_CHAT_TEMPLATE, render_prompt
+from easyrl.environments.loading import Interface
+from easyrl.environments.tool_calls import (
+    BadCall,
+    Calls,
+    ToolCall,
+    detect_format,
+    read_calls,
+)
+from easyrl.types import Messages
+
+MARK = "zqxanswerqxz"
+"""Text that no template writes by itself: it shows where an answer is in a rendered text."""
+RESULT = "zqxresultqxz"
+CALL_ID = "call00000"
+"""Templates of Mistral's kind demand nine letters or digits."""
+KEY = "data.chat_template"
+
+
+class Conversations:
+    """Renders conversations with one set of tools."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        schemas: Sequence[dict[str, Any]],
+        *,
+        end_tokens: Collection[int],
+        variables: Mapping[str, Any],
+        tool_format: str = "auto",
+    ) -> None:
+        """`end_tokens`: tokens that end an answer; `variables`: of the chat template. Raises
+        ConfigError without a template, or if its calls have no known format."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(f"rollout.environment: {NO_CHAT_TEMPLATE}")
+        self._tokenizer, self._schemas = tokenizer, list(schemas)
+        self._variables = {**variables, **({"tools": self._schemas} if schemas else {})}
+        self._end_tokens = set(end_tokens)
+        self._ends = [tokenizer.decode([token]) for token in sorted(end_tokens)]
+        self._suffixes: dict[str, list[int]] = {}
+        self._has_own_format = getattr(tokenizer, "response_template", None) is not None
+        self._format = tool_format
+        if tool_format == "auto" and schemas and not self._has_own_format:
+            self._format = detect_format(str(tokenizer.chat_template))
+
+    def prompt_ids(self, messages: Messages) -> list[int]:
+        """Tokenize a prompt with the descriptions of the tools. Raises ValueError."""
+        return render_prompt(messages, self._tokenizer, self._variables)
+
+    def read_turn(self, token_ids: Sequence[int], prefix: Sequence[int]) -> tuple[str, Calls]:
+        """Return the text of a turn, and its calls. `prefix`: the tokens before it."""
+        ids = list(token_ids)
+        if ids and ids[-1] in self._end_tokens:
+            ids.pop()
+        text: str = self._tokenizer.decode(ids)
+        if not self._schemas:
+            return text, []
+        if self._format == "auto":
+            return text, self._read_by_template(text, self._tokenizer.decode(list(prefix)))
+        return text, read_calls(text, self._format, self._schemas)
+
+    def _read_by_template(self, text: str, prefix: str) -> Calls:
+        try:
+            message = self._tokenizer.parse_response(text, prefix=prefix, tools=self._schemas)
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            return [ToolCall(call["name"], dict(call["arguments"])) for call in calls]
+        except Exception as error:  # of the template's parser, on text that a model has written
+            return [BadCall(f"the tool call cannot be read: {error!r:.200}")]
+
+    def suffix(self, messages: Messages, last_token: int) -> list[int]:
+        """Return the tokens to insert behind an answer, before the next: those of `messages`, all
+        of tools or all of the user. `last_token`: of the answer; an answer that was ended by a stop
+        string gets its end token first. Raises ValueError where the template refuses them."""
+        key = json.dumps(messages, sort_keys=True)
+        if key not in self._suffixes:
+            if len(self._suffixes) >= 10_000:
+                self._suffixes.clear()
+            self._suffixes[key] = self._render_suffix(messages, [])
+        suffix = self._suffixes[key]
+        if last_token in self._end_tokens or not self._ends:
+            return suffix
+        return [min(self._end_tokens), *suffix]
+
+    def _render_suffix(self, messages: Messages, earlier: Messages) -> list[int]:
+        is_tool = messages[0]["role"] == "tool"
+        answer: dict[str, Any] = {"role": "assistant", "content": MARK}
+        if is_tool:
+            answer |= {"tool_calls": [self._call(str(messages[0]["name"]), MARK)]}
+        shown = [
+            {**message, "tool_call_id": CALL_ID} if is_tool else message for message in messages
+        ]
+        start = [{"role": "user", "content": "a"}]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [*start, *earlier, answer, *shown],
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._variables,
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            raise ValueError(f"the chat template ({KEY}) refuses {shown}: {reason}") from error
+        behind = text.rpartition(MARK)[2]
+        found = [behind.index(end) + len(end) for end in self._ends if end in behind]
+        at = min(found, default=0)
+        first = str(messages[0]["content"])
+        if is_tool and (not found or (first == RESULT and RESULT not in behind[at:])):
+            raise ValueError(f"the chat template ({KEY}) writes no end token behind a tool call")
+        ids: list[int] = self._tokenizer(behind[at:], add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _call(self, name: str, value: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": {"x": value}}
+        return {"type": "function", "id": CALL_ID, "function": function}
+
+    def check(self, *, is_game: bool) -> None:
+        """Raise ConfigError if the tokens behind an answer depend on earlier turns, or the template
+        cannot write them."""
+        messages = [{"role": "user", "content": RESULT}]
+        earlier: Messages = [
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ]
+        if not is_game:
+            name = self._schemas[0]["function"]["name"]
+            messages = [{"role": "tool", "name": name, "content": RESULT}]
+            call = {"role": "assistant", "content": "d", "tool_calls": [self._call(name, "e")]}
+            earlier += [call, {**messages[0], "content": "f", "tool_call_id": CALL_ID}]
+        try:
+            short, long = (self._render_suffix(messages, each) for each in ([], earlier))
+        except ValueError as error:
+            raise ConfigError(f"{KEY}: {error}") from None
+        if short != long:
+            shown = [self._tokenizer.decode(ids) for ids in (short, long)]
+            raise ConfigError(
+                f"{KEY}: expected a template that writes the same behind every answer, got "
+                f"{shown[0]!r} behind the first and {shown[1]!r} behind a later one; use another "
+                "template"
+            )
+
+
+def make_conversations(
+    config: Config, tokenizer: Any, interface: Interface, end_tokens: Collection[int]
+) -> Conversations:
+    """Return how conversations with an environment are tokenized. Raises ConfigError if the chat
+    template cannot be used."""
+    conversations = Conversations(
+        tokenizer,
+        interface.schemas,
+        end_tokens=end_tokens,
+        variables=config.data.chat_template_kwargs,
+        tool_format=config.rollout.tool_format,
+    )
+    if interface.is_game or interface.schemas:
+        conversations.check(is_game=interface.is_game)
+    return conversations

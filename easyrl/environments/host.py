@@ -1,0 +1,206 @@
+"""A process that holds environments: all of a group are in the same one.
+
+    rollout worker ──Request(number, method, arguments)──► host: threads, and an event loop
+                   ◄──────Reply(number, value or error)───
+
+Calls of different episodes run at the same time, at most `rollout.concurrent_calls`; coroutines run
+on one event loop. In deterministic runs calls run one after another, and Python's and NumPy's
+global random numbers belong to the episode whose call runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from easyrl.config import Config, ConfigError
+from easyrl.config.user_code import user_traceback
+from easyrl.environments.loading import Environment, Interface, load_environments
+from easyrl.environments.tool_calls import BadCall, Calls
+from easyrl.processes import maybe_sleep, set_name
+from easyrl.rewards import worker as reward_worker
+from easyrl.rewards.loading import accepted_arguments
+from easyrl.rewards.worker import Call, Scored, run_call, start
+from easyrl.types import Messages
+
+PROCESS_NAME = "easyrl-env"
+Key = tuple[int, ...]
+"""Identifies a group."""
+
+
+class Request(NamedTuple):
+    number: int
+    method: str  # of `Host`
+    arguments: tuple[Any, ...]
+
+
+class Reply(NamedTuple):
+    number: int
+    value: Any
+    error: str = ""  # a traceback, or the message of a ConfigError
+    is_config_error: bool = False
+    has_started: bool = False  # another reply follows
+
+
+class Loaded(NamedTuple):
+    """What the host has loaded."""
+
+    interfaces: Mapping[str, Interface]
+    reward_functions: Sequence[int]  # those that need environments, by number
+
+
+class Acted(NamedTuple):
+    """Results of an episode's calls, as messages; `is_done`: the environment ends the episode."""
+
+    messages: Messages
+    is_done: bool = False
+    num_calls: int = 0
+    num_errors: int = 0
+
+
+@dataclass(slots=True)
+class _Episode:
+    name: str
+    environment: Any
+    tools: Mapping[str, Callable[..., Any]]
+    random_states: tuple[Any, Any] | None  # Python's and NumPy's, in deterministic runs
+
+
+class Host:
+    """The methods that a rollout worker calls."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._environments: Mapping[str, Environment] = {}
+        self._groups: dict[Key, dict[int, _Episode]] = {}
+        self._spare: dict[str, list[Any]] = {}  # instances that are not in use
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        reward_worker.run_async = self._wait_for
+
+    def _wait_for(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def load(self) -> Loaded:
+        """Load environments and reward functions. Raises ConfigError."""
+        self._environments = load_environments(self._config)
+        interfaces = {name: each.interface for name, each in self._environments.items()}
+        return Loaded(interfaces, reward_worker.functions_with_environments())
+
+    def reset(
+        self, key: Key, index: int, name: str, row: Mapping[str, Any], seed: int
+    ) -> str | None:
+        """Start episode `index` of a group; return the observation. Instances are constructed once
+        and reset often."""
+        kind = self._environments[name]
+        episode = _Episode(name, None, kind.tools, None)
+        if kind.make is not None:
+            spare = self._spare.setdefault(name, [])
+            episode.environment = environment = spare.pop() if spare else kind.make()
+            episode.tools = {
+                **kind.tools,
+                **{method: getattr(environment, method) for method in kind.methods},
+            }
+        self._groups.setdefault(key, {})[index] = episode
+        if kind.make is None:
+            return None
+        if self._config.runtime.deterministic:
+            drawn = np.random.RandomState(seed % 2**32)
+            episode.random_states = random.Random(seed).getstate(), drawn.get_state()
+        if "seed" in inspect.signature(environment.reset).parameters:
+            row = {**row, "seed": seed}
+        arguments = accepted_arguments(environment.reset, row)
+        observation = self._call(episode, environment.reset, arguments)
+        if not isinstance(observation, str | None):
+            raise TypeError(f"reset: expected a string or None, got {observation!r:.80}")
+        return observation
+
+    def act(self, key: Key, index: int, calls: Calls | str) -> Acted:
+        """Execute a turn's tool calls, or give the text of a turn to a game."""
+        episode = self._groups[key][index]
+        if isinstance(calls, str):
+            returned = self._call(episode, episode.environment.step, {"text": calls})
+            match returned:
+                case (str() as observation, done):
+                    return Acted([{"role": "user", "content": observation}], bool(done), 1)
+            raise TypeError(f"step: expected (observation, done), got {returned!r:.80}")
+        messages, num_errors = [], 0
+        for call in calls:
+            name, result = "unknown", ""
+            try:
+                if isinstance(call, BadCall):
+                    raise ValueError(call.reason)
+                name = call.name
+                if name not in episode.tools:
+                    raise ValueError(f"there is no tool '{name}'")
+                result = str(self._call(episode, episode.tools[name], call.arguments))
+            except Exception as error:  # of the user's tool, or of a call that the model wrote
+                num_errors += 1
+                result = str({"error": str(error)})
+            messages.append({"role": "tool", "name": name, "content": result})
+        return Acted(messages, False, len(calls), num_errors)
+
+    def _call(
+        self, episode: _Episode, function: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> Any:
+        if episode.random_states is None:
+            returned = function(**arguments)
+            return self._wait_for(returned) if inspect.isawaitable(returned) else returned
+        before = random.getstate(), np.random.get_state()
+        random.setstate(episode.random_states[0])
+        np.random.set_state(episode.random_states[1])
+        try:
+            returned = function(**arguments)
+            return self._wait_for(returned) if inspect.isawaitable(returned) else returned
+        finally:
+            episode.random_states = random.getstate(), np.random.get_state()
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+    def judge(self, key: Key, call: Call) -> Scored:
+        """Call the reward functions that need the group's environments."""
+        episodes = self._groups[key]
+        return run_call(call, [episodes[index].environment for index in sorted(episodes)])
+
+    def forget(self, key: Key) -> None:
+        """Drop a group. Its environments are used again."""
+        for episode in self._groups.pop(key, {}).values():
+            self._spare.setdefault(episode.name, []).append(episode.environment)
+
+
+def serve(connection: Connection, config: Config, sources: Mapping[str, str]) -> None:
+    """Answer requests until the parent ends."""
+    start(config, sources)
+    set_name(PROCESS_NAME)
+    host, sending = Host(config), threading.Lock()
+
+    def answer(request: Request) -> None:
+        maybe_sleep()
+        with sending:
+            connection.send(Reply(request.number, None, has_started=True))
+        try:
+            reply = Reply(request.number, getattr(host, request.method)(*request.arguments))
+        except ConfigError as error:
+            reply = Reply(request.number, None, str(error), is_config_error=True)
+        except BaseException as error:  # SystemExit too: the process belongs to the environments
+            reply = Reply(request.number, None, user_traceback(error))
+        with sending:
+            try:
+                connection.send(reply)
+            except (TypeError, AttributeError, ValueError) as error:  # it cannot be pickled
+                connection.send(Reply(request.number, None, f"cannot be sent: {error}"))
+
+    num_threads = 1 if config.runtime.deterministic else config.rollout.concurrent_calls
+    with ThreadPoolExecutor(num_threads) as threads:
+        answer(connection.recv())  # `load`, which all others need
+        while True:
+            threads.submit(answer, connection.recv())

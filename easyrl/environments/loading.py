@@ -1,0 +1,108 @@
+"""Resolve `rollout.environment` and `rollout.tools` in the process that runs them.
+
+    tools    reset(**row) -> str | None; every other public method is a tool (TRL's interface)
+    game     reset(**row) -> str | None; step(text) -> tuple[str, bool], and no tool
+    both     optionally get_reward() -> float
+
+A tool is described to the model by its type hints and its docstring in Google's style. Problems are
+ConfigErrors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from easyrl.config import Config, ConfigError
+from easyrl.config.hints import did_you_mean
+from easyrl.config.user_code import load_function
+
+KEY = "rollout.environment (--environment)"
+TOOLS_KEY = "rollout.tools"
+BUILT_IN = {"guess": "easyrl.environments.guess:Guess"}
+FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:Class, or package.module:Class"
+NOT_TOOLS = ("reset", "get_reward")
+COLUMN = "environment"
+"""Column of a row that names its environment, where there are several."""
+
+
+class Interface(NamedTuple):
+    """What a rollout worker has to know of an environment."""
+
+    schemas: list[dict[str, Any]]  # of its tools, in the form that chat templates take
+    is_game: bool
+    has_reward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """One entry of `rollout.environment`; `make` is None with tools alone."""
+
+    make: Callable[[], Any] | None
+    tools: Mapping[str, Callable[..., Any]]  # `rollout.tools`, which all environments have
+    methods: tuple[str, ...]  # of an instance that are tools
+    interface: Interface
+
+
+def load_environments(config: Config) -> dict[str, Environment]:
+    """Load all environments and tools by name. Makes one instance of each environment."""
+    tools, schemas = {}, []
+    for tool in config.rollout.tools:
+        function = tools[tool.rpartition(":")[2]] = load_function(tool, TOOLS_KEY)
+        schemas.append(_schema(TOOLS_KEY, tool, function))
+    environments = {}
+    for name, spec in config.rollout.environments.items():
+        if spec is None:
+            environments[name] = Environment(None, tools, (), Interface(schemas, False, False))
+        else:
+            environments[name] = _load(spec, tools, schemas)
+    return environments
+
+
+def _load(
+    spec: str, tools: Mapping[str, Callable[..., Any]], schemas: list[dict[str, Any]]
+) -> Environment:
+    make = load_function(BUILT_IN.get(spec, spec), KEY, FORMS + did_you_mean(spec, BUILT_IN))
+    try:
+        instance = make()
+    except Exception as error:
+        raise ConfigError(f"{KEY}: '{spec}' cannot be called without arguments: {error}") from error
+    public = [
+        name
+        for name, _ in inspect.getmembers(type(instance), inspect.isfunction)
+        if not name.startswith("_")
+    ]
+    if "reset" not in public:
+        raise ConfigError(f"{KEY}: expected '{spec}' to have a method reset")
+    methods = tuple(name for name in public if name not in NOT_TOOLS)
+    is_game = methods == ("step",) and _returns_tuple(type(instance).step)
+    if is_game and tools:
+        raise ConfigError(
+            f"{TOOLS_KEY}: expected none beside '{spec}', which is a game without tools"
+        )
+    if is_game:
+        methods = ()
+    own = [_schema(KEY, f"{spec}.{name}", getattr(instance, name)) for name in methods]
+    interface = Interface(schemas + own, is_game, "get_reward" in public)
+    return Environment(make, tools, methods, interface)
+
+
+def _returns_tuple(function: Callable[..., Any]) -> bool:
+    annotation = inspect.signature(function).return_annotation
+    return str(annotation).startswith("tuple") or typing.get_origin(annotation) is tuple
+
+
+def _schema(key: str, spec: str, function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        return dict(get_json_schema(function))
+    except Exception as error:  # of several types: a missing type hint, docstring or description
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{key}: tool '{spec}': {reason}; a tool needs type hints, and a docstring with the "
+            "section `Args:` that describes every argument"
+        ) from None

@@ -1,0 +1,324 @@
+"""Episodes: completions of several turns, between which an environment acts.
+
+    submit(prompt) ─► environments reset ─► engine.submit ─► turn ─► environment ─┬► engine.resume
+                                                              ▲                   ├► engine.end
+                                                              └───────────────────┘
+
+Groups are started as others end, so that few environments exist at a time. Episodes that wait for
+theirs keep their place in the engine, and others are generated.
+
+In deterministic runs answers are handed over at barriers: when no sequence can be continued and no
+call is pending, all answers are, in a fixed order. So what a step computes does not depend on how
+long a tool takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import numpy as np
+
+from easyrl.config import Config
+from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
+from easyrl.environments.check import name_of, row_of
+from easyrl.environments.conversation import make_conversations
+from easyrl.environments.host import Acted
+from easyrl.environments.loading import Interface
+from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost
+from easyrl.environments.tool_calls import Calls, ToolCall
+from easyrl.rewards.functions import RewardError
+from easyrl.rewards.loading import reward_specs
+from easyrl.rewards.worker import Call, Scored
+from easyrl.types import Completion, Messages, Prompt
+
+Key = tuple[int, ...]
+EndReason = Literal["answer", "done", "max_turns", "length", "time", "error"]
+
+
+@dataclass(slots=True)
+class _Episode:
+    prompt: Messages = field(default_factory=list)
+    messages: Messages = field(default_factory=list)  # after the prompt
+    num_turns: int = 0
+    num_calls: int = 0
+    num_errors: int = 0
+    num_read: int = 0  # completion tokens that are in `messages`
+    ended_by: EndReason = "length"
+
+
+@dataclass(slots=True)
+class _Group:
+    prompt: Prompt
+    environment: str  # its name
+    episodes: list[_Episode]
+    resets: list[Future[Any]]
+    started: float
+    prompt_ids: list[int] = field(default_factory=list)  # common to all episodes
+    pending: dict[int, tuple[Turn, Future[Acted]]] = field(default_factory=dict)  # by episode
+    error: str = ""  # its environments cannot be used any more
+
+
+class Episodes:
+    """The open groups of a rollout worker with environments."""
+
+    def __init__(self, config: Config, sources: Mapping[str, str], *, max_open_groups: int) -> None:
+        """`sources`: of the user's files; `max_open_groups`: generated at a time."""
+        self._config, self._max_open = config, max_open_groups
+        self.pool = EnvironmentPool(config, sources)
+        self._queue: deque[tuple[Key, Prompt, int]] = deque()
+        self._groups: dict[Key, _Group] = {}
+        self._failed: list[FinishedGroup] = []
+        self._num_open = 0  # groups that are being generated
+
+    def bind(self, engine: Engine, tokenizer: Any) -> None:
+        """Use this engine, once the environments are loaded. Raises ConfigError."""
+        self._engine = engine
+        loaded = self.pool.loaded()
+        self._interfaces: Mapping[str, Interface] = loaded.interfaces
+        self._reward_functions = loaded.reward_functions
+        self._conversations = {
+            name: make_conversations(self._config, tokenizer, interface, engine.end_tokens)
+            for name, interface in loaded.interfaces.items()
+        }
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue or self._groups)
+
+    @property
+    def connections(self) -> list[Connection]:
+        return self.pool.connections
+
+    def submit(self, key: Key, prompt: Prompt, num_generations: int) -> None:
+        self._queue.append((key, prompt, num_generations))
+
+    def advance(self) -> list[FinishedGroup]:
+        """Start groups, send turns to their environments, and hand answers to the engine. Return
+        the groups that have failed before they were generated."""
+        for turn in self._engine.take_turns():
+            self._send(turn)
+        self.pool.poll()
+        is_barrier = not self._engine.can_step and not self._is_waiting()
+        if is_barrier or not self._config.runtime.deterministic:
+            self._hand_over()
+            while self._queue and self._num_open < self._max_open:
+                self._num_open += 1
+                self._start(*self._queue.popleft())
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _is_waiting(self) -> bool:
+        futures = [future for group in self._groups.values() for future in group.resets]
+        futures += [f for group in self._groups.values() for _, f in group.pending.values()]
+        return not all(future.done() for future in futures)
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def _start(self, key: Key, prompt: Prompt, num_generations: int) -> None:
+        name = name_of(prompt, self._interfaces)
+        seeds = np.random.SeedSequence((self._config.runtime.seed, *key))
+        drawn = [int(seed) for seed in seeds.generate_state(num_generations, np.uint32)]
+        resets = self.pool.start(key, name, row_of(prompt, name), drawn)
+        episodes = [_Episode() for _ in drawn]
+        self._groups[key] = _Group(prompt, name, episodes, resets, time.monotonic())
+
+    def _begin(self, key: Key, group: _Group) -> None:
+        """Submit a group whose environments have been reset."""
+        resets, group.resets = group.resets, []
+        try:
+            observations = [future.result() for future in resets]
+        except (HostLost, CallFailed, TimeoutError) as error:
+            self._break(group, f"reset: {_reason(error, self._config)}")
+            end = np.array([min(self._engine.end_tokens)], dtype=np.int32)
+            zero, nothing = np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.bool_)
+            request = GroupRequest(key, end.tolist(), len(resets))
+            completions = [Completion(end, zero, "stop", nothing) for _ in resets]
+            self._failed.append(FinishedGroup(request, completions))
+            return
+        ids = []
+        for episode, observation in zip(group.episodes, observations, strict=True):
+            episode.prompt = with_observation(group.prompt.content, observation)
+            ids.append(self._conversations[group.environment].prompt_ids(episode.prompt))
+        num_common = common_length(ids)
+        first_tokens = [each[num_common:] for each in ids]
+        for episode, tokens in zip(group.episodes, first_tokens, strict=True):
+            episode.num_read = len(tokens)
+        group.prompt_ids = ids[0][:num_common]
+        has_own = any(first_tokens)
+        self._engine.submit(
+            GroupRequest(
+                key,
+                group.prompt_ids,
+                len(ids),
+                has_turns=True,
+                first_tokens=first_tokens if has_own else None,
+            )
+        )
+
+    # -- turns ------------------------------------------------------------------------------------
+
+    def _send(self, turn: Turn) -> None:
+        """Read a turn and send its calls to the environment, or end the episode."""
+        group = self._groups[turn.key]
+        episode = group.episodes[turn.sample_index]
+        interface = self._interfaces[group.environment]
+        calls = self._read(group, episode, turn.token_ids.tolist())
+        if group.error:
+            self._end(turn, episode, "error")
+        elif interface.is_game:
+            text = episode.messages[-1]["content"]
+            future = self.pool.act(turn.key, turn.sample_index, text)
+            group.pending[turn.sample_index] = turn, future
+        elif calls:
+            future = self.pool.act(turn.key, turn.sample_index, calls)
+            group.pending[turn.sample_index] = turn, future
+        else:
+            self._end(turn, episode, "answer")
+
+    def _read(self, group: _Group, episode: _Episode, token_ids: list[int]) -> Calls:
+        """Append a turn to the episode's messages; return its calls."""
+        conversations = self._conversations[group.environment]
+        text, calls = conversations.read_turn(token_ids, group.prompt_ids)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if read := [call for call in calls if isinstance(call, ToolCall)]:
+            message["tool_calls"] = [
+                {"type": "function", "function": call._asdict()} for call in read
+            ]
+        episode.messages.append(message)
+        episode.num_turns += 1
+        episode.num_read += len(token_ids)
+        return calls
+
+    def _hand_over(self) -> None:
+        """Hand the answers of environments to the engine."""
+        for key, group in list(self._groups.items()):
+            if group.resets and all(future.done() for future in group.resets):
+                self._begin(key, group)
+            for index in sorted(group.pending):
+                turn, future = group.pending[index]
+                if future.done():
+                    del group.pending[index]
+                    self._answer(group, group.episodes[index], turn, future)
+
+    def _answer(self, group: _Group, episode: _Episode, turn: Turn, future: Future[Acted]) -> None:
+        try:
+            acted = future.result()
+        except (HostLost, CallFailed, TimeoutError) as error:
+            reason = _reason(error, self._config)
+            if not isinstance(error, TimeoutError) or self._interfaces[group.environment].is_game:
+                self._break(group, reason)
+                self._end(turn, episode, "error")
+                return
+            calls = episode.messages[-1].get("tool_calls", ())
+            names = [call["function"]["name"] for call in calls] or ["unknown"]
+            result = str({"error": reason})
+            messages = [{"role": "tool", "name": name, "content": result} for name in names]
+            acted = Acted(messages, False, len(names), len(names))
+        episode.messages += acted.messages
+        episode.num_calls += acted.num_calls
+        episode.num_errors += acted.num_errors
+        if acted.is_done:
+            self._end(turn, episode, "done")
+            return
+        limit = self._config.rollout.episode_timeout_seconds
+        if episode.num_turns >= self._config.rollout.max_turns:
+            self._end(turn, episode, "max_turns")
+        elif limit is not None and time.monotonic() - group.started > limit:
+            self._end(turn, episode, "time")
+        else:
+            conversations = self._conversations[group.environment]
+            suffix = conversations.suffix(acted.messages, int(turn.token_ids[-1]))
+            if len(suffix) >= turn.num_left:
+                self._end(turn, episode, "length")
+            else:
+                episode.num_read += len(suffix)
+                self._engine.resume(turn, suffix)
+
+    def _end(self, turn: Turn, episode: _Episode, reason: EndReason) -> None:
+        episode.ended_by = reason
+        self._engine.end(turn, "length" if reason == "length" else "stop")
+
+    def _break(self, group: _Group, reason: str) -> None:
+        """Give a group up: its environments cannot be used any more. Raises RewardError if that is
+        to end the run (`reward.on_error`)."""
+        group.error = f"rollout.environment: {reason}"
+        if self._config.reward.on_error == "stop":
+            prompt = f"{group.prompt.content!r:.200}"
+            raise RewardError(f"{group.error}\nfor the prompt {prompt}")
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def finish(self, group: FinishedGroup) -> tuple[Messages, list[Messages]]:
+        """Return the prompt, and the messages of each episode after it, also of turns that were cut
+        off."""
+        own = self._groups[group.request.key]
+        self._num_open -= 1
+        for episode, completion in zip(own.episodes, group.completions, strict=True):
+            rest = completion.token_ids[episode.num_read :].tolist()
+            if rest and not own.error:
+                self._read(own, episode, rest)
+        return own.episodes[0].prompt, [episode.messages for episode in own.episodes]
+
+    def judge(self, key: Key, call: Call) -> tuple[Sequence[int], Future[Scored]] | None:
+        """Score a group by the reward functions that need environments; return their numbers and
+        their future result. If the group is broken, no function can score it."""
+        if reason := self._groups[key].error:
+            future: Future[Scored] = Future()
+            future.set_exception(CallFailed(reason))
+            return range(len(reward_specs(self._config))), future
+        if not (functions := self._reward_functions):
+            return None
+        return functions, self.pool.judge(key, call._replace(functions=functions))
+
+    def forget(self, key: Key) -> tuple[dict[str, float], dict[str, list[Any]]]:
+        """End a group; return its metrics, and columns [G] that samples.jsonl shows."""
+        self.pool.forget(key)
+        episodes = self._groups.pop(key).episodes
+        means = {
+            "episodes/turns": [episode.num_turns for episode in episodes],
+            "tools/calls": [episode.num_calls for episode in episodes],
+            "tools/errors": [episode.num_errors for episode in episodes],
+        }
+        columns: dict[str, list[Any]] = {
+            "messages": [[*episode.prompt, *episode.messages] for episode in episodes],
+            "ended_by": [episode.ended_by for episode in episodes],
+        }
+        return {name: sum(of_all) / len(of_all) for name, of_all in means.items()}, columns
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def with_observation(content: str | Messages, observation: str | None) -> Messages:
+    """Return a prompt as messages, with the observation at the end of its last user message."""
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else [*content]
+    if not observation:
+        return messages
+    if not messages or messages[-1]["role"] != "user":
+        return [*messages, {"role": "user", "content": observation}]
+    last = {**messages[-1], "content": f"{messages[-1]['content']}{observation}"}
+    return [*messages[:-1], last]
+
+
+def common_length(sequences: Sequence[list[int]]) -> int:
+    """Return the length of the longest common prefix. Behind it every sequence has a token, unless
+    all are equal."""
+    first, last = min(sequences), max(sequences)
+    if first == last:
+        return len(first)
+    shortest = min(map(len, sequences))
+    same = (n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return min(next(same, shortest), shortest - 1)
+
+
+def _reason(error: BaseException, config: Config) -> str:
+    if isinstance(error, TimeoutError):
+        seconds = config.rollout.tool_timeout_seconds
+        return f"a call took longer than {seconds:g} s (rollout.tool_timeout_seconds)"
+    return str(error)

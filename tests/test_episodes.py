@@ -1,0 +1,245 @@
+"""Whole runs with environments: games and tools, exact and reproducible, whatever fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from easyrl.environments.host import PROCESS_NAME
+from easyrl.processes import children_named
+from easyrl.runtime.control import request
+from runs import finish, lines_of, start, summary_of, wait_for_line
+from tool_models import call, chat_model
+
+GUESS = (
+    *("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess", "--no-live"),
+    *("data.max_prompt_length=16", "rollout.max_completion_length=80", "data.num_held_out=0"),
+    *("train.prompts_per_iteration=6", "rollout.num_generations=4", "train.learning_rate=0.01"),
+)
+CALLS = (
+    call("add", '{"a": 2, "b": 3}'),
+    call("add", '{"a": 2}'),
+    call("fly", "{}"),
+    "<tool_call>{</tool_call>",
+)
+OWN = '''
+import os
+import time
+
+
+class Adder:
+    def reset(self, word: str, **columns) -> str | None:
+        self.num_calls, self.word = 0, word
+        if word == "broken":
+            raise RuntimeError("no such word")
+        return f" {word}"
+
+    async def add(self, a: int, b: int) -> int:
+        """
+        Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        self.num_calls += 1
+        if self.word == "fatal":
+            os._exit(3)
+        return a + b
+
+    def get_reward(self) -> float:
+        return self.num_calls + len(self.word) / 10
+'''
+
+
+def finished(folder: Path, *arguments: str, **environment: str) -> Path:
+    code, out, err = finish(*arguments, "--output", str(folder), **environment)
+    assert code == 0, out + err
+    return folder
+
+
+def tool_run(folder: Path, words: list[str], *arguments: str) -> tuple[str, ...]:
+    """Arguments of a run in which a random model calls `Adder.add`, one row for each word."""
+    model = chat_model(folder / "model", CALLS)
+    (folder / "own.py").write_text(OWN)
+    rows = [json.dumps({"prompt": "q", "word": word}) for word in words]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    return (
+        *("--model", model, "--dataset", f"{folder}/rows.jsonl", "--iterations", "2", "--no-live"),
+        *("--environment", f"{folder}/own.py:Adder", "data.max_prompt_length=32"),
+        *("rollout.max_completion_length=400", "train.prompts_per_iteration=4"),
+        *("rollout.num_generations=4", "train.learning_rate=0.001", "data.shuffle=false"),
+        *arguments,
+    )
+
+
+def test_a_game_is_played_on_policy_and_shown_as_a_conversation(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", *GUESS, "--iterations", "2")
+    summary, samples = summary_of(run), lines_of(run / "samples.jsonl")
+    assert summary["groups_off_policy"] == 0
+    metrics = lines_of(run / "metrics.jsonl")
+    assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in metrics)
+    assert all(1 <= line["episodes/turns"] <= 12 for line in metrics)
+    for sample in samples:
+        roles = [message["role"] for message in sample["messages"]]
+        assert roles[:2] == ["user", "assistant"] and set(roles) == {"user", "assistant"}
+        assert sample["ended_by"] in ("done", "length", "max_turns")
+        answers = [message["content"] for message in sample["messages"][2::2]]
+        assert set(answers) <= {"higher", "lower", "yes", "not a number"}
+        assert (sample["reward"] > 0) == (answers[-1:] == ["yes"])
+
+
+def test_tools_are_called_and_their_errors_counted(tmp_path: Path) -> None:
+    words = tool_run(tmp_path, ["one", "three"], "rollout.max_turns=3")
+    run = finished(tmp_path / "run", *words)
+    metrics, samples = lines_of(run / "metrics.jsonl"), lines_of(run / "samples.jsonl")
+    assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in metrics)
+    assert sum(line["tools/calls"] for line in metrics) > sum(
+        line["tools/errors"] for line in metrics
+    )
+    results = [m for sample in samples for m in sample["messages"] if m["role"] == "tool"]
+    contents = [message["content"] for message in results]
+    assert "5" in contents and any("fly" in content for content in contents)
+    for sample in samples:
+        assert sample["messages"][0]["content"] in ("q one", "q three")
+        assert sum(m["role"] == "assistant" for m in sample["messages"]) <= 3
+        good = sum(m["content"] == "5" for m in sample["messages"])
+        word = sample["messages"][0]["content"][2:]
+        assert sample["reward"] == pytest.approx(good + len(word) / 10)
+
+
+def test_schedules_give_equal_bits_whatever_the_delays(tmp_path: Path) -> None:
+    hashes = set()
+    for schedule, workers, delays in (("sync", 1, "0"), ("periodic", 3, "0.03")):
+        run = finished(
+            tmp_path / f"{schedule}-{workers}",
+            *GUESS,
+            *("--iterations", "2", "--schedule", schedule, "runtime.deterministic=true"),
+            *(f"rollout.environment_workers={workers}", "rollout.max_concurrent_groups=4"),
+            EASYRL_RANDOM_DELAYS=delays,
+        )
+        hashes.add(summary_of(run)["weights_sha256"])
+    assert len(hashes) == 1
+
+
+@pytest.mark.long
+def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path) -> None:
+    words = (*GUESS, "runtime.deterministic=true", "train.save_every=1")
+    whole = finished(tmp_path / "whole", *words, "--iterations", "3")
+    part = finished(tmp_path / "part", *words, "--iterations", "2")
+    code, out, err = finish("--resume", str(part), "--iterations", "3", "--no-live")
+    assert code == 0, out + err
+    assert summary_of(part)["weights_sha256"] == summary_of(whole)["weights_sha256"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("word", ["broken", "fatal"])
+def test_a_broken_environment_is_handled_as_rewards_are(tmp_path: Path, word: str) -> None:
+    words = tool_run(tmp_path, ["one", word])
+    code, _, err = finish(*words, "--output", str(tmp_path / "stop"))
+    assert code == 1 and "rollout.environment" in err
+    run = finished(tmp_path / "zero", *words, "reward.on_error=zero")
+    rewards = [s["reward"] for s in lines_of(run / "samples.jsonl")]
+    assert np.isfinite(rewards).all()
+    assert summary_of(run)["groups_trained"] == 8
+
+
+def test_nothing_is_left_when_a_run_is_killed(tmp_path: Path) -> None:
+    process = start(*GUESS, "--iterations", "500", "--output", str(tmp_path / "run"))
+    ends = time.monotonic() + 60
+    hosts: dict[int, int] = {}
+    while not hosts:
+        assert time.monotonic() < ends and process.poll() is None
+        workers = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        hosts = children_named(PROCESS_NAME, workers)
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    while any(psutil.pid_exists(pid) for pid in hosts):
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("--train-devices", "cpu:2", "model.lora.rank=4"), id="LoRA, two train ranks"),
+        pytest.param(
+            ("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2"),
+            id="dynamic sampling, two updates",
+        ),
+        pytest.param(
+            ("--infer-devices", "cpu:2", "train.eval_every=1", "data.num_held_out=4"),
+            id="two rollout workers, evaluation",
+        ),
+    ],
+)
+def test_other_features_go_with_environments(tmp_path: Path, words: tuple[str, ...]) -> None:
+    run = finished(tmp_path / "run", *GUESS, "--iterations", "2", *words)
+    assert summary_of(run)["groups_off_policy"] == 0
+    assert summary_of(run)["groups_trained"] == 12
+    metrics = lines_of(run / "metrics.jsonl")
+    assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in metrics)
+
+
+@pytest.mark.long
+def test_a_lost_worker_loses_no_episode(tmp_path: Path) -> None:
+    """A rollout worker is killed in the middle of its episodes."""
+    words = (*GUESS, "--iterations", "4", "--infer-devices", "cpu:2", "runtime.deterministic=true")
+    whole = finished(tmp_path / "whole", *words)
+    folder = tmp_path / "lost"
+    process = start(*words, "--output", str(folder), EASYRL_RANDOM_DELAYS="0.02")
+    try:
+        wait_for_line(process, "iteration 1/")
+        workers = request(folder, {"command": "status"})["workers"]
+        os.kill(next(w["pid"] for w in workers if w["name"] == "rollout-0"), signal.SIGKILL)
+        assert process.wait(timeout=240) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    assert summary_of(folder)["worker_restarts"] == 1
+    assert summary_of(folder)["weights_sha256"] == summary_of(whole)["weights_sha256"]
+
+
+@pytest.mark.long
+def test_a_run_with_environments_is_scaled(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = (*GUESS, "--iterations", "500", "devices.max_rollout_workers=2")
+    process = start(*words, "--output", str(folder), "--infer-devices", "cpu")
+    try:
+        wait_for_line(process, "iteration 1/")
+        request(folder, {"command": "scale", "infer_devices": "cpu:2"})
+        ends = time.monotonic() + 120
+        while [w["state"] for w in request(folder, {"command": "status"})["workers"]].count(
+            "working"
+        ) < 3:
+            assert time.monotonic() < ends
+            time.sleep(0.2)
+        num_done = len(lines_of(folder / "metrics.jsonl"))
+        wait_for_line(process, f"iteration {num_done + 3}/")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert err == ""
+
+
+def test_an_evaluation_plays_the_held_out_rows(tmp_path: Path) -> None:
+    words = ("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess", "--no-live")
+    limits = ("data.max_prompt_length=16", "eval.correct_reward=0.01")
+    command = [sys.executable, "-m", "easyrl", "eval", *words, *limits]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "eval")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "eval" / "eval.json").read_text())
+    assert results["accuracy"] > 0.3

@@ -1,0 +1,237 @@
+"""Completions of several turns in the embedded engine: sampled and inserted tokens alternate."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from easyrl.config import load_config
+from easyrl.data.packing import pack, split_group
+from easyrl.engines import embedded, kv_cache
+from easyrl.engines.base import GroupRequest, SamplingSettings
+from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.model.attention import ATTENTION_NAME, register_attention
+from easyrl.model.policy import Policy
+from easyrl.types import RolloutGroup
+from easyrl.workers.learner import Learner
+from tiny_models import VOCABULARY, largest_gradient_gap, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+torch.set_num_threads(1)
+register_attention()
+
+NUM_GENERATIONS = 3
+ENDS = range(2, 14)  # so many tokens end a turn that there are several
+SAMPLING = SamplingSettings(max_prompt_length=9, max_completion_length=40, seed=5)
+FAMILIES = ["qwen3", "llama", "mistral", "gemma2", "qwen2_window", "phi3"]
+
+
+def make_engine(family="qwen3", num_rows=4, **changes):
+    policy = Policy(tiny_model(family, ATTENTION_NAME), torch.device("cpu"))
+    for token in ENDS:
+        policy.stop_at(token)
+    return EmbeddedEngine(policy, replace(SAMPLING, **changes), num_rows=num_rows)
+
+
+def draw_requests(number=4, has_first_tokens=False):
+    rng = np.random.default_rng(1)
+    return [
+        GroupRequest(
+            (index,),
+            rng.integers(14, VOCABULARY, rng.integers(1, 10)).tolist(),
+            NUM_GENERATIONS,
+            has_turns=True,
+            first_tokens=[
+                rng.integers(14, VOCABULARY, n + 1).tolist() for n in range(NUM_GENERATIONS)
+            ]
+            if has_first_tokens
+            else None,
+        )
+        for index in range(number)
+    ]
+
+
+def reply(turn):
+    """Tokens that depend on the turn alone, or None: the episode is over."""
+    rng = np.random.default_rng([*turn.key, turn.sample_index, *turn.token_ids])
+    tokens = rng.integers(14, VOCABULARY, rng.integers(1, 7)).tolist()
+    return None if rng.random() < 0.1 else tokens
+
+
+def play(engine, requests, delay=0):
+    """Return groups by key. A turn is answered `delay` steps after it ended, or when the engine has
+    nothing else to do."""
+    for request in requests:
+        engine.submit(request)
+    groups, waiting, step = {}, [], 0
+    while engine.has_work:
+        if engine.can_step:
+            groups |= {group.request.key: group.completions for group in engine.step()}
+        waiting += [(step, turn) for turn in engine.take_turns()]
+        ready = [each for each in waiting if each[0] + delay <= step or not engine.can_step]
+        waiting = [each for each in waiting if each not in ready]
+        for _, turn in ready:
+            tokens = reply(turn)
+            if tokens is None:
+                engine.end(turn, "stop")
+            elif len(tokens) >= turn.num_left:
+                engine.end(turn, "length")
+            else:
+                engine.resume(turn, tokens)
+        step += 1
+    return groups
+
+
+def assert_exact(family, requests, groups):
+    """Log-probabilities equal those of each conversation alone, by transformers' own attention."""
+    reference = tiny_model(family)
+    num_inserted = 0
+    for request in requests:
+        first = request.first_tokens or [[]] * NUM_GENERATIONS
+        for completion, start in zip(groups[request.key], first, strict=True):
+            tokens = completion.token_ids.tolist()
+            assert tokens[: len(start)] == start
+            ids = torch.tensor([[*request.prompt_ids, *tokens]])
+            with torch.no_grad():
+                logits = reference(input_ids=ids, use_cache=False).logits[0]
+            expected = torch.log_softmax(logits, -1)[len(request.prompt_ids) - 1 : -1]
+            expected = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+            mask = completion.loss_mask
+            np.testing.assert_allclose(completion.logprobs[mask], expected[mask], atol=2e-5)
+            assert not completion.logprobs[~mask].any()
+            assert not mask[: len(start)].any()
+            num_inserted += int((~mask).sum())
+    assert num_inserted > 20
+
+
+@pytest.mark.parametrize("has_first_tokens", [False, True])
+@pytest.mark.parametrize("copied_tokens", [0, 4, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversation_has_the_logprobs_of_itself_alone(
+    family, copied_tokens, has_first_tokens, monkeypatch
+):
+    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
+    requests = draw_requests(has_first_tokens=has_first_tokens)
+    assert_exact(family, requests, play(make_engine(family), requests, delay=2))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+@pytest.mark.parametrize("delay", [0, 5])
+def test_tokens_do_not_depend_on_rows_or_on_how_long_answers_take(num_rows, delay):
+    requests = draw_requests()
+    expected = play(make_engine(num_rows=4), requests)
+    got = play(make_engine(num_rows=num_rows), requests, delay)
+    for key, completions in expected.items():
+        for a, b in zip(completions, got[key], strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            assert a.is_sampled.tolist() == b.is_sampled.tolist()
+            assert a.finish_reason == b.finish_reason
+
+
+def test_waiting_conversations_do_not_stop_others():
+    engine = make_engine(num_rows=4)
+    first, second = draw_requests(2)
+    engine.submit(first)
+    while engine.can_step:
+        engine.step()
+    assert engine.has_work and len(engine.take_turns()) > 0
+    engine.submit(replace_turns(second))
+    finished = []
+    while engine.can_step:
+        finished += engine.step()
+    assert [group.request.key for group in finished] == [second.key]
+
+
+def replace_turns(request):
+    return GroupRequest(request.key, request.prompt_ids, 1)
+
+
+def test_inserted_tokens_are_computed_in_one_step():
+    engine = make_engine(num_rows=1)
+    request = draw_requests(1)[0]
+    engine.submit(GroupRequest(request.key, request.prompt_ids, 1, has_turns=True))
+    while engine.can_step:
+        engine.step()
+    (turn,) = engine.take_turns()
+    before = engine.num_steps
+    engine.resume(turn, [20, 21, 22, 23, 24])
+    engine.step()
+    assert engine.num_steps == before + 1
+    assert engine.num_active + len(engine.take_turns()) == 1
+
+
+def test_many_inserted_tokens_are_divided_into_steps(monkeypatch):
+    monkeypatch.setattr(embedded, "MAX_PREFILL_TOKENS", 9)
+    requests = draw_requests()
+    assert_exact("qwen3", requests, play(make_engine(num_rows=16), requests, delay=100))
+
+
+def test_the_last_turn_is_reported_even_if_no_token_is_left():
+    engine = make_engine(num_rows=1)
+    prompt, first = draw_requests(1)[0].prompt_ids, None
+    for limit in range(1, 40):
+        engine.submit(GroupRequest((limit,), prompt, 1, [limit], has_turns=True))
+        while engine.can_step:
+            engine.step()
+        for turn in engine.take_turns():
+            first = turn if turn.num_left == 0 else first
+            engine.end(turn, "stop")
+        engine.step()
+    assert first is not None and not engine.has_work
+
+
+def packed_gradient(policy, requests, groups, advantages):
+    """The trainer's gradient of all conversations in one micro-batch, and the largest difference of
+    its log-probabilities to the engine's."""
+    rollouts = []
+    for request, of_group in zip(requests, advantages, strict=True):
+        completions = groups[request.key]
+        lengths = np.array([len(each.token_ids) for each in completions], np.int32)
+        nothing = np.zeros(len(lengths), np.float32)
+        group = RolloutGroup(
+            iteration=0,
+            policy_version=0,
+            group_index=0,
+            prompt_index=request.key[0],
+            prompt_ids=np.array(request.prompt_ids, np.int32),
+            completion_lengths=lengths,
+            completion_ids=np.concatenate([each.token_ids for each in completions]),
+            rollout_logprobs=np.concatenate([each.logprobs for each in completions]),
+            loss_mask=np.concatenate([each.loss_mask for each in completions]),
+            rewards=nothing,
+            advantages=of_group,
+            truncated=nothing > 0,
+        )
+        rollouts += split_group(group)
+    learner = Learner(policy, load_config(words=["algorithm.loss_type=grpo"]))
+    learner.accumulate(pack(rollouts))
+    found = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+    learner.step(num_completions=len(rollouts), num_tokens=1)
+    return found, learner.metrics()["sampling/sampling_logp_difference/max"]
+
+
+def separate_gradient(model, requests, groups, advantages):
+    """The same of each conversation alone: the sum over conversations of the mean over sampled
+    tokens, of minus the advantage times the log-probability."""
+    for request, of_group in zip(requests, advantages, strict=True):
+        for completion, advantage in zip(groups[request.key], of_group, strict=True):
+            ids = torch.tensor([[*request.prompt_ids, *completion.token_ids.tolist()]])
+            logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1)
+            own = logprobs.gather(1, ids[0, 1:, None])[len(request.prompt_ids) - 1 :, 0]
+            mask = torch.from_numpy(completion.loss_mask)
+            (-float(advantage) * own[mask].mean()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_conversations_have_the_gradient_of_each_alone(family):
+    requests = draw_requests()
+    groups = play(make_engine(family), requests)
+    rng = np.random.default_rng(0)
+    advantages = rng.normal(size=(len(requests), NUM_GENERATIONS)).astype(np.float32)
+    policy = Policy(tiny_model(family, ATTENTION_NAME), torch.device("cpu"))
+    found, gap = packed_gradient(policy, requests, groups, advantages)
+    expected = separate_gradient(tiny_model(family), requests, groups, advantages)
+    assert largest_gradient_gap(found, expected) < 1e-4
+    assert gap < 2e-5

@@ -1,0 +1,45 @@
+"""A random chat model whose vocabulary has whole tool calls, so that it makes some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from easyrl.data.hub import resolve_model
+from tiny_models import tiny_model
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | join(',') }}\n"
+    "{% endif %}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "A{{ message['content'] }}{% for call in message['tool_calls'] or [] %}"
+    '<tool_call>{"name": "{{ call[\'function\'][\'name\'] }}", "arguments": '
+    "{{ call['function']['arguments'] | tojson }}}</tool_call>{% endfor %}<eos>\n"
+    "{% elif message['role'] == 'tool' %}T{{ message['content'] }}\n"
+    "{% else %}U{{ message['content'] }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A{% endif %}"
+)
+"""Lists the names of the tools; calls are in the format of Hermes."""
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def chat_tokenizer(calls: Sequence[str] = (), template: str = TEMPLATE):  # type: ignore[no-untyped-def]
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
+    tokenizer.add_tokens([*calls])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def chat_model(folder: Path, calls: Sequence[str] = (), template: str = TEMPLATE) -> str:
+    """Write a random model: every token is about as likely as every other."""
+    tokenizer = chat_tokenizer(calls, template)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+    model = tiny_model("qwen2", None, 0.05, 0, **sizes, **ends, tie_word_embeddings=False)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
