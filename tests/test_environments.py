@@ -422,8 +422,3 @@ def test_thinking_that_a_template_drops_from_earlier_turns_does_not_matter() -> 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.environment"):
         conversations("")
-
-
-def test_vllm_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.engine"):
-        config_of(file, "Counter", "rollout.engine=vllm")

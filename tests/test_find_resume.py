@@ -134,6 +134,17 @@ def test_relative_paths_of_a_run_work_from_another_folder(
         run.run(config)
 
 
+def test_environments_are_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "e.py").touch()
+    monkeypatch.chdir(tmp_path)
+    words = ("rollout.environment={a: e.py:A, b: guess}", "rollout.tools=[e.py:f, cards:deal]")
+    found = with_absolute_paths(load_config(None, {}, words)).rollout
+    assert found.environment == {"a": f"{tmp_path}/e.py:A", "b": "guess"}
+    assert found.tools == [f"{tmp_path}/e.py:f", "cards:deal"]
+
+
 @pytest.mark.parametrize("changed", ["data.dataset", "eval.dataset"])
 def test_changed_rows_are_refused(tmp_path: Path, changed: str) -> None:
     files = {key: tmp_path / f"{key}.jsonl" for key in ("data.dataset", "eval.dataset")}

@@ -129,6 +129,25 @@ def test_both_schedules_end_in_the_same_bits_under_random_delays(
 
 
 @pytest.mark.long
+def test_environments_end_in_the_same_bits_under_both_schedules(tmp_path: Path) -> None:
+    hashes = set()
+    for schedule in ("sync", "periodic"):
+        folder = tmp_path / schedule
+        code, _, err = finish(
+            *("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess"),
+            *("--output", str(folder), "--schedule", schedule, "--iterations", "3", *SMALL),
+            *("rollout.engine=vllm", "runtime.deterministic=true", "data.num_held_out=0"),
+            EASYRL_RANDOM_DELAYS="0.02",
+            timeout=START_SECONDS,
+        )
+        assert (code, err) == (0, "")
+        assert_on_policy(folder)
+        hashes.add(summary_of(folder)["weights_sha256"])
+        assert max(line["episodes/turns"] for line in lines_of(folder / "metrics.jsonl")) > 1
+    assert len(hashes) == 1
+
+
+@pytest.mark.long
 def test_other_features_go_with_vllm(tmp_path: Path) -> None:
     """Two train ranks, LoRA, several updates and replaced groups; engines are added, and the run is
     stopped and resumed."""

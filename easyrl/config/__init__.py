@@ -141,11 +141,6 @@ class Config(Section):
                 "runtime.autoscale: expected false without devices.spare (--spare-devices) or with "
                 "runtime.deterministic, got true"
             )
-        if self.rollout.has_environments and self.rollout.engine == "vllm":
-            problems.append(
-                "rollout.engine: expected embedded with rollout.environment and rollout.tools, got "
-                "vllm"
-            )
         if runtime.deterministic and self.rollout.episode_timeout_seconds is not None:
             problems.append(
                 "rollout.episode_timeout_seconds: expected null with runtime.deterministic, got "

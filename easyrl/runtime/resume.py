@@ -43,9 +43,12 @@ MAY_CHANGE = (
     "reward.on_error",
     "reward.timeout_seconds",
     "reward.memory_limit_gib",
+    "rollout.concurrent_calls",
+    "rollout.environment_workers",
     "rollout.max_concurrent_groups",
     "rollout.memory_fraction",
     "rollout.ring_slots",
+    "rollout.tool_timeout_seconds",
     "train.iterations",
     "train.save_every",
     "train.keep_checkpoints",
@@ -246,21 +249,30 @@ def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
     over a built-in model of the same name, but not in the config of a resumed run, whose folders
     are absolute paths already.
     """
-    keys = {"model": "path", "data": "dataset", "eval": "dataset", "reward": "functions"}
+    keys = {
+        "model": ["path"],
+        "data": ["dataset"],
+        "eval": ["dataset"],
+        "reward": ["functions"],
+        "rollout": ["environment", "tools"],
+    }
     if config.algorithm.has_own_loss:
-        keys["algorithm"] = "loss_type"
+        keys["algorithm"] = ["loss_type"]
     if is_resumed and config.model.path in BUILT_IN_MODELS:
         del keys["model"]
     update = {}
-    for name, key in keys.items():
+    for name, of_section in keys.items():
         section = getattr(config, name)
-        update[name] = section.model_copy(update={key: _absolute(getattr(section, key))})
+        paths = {key: _absolute(getattr(section, key)) for key in of_section}
+        update[name] = section.model_copy(update=paths)
     return config.model_copy(update=update)
 
 
 def _absolute(value: Any) -> Any:
-    """The absolute path of a file, a folder or `file.py:function`, or those of a list. Symbolic
-    links are kept, because they may change."""
+    """The absolute path of a file, a folder or `file.py:function`, or those of a list or a mapping.
+    Symbolic links are kept, because they may change."""
+    if isinstance(value, dict):
+        return {name: _absolute(each) for name, each in value.items()}
     if not isinstance(value, str):
         return None if value is None else [_absolute(each) for each in value]
     file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")

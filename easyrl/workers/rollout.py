@@ -114,11 +114,6 @@ class RolloutWorker:
         model, sampling = self.config.model, sampling_settings(self.config, self.sampling)
         tokenizer = tokenizer_of(self.config)
         if self.settings.engine == "vllm":
-            if self.episodes is not None:
-                raise ConfigError(
-                    "rollout.engine: expected embedded with rollout.environment and rollout.tools, "
-                    "got vllm"
-                )
             return tokenizer, self._start_vllm(tokenizer, sampling)
         policy = Policy.load(
             model.path,

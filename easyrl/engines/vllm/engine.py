@@ -1,6 +1,8 @@
 """The vLLM engine: vLLM's asynchronous engine behind the interface of `engines.base.Engine`.
 
     submit ─► one request, n = G ─► vLLM's scheduler and model ─► step: finished groups
+              with turns: G requests, and one for each further turn, which finds the earlier tokens
+              in the prefix cache
     receive_weights ─► every tensor-parallel rank, over the weight channel (`worker`)
 
 vLLM works in processes of its own, also between two calls of `step`; its client needs an event
@@ -25,12 +27,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import wait
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from vllm import SamplingParams
@@ -48,13 +51,13 @@ from easyrl import devices
 from easyrl.channels.weights import WeightEndpoint
 from easyrl.config import ConfigError
 from easyrl.data.hub import resolve_model
-from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings
+from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings, Turn
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
 from easyrl.engines.vllm.platforms import BACKEND, WORKER, cache_bytes, device_arguments
 from easyrl.engines.vllm.processes import Cleanup, cancel_file
 from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.processes import maybe_sleep
-from easyrl.types import Completion
+from easyrl.types import Bool, Completion, Float32, Int32
 
 STEP_SECONDS = 0.02
 """Longest time that `step` waits for a group: the rollout worker has other work too."""
@@ -69,6 +72,28 @@ COMPLETIONS_HAVE_VERSIONS = hasattr(CompletionOutput, "weight_versions")
 """From vLLM 0.32 on each completion names the weight versions of its tokens."""
 USE_EMBEDDED = "use rollout.engine=embedded"
 T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A completion of a group with turns."""
+
+    request: GroupRequest
+    sample_index: int
+    limit: int
+    token_ids: Int32
+    logprobs: Float32
+    is_sampled: Bool
+    num_turns: int = 0
+
+    def append(self, token_ids: Sequence[int] | Int32, logprobs: Float32 | None) -> None:
+        """Append sampled tokens or, without log-probabilities, inserted ones."""
+        new = np.array(token_ids, dtype=np.int32)
+        is_sampled = np.full(len(new), logprobs is not None)
+        values = np.zeros(len(new), dtype=np.float32) if logprobs is None else logprobs
+        self.token_ids = np.concatenate([self.token_ids, new])
+        self.logprobs = np.concatenate([self.logprobs, values])
+        self.is_sampled = np.concatenate([self.is_sampled, is_sampled])
 
 
 class VllmEngine(Engine):
@@ -103,7 +128,13 @@ class VllmEngine(Engine):
         self._is_deterministic = is_deterministic
         self._num_unfinished = 0
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them
-        self._finished: SimpleQueue[FinishedGroup | BaseException] = SimpleQueue()
+        self._finished: SimpleQueue[Any] = SimpleQueue()
+        """A result per request: a group, a turn as (sequence, completion) or an exception."""
+        self._complete: list[FinishedGroup] = []  # not returned by `step` yet
+        self._to_sample: deque[_Sequence] = deque()  # not handed over yet
+        self._suspended: dict[tuple[tuple[int, ...], int], _Sequence] = {}  # by group and sample
+        self._ended: dict[tuple[int, ...], dict[int, Completion]] = {}  # by group, then sample
+        self._num_in_flight = 0  # requests that vLLM has
         self._verifier = ChecksumVerifier()
         self._timeout_seconds = math.inf  # of a weight update
         self._engine: Any = None
@@ -113,6 +144,7 @@ class VllmEngine(Engine):
         config = load_model_config(model, trust_remote_code=trust_remote_code)
         end_tokens = {*load_eos_token_ids(model, config), *([] if stop_at is None else [stop_at])}
         self._parameters = sampling_parameters(sampling, end_tokens)
+        self.end_tokens = sorted(end_tokens)
         kind = device.partition(":")[0]
         num_rows, max_tokens = max_concurrent_groups * num_generations, sampling.max_sequence_length
         executor = "OneProcessExecutor" if tensor_parallel_size == 1 else "ManyProcessesExecutor"
@@ -161,29 +193,80 @@ class VllmEngine(Engine):
     def has_work(self) -> bool:
         return self._num_unfinished > 0
 
+    @property
+    def can_step(self) -> bool:
+        return bool(self._waiting or self._to_sample or self._num_in_flight or self._complete)
+
     def submit(self, request: GroupRequest) -> None:
         assert request.completion_lengths is None, "vLLM supports one length per group"
         super().submit(request)
         self._num_unfinished += 1
 
     def step(self) -> list[FinishedGroup]:
-        """Return finished groups; wait up to STEP_SECONDS for the first one."""
-        is_idle = len(self._waiting) == self._num_unfinished
-        if self._waiting and (is_idle or not self._is_deterministic):
+        """Return finished groups; wait up to STEP_SECONDS for the first group or turn."""
+        has_new = self._waiting or self._to_sample
+        if has_new and not (self._num_in_flight and self._is_deterministic):
             self._call(self._start_waiting())
-        groups: list[FinishedGroup] = []
+        num_turns = len(self._turns)
         with contextlib.suppress(Empty):
-            while self._num_unfinished:
-                result = self._finished.get(timeout=0.0 if groups else STEP_SECONDS)
+            while self._num_in_flight:
+                is_first = not self._complete and len(self._turns) == num_turns
+                result = self._finished.get(timeout=STEP_SECONDS if is_first else 0.0)
+                self._num_in_flight -= 1
                 if isinstance(result, EngineDeadError):
                     raise self._log.end_error()
                 if isinstance(result, BaseException):
                     raise result
-                self._num_unfinished -= 1
-                self.num_prompt_tokens += len(result.request.prompt_ids)
-                self.num_completion_tokens += sum(len(c.token_ids) for c in result.completions)
-                groups.append(result)
+                if isinstance(result, FinishedGroup):
+                    self.num_completion_tokens += sum(len(c.token_ids) for c in result.completions)
+                    self._complete.append(result)
+                else:
+                    self._end_turn(*result)
+        groups, self._complete = self._complete, []
+        self._num_unfinished -= len(groups)
+        self.num_prompt_tokens += sum(len(group.request.prompt_ids) for group in groups)
         return groups
+
+    # -- turns ----------------------------------------------------------------------------------
+
+    def _end_turn(self, sequence: _Sequence, sampled: Completion) -> None:
+        self.num_completion_tokens += len(sampled.token_ids)
+        sequence.append(sampled.token_ids, sampled.logprobs)
+        sequence.num_turns += 1
+        if sampled.finish_reason == "length":
+            self._end_sequence(sequence, "length")
+            return
+        key, num_left = sequence.request.key, sequence.limit - len(sequence.token_ids)
+        self._suspended[key, sequence.sample_index] = sequence
+        self._turns.append(Turn(key, sequence.sample_index, sampled.token_ids, num_left))
+
+    def resume(self, turn: Turn, tokens: Sequence[int]) -> None:
+        assert 0 < len(tokens) < turn.num_left
+        sequence = self._suspended.pop((turn.key, turn.sample_index))
+        sequence.append(tokens, None)
+        self._to_sample.append(sequence)
+
+    def end(self, turn: Turn, reason: Literal["stop", "length"]) -> None:
+        self._end_sequence(self._suspended.pop((turn.key, turn.sample_index)), reason)
+
+    def _end_sequence(self, sequence: _Sequence, reason: Literal["stop", "length"]) -> None:
+        request = sequence.request
+        ended = self._ended.setdefault(request.key, {})
+        ended[sequence.sample_index] = Completion(
+            sequence.token_ids, sequence.logprobs, reason, sequence.is_sampled
+        )
+        if len(ended) == request.num_generations:
+            ordered = [completion for _, completion in sorted(self._ended.pop(request.key).items())]
+            self._complete.append(FinishedGroup(request, ordered))
+
+    def _new_sequences(self, request: GroupRequest) -> list[_Sequence]:
+        sequences = []
+        for index, limit in enumerate(request.limits(self.sampling)):
+            nothing = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.bool_)
+            sequences.append(_Sequence(request, index, limit, *nothing))
+            if request.first_tokens:
+                sequences[-1].append(request.first_tokens[index], None)
+        return sequences
 
     async def _start_waiting(self) -> None:
         """Hand all waiting requests over to vLLM, in order."""
@@ -192,32 +275,55 @@ class VllmEngine(Engine):
             # It would depend on earlier prompts, which a worker's replacement has not seen.
             await self._reset_prefix_cache(self.policy_version)
         for request in self._waiting:
-            maybe_sleep()
-            parameters = SamplingParams(
-                **self._parameters,
-                n=request.num_generations,
-                max_tokens=request.limits(self.sampling)[0],
-                seed=_seed_of(self.sampling.seed, request.key),
-            )
-            prompt = {"prompt_token_ids": list(request.prompt_ids)}
-            request_id = "-".join(map(str, request.key))
-            outputs = await self._engine.add_request(request_id, prompt, parameters)
-            task = asyncio.create_task(self._collect(request, outputs))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            if request.has_turns:
+                self._to_sample.extend(self._new_sequences(request))
+                continue
+            seed = _seed_of(self.sampling.seed, request.key)
+            name = "-".join(map(str, request.key))
+            length, number = request.limits(self.sampling)[0], request.num_generations
+            await self._start(name, request.prompt_ids, seed, length, request, n=number)
         self._waiting.clear()
+        for each in self._to_sample:
+            key, count = (*each.request.key, each.sample_index), len(each.token_ids)
+            seed = _seed_of(self.sampling.seed, (*key, count))
+            ids = [*each.request.prompt_ids, *each.token_ids.tolist()]
+            name = "-".join(map(str, (*key, each.num_turns)))
+            await self._start(name, ids, seed, each.limit - count, each)
+        self._to_sample.clear()
         if self._is_deterministic:
             await self._engine.resume_generation()
 
-    async def _collect(self, request: GroupRequest, outputs: Any) -> None:
-        """Put the finished group, or the exception, into the queue."""
+    async def _start(
+        self,
+        name: str,
+        prompt_ids: Sequence[int],
+        seed: int,
+        max_tokens: int,
+        asked: GroupRequest | _Sequence,
+        *,
+        n: int = 1,
+    ) -> None:
+        maybe_sleep()
+        parameters = SamplingParams(**self._parameters, n=n, max_tokens=max_tokens, seed=seed)
+        prompt = {"prompt_token_ids": list(prompt_ids)}
+        outputs = await self._engine.add_request(name, prompt, parameters)
+        self._num_in_flight += 1
+        task = asyncio.create_task(self._collect(asked, outputs))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _collect(self, asked: GroupRequest | _Sequence, outputs: Any) -> None:
+        """Put the finished group or turn, or the exception, into the queue."""
         try:
             output = await outputs.get()  # the only one: RequestOutputKind.FINAL_ONLY
             completions = sorted(output.outputs, key=lambda completion: completion.index)
             # No update happens while a request is in flight, so this version sampled it.
             now = None if COMPLETIONS_HAVE_VERSIONS else await self._engine.get_weight_version()
             group = [self._completion(completion, now) for completion in completions]
-            self._finished.put(FinishedGroup(request, group))
+            if isinstance(asked, _Sequence):
+                self._finished.put((asked, group[0]))
+            else:
+                self._finished.put(FinishedGroup(asked, group))
         except BaseException as error:
             self._finished.put(error)
 
