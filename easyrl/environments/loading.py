@@ -78,7 +78,7 @@ def _load(
     if "reset" not in public:
         raise ConfigError(f"{KEY}: expected '{spec}' to have a method reset")
     methods = tuple(name for name in public if name not in NOT_TOOLS)
-    is_game = methods == ("step",) and _returns_tuple(type(instance).step)
+    is_game = methods == ("step",) and _is_of_game(type(instance).step)
     if is_game and tools:
         raise ConfigError(
             f"{TOOLS_KEY}: expected none beside '{spec}', which is a game without tools"
@@ -90,9 +90,11 @@ def _load(
     return Environment(make, tools, methods, interface)
 
 
-def _returns_tuple(function: Callable[..., Any]) -> bool:
-    annotation = inspect.signature(function).return_annotation
-    return str(annotation).startswith("tuple") or typing.get_origin(annotation) is tuple
+def _is_of_game(step: Callable[..., Any]) -> bool:
+    """Whether it returns a tuple, by its type hints, or has none: then it cannot be a tool."""
+    returned = inspect.signature(step).return_annotation
+    returns_tuple = str(returned).startswith("tuple") or typing.get_origin(returned) is tuple
+    return returns_tuple or not step.__annotations__
 
 
 def _schema(key: str, spec: str, function: Callable[..., Any]) -> dict[str, Any]:
