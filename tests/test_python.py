@@ -31,6 +31,7 @@ from easyrl.config import Config
 from easyrl.observe.text import say_rich
 from easyrl.observe.view import NotebookView, notebook_display
 from runs import lines_of
+from tool_models import call, chat_model
 
 ROOT = Path(__file__).parent.parent
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(50, 54)]
@@ -105,6 +106,39 @@ def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path: Path) -> N
     assert traces() == before and open_descriptors() <= num_descriptors
 
 
+def test_classes_and_tools_are_environments(tmp_path: Path) -> None:
+    rate = 0.5
+
+    class Silent:
+        def reset(self, **columns: Any) -> None:
+            pass
+
+        def get_reward(self) -> float:
+            return rate
+
+    def add(a: int, b: int) -> int:
+        """
+        Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        return a + b
+
+    run = train(
+        chat_model(tmp_path / "model", [call("add", '{"a": 1, "b": 2}')]),
+        ROWS,
+        environment=Silent,
+        output=tmp_path / "run",
+        iterations=1,
+        progress=False,
+        **{**SMALL, "rollout": {**SMALL["rollout"], "tools": [add]}},
+    )
+    assert run.metrics[0]["rewards/environment/mean"] == rate
+    assert run.resume(iterations=2, progress=False).summary["iterations"] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
@@ -117,6 +151,8 @@ def test_train_resume_and_evaluate_leave_only_their_folders(tmp_path: Path) -> N
         ({"reward": lambda completions, lock=LOCK: [0.0]}, "another process"),
         ({"reward": "no_such_reward"}, "reward.functions"),
         ({"reward": 3}, "reward.functions"),
+        ({"environment": 3}, "rollout.environment"),
+        ({"environment": LOCK.acquire}, "another process"),
         ({"reward": [length, 5]}, "reward.functions"),
         ({"dataset": pandas.DataFrame(ROWS)}, "to_dict"),
         ({"dataset": [{"prompt": "1+1=", "answer": datetime.date(2026, 1, 1)}]}, "date"),

@@ -113,7 +113,7 @@ def train(
     dataset: Any = None,
     reward: Any = None,
     *,
-    environment: str | None = None,
+    environment: Any = None,
     config: StrPath | None = None,
     infer_devices: str | None = None,
     train_devices: str | None = None,
@@ -134,7 +134,7 @@ def train(
         dataset: A preset, a path or a hub id, a list of them, a list of rows (dicts), or a
             `datasets.Dataset`.
         reward: A reward function, a name of one, or a list of them.
-        environment: What the model acts in, as `file.py:Class` (`rollout.environment`).
+        environment: What the model acts in: a class, `file.py:Class`, or several by name.
         config: YAML file with settings; the arguments win over it.
         output: The run folder.
         iterations: Iterations in all, resumed or not.
@@ -150,10 +150,10 @@ def train(
     options = options_by_key(locals())
     with _call():
         if resume is not None:
-            if any(each is not None for each in (config, output, dataset, reward)):
+            if any(each is not None for each in (config, output, dataset, reward, environment)):
                 raise ConfigError(
-                    "resume: expected neither config, output, dataset nor reward: a resumed run "
-                    "keeps its folder, data and rewards"
+                    "resume: expected neither config, output, dataset, reward nor environment: a "
+                    "resumed run keeps its own"
                 )
             config, options["output.dir"] = Path(resume) / "config.yaml", resume
             if not config.is_file():
@@ -176,7 +176,7 @@ def evaluate(
     dataset: Any = None,
     reward: Any = None,
     *,
-    environment: str | None = None,
+    environment: Any = None,
     config: StrPath | None = None,
     base: StrPath | None = None,
     num_samples: int | None = None,

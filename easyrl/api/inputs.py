@@ -1,7 +1,8 @@
-"""Rows and reward functions that a Python program gives: they become files of the run folder.
+"""Rows, functions and classes that a Python program gives: they become files of the run folder.
 
-    rows, datasets.Dataset ─────► inputs/data.jsonl ──► data.dataset
-    functions ──cloudpickle─────► inputs/rewards.py ──► reward.functions
+    rows, datasets.Dataset ──────────────► inputs/data.jsonl ────► data.dataset
+    functions, classes ──cloudpickle─────► inputs/rewards.py ────► reward.functions
+                                           inputs/tools.py, … ───► rollout.tools, …
 
 So workers, `resume` and the command line find all that a run needs in its config.
 """
@@ -14,7 +15,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,13 @@ from easyrl.config import INPUTS, Config, ConfigError, change_config
 from easyrl.runtime.run_folder import PRIVATE, has_only_inputs
 
 DATASETS = {"data.dataset": "data", "eval.dataset": "eval"}
-REWARDS = "reward.functions"
-FILE = '''"""Reward functions of a Python program: {names}."""
+CODE = {
+    "reward.functions": ("rewards", "reward"),
+    "rollout.environment": ("environments", "environment"),
+    "rollout.tools": ("tools", "rollout={'tools': …}"),
+}
+"""The name of the file, and of the argument."""
+FILE = '''"""What a Python program has given: {names}."""
 
 import base64
 import sys
@@ -54,11 +60,9 @@ class Inputs:
         for key, name in DATASETS.items():
             if (rows := values.get(key)) is not None and not _is_names(rows):
                 values[key] = self._values[key] = self._take_rows(key, name, rows)
-        functions = values.get(REWARDS)
-        if functions is not None:
-            if isinstance(functions, str) or not isinstance(functions, Sequence):
-                functions = [functions]
-            values[REWARDS] = self._take_rewards(functions)
+        for key in CODE:
+            if (given := values.get(key)) is not None:
+                values[key] = self._take_code(key, given)
 
     def _take_rows(self, key: str, name: str, rows: Any) -> str:
         is_dataset = isinstance(getattr(rows, "column_names", None), list)  # and no DatasetDict
@@ -80,40 +84,50 @@ class Inputs:
         self._texts[f"{name}.jsonl"] = "".join(lines)
         return f"{name}.jsonl"
 
-    def _take_rewards(self, functions: Sequence[Any]) -> list[str]:
-        """Return the entries of `reward.functions`."""
+    def _take_code(self, key: str, given: Any) -> Any:
+        """Return the value of the setting, in which names stand for functions and classes."""
+        file, argument = CODE[key]
+        is_single = isinstance(given, str) or not isinstance(given, Sequence | Mapping)
+        if is_single:
+            given = [given]
         stored: dict[str, Callable[..., Any]] = {}
         specs = []
-        for function in functions:
-            if isinstance(function, str):
-                specs.append(function)
+        for each in given.values() if isinstance(given, Mapping) else given:
+            if isinstance(each, str):
+                specs.append(each)
                 continue
-            if not callable(function):
+            if not callable(each):
                 raise ConfigError(
-                    f"{REWARDS} (reward): expected functions or their names, got {function!r} "
-                    "(weights: reward={'functions': [...], 'weights': [...]})"
+                    f"{key} ({argument}): expected functions, classes or their names, got {each!r}"
+                    + " (weights: reward={'functions': [...], 'weights': [...]})"
+                    * (argument == "reward")
                 )
-            name = getattr(function, "__name__", type(function).__name__).strip("<>")
+            name = getattr(each, "__name__", type(each).__name__).strip("<>")
             while name in stored:
                 name += "_"
-            stored[name] = function
-            specs.append(f"rewards.py:{name}")
+            stored[name] = each
+            specs.append(f"{file}.py:{name}")
             try:
-                cloudpickle.dumps(function)
+                cloudpickle.dumps(each)
             except Exception as error:  # of many types
                 raise ConfigError(
-                    f"{REWARDS} (reward): '{name}' cannot be sent to another process: {error}; "
-                    "create what it uses inside the function, or pass the name of a function in a "
-                    f"file: 'my_rewards.py:{name}'"
+                    f"{key} ({argument}): '{name}' cannot be sent to another process: {error}; "
+                    "create what it uses inside the function, or pass its name in a file: "
+                    f"'my_{file}.py:{name}'"
                 ) from None
+        value: Any = specs
+        if isinstance(given, Mapping):
+            value = dict(zip(given, specs, strict=True))
+        elif is_single and key == "rollout.environment":
+            value = specs[0]
         if stored:
-            self._texts["rewards.py"] = FILE.format(
+            self._texts[f"{file}.py"] = FILE.format(
                 names=", ".join(stored),
                 paths=list(filter(None, sys.path)),
                 pickled=base64.b64encode(cloudpickle.dumps(stored)).decode(),
             )
-            self._values[REWARDS] = specs
-        return specs
+            self._values[key] = value
+        return value
 
     @contextmanager
     def stored(self, config: Config, folder: Path) -> Iterator[Config]:
@@ -128,16 +142,11 @@ class Inputs:
                 home.mkdir(exist_ok=True)
                 for name, text in self._texts.items():
                     (home / name).write_text(text, encoding="utf-8")
-                paths = {
-                    key: f"{home}/{value}"
-                    if isinstance(value, str)
-                    else [re.sub(r"^rewards\.py:", f"{home}/rewards.py:", each) for each in value]
-                    for key, value in self._values.items()
-                }
+                paths = {key: self._located(home, value) for key, value in self._values.items()}
                 config = change_config(config, paths)
             yield config
         except ConfigError as error:
-            text = str(error).replace(f"{folder / INPUTS}/rewards.py:", "")
+            text = re.sub(rf"{re.escape(str(folder / INPUTS))}/\w+\.py:", "", str(error))
             for name in DATASETS.values():
                 text = text.replace(f"{folder / INPUTS}/{name}.jsonl", "the rows")
             raise ConfigError(text) from None
@@ -149,6 +158,14 @@ class Inputs:
             with contextlib.suppress(OSError):
                 if is_new and has_only_inputs(folder):
                     shutil.rmtree(folder)
+
+    def _located(self, home: Path, value: Any) -> Any:
+        """The value of a setting with the paths of the files."""
+        if isinstance(value, str):
+            return f"{home}/{value}" if value.partition(":")[0] in self._texts else value
+        if isinstance(value, Mapping):
+            return {name: self._located(home, each) for name, each in value.items()}
+        return [self._located(home, each) for each in value]
 
     def __bool__(self) -> bool:
         return bool(self._values)
