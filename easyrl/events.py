@@ -152,7 +152,7 @@ class Span(Message):
 
 
 class UnderWay(Message):
-    """Work that has started and not ended; `score`: the worker waits for rewards."""
+    """Work that has started and not ended; `score`: the worker waits for rewards or environments."""
 
     kind: SpanKind
     started: float
@@ -235,6 +235,7 @@ class PromptEvaluated(WorkerEvent):
     truncated: Sequence[bool] = ()  # [S]
     prompt: str | None = None
     completions: Sequence[str] = ()  # [S], with `Evaluate.with_texts`
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # [S] each, as `completions`
     errors: Sequence[str] = ()
     checksum: int = 0  # of token ids and log-probabilities
 

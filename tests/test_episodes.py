@@ -243,3 +243,6 @@ def test_an_evaluation_plays_the_held_out_rows(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "eval" / "eval.json").read_text())
     assert results["accuracy"] > 0.3
+    samples = lines_of(tmp_path / "eval" / "samples.jsonl")
+    assert {line["ended_by"] for line in samples} <= {"done", "max_turns", "length"}
+    assert all(line["messages"][0]["content"] == "0-99" for line in samples)

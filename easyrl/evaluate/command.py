@@ -280,8 +280,8 @@ def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvalua
             "length": answer.completion_lengths[number],
             "truncated": answer.truncated[number],
         }
-        others = {name: v for name, v in prompt.references().items() if name not in line}
-        lines.append(finite({**line, **others}))
+        of_sample = {name: values[number] for name, values in answer.columns.items()}
+        lines.append(finite({**line, **prompt.references(), **of_sample, **line}))
     return lines
 
 

@@ -191,7 +191,8 @@ class RolloutWorker:
         if self._outbox:
             assert self.port is not None
             wakers.append(self.port.writable_fd)
-        shown_as: events.SpanKind = "score" if self._being_scored else "wait"
+        acts = self.engine.has_work and not self.engine.can_step  # all wait for environments
+        shown_as: events.SpanKind = "score" if self._being_scored or acts else "wait"
         with self.cores.idle(), self.timeline.measure("wait", shown_as=shown_as):
             # Record one span for all wake-ups: each report resets the watchdog.
             while not wait(wakers, POLL_SECONDS if is_polling else None):
@@ -344,6 +345,7 @@ class RolloutWorker:
             [completion.finish_reason == "length" for completion in completions],
             prompt=_as_text(prompt.content) if with_texts else None,
             completions=generated.texts if with_texts else (),
+            columns=scored.columns if with_texts else {},
             errors=scored.errors,
             checksum=checksum(generated.group),
         )
