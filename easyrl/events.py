@@ -152,7 +152,7 @@ class Span(Message):
 
 
 class UnderWay(Message):
-    """Work that has started and not ended; `score`: the worker waits for rewards or environments."""
+    """Work that has started and not ended; `score`: waiting for rewards or environments."""
 
     kind: SpanKind
     started: float
