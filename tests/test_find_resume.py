@@ -157,6 +157,17 @@ def test_changed_rows_are_refused(tmp_path: Path, changed: str) -> None:
         check()
 
 
+def test_environments_and_tools_get_absolute_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").touch()
+    words = ["rollout.environment={a: own.py:A, b: guess}", "rollout.tools=own.py:f"]
+    rollout = with_absolute_paths(load_config(words=words)).rollout
+    assert rollout.environment == {"a": f"{tmp_path}/own.py:A", "b": "guess"}
+    assert rollout.tools == [f"{tmp_path}/own.py:f"]
+
+
 def test_other_names_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "arithmetic").mkdir()  # the preset wins

@@ -246,23 +246,34 @@ def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
     over a built-in model of the same name, but not in the config of a resumed run, whose folders
     are absolute paths already.
     """
-    keys = {"model": "path", "data": "dataset", "eval": "dataset", "reward": "functions"}
+    keys = {
+        "model": ["path"],
+        "data": ["dataset"],
+        "eval": ["dataset"],
+        "reward": ["functions"],
+        "rollout": ["environment", "tools"],
+    }
     if config.algorithm.has_own_loss:
-        keys["algorithm"] = "loss_type"
+        keys["algorithm"] = ["loss_type"]
     if is_resumed and config.model.path in BUILT_IN_MODELS:
         del keys["model"]
     update = {}
-    for name, key in keys.items():
+    for name, of_section in keys.items():
         section = getattr(config, name)
-        update[name] = section.model_copy(update={key: _absolute(getattr(section, key))})
+        values = {key: _absolute(getattr(section, key)) for key in of_section}
+        update[name] = section.model_copy(update=values)
     return config.model_copy(update=update)
 
 
 def _absolute(value: Any) -> Any:
-    """The absolute path of a file, a folder or `file.py:function`, or those of a list. Symbolic
-    links are kept, because they may change."""
+    """The absolute path of a file, a folder or `file.py:function`, or those of a list or mapping.
+    Symbolic links are kept, because they may change."""
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return {name: _absolute(each) for name, each in value.items()}
     if not isinstance(value, str):
-        return None if value is None else [_absolute(each) for each in value]
+        return [_absolute(each) for each in value]
     file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
     path = Path(file).expanduser()
     is_path = path.exists() and value not in PRESETS
