@@ -281,7 +281,8 @@ def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvalua
             "truncated": answer.truncated[number],
         }
         others = {name: v for name, v in prompt.references().items() if name not in line}
-        lines.append(finite({**line, **others}))
+        columns = {name: values[number] for name, values in answer.columns.items()}
+        lines.append(finite({**line, **others, **columns}))
     return lines
 
 

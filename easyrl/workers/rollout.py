@@ -60,6 +60,7 @@ class _Generated(NamedTuple):
     """A finished group that is being scored."""
 
     group: FinishedGroup
+    prompt: str  # with the first episode's observation
     texts: list[str]  # of its completions; of episodes, the conversations
     started: float  # when its scoring started
 
@@ -301,7 +302,7 @@ class RolloutWorker:
             self._compare(key, group)
             return
         texts = [_as_text(each) for each in completions]
-        self._being_scored[key] = _Generated(group, texts, time.monotonic())
+        self._being_scored[key] = _Generated(group, _as_text(content), texts, time.monotonic())
         train = self.config.train
         num_updates = train.iterations * train.updates_per_iteration
         ids = [each.token_ids[each.loss_mask].tolist() for each in group.completions]
@@ -347,8 +348,9 @@ class RolloutWorker:
             scored.scores,
             [len(completion.token_ids) for completion in completions],
             [completion.finish_reason == "length" for completion in completions],
-            prompt=_as_text(prompt.content) if with_texts else None,
+            prompt=generated.prompt if with_texts else None,
             completions=generated.texts if with_texts else (),
+            columns=scored.columns if with_texts else {},
             errors=scored.errors,
             checksum=checksum(generated.group),
         )
@@ -414,7 +416,7 @@ class RolloutWorker:
             is_unwanted=is_unwanted,
             is_rejected=is_rejected,
             logged=scored.metrics,
-            prompt=_as_text(prompt.content),
+            prompt=generated.prompt,
             columns=prompt.references() if is_sample else {},
             samples=samples if is_sample else (),
             shown=samples[0],
