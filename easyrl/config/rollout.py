@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from easyrl.config.eval import EvalConfig
 from easyrl.config.section import EACH_ONCE, Section
@@ -60,6 +60,11 @@ class RolloutConfig(Section):
     """Processes that environments run in, per rollout worker. All of a group are in one."""
     concurrent_calls: int = Field(default=64, ge=1, le=1024)
     """Calls that run at a time in each of these processes; one in deterministic runs."""
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _accept_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @property
     def has_environments(self) -> bool:

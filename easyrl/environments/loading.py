@@ -11,14 +11,13 @@ ConfigErrors.
 from __future__ import annotations
 
 import inspect
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.hints import did_you_mean
-from easyrl.config.user_code import load_function
+from easyrl.config.user_code import load_function, user_traceback
 
 KEY = "rollout.environment (--environment)"
 TOOLS_KEY = "rollout.tools"
@@ -65,11 +64,14 @@ def load_environments(config: Config) -> dict[str, Environment]:
 def _load(
     spec: str, tools: Mapping[str, Callable[..., Any]], schemas: list[dict[str, Any]]
 ) -> Environment:
-    make = load_function(BUILT_IN.get(spec, spec), KEY, FORMS + did_you_mean(spec, BUILT_IN))
+    forms = FORMS + did_you_mean(spec, BUILT_IN)
+    make = load_function(BUILT_IN.get(spec, spec), KEY, forms, "class")
     try:
         instance = make()
-    except Exception as error:
-        raise ConfigError(f"{KEY}: '{spec}' cannot be called without arguments: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{KEY}: '{spec}' failed; it is called without arguments:\n{user_traceback(error)}"
+        ) from error
     public = [
         name
         for name, _ in inspect.getmembers(type(instance), inspect.isfunction)
@@ -78,7 +80,9 @@ def _load(
     if "reset" not in public:
         raise ConfigError(f"{KEY}: expected '{spec}' to have a method reset")
     methods = tuple(name for name in public if name not in NOT_TOOLS)
-    is_game = methods == ("step",) and _returns_tuple(type(instance).step)
+    has_step = methods == ("step",)
+    returned = inspect.signature(type(instance).step).return_annotation if has_step else ""
+    is_game = has_step and "tuple" in str(returned).lower()
     if is_game and tools:
         raise ConfigError(
             f"{TOOLS_KEY}: expected none beside '{spec}', which is a game without tools"
@@ -90,11 +94,6 @@ def _load(
     return Environment(make, tools, methods, interface)
 
 
-def _returns_tuple(function: Callable[..., Any]) -> bool:
-    annotation = inspect.signature(function).return_annotation
-    return str(annotation).startswith("tuple") or typing.get_origin(annotation) is tuple
-
-
 def _schema(key: str, spec: str, function: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -102,6 +101,8 @@ def _schema(key: str, spec: str, function: Callable[..., Any]) -> dict[str, Any]
         return dict(get_json_schema(function))
     except Exception as error:  # of several types: a missing type hint, docstring or description
         reason = " ".join(str(error).split())
+        if function.__name__ == "step":
+            reason += "; the step of a game without tools needs the hint `-> tuple[str, bool]`"
         raise ConfigError(
             f"{key}: tool '{spec}': {reason}; a tool needs type hints, and a docstring with the "
             "section `Args:` that describes every argument"
