@@ -190,18 +190,20 @@ class RolloutWorker:
         if self._deferred or (self.engine.can_step and not self._outbox):
             return
         wakers: list[Connection | int] = [self.control, self.reward_pool.fileno()]
-        is_polling = bool(self._being_scored)
+        is_polling, is_short = bool(self._being_scored), False
         if self.episodes is not None:
             wakers += self.episodes.connections
-            is_polling = is_polling or self.episodes.has_work
+            is_short = self.episodes.has_work  # `advance` looks for calls that take too long
+            is_polling = is_polling or is_short
         if self._outbox:
             assert self.port is not None
             wakers.append(self.port.writable_fd)
         shown_as: events.SpanKind = "score" if self._being_scored else "wait"
-        with self.cores.idle(), self.timeline.measure("wait", shown_as=shown_as):
+        measured = self.timeline.measure("wait", shown_as=shown_as, is_short=is_short)
+        with self.cores.idle(), measured:
             # Record one span for all wake-ups: each report resets the watchdog.
             while not wait(wakers, POLL_SECONDS if is_polling else None):
-                if self.reward_pool.is_broken or self.episodes is not None:
+                if self.reward_pool.is_broken or is_short:
                     break
 
     def _obey(self, command: events.Command) -> bool:
