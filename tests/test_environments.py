@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from easyrl.config import Config, ConfigError, load_config
+from easyrl.data.datasets import open_prompts
 from easyrl.environments.check import check_environments
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost
@@ -319,8 +320,11 @@ def test_each_row_names_one_of_several_environments(file: Path) -> None:
     config = load_config(None, {}, words)
     interfaces, _ = check_environments(config, Prompt(0, "q", {"environment": "two"}))
     assert set(interfaces) == {"one", "two"}
-    with pytest.raises(ConfigError, match="'environment', got 'three'"):
-        check_environments(config, Prompt(0, "q", {"environment": "three"}))
+    rows = file.with_name("rows.jsonl")
+    rows.write_text('{"environment": "one"}\n{"environment": "three"}\n')
+    config = load_config(None, {}, [*words, f"data.dataset={rows}", "data.shuffle=false"])
+    with pytest.raises(ConfigError, match=r"2: column 'environment'.*'three'"):
+        open_prompts(config).examples()
 
 
 # -- tool calls -----------------------------------------------------------------------------------

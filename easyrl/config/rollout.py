@@ -53,7 +53,8 @@ class RolloutConfig(Section):
     """Most turns of the model in an episode. `rollout.max_completion_length` counts all tokens
     after the prompt, also those of tools."""
     tool_timeout_seconds: float = Field(default=60.0, gt=0.0)
-    """Longest time of one call of a tool or an environment. The model gets an error message."""
+    """Longest time of a turn's tool calls, after which the model gets an error message, or of an
+    environment's `reset` or `step`."""
     episode_timeout_seconds: float | None = Field(default=None, gt=0.0)
     """End an episode after its first turn that ends later than this. Null: never."""
     environment_workers: int = Field(default=2, ge=1, le=512)

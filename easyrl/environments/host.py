@@ -103,6 +103,8 @@ class Host:
     ) -> str | None:
         """Start episode `index` of a group; return the observation. Instances are constructed once
         and reset often."""
+        if not self._environments:  # `load` failed in this process
+            self.load()
         kind = self._environments[name]
         episode = _Episode(name, None, kind.tools, None)
         if kind.make is not None:
@@ -174,7 +176,8 @@ class Host:
     def forget(self, key: Key) -> None:
         """Drop a group. Its environments are used again."""
         for episode in self._groups.pop(key, {}).values():
-            self._spare.setdefault(episode.name, []).append(episode.environment)
+            if episode.environment is not None:
+                self._spare.setdefault(episode.name, []).append(episode.environment)
 
 
 def serve(connection: Connection, config: Config, sources: Mapping[str, str]) -> None:

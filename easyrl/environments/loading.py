@@ -24,8 +24,6 @@ TOOLS_KEY = "rollout.tools"
 BUILT_IN = {"guess": "easyrl.environments.guess:Guess"}
 FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:Class, or package.module:Class"
 NOT_TOOLS = ("reset", "get_reward")
-COLUMN = "environment"
-"""Column of a row that names its environment, where there are several."""
 
 
 class Interface(NamedTuple):
