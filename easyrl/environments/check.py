@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from concurrent.futures import wait
 from typing import Any
 
 from easyrl.config import Config, ConfigError
@@ -28,12 +27,8 @@ def check_environments(config: Config, example: Prompt) -> tuple[Interfaces, lis
         name = name_of(example, interfaces)
         if config.reward.check:
             (future,) = pool.start((0,), name, row_of(example, name), [0])
-            while not future.done():
-                wait([future], 0.0)
-                pool.connections[0].poll(0.1)
-                pool.poll()
             try:
-                future.result()
+                pool.wait_for(future)
             except (CallFailed, HostLost, TimeoutError) as error:
                 reason = str(error) or "took too long (rollout.tool_timeout_seconds)"
                 raise ConfigError(f"{KEY}: reset failed on the first row:\n{reason}") from None
