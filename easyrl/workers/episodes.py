@@ -228,7 +228,11 @@ class Episodes:
             acted = future.result()
         except (HostLost, CallFailed, TimeoutError) as error:
             reason = _reason(error, self._config)
-            if not isinstance(error, TimeoutError) or self._interfaces[group.environment].is_game:
+            is_game = self._interfaces[group.environment].is_game
+            # In deterministic runs the result must not depend on time, and the call that may still
+            # run keeps all others of its process from running.
+            is_deterministic = self._config.runtime.deterministic
+            if is_game or is_deterministic or not isinstance(error, TimeoutError):
                 self._break(group, reason)
                 self._end(turn, episode, "error")
                 return
