@@ -234,8 +234,8 @@ class PromptEvaluated(WorkerEvent):
     completion_lengths: Sequence[int] = ()  # [S]
     truncated: Sequence[bool] = ()  # [S]
     prompt: str | None = None
-    completions: Sequence[str] = ()  # [S], with `Evaluate.with_texts`
-    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # [S] each, as `completions`
+    completions: Sequence[str] = ()  # [S], with `Evaluate.with_texts`, as columns
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # name -> [S] (`Sample`)
     errors: Sequence[str] = ()
     checksum: int = 0  # of token ids and log-probabilities
 

@@ -67,9 +67,8 @@ class Completion:
     logprobs: Float32  # [R], of softmax(logits / temperature)
     finish_reason: Literal["stop", "length"]
     """`stop`: end token or stop string; `length`: cut off at the maximum length."""
-    is_sampled: Bool | None = (
-        None  # [R], False for inserted tokens, of log-probability 0; None: all
-    )
+    is_sampled: Bool | None = None
+    """[R], False for inserted tokens, whose log-probability is 0; None: all are sampled."""
 
     @property
     def loss_mask(self) -> Bool:

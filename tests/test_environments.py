@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from easyrl.config import Config, ConfigError, load_config
+from easyrl.data.datasets import open_prompts
 from easyrl.environments.check import check_environments
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost
@@ -68,6 +69,10 @@ class Counter:
         """Draw a number."""
         return random.randrange(10**9)
 
+    def leave(self) -> str:
+        """Leave."""
+        raise SystemExit("left")
+
     def die(self) -> str:
         """End the process."""
         os._exit(3)
@@ -80,8 +85,21 @@ class Game:
     def reset(self, seed: int, **columns):
         self.seed = seed
 
-    def step(self, text):  # type hints are not needed
-        return text[::-1], text == "end"
+    def step(self, action):  # type hints are not needed
+        return action[::-1], action == "end"
+
+
+class HalfHinted:
+    def reset(self, **columns):
+        return None
+
+    def step(self, text: str):
+        return "", True
+
+
+class BadInit(Game):
+    def __init__(self):
+        raise RuntimeError("no licence")
 
 
 class NoReset:
@@ -178,7 +196,7 @@ def test_episodes_keep_their_state_and_are_scored_where_it_is(
     loaded = pool.loaded()
     interface = loaded.interfaces[""]
     names = [schema["function"]["name"] for schema in interface.schemas]
-    assert sorted(names) == ["die", "draw", "increment", "sleep", "wait"]
+    assert sorted(names) == ["die", "draw", "increment", "leave", "sleep", "wait"]
     assert not interface.is_game and interface.has_reward
     assert loaded.reward_functions == [0, 1]
     assert start(pool, 2, start=5) == [" from 5", " from 5"]
@@ -200,11 +218,12 @@ def test_errors_of_a_tool_are_results(file: Path, pools: list[EnvironmentPool]) 
         ToolCall("increment", {}),
         ToolCall("fly", {}),
         BadCall("no JSON"),
+        ToolCall("leave", {}),
         ToolCall("increment", {"step": 1}),
     )
     errors = [message["content"] for message in acted.messages]
-    assert (acted.num_calls, acted.num_errors) == (5, 4)
-    for error, word in zip(errors, ("str", "step", "fly", "no JSON"), strict=False):
+    assert (acted.num_calls, acted.num_errors) == (6, 5)
+    for error, word in zip(errors, ("str", "step", "fly", "no JSON", "left"), strict=False):
         assert error.startswith("{'error': ") and word in error
     assert errors[-1] == "1"
 
@@ -284,7 +303,9 @@ def test_an_odd_step_is_an_error(file: Path, pools: list[EnvironmentPool]) -> No
         ("NoHints", "rollout.environment", "type hint"),
         ("BadReset", "rollout.environment", "no board"),
         ("OddReset", "rollout.environment", "got 3"),
-        ("Missing", "rollout.environment", "Missing"),
+        ("BadInit", "rollout.environment", "no licence"),
+        ("HalfHinted", "rollout.environment", "tuple[str, bool]"),
+        ("Missing", "rollout.environment", "own.py:Counter"),
         ("Game", "reward.functions", "get_reward"),
     ],
 )
@@ -299,8 +320,11 @@ def test_each_row_names_one_of_several_environments(file: Path) -> None:
     config = load_config(None, {}, words)
     interfaces, _ = check_environments(config, Prompt(0, "q", {"environment": "two"}))
     assert set(interfaces) == {"one", "two"}
-    with pytest.raises(ConfigError, match="'environment', got 'three'"):
-        check_environments(config, Prompt(0, "q", {"environment": "three"}))
+    rows = file.with_name("rows.jsonl")
+    rows.write_text('{"environment": "one"}\n{"environment": "three"}\n')
+    config = load_config(None, {}, [*words, f"data.dataset={rows}", "data.shuffle=false"])
+    with pytest.raises(ConfigError, match=r"2: column 'environment'.*'three'"):
+        open_prompts(config).examples()
 
 
 # -- tool calls -----------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ class Adder:
         self.num_calls, self.word = 0, word
         if word == "broken":
             raise RuntimeError("no such word")
+        if word == "long":
+            return " long" * 40
         return f" {word}"
 
     async def add(self, a: int, b: int) -> int:
@@ -142,7 +144,7 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("word", ["broken", "fatal"])
+@pytest.mark.parametrize("word", ["broken", "fatal", "long"])
 def test_a_broken_environment_is_handled_as_rewards_are(tmp_path: Path, word: str) -> None:
     words = tool_run(tmp_path, ["one", word])
     code, _, err = finish(*words, "--output", str(tmp_path / "stop"))

@@ -134,17 +134,6 @@ def test_relative_paths_of_a_run_work_from_another_folder(
         run.run(config)
 
 
-def test_environments_are_found_from_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "e.py").touch()
-    monkeypatch.chdir(tmp_path)
-    words = ("rollout.environment={a: e.py:A, b: guess}", "rollout.tools=[e.py:f, cards:deal]")
-    found = with_absolute_paths(load_config(None, {}, words)).rollout
-    assert found.environment == {"a": f"{tmp_path}/e.py:A", "b": "guess"}
-    assert found.tools == [f"{tmp_path}/e.py:f", "cards:deal"]
-
-
 @pytest.mark.parametrize("changed", ["data.dataset", "eval.dataset"])
 def test_changed_rows_are_refused(tmp_path: Path, changed: str) -> None:
     files = {key: tmp_path / f"{key}.jsonl" for key in ("data.dataset", "eval.dataset")}
@@ -166,6 +155,17 @@ def test_changed_rows_are_refused(tmp_path: Path, changed: str) -> None:
     files[changed].write_text('{"prompt": "1+1=", "answer": "3"}\n')
     with pytest.raises(ConfigError, match=rf"^{changed}: .*changed"):
         check()
+
+
+def test_environments_and_tools_get_absolute_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").touch()
+    words = ["rollout.environment={a: own.py:A, b: guess}", "rollout.tools=own.py:f"]
+    rollout = with_absolute_paths(load_config(words=words)).rollout
+    assert rollout.environment == {"a": f"{tmp_path}/own.py:A", "b": "guess"}
+    assert rollout.tools == [f"{tmp_path}/own.py:f"]
 
 
 def test_other_names_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

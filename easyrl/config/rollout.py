@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from easyrl.config.eval import EvalConfig
 from easyrl.config.section import EACH_ONCE, Section
@@ -53,13 +53,19 @@ class RolloutConfig(Section):
     """Most turns of the model in an episode. `rollout.max_completion_length` counts all tokens
     after the prompt, also those of tools."""
     tool_timeout_seconds: float = Field(default=60.0, gt=0.0)
-    """Longest time of one call of a tool or an environment. The model gets an error message."""
+    """Longest time of a turn's tool calls, after which the model gets an error message, or of an
+    environment's `reset` or `step`."""
     episode_timeout_seconds: float | None = Field(default=None, gt=0.0)
     """End an episode after its first turn that ends later than this. Null: never."""
     environment_workers: int = Field(default=2, ge=1, le=512)
     """Processes that environments run in, per rollout worker. All of a group are in one."""
     concurrent_calls: int = Field(default=64, ge=1, le=1024)
     """Calls that run at a time in each of these processes; one in deterministic runs."""
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _accept_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @property
     def has_environments(self) -> bool:

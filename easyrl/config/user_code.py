@@ -15,22 +15,25 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from easyrl.config.section import ConfigError
 
 PACKAGE = Path(__file__).parent.parent
 FORMS = "file.py:function or package.module:function"
+Kind = Literal["function", "class"]
 sources: dict[str, str] = {}
 """Source by path of the files that are loaded as they were at the start of the run."""
 
 
-def load_function(spec: str, key: str, forms: str = FORMS) -> Callable[..., Any]:
-    """Load the function that `spec` names. `key`: of the config, for the error; `forms`: what it
-    accepts. Raises ConfigError."""
+def load_function(
+    spec: str, key: str, forms: str = FORMS, kind: Kind = "function"
+) -> Callable[..., Any]:
+    """Load the function or class that `spec` names. `key`: of the config, for the error; `forms`:
+    what it accepts. Raises ConfigError."""
     path, _, name = spec.rpartition(":")
-    if own := _functions_in(spec.rstrip(":")):
-        raise ConfigError(f"{key}: expected one function of the file, {own}, got '{spec}'")
+    if own := _list_file(spec.rstrip(":"), kind):
+        raise ConfigError(f"{key}: expected one {kind} of the file, {own}, got '{spec}'")
     if not path or not name:
         raise ConfigError(f"{key}: expected {forms}, got '{spec}'")
     try:
@@ -40,23 +43,22 @@ def load_function(spec: str, key: str, forms: str = FORMS) -> Callable[..., Any]
             return function
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: cannot load '{spec}':\n{user_traceback(error)}") from error
-    own = _functions_in(path)
+    own = _list_file(path, kind)
     has = f"; it has {own}" if own else ""
-    raise ConfigError(f"{key}: '{path}' has no function '{name}'{has}")
+    raise ConfigError(f"{key}: '{path}' has no {kind} '{name}'{has}")
 
 
-def _functions_in(file: str) -> str:
-    """List the functions of a Python file as `file.py:function or …`; empty if it is none, or has
-    none."""
+def _list_file(file: str, kind: Kind) -> str:
+    """List the functions or classes of a Python file as `file.py:function or …`; empty if it is
+    none, or has none."""
     path = _file(file)
     try:
         tree = ast.parse(path.read_bytes()) if path.suffix == ".py" else ast.Module([], [])
     except (OSError, SyntaxError, ValueError):
         return ""
-    functions = [
-        each for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    return " or ".join(f"{file}:{each.name}" for each in functions if each.name[0] != "_")
+    wanted = ast.ClassDef if kind == "class" else ast.FunctionDef | ast.AsyncFunctionDef
+    found = [each for each in tree.body if isinstance(each, wanted)]
+    return " or ".join(f"{file}:{each.name}" for each in found if each.name[0] != "_")
 
 
 def module_of(spec: str) -> ModuleType:

@@ -67,8 +67,9 @@ def open_prompts(config: Config, *, is_trained: bool = True) -> PromptStream:
 
 
 def _open(name: str, config: Config, *, is_trained: bool) -> DataSet:
-    has_environments = config.rollout.has_environments
-    form = RowForm(config.data, preset_of(name, config.data), has_environments=has_environments)
+    rollout = config.rollout
+    environments = rollout.environments if rollout.has_environments else ()
+    form = RowForm(config.data, preset_of(name, config.data), environments)
     seed = config.runtime.seed if config.data.shuffle else None
     preset = PRESETS.get(name)
     if preset is None:

@@ -45,6 +45,7 @@ RESERVED_COLUMNS = {
 BLOCK = 1000
 """Prompts of a mixture in which each data set has its exact share."""
 SOURCE_COLUMN = "data_source"
+ENVIRONMENT_COLUMN = "environment"  # names the environment of a row, where there are several
 """Column of a mixture's prompts: their data set, unless the rows have this column themselves."""
 
 
@@ -52,15 +53,17 @@ class RowForm:
     """Turn a row into a prompt: by the user's keys of the section `data`, else the preset's."""
 
     def __init__(
-        self, data: DataConfig, preset: Preset | None, *, has_environments: bool = False
+        self, data: DataConfig, preset: Preset | None, environments: Collection[str] = ()
     ) -> None:
-        """`has_environments`: all prompts are chats, and rows may lack a prompt: an environment may
-        give it."""
+        """With `environments` (their names) all prompts are chats, and rows may lack a prompt: an
+        environment may give it."""
         preset = preset or Preset(reward="")
         self.prompt_column = data.prompt_column or preset.prompt_column
         self.system_prompt, self.renamed = data.system_prompt, data.columns
         is_chat = preset.chat if data.chat is None else data.chat
-        self.is_chat = bool(is_chat or data.system_prompt or has_environments)
+        self.is_chat = bool(is_chat or data.system_prompt or environments)
+        self.environments = () if "" in environments else environments
+        self.environment_column = data.columns.get(ENVIRONMENT_COLUMN, ENVIRONMENT_COLUMN)
         template = data.prompt_template
         if template is None and data.prompt_column is None:
             template = preset.prompt_template
@@ -71,7 +74,7 @@ class RowForm:
             raise ConfigError(f"data.prompt_template: {error}, in {template!r}") from None
         columns = [name for name in names if name is not None]
         self.prompt_columns = columns if template else [self.prompt_column]
-        self.may_lack_prompt = has_environments and not (template or data.prompt_column)
+        self.may_lack_prompt = bool(environments) and not (template or data.prompt_column)
 
     def check_columns(self, names: Collection[str], dataset: str) -> None:
         """Raise ConfigError for a column that the config names and the data does not have, and for
@@ -92,7 +95,15 @@ class RowForm:
                 )
 
     def content(self, row: Row) -> str | Messages:
-        """Make the prompt of a row. Raises ValueError where the row has none."""
+        """Make the prompt of a row. Raises ValueError where the row has none, or names no
+        environment."""
+        if self.environments:
+            name = row.get(self.environment_column)
+            if name not in self.environments:
+                raise ValueError(
+                    f"column '{ENVIRONMENT_COLUMN}': expected one of "
+                    f"{', '.join(self.environments)} (rollout.environment), got {name!r}"
+                )
         if self.may_lack_prompt and self.prompt_column not in row:
             content: Any = [{"role": "user", "content": ""}]
         elif self.template is None:
@@ -199,7 +210,8 @@ class DataSet:
         if callable(rows):
             rows = map(rows, range(NUM_TASK_EXAMPLES))
         elif not isinstance(rows, list):
-            names = [name for name in self.form.prompt_columns if name in rows.column_names]
+            needed = (*self.form.prompt_columns, self.form.environment_column)
+            names = [name for name in rows.column_names if name in needed]
             rows = rows.select_columns(names).to_list() if names else [{}] * len(rows)
         found = {}
         for number, row in enumerate(rows):

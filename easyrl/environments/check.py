@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from concurrent.futures import wait
 from typing import Any
 
 from easyrl.config import Config, ConfigError
-from easyrl.environments.loading import COLUMN, KEY, Interface
+from easyrl.data.streams import ENVIRONMENT_COLUMN
+from easyrl.environments.loading import KEY, Interface
 from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost
 from easyrl.rewards.loading import reward_specs
 from easyrl.types import Prompt
@@ -27,12 +27,8 @@ def check_environments(config: Config, example: Prompt) -> tuple[Interfaces, lis
         name = name_of(example, interfaces)
         if config.reward.check:
             (future,) = pool.start((0,), name, row_of(example, name), [0])
-            while not future.done():
-                wait([future], 0.0)
-                pool.connections[0].poll(0.1)
-                pool.poll()
             try:
-                future.result()
+                pool.wait_for(future)
             except (CallFailed, HostLost, TimeoutError) as error:
                 reason = str(error) or "took too long (rollout.tool_timeout_seconds)"
                 raise ConfigError(f"{KEY}: reset failed on the first row:\n{reason}") from None
@@ -58,23 +54,15 @@ def _check_rewards(config: Config, interfaces: Interfaces) -> list[str]:
 
 
 def name_of(prompt: Prompt, interfaces: Interfaces) -> str:
-    """Return the name of a prompt's environment. Raises ConfigError."""
-    if "" in interfaces:
-        return ""
-    name = prompt.columns.get(COLUMN)
-    if name not in interfaces:
-        raise ConfigError(
-            f"{KEY}: expected one of {', '.join(interfaces)} in the column '{COLUMN}', got "
-            f"{name!r} in prompt {prompt.index}"
-        )
-    return str(name)
+    """Return the name of a prompt's environment."""
+    return "" if "" in interfaces else str(prompt.columns[ENVIRONMENT_COLUMN])
 
 
 def row_of(prompt: Prompt, name: str) -> dict[str, Any]:
     """Return the arguments of `reset`: the row, without the name of its environment."""
     row = {"prompt": prompt.content, **prompt.columns}
     if name:
-        del row[COLUMN]
+        del row[ENVIRONMENT_COLUMN]
     return row
 
 

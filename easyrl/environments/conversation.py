@@ -34,6 +34,7 @@ RESULT = "zqxresultqxz"
 CALL_ID = "call00000"
 """Templates of Mistral's kind demand nine letters or digits."""
 KEY = "data.chat_template"
+MAX_SUFFIXES = 1000  # in the cache
 
 
 class Conversations:
@@ -92,7 +93,7 @@ class Conversations:
         string gets its end token first. Raises ValueError where the template refuses them."""
         key = json.dumps(messages, sort_keys=True)
         if key not in self._suffixes:
-            if len(self._suffixes) >= 10_000:
+            if len(self._suffixes) >= MAX_SUFFIXES:
                 self._suffixes.clear()
             self._suffixes[key] = self._render_suffix(messages, [])
         suffix = self._suffixes[key]

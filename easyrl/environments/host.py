@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -85,10 +85,12 @@ class Host:
         self._spare: dict[str, list[Any]] = {}  # instances that are not in use
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        reward_worker.run_async = self._wait_for
+        reward_worker.run_async = self._awaited
 
-    def _wait_for(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    def _awaited(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+        return asyncio.run_coroutine_threadsafe(cast(Any, value), self._loop).result()
 
     def load(self) -> Loaded:
         """Load environments and reward functions. Raises ConfigError."""
@@ -101,6 +103,8 @@ class Host:
     ) -> str | None:
         """Start episode `index` of a group; return the observation. Instances are constructed once
         and reset often."""
+        if not self._environments:  # `load` failed in this process
+            self.load()
         kind = self._environments[name]
         episode = _Episode(name, None, kind.tools, None)
         if kind.make is not None:
@@ -117,9 +121,9 @@ class Host:
             drawn = np.random.RandomState(seed % 2**32)
             episode.random_states = random.Random(seed).getstate(), drawn.get_state()
         if "seed" in inspect.signature(environment.reset).parameters:
-            row = {**row, "seed": seed}
+            row = {"seed": seed, **row}
         arguments = accepted_arguments(environment.reset, row)
-        observation = self._call(episode, environment.reset, arguments)
+        observation = self._call(episode, environment.reset, **arguments)
         if not isinstance(observation, str | None):
             raise TypeError(f"reset: expected a string or None, got {observation!r:.80}")
         return observation
@@ -128,7 +132,7 @@ class Host:
         """Execute a turn's tool calls, or give the text of a turn to a game."""
         episode = self._groups[key][index]
         if isinstance(calls, str):
-            returned = self._call(episode, episode.environment.step, {"text": calls})
+            returned = self._call(episode, episode.environment.step, calls)
             match returned:
                 case (str() as observation, done):
                     return Acted([{"role": "user", "content": observation}], bool(done), 1)
@@ -142,25 +146,23 @@ class Host:
                 name = call.name
                 if name not in episode.tools:
                     raise ValueError(f"there is no tool '{name}'")
-                result = str(self._call(episode, episode.tools[name], call.arguments))
-            except Exception as error:  # of the user's tool, or of a call that the model wrote
+                result = str(self._call(episode, episode.tools[name], **call.arguments))
+            except BaseException as error:  # of the user's tool, SystemExit too, or of a wrong call
                 num_errors += 1
                 result = str({"error": str(error)})
             messages.append({"role": "tool", "name": name, "content": result})
         return Acted(messages, False, len(calls), num_errors)
 
     def _call(
-        self, episode: _Episode, function: Callable[..., Any], arguments: Mapping[str, Any]
+        self, episode: _Episode, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         if episode.random_states is None:
-            returned = function(**arguments)
-            return self._wait_for(returned) if inspect.isawaitable(returned) else returned
+            return self._awaited(function(*args, **kwargs))
         before = random.getstate(), np.random.get_state()
         random.setstate(episode.random_states[0])
         np.random.set_state(episode.random_states[1])
         try:
-            returned = function(**arguments)
-            return self._wait_for(returned) if inspect.isawaitable(returned) else returned
+            return self._awaited(function(*args, **kwargs))
         finally:
             episode.random_states = random.getstate(), np.random.get_state()
             random.setstate(before[0])
@@ -174,7 +176,8 @@ class Host:
     def forget(self, key: Key) -> None:
         """Drop a group. Its environments are used again."""
         for episode in self._groups.pop(key, {}).values():
-            self._spare.setdefault(episode.name, []).append(episode.environment)
+            if episode.environment is not None:
+                self._spare.setdefault(episode.name, []).append(episode.environment)
 
 
 def serve(connection: Connection, config: Config, sources: Mapping[str, str]) -> None:

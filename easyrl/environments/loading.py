@@ -11,22 +11,19 @@ ConfigErrors.
 from __future__ import annotations
 
 import inspect
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.hints import did_you_mean
-from easyrl.config.user_code import load_function
+from easyrl.config.user_code import load_function, user_traceback
 
 KEY = "rollout.environment (--environment)"
 TOOLS_KEY = "rollout.tools"
 BUILT_IN = {"guess": "easyrl.environments.guess:Guess"}
 FORMS = f"one of {', '.join(BUILT_IN)}, or file.py:Class, or package.module:Class"
 NOT_TOOLS = ("reset", "get_reward")
-COLUMN = "environment"
-"""Column of a row that names its environment, where there are several."""
 
 
 class Interface(NamedTuple):
@@ -65,11 +62,14 @@ def load_environments(config: Config) -> dict[str, Environment]:
 def _load(
     spec: str, tools: Mapping[str, Callable[..., Any]], schemas: list[dict[str, Any]]
 ) -> Environment:
-    make = load_function(BUILT_IN.get(spec, spec), KEY, FORMS + did_you_mean(spec, BUILT_IN))
+    forms = FORMS + did_you_mean(spec, BUILT_IN)
+    make = load_function(BUILT_IN.get(spec, spec), KEY, forms, "class")
     try:
         instance = make()
-    except Exception as error:
-        raise ConfigError(f"{KEY}: '{spec}' cannot be called without arguments: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{KEY}: '{spec}' failed; it is called without arguments:\n{user_traceback(error)}"
+        ) from error
     public = [
         name
         for name, _ in inspect.getmembers(type(instance), inspect.isfunction)
@@ -93,8 +93,7 @@ def _load(
 def _is_of_game(step: Callable[..., Any]) -> bool:
     """Whether it returns a tuple, by its type hints, or has none: then it cannot be a tool."""
     returned = inspect.signature(step).return_annotation
-    returns_tuple = str(returned).startswith("tuple") or typing.get_origin(returned) is tuple
-    return returns_tuple or not step.__annotations__
+    return "tuple" in str(returned).lower() or not step.__annotations__
 
 
 def _schema(key: str, spec: str, function: Callable[..., Any]) -> dict[str, Any]:
@@ -104,6 +103,8 @@ def _schema(key: str, spec: str, function: Callable[..., Any]) -> dict[str, Any]
         return dict(get_json_schema(function))
     except Exception as error:  # of several types: a missing type hint, docstring or description
         reason = " ".join(str(error).split())
+        if function.__name__ == "step":
+            reason += "; the step of a game without tools needs the hint `-> tuple[str, bool]`"
         raise ConfigError(
             f"{key}: tool '{spec}': {reason}; a tool needs type hints, and a docstring with the "
             "section `Args:` that describes every argument"

@@ -82,14 +82,19 @@ class EnvironmentPool:
 
     def loaded(self) -> Loaded:
         """Wait until the environments are loaded. Raises ConfigError where they cannot be."""
-        while not self._loaded.done():
+        try:
+            loaded: Loaded = self.wait_for(self._loaded)
+        except (HostLost, TimeoutError) as error:
+            reason = str(error) or f"took longer than {LOAD_SECONDS:g} s"
+            raise ConfigError(f"rollout.environment: cannot be loaded: {reason}") from None
+        return loaded
+
+    def wait_for(self, future: Future[Any]) -> Any:
+        """Return the result of a call in the first process, when it is there."""
+        while not future.done():
             self._hosts[0].connection.poll(0.1)
             self.poll()
-        try:
-            loaded: Loaded = self._loaded.result()
-        except (HostLost, TimeoutError) as error:
-            raise ConfigError(f"rollout.environment: cannot be loaded: {error}") from None
-        return loaded
+        return future.result()
 
     # -- groups -----------------------------------------------------------------------------------
 

@@ -280,8 +280,9 @@ def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvalua
             "length": answer.completion_lengths[number],
             "truncated": answer.truncated[number],
         }
-        of_sample = {name: values[number] for name, values in answer.columns.items()}
-        lines.append(finite({**line, **prompt.references(), **of_sample, **line}))
+        others = {name: v for name, v in prompt.references().items() if name not in line}
+        columns = {name: values[number] for name, values in answer.columns.items()}
+        lines.append(finite({**line, **others, **columns}))
     return lines
 
 

@@ -19,7 +19,7 @@ SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion
 MAX_VALUE = 40  # characters of another column
 Line = Mapping[str, Any]
-LEFT_OUT = ("prompt", "completion", "problem", "rewards")
+LEFT_OUT = ("prompt", "completion", "problem", "rewards", "messages")
 
 
 def show_samples(

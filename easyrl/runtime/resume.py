@@ -271,10 +271,12 @@ def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
 def _absolute(value: Any) -> Any:
     """The absolute path of a file, a folder or `file.py:function`, or those of a list or a mapping.
     Symbolic links are kept, because they may change."""
+    if value is None:
+        return None
     if isinstance(value, dict):
         return {name: _absolute(each) for name, each in value.items()}
     if not isinstance(value, str):
-        return None if value is None else [_absolute(each) for each in value]
+        return [_absolute(each) for each in value]
     file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
     path = Path(file).expanduser()
     is_path = path.exists() and value not in PRESETS

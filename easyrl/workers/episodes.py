@@ -43,7 +43,7 @@ EndReason = Literal["answer", "done", "max_turns", "length", "time", "error"]
 
 @dataclass(slots=True)
 class _Episode:
-    prompt: Messages = field(default_factory=list)
+    prompt: Messages  # with the observation
     messages: Messages = field(default_factory=list)  # after the prompt
     num_turns: int = 0
     num_calls: int = 0
@@ -125,7 +125,8 @@ class Episodes:
         seeds = np.random.SeedSequence((self._config.runtime.seed, *key))
         drawn = [int(seed) for seed in seeds.generate_state(num_generations, np.uint32)]
         resets = self.pool.start(key, name, row_of(prompt, name), drawn)
-        episodes = [_Episode() for _ in drawn]
+        messages = with_observation(prompt.content, None)
+        episodes = [_Episode(messages) for _ in drawn]
         self._groups[key] = _Group(prompt, name, episodes, resets, time.monotonic())
 
     def _begin(self, key: Key, group: _Group) -> None:
@@ -133,7 +134,13 @@ class Episodes:
         resets, group.resets = group.resets, []
         try:
             observations = [future.result() for future in resets]
-        except (HostLost, CallFailed, TimeoutError) as error:
+            ids = []
+            for episode, observation in zip(group.episodes, observations, strict=True):
+                episode.prompt = with_observation(group.prompt.content, observation)
+                ids.append(self._conversations[group.environment].prompt_ids(episode.prompt))
+            num_common = common_length(ids)
+            self._check_lengths(max(map(len, ids)), num_common)
+        except (HostLost, CallFailed, TimeoutError, ValueError) as error:
             self._break(group, f"reset: {_reason(error, self._config)}")
             end = np.array([min(self._engine.end_tokens)], dtype=np.int32)
             zero, nothing = np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.bool_)
@@ -141,11 +148,6 @@ class Episodes:
             completions = [Completion(end, zero, "stop", nothing) for _ in resets]
             self._failed.append(FinishedGroup(request, completions))
             return
-        ids = []
-        for episode, observation in zip(group.episodes, observations, strict=True):
-            episode.prompt = with_observation(group.prompt.content, observation)
-            ids.append(self._conversations[group.environment].prompt_ids(episode.prompt))
-        num_common = common_length(ids)
         first_tokens = [each[num_common:] for each in ids]
         for episode, tokens in zip(group.episodes, first_tokens, strict=True):
             episode.num_read = len(tokens)
@@ -160,6 +162,21 @@ class Episodes:
                 first_tokens=first_tokens if has_own else None,
             )
         )
+
+    def _check_lengths(self, longest: int, num_common: int) -> None:
+        """Raise ValueError if the prompts of a group, with the observations, are too long."""
+        limit = self._config.data.max_prompt_length
+        if longest > limit:
+            raise ValueError(
+                f"expected a prompt of at most {limit} tokens (data.max_prompt_length), got "
+                f"{longest} with the observation"
+            )
+        limit = self._config.rollout.max_completion_length
+        if longest - num_common >= limit:
+            raise ValueError(
+                f"expected observations that differ in fewer than {limit} tokens "
+                f"(rollout.max_completion_length), got {longest - num_common}"
+            )
 
     # -- turns ------------------------------------------------------------------------------------
 
@@ -211,7 +228,11 @@ class Episodes:
             acted = future.result()
         except (HostLost, CallFailed, TimeoutError) as error:
             reason = _reason(error, self._config)
-            if not isinstance(error, TimeoutError) or self._interfaces[group.environment].is_game:
+            is_game = self._interfaces[group.environment].is_game
+            # In deterministic runs the result must not depend on time, and the call that may still
+            # run keeps all others of its process from running.
+            is_deterministic = self._config.runtime.deterministic
+            if is_game or is_deterministic or not isinstance(error, TimeoutError):
                 self._break(group, reason)
                 self._end(turn, episode, "error")
                 return

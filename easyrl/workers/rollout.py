@@ -60,6 +60,7 @@ class _Generated(NamedTuple):
     """A finished group that is being scored."""
 
     group: FinishedGroup
+    prompt: str  # with the first episode's observation
     texts: list[str]  # of its completions; of episodes, the conversations
     started: float  # when its scoring started
 
@@ -184,19 +185,21 @@ class RolloutWorker:
         if self._deferred or (self.engine.can_step and not self._outbox):
             return
         wakers: list[Connection | int] = [self.control, self.reward_pool.fileno()]
-        is_polling = bool(self._being_scored)
+        is_polling, is_short = bool(self._being_scored), False
         if self.episodes is not None:
             wakers += self.episodes.connections
-            is_polling = is_polling or self.episodes.has_work
+            is_short = self.episodes.has_work  # `advance` looks for calls that take too long
+            is_polling = is_polling or is_short
         if self._outbox:
             assert self.port is not None
             wakers.append(self.port.writable_fd)
         acts = self.engine.has_work and not self.engine.can_step  # all wait for environments
         shown_as: events.SpanKind = "score" if self._being_scored or acts else "wait"
-        with self.cores.idle(), self.timeline.measure("wait", shown_as=shown_as):
+        measured = self.timeline.measure("wait", shown_as=shown_as, is_short=is_short)
+        with self.cores.idle(), measured:
             # Record one span for all wake-ups: each report resets the watchdog.
             while not wait(wakers, POLL_SECONDS if is_polling else None):
-                if self.reward_pool.is_broken or self.episodes is not None:
+                if self.reward_pool.is_broken or is_short:
                     break
 
     def _obey(self, command: events.Command) -> bool:
@@ -297,7 +300,7 @@ class RolloutWorker:
             self._compare(key, group)
             return
         texts = [_as_text(each) for each in completions]
-        self._being_scored[key] = _Generated(group, texts, time.monotonic())
+        self._being_scored[key] = _Generated(group, _as_text(content), texts, time.monotonic())
         train = self.config.train
         num_updates = train.iterations * train.updates_per_iteration
         ids = [each.token_ids[each.loss_mask].tolist() for each in group.completions]
@@ -343,7 +346,7 @@ class RolloutWorker:
             scored.scores,
             [len(completion.token_ids) for completion in completions],
             [completion.finish_reason == "length" for completion in completions],
-            prompt=_as_text(prompt.content) if with_texts else None,
+            prompt=generated.prompt if with_texts else None,
             completions=generated.texts if with_texts else (),
             columns=scored.columns if with_texts else {},
             errors=scored.errors,
@@ -411,7 +414,7 @@ class RolloutWorker:
             is_unwanted=is_unwanted,
             is_rejected=is_rejected,
             logged=scored.metrics,
-            prompt=_as_text(prompt.content),
+            prompt=generated.prompt,
             columns=prompt.references() if is_sample else {},
             samples=samples if is_sample else (),
             shown=samples[0],

@@ -66,10 +66,13 @@ class Timeline:
         self._spans.append(Span(kind, started, ended))
 
     @contextmanager
-    def measure(self, kind: SpanKind, *, shown_as: SpanKind | None = None) -> Iterator[None]:
-        """Make the block a span; until it ends it is shown as `shown_as`."""
+    def measure(
+        self, kind: SpanKind, *, shown_as: SpanKind | None = None, is_short: bool = False
+    ) -> Iterator[None]:
+        """Make the block a span; until it ends it is shown as `shown_as`, unless `is_short`."""
         started = time.monotonic()
-        self.report(UnderWay(shown_as or kind, started))
+        if not is_short:
+            self.report(UnderWay(shown_as or kind, started))
         try:
             yield
         finally:
