@@ -92,9 +92,9 @@ class Host:
             return value
         return asyncio.run_coroutine_threadsafe(cast(Any, value), self._loop).result()
 
-    def load(self) -> Loaded:
+    def load(self, with_schemas: bool = False) -> Loaded:
         """Load environments and reward functions. Raises ConfigError."""
-        self._environments = load_environments(self._config)
+        self._environments = load_environments(self._config, with_schemas=with_schemas)
         interfaces = {name: each.interface for name, each in self._environments.items()}
         return Loaded(interfaces, reward_worker.functions_with_environments())
 

@@ -44,23 +44,27 @@ class Environment:
     interface: Interface
 
 
-def load_environments(config: Config) -> dict[str, Environment]:
-    """Load all environments and tools by name. Makes one instance of each environment."""
+def load_environments(config: Config, *, with_schemas: bool) -> dict[str, Environment]:
+    """Load all environments and tools by name. Makes one instance of each environment.
+    `with_schemas`: of the tools; transformers, which makes them, imports torch."""
     tools, schemas = {}, []
     for tool in config.rollout.tools:
         function = tools[tool.rpartition(":")[2]] = load_function(tool, TOOLS_KEY)
-        schemas.append(_schema(TOOLS_KEY, tool, function))
+        schemas += [_schema(TOOLS_KEY, tool, function)] if with_schemas else []
     environments = {}
     for name, spec in config.rollout.environments.items():
         if spec is None:
             environments[name] = Environment(None, tools, (), Interface(schemas, False, False))
         else:
-            environments[name] = _load(spec, tools, schemas)
+            environments[name] = _load(spec, tools, schemas, with_schemas)
     return environments
 
 
 def _load(
-    spec: str, tools: Mapping[str, Callable[..., Any]], schemas: list[dict[str, Any]]
+    spec: str,
+    tools: Mapping[str, Callable[..., Any]],
+    schemas: list[dict[str, Any]],
+    with_schemas: bool,
 ) -> Environment:
     forms = FORMS + did_you_mean(spec, BUILT_IN)
     make = load_function(BUILT_IN.get(spec, spec), KEY, forms, "class")
@@ -85,7 +89,8 @@ def _load(
         )
     if is_game:
         methods = ()
-    own = [_schema(KEY, f"{spec}.{name}", getattr(instance, name)) for name in methods]
+    described = methods if with_schemas else ()
+    own = [_schema(KEY, f"{spec}.{name}", getattr(instance, name)) for name in described]
     interface = Interface(schemas + own, is_game, "get_reward" in public)
     return Environment(make, tools, methods, interface)
 

@@ -67,7 +67,7 @@ class EnvironmentPool:
         self._hosts = [self._spawn()]
         self._of_group: dict[Key, _Host] = {}
         self._numbers = count()
-        self._loaded = self._send(self._hosts[0], LOAD_SECONDS, "load")
+        self._loaded = self._send(self._hosts[0], LOAD_SECONDS, "load", True)
 
     def _spawn(self) -> _Host:
         own, theirs = self._context.Pipe()
