@@ -31,6 +31,14 @@ Messages = list[dict[str, Any]]
 """A chat: `[{"role": "user", "content": "..."}]`."""
 
 
+def text_of(completion: str | Messages) -> str:
+    """Return a completion's text; of a chat or an episode, what the model has written last."""
+    if isinstance(completion, str):
+        return completion
+    written = (each["content"] for each in reversed(completion) if each["role"] == "assistant")
+    return str(next(written, ""))
+
+
 class BrokenInvariant(RuntimeError):
     """An invariant (docs/design.md) does not hold: the run ends, and nothing is retried."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,40 @@ class Adder:
 '''
 
 
+SERVER = """
+import socket
+
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
+
+
+class Message(Action):
+    message: str
+
+
+class Text(Observation):
+    text: str
+
+
+class Echo(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    state = State()
+
+    def reset(self, seed=None, episode_id=None, **settings):
+        return Text(text=" Say hello.", reward=0.0)
+
+    def step(self, action, timeout_s=None, **settings):
+        return Text(text=f"you said {action.message}", reward=float(len(action.message)))
+
+
+listener = socket.create_server(("127.0.0.1", 0))
+print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+app = create_app(Echo, Message, Text, max_concurrent_envs=100)
+uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+"""
+PAGE = Path(__file__).parent.parent / "docs" / "environments.md"
+
+
 def finished(folder: Path, *arguments: str, **environment: str) -> Path:
     code, out, err = finish(*arguments, "--output", str(folder), **environment)
     assert code == 0, out + err
@@ -117,6 +152,65 @@ def test_tools_are_called_and_their_errors_counted(tmp_path: Path) -> None:
         good = sum(m["content"] == "5" for m in sample["messages"])
         word = sample["messages"][0]["content"][2:]
         assert sample["reward"] == pytest.approx(good + len(word) / 10)
+
+
+def example(name: str, folder: Path) -> None:
+    """Write an example of docs/environments.md."""
+    found = re.search(rf"```python\n# {name}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    (folder / name).write_text(found[1])
+
+
+def test_the_calculator_of_the_page_is_called(tmp_path: Path) -> None:
+    example("calculator.py", tmp_path)
+    calls = [call("calculate", f'{{"left": 8, "operation": "{op}", "right": 2}}') for op in "*/%"]
+    run = finished(
+        tmp_path / "run",
+        *("--model", chat_model(tmp_path / "model", calls), "--dataset", "arithmetic"),
+        *(f"rollout.tools=[{tmp_path}/calculator.py:calculate]", "rollout.max_turns=3"),
+        *("--iterations", "1", "--no-live", "rollout.concurrent_calls=1"),
+        *("train.prompts_per_iteration=4", "rollout.max_completion_length=200"),
+    )
+    results = {
+        message["content"]
+        for sample in lines_of(run / "samples.jsonl")
+        for message in sample["messages"]
+        if message["role"] == "tool"
+    }
+    assert results == {"16", "4.0", "{'error': \"'%'\"}"}
+
+
+@pytest.mark.long
+def test_the_openenv_example_of_the_page_is_played(tmp_path: Path) -> None:
+    pytest.importorskip("openenv", reason="needs openenv-core (extra openenv)")
+    example("echo_env.py", tmp_path)
+    (tmp_path / "server.py").write_text(SERVER)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "q"}\n')
+    server = subprocess.Popen(
+        [sys.executable, "server.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        run = finished(
+            tmp_path / "run",
+            *("--model", chat_model(tmp_path / "model", [call("echo", '{"message": "hello"}')])),
+            *(
+                "--dataset",
+                f"{tmp_path}/rows.jsonl",
+                "--environment",
+                f"{tmp_path}/echo_env.py:Echo",
+            ),
+            *("--iterations", "2", "--no-live", "train.prompts_per_iteration=4"),
+            *("rollout.max_completion_length=200", "data.num_held_out=0"),
+            ECHO_URL=server.stdout.readline().strip(),
+        )
+    finally:
+        server.kill()
+        server.wait()
+    samples = lines_of(run / "samples.jsonl")
+    assert any(sample["reward"] == len("hello") for sample in samples)
+    messages = [message for sample in samples for message in sample["messages"]]
+    assert any(m["role"] == "tool" and m["content"] == "you said hello" for m in messages)
 
 
 def test_schedules_give_equal_bits_whatever_the_delays(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from easyrl.types import Messages, text_of
+
 HELD_OUT_SHARE = 1 / 8
 """Share of all problems that is never trained."""
 
@@ -88,8 +90,8 @@ class Arithmetic(Task):
 
 
 def score(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[str | Messages],
+    completions: Sequence[str | Messages],
     completion_ids: Sequence[Sequence[int]],
     *,
     answer: Sequence[str],
@@ -97,7 +99,7 @@ def score(
 ) -> list[float]:
     """Reward 1.0 where the text after the last `#` is exactly the answer, else 0.0."""
     return [
-        float(completion.rpartition("#")[1:] == ("#", expected))
+        float(text_of(completion).rpartition("#")[1:] == ("#", expected))
         for completion, expected in zip(completions, answer, strict=True)
     ]
 

@@ -205,5 +205,7 @@ def serve(connection: Connection, config: Config, sources: Mapping[str, str]) ->
     num_threads = 1 if config.runtime.deterministic else config.rollout.concurrent_calls
     with ThreadPoolExecutor(num_threads) as threads:
         answer(connection.recv())  # `load`, which all others need
+        while num_threads == 1:  # in the main thread, where `signal` works
+            answer(connection.recv())
         while True:
             threads.submit(answer, connection.recv())

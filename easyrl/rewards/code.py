@@ -27,7 +27,8 @@ from typing import Any, Literal
 
 from easyrl.config import Config, ConfigError, RewardConfig
 from easyrl.rewards import sandbox
-from easyrl.rewards.functions import Completions, text_of
+from easyrl.rewards.functions import Completions
+from easyrl.types import text_of
 
 BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?:python3?|py)\b[^\n]*\n(.*?)(?:^[ \t]*```|\Z)",

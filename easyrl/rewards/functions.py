@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from easyrl.types import Messages
+from easyrl.types import Messages, text_of
 
 RewardFunction = Callable[..., Any]
 """Returns a list of numbers or None (does not apply), or an awaitable of such a list."""
@@ -135,7 +135,3 @@ async def environment(environments: Sequence[Any], **_: Sequence[Any]) -> list[f
         score = each.get_reward() if hasattr(each, "get_reward") else None
         scores.append(await score if inspect.isawaitable(score) else score)
     return scores
-
-
-def text_of(completion: str | Messages) -> str:
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])

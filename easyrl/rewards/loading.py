@@ -21,8 +21,8 @@ from easyrl.data.presets import preset_of
 from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.rewards import functions, math
 from easyrl.rewards.code import check_code, code
-from easyrl.rewards.functions import RewardFunction, text_of
-from easyrl.types import Prompt
+from easyrl.rewards.functions import RewardFunction
+from easyrl.types import Prompt, text_of
 
 KEY = "reward.functions (--reward)"
 BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {

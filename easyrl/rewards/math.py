@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
-from easyrl.rewards.functions import Completions, text_of
+from easyrl.rewards.functions import Completions
+from easyrl.types import text_of
 
 MAX_CPU_SECONDS = 3
 """Longest comparison of one answer. Real answers take a few hundredths; `9^{9^{9}}` never ends."""
