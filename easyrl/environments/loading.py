@@ -39,9 +39,10 @@ class Interface(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """One entry of `rollout.environment`; `make` is None with tools alone."""
+    """One entry of `rollout.environment`; `make` and `first` are None with tools alone."""
 
     make: Callable[[], Any] | None
+    first: Any  # the instance that its tools were found in
     tools: Mapping[str, Callable[..., Any]]  # `rollout.tools`, which all environments have
     methods: tuple[str, ...]  # of an instance that are tools
     interface: Interface
@@ -56,7 +57,9 @@ def load_environments(config: Config) -> dict[str, Environment]:
     environments = {}
     for name, spec in config.rollout.environments.items():
         if spec is None:
-            environments[name] = Environment(None, tools, (), Interface(schemas, False, False))
+            environments[name] = Environment(
+                None, None, tools, (), Interface(schemas, False, False)
+            )
         else:
             environments[name] = _load(spec, tools, schemas)
     return environments
@@ -87,7 +90,7 @@ def _load(
         methods = ()
     own = [_schema(KEY, f"{spec}.{name}", getattr(instance, name)) for name in methods]
     interface = Interface(schemas + own, is_game, "get_reward" in public)
-    return Environment(make, tools, methods, interface)
+    return Environment(make, instance, tools, methods, interface)
 
 
 def _returns_tuple(function: Callable[..., Any]) -> bool:
