@@ -18,7 +18,7 @@ from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost
 from easyrl.environments.tool_calls import BadCall, ToolCall, detect_format, read_calls
 from easyrl.rewards.worker import Call
 from easyrl.types import Prompt
-from tool_models import TEMPLATE, call, chat_tokenizer
+from tool_models import TEMPLATE, call, chat_tokenizer, example
 
 ENVIRONMENTS = '''
 import asyncio
@@ -227,6 +227,18 @@ def test_errors_of_a_tool_are_results(file: Path, pools: list[EnvironmentPool]) 
     for error, word in zip(errors, ("str", "step", "fly", "no JSON"), strict=False):
         assert error.startswith("{'error': ") and word in error
     assert errors[-1] == "1"
+
+
+def test_functions_are_tools_without_an_environment(
+    tmp_path: Path, pools: list[EnvironmentPool]
+) -> None:
+    """The example of docs/environments.md."""
+    (tmp_path / "my_tools.py").write_text(example("my_tools.py"))
+    config = load_config(None, {}, [f"rollout.tools=['{tmp_path}/my_tools.py:calculate']"])
+    pools.append(pool := EnvironmentPool(config, {}))
+    start(pool)
+    acted = act(pool, ToolCall("calculate", {"a": 6, "sign": "*", "b": 7}))
+    assert [m["content"] for m in acted.messages] == ["42"]
 
 
 def test_instances_are_used_again(file: Path, pools: list[EnvironmentPool]) -> None:
