@@ -19,17 +19,23 @@ from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost
 from easyrl.environments.tool_calls import BadCall, ToolCall, detect_format, read_calls
 from easyrl.rewards.worker import Call
 from easyrl.types import Prompt
-from tool_models import TEMPLATE, call, chat_tokenizer
+from tool_models import TEMPLATE, call, chat_tokenizer, example
 
 ENVIRONMENTS = '''
 import asyncio
 import os
 import random
+import signal
 import time
 
 
 class Counter:
     """A counter that the model increments."""
+
+    num_made = 0
+
+    def __init__(self):
+        Counter.num_made += 1
 
     def reset(self, start: int = 0, **columns) -> str | None:
         self.count = start
@@ -72,6 +78,19 @@ class Counter:
     def leave(self) -> str:
         """Leave."""
         raise SystemExit("left")
+    def alarm(self) -> str:
+        """Interrupt itself."""
+
+        def ring(*_):
+            raise TimeoutError("rang")
+
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        time.sleep(20)
+
+    def made(self) -> int:
+        """Count instances."""
+        return Counter.num_made
 
     def die(self) -> str:
         """End the process."""
@@ -196,7 +215,7 @@ def test_episodes_keep_their_state_and_are_scored_where_it_is(
     loaded = pool.loaded()
     interface = loaded.interfaces[""]
     names = [schema["function"]["name"] for schema in interface.schemas]
-    assert sorted(names) == ["die", "draw", "increment", "leave", "sleep", "wait"]
+    assert sorted(names) == ["alarm", "die", "draw", "increment", "leave", "made", "sleep", "wait"]
     assert not interface.is_game and interface.has_reward
     assert loaded.reward_functions == [0, 1]
     assert start(pool, 2, start=5) == [" from 5", " from 5"]
@@ -226,6 +245,36 @@ def test_errors_of_a_tool_are_results(file: Path, pools: list[EnvironmentPool]) 
     for error, word in zip(errors, ("str", "step", "fly", "no JSON", "left"), strict=False):
         assert error.startswith("{'error': ") and word in error
     assert errors[-1] == "1"
+
+
+def test_functions_are_tools_without_an_environment(
+    tmp_path: Path, pools: list[EnvironmentPool]
+) -> None:
+    """The example of docs/environments.md."""
+    (tmp_path / "calculator.py").write_text(example("calculator.py"))
+    config = load_config(None, {}, [f"rollout.tools=['{tmp_path}/calculator.py:calculate']"])
+    pools.append(pool := EnvironmentPool(config, {}))
+    start(pool)
+    acted = act(pool, ToolCall("calculate", {"left": 6, "operation": "*", "right": 7}))
+    assert [m["content"] for m in acted.messages] == ["42"]
+
+
+def test_instances_are_used_again(file: Path, pools: list[EnvironmentPool]) -> None:
+    pools.append(pool := EnvironmentPool(config_of(file), {}))
+    for _ in range(2):
+        start(pool, 2)
+        assert act(pool, ToolCall("made", {})).messages[0]["content"] == "2"
+        pool.forget(KEY)
+
+
+@pytest.mark.parametrize("word", ["rollout.concurrent_calls=1", "runtime.deterministic=true"])
+def test_a_tool_may_use_signals_where_calls_run_one_by_one(
+    file: Path, pools: list[EnvironmentPool], word: str
+) -> None:
+    pools.append(pool := EnvironmentPool(config_of(file, "Counter", word), {}))
+    start(pool)
+    acted = act(pool, ToolCall("alarm", {}), ToolCall("increment", {"step": 1}))
+    assert [m["content"] for m in acted.messages] == ["{'error': 'rang'}", "1"]
 
 
 def test_a_slow_call_fails_and_others_go_on(file: Path, pools: list[EnvironmentPool]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from easyrl.environments.host import PROCESS_NAME
 from easyrl.processes import children_named
 from easyrl.runtime.control import request
 from runs import finish, lines_of, start, summary_of, wait_for_line
-from tool_models import call, chat_model
+from tool_models import call, chat_model, example
 
 GUESS = (
     *("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess", "--no-live"),
@@ -63,7 +62,6 @@ class Adder:
         return self.num_calls + len(self.word) / 10
 '''
 
-
 SERVER = """
 import socket
 
@@ -75,27 +73,26 @@ class Message(Action):
     message: str
 
 
-class Text(Observation):
-    text: str
+class Echoed(Observation):
+    echoed_message: str
 
 
 class Echo(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
     state = State()
 
-    def reset(self, seed=None, episode_id=None, **settings):
-        return Text(text=" Say hello.", reward=0.0)
+    def reset(self, seed=None, episode_id=None, **more):
+        return Echoed(echoed_message="ready")
 
-    def step(self, action, timeout_s=None, **settings):
-        return Text(text=f"you said {action.message}", reward=float(len(action.message)))
+    def step(self, action, timeout_s=None, **more):
+        return Echoed(echoed_message=action.message, reward=1.0)
 
 
-listener = socket.create_server(("127.0.0.1", 0))
-print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-app = create_app(Echo, Message, Text, max_concurrent_envs=100)
-uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+app = create_app(Echo, Message, Echoed, max_concurrent_envs=64)
+port = socket.create_server(("127.0.0.1", 0))
+print(port.getsockname()[1], flush=True)
+uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[port])
 """
-PAGE = Path(__file__).parent.parent / "docs" / "environments.md"
 
 
 def finished(folder: Path, *arguments: str, **environment: str) -> Path:
@@ -152,65 +149,6 @@ def test_tools_are_called_and_their_errors_counted(tmp_path: Path) -> None:
         good = sum(m["content"] == "5" for m in sample["messages"])
         word = sample["messages"][0]["content"][2:]
         assert sample["reward"] == pytest.approx(good + len(word) / 10)
-
-
-def example(name: str, folder: Path) -> None:
-    """Write an example of docs/environments.md."""
-    found = re.search(rf"```python\n# {name}\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert found is not None
-    (folder / name).write_text(found[1])
-
-
-def test_the_calculator_of_the_page_is_called(tmp_path: Path) -> None:
-    example("calculator.py", tmp_path)
-    calls = [call("calculate", f'{{"left": 8, "operation": "{op}", "right": 2}}') for op in "*/%"]
-    run = finished(
-        tmp_path / "run",
-        *("--model", chat_model(tmp_path / "model", calls), "--dataset", "arithmetic"),
-        *(f"rollout.tools=[{tmp_path}/calculator.py:calculate]", "rollout.max_turns=3"),
-        *("--iterations", "1", "--no-live", "rollout.concurrent_calls=1"),
-        *("train.prompts_per_iteration=4", "rollout.max_completion_length=200"),
-    )
-    results = {
-        message["content"]
-        for sample in lines_of(run / "samples.jsonl")
-        for message in sample["messages"]
-        if message["role"] == "tool"
-    }
-    assert results == {"16", "4.0", "{'error': \"'%'\"}"}
-
-
-@pytest.mark.long
-def test_the_openenv_example_of_the_page_is_played(tmp_path: Path) -> None:
-    pytest.importorskip("openenv", reason="needs openenv-core (extra openenv)")
-    example("echo_env.py", tmp_path)
-    (tmp_path / "server.py").write_text(SERVER)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "q"}\n')
-    server = subprocess.Popen(
-        [sys.executable, "server.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert server.stdout is not None
-        run = finished(
-            tmp_path / "run",
-            *("--model", chat_model(tmp_path / "model", [call("echo", '{"message": "hello"}')])),
-            *(
-                "--dataset",
-                f"{tmp_path}/rows.jsonl",
-                "--environment",
-                f"{tmp_path}/echo_env.py:Echo",
-            ),
-            *("--iterations", "2", "--no-live", "train.prompts_per_iteration=4"),
-            *("rollout.max_completion_length=200", "data.num_held_out=0"),
-            ECHO_URL=server.stdout.readline().strip(),
-        )
-    finally:
-        server.kill()
-        server.wait()
-    samples = lines_of(run / "samples.jsonl")
-    assert any(sample["reward"] == len("hello") for sample in samples)
-    messages = [message for sample in samples for message in sample["messages"]]
-    assert any(m["role"] == "tool" and m["content"] == "you said hello" for m in messages)
 
 
 def test_schedules_give_equal_bits_whatever_the_delays(tmp_path: Path) -> None:
@@ -342,3 +280,29 @@ def test_an_evaluation_plays_the_held_out_rows(tmp_path: Path) -> None:
     samples = lines_of(tmp_path / "eval" / "samples.jsonl")
     assert {line["ended_by"] for line in samples} <= {"done", "max_turns", "length"}
     assert all(line["messages"][0]["content"] == "0-99" for line in samples)
+
+
+@pytest.mark.long
+def test_an_openenv_server_is_used(tmp_path: Path) -> None:
+    """The example of docs/environments.md, with OpenEnv's own server."""
+    pytest.importorskip("openenv", reason="needs OpenEnv: pip install 'easyrl[openenv]'")
+    words = tool_run(tmp_path, ["one", "two"])
+    chat_model(tmp_path / "model", [call("echo", '{"message": "hello"}')])
+    (tmp_path / "my_openenv.py").write_text(example("my_openenv.py"))
+    (tmp_path / "server.py").write_text(SERVER)
+    server = subprocess.Popen(
+        [sys.executable, str(tmp_path / "server.py")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        url = f"http://localhost:{server.stdout.readline().strip()}"
+        words = (*words, f"rollout.environment={tmp_path}/my_openenv.py:Echo")
+        run = finished(tmp_path / "run", *words, ENV_URL=url)
+    finally:
+        server.kill()
+        server.communicate()
+    samples = lines_of(run / "samples.jsonl")
+    for sample in samples:
+        results = [m["content"] for m in sample["messages"] if m["role"] == "tool"]
+        assert sample["reward"] == results.count("hello") == len(results)
+    assert any(sample["reward"] for sample in samples)

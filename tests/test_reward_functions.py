@@ -175,6 +175,14 @@ def test_math_reads_chat_completions_and_skips_rows_without_an_answer() -> None:
             scores(name, [r"\boxed{4}"], answer="")
 
 
+@pytest.mark.parametrize("reward", ["gsm8k", "easyrl.data.tasks:score"])
+def test_of_an_episode_the_last_text_of_the_model_counts(reward: str) -> None:
+    """Not the result of a tool behind it."""
+    result = {"role": "tool", "name": "calculate", "content": "#5"}
+    episodes = [[*chat("#### 4"), result], [*chat("#### 5"), result]]
+    assert scores(reward, episodes, prompts="q", answer=" 4") == [1.0, 0.0]
+
+
 def test_only_math_imports_sympy() -> None:
     code = """
 import sys

@@ -1,7 +1,8 @@
-"""A random chat model whose vocabulary has whole tool calls, so that it makes some."""
+"""A random chat model that makes tool calls: its vocabulary has whole ones. The docs' examples."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,3 +44,11 @@ def chat_model(folder: Path, calls: Sequence[str] = (), template: str = TEMPLATE
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def example(name: str) -> str:
+    """Return the code of the page under the comment `# name`."""
+    page = Path(__file__).parent.parent / "docs" / "environments.md"
+    found = re.search(rf"^```python\n(# {re.escape(name)}\n.*?)^```", page.read_text(), re.M | re.S)
+    assert found is not None
+    return found[1]

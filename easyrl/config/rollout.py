@@ -60,7 +60,8 @@ class RolloutConfig(Section):
     environment_workers: int = Field(default=2, ge=1, le=512)
     """Processes that environments run in, per rollout worker. All of a group are in one."""
     concurrent_calls: int = Field(default=64, ge=1, le=1024)
-    """Calls that run at a time in each of these processes; one in deterministic runs."""
+    """Calls that run at a time in each of these processes; one in deterministic runs. A tool that
+    sets signal handlers (`signal.alarm`) needs 1."""
 
     @field_validator("tools", mode="before")
     @classmethod

@@ -4,8 +4,9 @@
                    ◄──────Reply(number, value or error)───
 
 Calls of different episodes run at the same time, at most `rollout.concurrent_calls`; coroutines run
-on one event loop. In deterministic runs calls run one after another, and Python's and NumPy's
-global random numbers belong to the episode whose call runs.
+on one event loop. Where calls run one after another, they run in the main thread, since Python
+allows signal handlers nowhere else. In deterministic runs they do, and Python's and NumPy's global
+random numbers belong to the episode whose call runs.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class Host:
         """Load environments and reward functions. Raises ConfigError."""
         self._environments = load_environments(self._config, with_schemas=with_schemas)
         interfaces = {name: each.interface for name, each in self._environments.items()}
+        self._spare = {name: [each.first] for name, each in self._environments.items()}
         return Loaded(interfaces, reward_worker.functions_with_environments())
 
     def reset(

@@ -36,9 +36,10 @@ class Interface(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """One entry of `rollout.environment`; `make` is None with tools alone."""
+    """One entry of `rollout.environment`; `make` and `first` are None with tools alone."""
 
     make: Callable[[], Any] | None
+    first: Any  # the instance that its tools were found in
     tools: Mapping[str, Callable[..., Any]]  # `rollout.tools`, which all environments have
     methods: tuple[str, ...]  # of an instance that are tools
     interface: Interface
@@ -54,7 +55,9 @@ def load_environments(config: Config, *, with_schemas: bool) -> dict[str, Enviro
     environments = {}
     for name, spec in config.rollout.environments.items():
         if spec is None:
-            environments[name] = Environment(None, tools, (), Interface(schemas, False, False))
+            environments[name] = Environment(
+                None, None, tools, (), Interface(schemas, False, False)
+            )
         else:
             environments[name] = _load(spec, tools, schemas, with_schemas)
     return environments
@@ -92,7 +95,7 @@ def _load(
     described = methods if with_schemas else ()
     own = [_schema(KEY, f"{spec}.{name}", getattr(instance, name)) for name in described]
     interface = Interface(schemas + own, is_game, "get_reward" in public)
-    return Environment(make, tools, methods, interface)
+    return Environment(make, instance, tools, methods, interface)
 
 
 def _is_of_game(step: Callable[..., Any]) -> bool:
