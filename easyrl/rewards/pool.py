@@ -200,7 +200,7 @@ class RewardPool:
                 names = ", ".join(self._names)
                 group.errors.append(
                     f"reward ({names}): every function returned None for completion {index}: "
-                    "does the row lack an answer?"
+                    "does the row lack an answer? (reward.on_error=zero takes 0)"
                 )
         if not group.errors:
             return group
