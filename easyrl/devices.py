@@ -226,18 +226,6 @@ def open_memory(handle: str, device: torch.device) -> Tensor:
     return buffer.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def mkl_misses_avx512() -> bool:
-    """Return whether torch uses MKL on an AVX-512 CPU that is not Intel's: MKL then uses AVX2."""
-    import torch
-
-    return (
-        torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and "GenuineIntel" not in Path("/proc/cpuinfo").read_text(errors="replace")
-    )
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its queued work."""
     import torch

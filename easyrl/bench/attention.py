@@ -31,7 +31,6 @@ from easyrl.bench.harness import (
 )
 from easyrl.data.packing import Rollout, pack, split_group
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
-from easyrl.model.cpu_layers import speed_up_linear_layers
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
 
@@ -71,8 +70,6 @@ def compare(
     register_attention()
     with device:
         model = random_model(size, attn_implementation=ATTENTION_NAME).to(dtype).eval()
-    if kind == "cpu":
-        speed_up_linear_layers(model)
     policy, group = Policy(model, device), draw_rollouts(shape, size["vocab_size"])
     ways = {"shared": True, "repeated": False}
     rows = {name: packed(group, policy, shares_prompts=shared) for name, shared in ways.items()}

@@ -1,10 +1,6 @@
-"""Faster linear and RMSNorm layers for models on the CPU.
+"""A faster RMSNorm for models on the CPU.
 
-Layers are replaced by class, so the model's code, names and saved files stay unchanged.
-
-Linear: PyTorch's x86 builds multiply float32 matrices with MKL, which uses AVX-512 on Intel CPUs
-only and AVX2 on all others. oneDNN, in the same builds, uses AVX-512 on every CPU: on one Zen 5
-core 230 instead of 95 GFLOP/s at the sizes of the demo's model.
+Norms are replaced by class, so the model's code, names and saved files stay unchanged.
 
 RMSNorm: transformers' norm is seven operations over the whole tensor. `FusedRMSNorm` is one
 autograd function that keeps the input and one number per row for backward: 0.53 instead of 1.21 ms
@@ -20,69 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from easyrl import devices
-
 TOLERANCE = 1e-6
 """Largest relative difference to the layer's own code; float32 rounding is 1e-7."""
-
-
-def speed_up_linear_layers(model: nn.Module) -> None:
-    """Use oneDNN for a CPU model's float32 linear layers, where that is faster."""
-    if not devices.mkl_misses_avx512() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return
-    for module in model.modules():
-        if type(module) is nn.Linear and module.weight.dtype == torch.float32:
-            module.__class__ = OneDNNLinear
-
-
-class OneDNNLinear(nn.Linear):
-    """`nn.Linear`, computed by oneDNN."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        is_float32 = input.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        if not is_float32 or not input.is_cpu or not input.numel():  # it cannot multiply zero rows
-            return super().forward(input)
-        output: Tensor = _Product.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return output
-
-
-class _Product(torch.autograd.Function):
-    """input [..., K] times weight [N, K], transposed, plus bias [N] -> [..., N]"""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        return _multiply(input, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        gradient = gradients[0]
-        rows = gradient.reshape(-1, weight.shape[0])  # [rows, N]
-        of_input = of_weight = None
-        if needs_input:
-            of_input = _multiply(gradient, weight.t())
-        if needs_weight:
-            of_weight = _multiply_rows(rows, input.reshape(-1, weight.shape[1]))
-        return of_input, of_weight, rows.sum(0) if needs_bias else None
-
-
-def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by oneDNN, with the operation that PyTorch's compiler uses for float32."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
-    return product
-
-
-def _multiply_rows(a: Tensor, b: Tensor) -> Tensor:
-    """a [rows, N], b [rows, K] -> aᵀ b [N, K]. oneDNN copies a transposed first factor: make it the
-    narrower one."""
-    if a.shape[1] <= b.shape[1]:
-        return _multiply(a.t(), b.t())
-    return _multiply(b.t(), a.t()).t()
-
-
-# -- RMSNorm ---------------------------------------------------------------------------------------
 
 
 def speed_up_rms_norms(model: nn.Module) -> None:

@@ -36,8 +36,8 @@ WORKER_BYTES, CONTROLLER_BYTES, REWARD_BYTES = 375 * MIB, 270 * MIB, 76 * MIB
 math-verify. Measured on x86 Linux with torch 2.13 for the CPU and transformers 5.23."""
 HEAP_FACTOR = 3.9
 """On the CPU a trainer keeps freed memory (`processes`), and glibc cannot reuse a hole for a block
-of the same size; oneDNN copies the factors of a product into its own layout. So transient tensors
-take this many times their size. Measured with models of 13, 42 and 92 million weights."""
+of the same size. So transient tensors take this many times their size. Measured with models of 13,
+42 and 92 million weights."""
 SAMPLE_BYTES = 16  # of a logit while a token is drawn: also log-probability, float64 probability
 COPIES_TO_SAVE = 3  # in a checkpoint: weights and AdamW's two moments
 
