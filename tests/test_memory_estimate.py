@@ -97,7 +97,7 @@ def test_micro_batch_formula_equals_measured_allocations(
     size = model_size(model_config.to_dict(), num_weights=0)
     assert size is not None
     num_tokens = len(batch.input_ids), len(batch.targets)
-    expected = micro_batch_bytes(config, size, *num_tokens, on_cpu=True)
+    expected = micro_batch_bytes(config, size, *num_tokens)
     assert sum(expected) == pytest.approx(taken, rel=TOLERANCE)
 
 
@@ -119,8 +119,10 @@ def measured_peaks(*words: str) -> list[int]:
         time.sleep(0.05)
     _, err = process.communicate()
     assert process.returncode == 0, err
-    assert len(peaks) == 2
-    return [peaks[pid] for pid in sorted(peaks)]
+    # The process that checks the reward's functions imports no torch.
+    workers = [peaks[pid] for pid in sorted(peaks) if peaks[pid] > memory.WORKER_BYTES / 2]
+    assert len(workers) == 2
+    return workers
 
 
 @pytest.mark.long

@@ -26,7 +26,6 @@ from easyrl.config import ConfigError
 from easyrl.config.model import AttentionMode, DType, LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import AttentionLayout, PackedGroups, register_attention
-from easyrl.model.cpu_layers import speed_up_rms_norms
 from easyrl.model.exactness import attend_packed, check_causal
 from easyrl.model.files import eos_token_ids, load_model_config
 from easyrl.model.lora import Adapter
@@ -89,8 +88,6 @@ class Policy:
         _check_complete(path, found)
         for weight in model.parameters():  # transformers keeps some weights in float32
             weight.data = weight.data.to(getattr(torch, dtype))
-        if torch.device(device).type == "cpu":
-            speed_up_rms_norms(model)
         if dtype == "float32":
             model = model.to(device)
         with _in_float32(model, getattr(torch, dtype)):

@@ -213,7 +213,7 @@ def _train_parts(
         buffers += dtype_bytes * (outer + 2 * layer)
         buffers += (dtype_bytes + FLOAT_BYTES) * max(outer, layer)
     num_tokens, num_targets = _micro_batch_tokens(config, ranks)
-    kept, transient = micro_batch_bytes(config, model, num_tokens, num_targets, on_cpu=on_cpu)
+    kept, transient = micro_batch_bytes(config, model, num_tokens, num_targets)
     keys = f"train.max_tokens_per_micro_batch={config.max_tokens_per_micro_batch}"
     if not train.activation_checkpointing:
         keys += ", train.activation_checkpointing=true"
@@ -238,7 +238,7 @@ def _micro_batch_tokens(config: Config, ranks: int) -> tuple[int, int]:
 
 
 def micro_batch_bytes(
-    config: Config, model: ModelSize, num_tokens: int, num_targets: int, *, on_cpu: bool
+    config: Config, model: ModelSize, num_tokens: int, num_targets: int
 ) -> tuple[int, int]:
     """Return the bytes that all layers keep of a packed row when backward begins, and those of the
     largest transient tensors. `num_targets`: tokens whose logits are computed.
@@ -251,9 +251,9 @@ def micro_batch_bytes(
         MLP          4 I              gate, silu(gate), up, and their product
 
     and in float32 a number for each normed row (2 + Hq + Hkv) and a log-sum-exp for each query head
-    (Hq). A norm that is not one function (`cpu_layers`: float32 on the CPU) also keeps its normed
-    input, in float32 if the computation is narrower. With activation checkpointing only the input
-    of each layer is kept, and one layer's activations exist during its backward pass.
+    (Hq). A norm also keeps its normed input before the weight, and if the computation is narrower
+    its input in float32. With activation checkpointing only the input of each layer is kept, and
+    one layer's activations exist during its backward pass.
     """
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
     checkpointing = config.train.activation_checkpointing
@@ -261,11 +261,9 @@ def micro_batch_bytes(
     normed = 2 * model.width + query + key
     elements = 4 * model.width + 3 * query + 3 * key + 4 * model.mlp_width
     rows = 2 + 2 * model.num_heads + model.num_key_value_heads
-    layer = dtype_bytes * elements + FLOAT_BYTES * rows
+    layer = dtype_bytes * (elements + normed) + FLOAT_BYTES * rows
     if dtype_bytes < FLOAT_BYTES:
-        layer += (FLOAT_BYTES + dtype_bytes) * normed
-    elif not on_cpu:
-        layer += dtype_bytes * normed
+        layer += FLOAT_BYTES * normed
     ends = 2 * dtype_bytes * model.width  # the last norm's input, and the head's
     per_layer = dtype_bytes * model.width if checkpointing else layer
     kept = num_tokens * (model.num_layers * per_layer + ends)
