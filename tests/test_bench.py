@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from easyrl.bench import attention, engine, loop, peer, pipeline, ring, weights
 from easyrl.bench.harness import SMALL, peak_bytes, run_suite
 from easyrl.cli import app
 from easyrl.config import load_config
+from easyrl.config.devices import parse_device_set
 from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.processes import num_cores
 from easyrl.runtime.placement import resolve_placement
@@ -165,7 +168,9 @@ def test_peer_reports_unusable_input_before_anything_starts(
 
     monkeypatch.setattr(peer, "util", SimpleNamespace(find_spec=find_spec))
     for wrong, named in (
-        (["--rows", "tiny_short,large"], "large"),
+        (["--rows", "tiny_short, large"], "'large'"),
+        (["--rows", "tiny_short,"], "''"),
+        (["--infer-devices", "gpu"], "devices.infer"),
         (["--infer-devices", "ray:cpu:1", "--train-devices", "ray:cpu:1"], "ray:cpu:1"),
         (["--model", "no/such/folder/at/all"], "no/such/folder/at/all"),
     ):
@@ -186,13 +191,36 @@ def test_peer_is_as_fast_as_the_best_of_its_settings(monkeypatch: pytest.MonkeyP
     assert (row["easyrl_mean_length"], row["peer_mean_length"]) == (52, 51)
 
 
-def test_peer_always_measures_the_reference_on_all_cores() -> None:
+def test_peer_always_measures_the_reference() -> None:
     placement = resolve_placement(load_config(None, {"devices.infer": "cpu"}))
     for work in peer.ROWS.values():
-        one_thread = dataclasses.replace(work, micro_batch=32, num_threads=1)
-        tuned, reference = peer.peer_settings(one_thread, placement)
-        assert tuned == {"micro-batch": 32, "threads": 1}
-        assert reference == {"micro-batch": work.reference, "threads": num_cores()}
+        settings = peer.peer_settings(dataclasses.replace(work, micro_batch=32), placement)
+        assert {each["micro-batch"] for each in settings} == {32, work.reference}
+        assert {each["threads"] for each in settings} == {num_cores()}
+
+
+def test_peer_does_the_same_work_on_several_accelerators() -> None:
+    placement = resolve_placement(load_config(None, {"devices.infer": "cpu"}))
+
+    def settings(infer: str, train: str) -> list[dict[str, Any]]:
+        sets = {"infer": parse_device_set(infer), "train": parse_device_set(train)}
+        return peer.peer_settings(peer.ROWS["mid_1k"], dataclasses.replace(placement, **sets))
+
+    colocated, server = settings("0-5", "6-7")
+    assert (colocated["micro-batch"], server["micro-batch"]) == (8, 16)  # of 64 completions
+    assert [colocated["devices"], server["devices"]] == [list(range(8)), [6, 7]]
+    with pytest.raises(ValueError, match="--train-devices"):
+        settings("0-1", "2")
+
+
+def test_rows_before_a_failure_are_shown_and_written(tmp_path: Path) -> None:
+    def suite() -> Iterator[dict[str, Any]]:
+        yield {"row": "first", "ratio": 2.0}
+        raise WorkerFailure("bench, second: exit code 1")
+
+    with (file := tmp_path / "rows.json").open("w") as json_file:
+        assert run_suite("peer", suite(), json_file) == 1
+    assert json.loads(file.read_text())["results"]["first"]["ratio"] == 2.0
 
 
 @pytest.mark.long

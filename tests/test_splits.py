@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from easyrl.bench import plan as bench_plan
 from easyrl.bench.plan import _read_run, make_plan
 from easyrl.cli import app
 from easyrl.config import Config, load_config
-from easyrl.config.devices import range_words
+from easyrl.config.devices import DeviceSet
 from easyrl.runtime.rates import Group, MeasuredIteration, Rates, fit
 from easyrl.runtime.simulation import Outcome, compare, mean_speed, simulate
 from runs import SMALL, Finished, finish, lines_of, summary_of
@@ -45,7 +46,7 @@ def test_predictions_are_within_a_tenth_of_real_runs(tmp_path: Path) -> None:
             *("--output", str(folder), *WORDS, *words), altered=True, RATES=json.dumps(RATES)
         )
         assert (code, err) == (0, "")
-        measured[engines, trainers] = mean_speed(_read_run(folder)[1])
+        measured[engines, trainers] = mean_speed(_read_run(folder).iterations)
     plan = {
         (split.engines, split.trainers): split.tokens_per_second
         for num_devices in (2, 3, 4)
@@ -218,7 +219,8 @@ def test_every_split_of_a_finished_run_and_the_best_one(
         assert 0 < split["tokens_per_second_low"] <= split["tokens_per_second_high"]
         assert 0 <= split["infer_idle"] <= 1 and 0 <= split["train_idle"] <= 1
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert f"--infer-devices {range_words(range(found['best']['engines']))} " in output
+    devices = DeviceSet("cpu", tuple(range(found["best"]["engines"])))  # as measured
+    assert f"--infer-devices {devices} " in output
     again = CliRunner().invoke(app, ["plan", str(finished_run.folder), "--devices", "8", *words])
     assert again.output == output, "the same draws"
 
@@ -251,8 +253,11 @@ def test_the_summary_has_the_predicted_and_the_measured_throughput(tmp_path: Pat
 
 
 def test_a_benchmark_file_is_read_by_its_models(tmp_path: Path, finished_run: Finished) -> None:
-    config, iterations = _read_run(finished_run.folder)
-    rates = {"config": config, "iterations": [asdict(each) for each in iterations]}
+    source = _read_run(finished_run.folder)
+    rates = {
+        "config": source.settings,
+        "iterations": [asdict(each) for each in source.iterations],
+    }
     file, devices = tmp_path / "loop.json", ("--devices", "3")
     rows = [{"model": name, "rates": rates} for name in ("0.6B", "1.7B")]
     file.write_text(json.dumps({"results": rows[:1]}))
@@ -260,11 +265,20 @@ def test_a_benchmark_file_is_read_by_its_models(tmp_path: Path, finished_run: Fi
     assert code == 0, of_file
     of_run = plan(str(finished_run.folder), *devices)[1]
     assert of_run.splitlines()[-8:] == of_file.splitlines()[-8:]
+    rows[1]["rates"] = rates | {
+        "config": source.settings | {"devices": {"infer": "0-3", "train": "4"}}
+    }
     file.write_text(json.dumps({"results": rows}))
-    assert plan(str(file), *devices, "--model", "1.7B")[0] == 0
+    code, output = plan(str(file), *devices, "--model", "1.7B")
+    assert code == 0 and re.search(r"--infer-devices (0-1 --train-devices 2|0 .* 1-2),", output)
+    code, output = plan(str(file), str(finished_run.folder), *devices, "--model", "1.7B")
+    assert code == 2 and "1.7B" in output, "rates of two models"
     for words in ((), ("--model", "32B")):
         code, output = plan(str(file), *devices, *words)
         assert code == 2 and "0.6B or 1.7B" in output
+    rates["iterations"] = []
+    file.write_text(json.dumps({"results": rows[:1]}))
+    assert plan(str(file), *devices)[0] == 2
     file.write_text(json.dumps({"results": [{"mode": "sync"}]}))
     code, output = plan(str(file), *devices)
     assert code == 2 and "bench loop --json" in output
@@ -286,7 +300,8 @@ def test_a_run_without_rates_is_refused(finished_run: Finished, tmp_path: Path) 
     [
         (("{run}", "--devices", "1"), "--devices"),
         (("{run}", "--devices", "1025"), "--devices"),
-        (("{run}", "--devices", "2", "rollout.tensor_parallel_size=2"), "--devices"),
+        (("{run}", "--devices", "8", "model.dtype=bfloat16"), "model.dtype"),
+        (("{run}", "--devices", "8", "-o", "no/such/folder/plan.png"), "--output"),
         (("{run}", "--devices", "8", "train.prompts=3"), "train.prompts"),
         (("{run}", "--devices", "8", "-o", "plan.txt"), "--output"),
         (("--devices", "8", "train.prompts_per_iteration=8"), "RATES"),

@@ -60,14 +60,20 @@ QWEN3_06B = {
 
 
 def run_suite(name: str, suite: Iterable[Row], json_file: TextIO | None) -> int:
-    """Run the suite; return the exit code. In JSON, rows with a name (`row`) are found by it."""
+    """Run the suite; return the exit code. In JSON, rows with a name (`row`) are found by it. If it
+    fails or is interrupted, the rows before are shown and written."""
+    rows: list[Row] = []
+    code = 0
     try:
-        rows = list(suite)
+        for row in suite:
+            rows.append(row)
     except KeyboardInterrupt as error:
-        return SIGNALLED + int(getattr(error, "signum", signal.SIGINT))
+        code = SIGNALLED + int(getattr(error, "signum", signal.SIGINT))
     except WorkerFailure as failure:
         print(f"easyrl: {failure}", file=sys.stderr)
-        return 1
+        code = 1
+    if not rows:
+        return code
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(errors="replace"))
     machine = {
         "cpu": cpu[1] if cpu is not None else platform.machine(),
@@ -86,7 +92,7 @@ def run_suite(name: str, suite: Iterable[Row], json_file: TextIO | None) -> int:
     if json_file is not None:
         results = {row["row"]: row for row in rows} if all("row" in row for row in rows) else rows
         json.dump({"suite": name, "machine": machine, "results": results}, json_file, indent=2)
-    return 0
+    return code
 
 
 def _cell(value: Any) -> str:

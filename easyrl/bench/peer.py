@@ -14,6 +14,7 @@ several devices, also on devices of its own.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -74,9 +75,8 @@ class Work:
     prompt_length: int
     cap: int  # longest completion
     iterations: int  # measured per run
-    reference: int  # micro-batch that is measured in every run, with all threads
+    reference: int  # micro-batch that is measured in every run
     micro_batch: int  # tuned, in completions
-    num_threads: int | None = None  # tuned; None: one per core
 
     @property
     def num_completions(self) -> int:
@@ -84,7 +84,7 @@ class Work:
 
 
 # Micro-batches were compared by CPU time on one thread: 16, 64 and 128 for `tiny_*`, 16, 32 and 64
-# for `mid_short`. Threads were not tuned: one per core.
+# for `mid_short`.
 ROWS = {
     "tiny_short": Work(TINY, 16, 8, 12, 256, iterations=8, reference=64, micro_batch=16),
     "tiny_long": Work(TINY, 8, 16, 256, 64, iterations=8, reference=64, micro_batch=16),
@@ -110,19 +110,21 @@ def run(
     Rates are medians over rounds. The peer's is that of its fastest settings, and `ratio` is the
     median of the rounds' ratios to these.
     """
-    names = rows.split(",") if rows else list(works)
+    names = [name.strip() for name in rows.split(",")] if rows is not None else list(works)
     if unknown := [name for name in names if name not in works]:
-        raise ValueError(f"--rows: expected some of {', '.join(works)}, got {', '.join(unknown)}")
+        got = "', '".join(unknown)
+        raise ValueError(f"--rows: expected some of {', '.join(works)}, got '{got}'")
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
-    misplaced = (
-        "--infer-devices, --train-devices: expected both CPU or both accelerators of this machine, "
-        f"got {infer_devices} and {train_devices}"
-    )
-    if any(each and parse_device_set(each).is_ray for each in (infer_devices, train_devices)):
-        raise ValueError(misplaced)
-    placement = resolve_placement(load_config(None, flags))
-    if placement.infer.kind != placement.train.kind:
-        raise ValueError(misplaced)
+    config = load_config(None, flags)
+    is_ray = any(each and parse_device_set(each).is_ray for each in (infer_devices, train_devices))
+    placement = None if is_ray else resolve_placement(config)  # else a cluster would be started
+    if placement is None or placement.infer.kind != placement.train.kind:
+        infer, train = infer_devices or "the default", train_devices or "the default"
+        raise ValueError(
+            "--infer-devices, --train-devices: expected both CPU or both accelerators of this "
+            f"machine, got {infer} and {train}"
+        )
+    settings = {name: peer_settings(works[name], placement) for name in names}
     on_cpu = placement.train.kind == "cpu"
     for package in ("trl",) if on_cpu else ("trl", "vllm"):
         if util.find_spec(package) is None:
@@ -143,9 +145,9 @@ def run(
                 work.prompt_length,
             )
             actions = {"easyrl": partial(run_easyrl, name, work, {**flags, **inputs})}
-            for settings in peer_settings(work, placement):
-                label = ", ".join(f"{key} {value}" for key, value in settings.items())
-                actions[label] = partial(run_trl, f"{name}, TRL ({label})", work, inputs, settings)
+            for each in settings[name]:
+                label = ", ".join(f"{key} {value}" for key, value in each.items())
+                actions[label] = partial(run_trl, f"{name}, TRL ({label})", work, inputs, each)
             runs = take_turns(actions, rounds, num_warm_up=0)
         yield {"row": name} | compare(runs)
 
@@ -182,16 +184,27 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
 
 
 def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
-    """Return the settings to measure: tuned ones, and those that these must not be slower than."""
+    """Return the settings to measure: tuned ones, and those that these must not be slower than.
+    Raises ValueError for numbers of accelerators that the completions cannot be divided by."""
     cores = num_cores()
-    tuned = {"micro-batch": work.micro_batch, "threads": work.num_threads or cores}
     if placement.train.kind == "cpu":
-        reference = {"micro-batch": work.reference, "threads": cores}
-        return [tuned] if tuned == reference else [tuned, reference]
+        sizes = sorted({work.micro_batch, work.reference})
+        return [{"micro-batch": size, "threads": cores} for size in sizes]
     infer, train = (list(each.indices) for each in (placement.infer, placement.train))
-    settings = [tuned | {"vllm": "colocate", "devices": sorted({*infer, *train})}]
+
+    def on(devices: list[int], **settings: Any) -> dict[str, Any]:
+        if work.num_completions % len(devices):
+            raise ValueError(
+                "--infer-devices, --train-devices: TRL divides an iteration's "
+                f"{work.num_completions} completions between its processes: expected 1, 2, 4 or 8 "
+                f"devices, got {len(devices)}"
+            )
+        size = math.gcd(work.micro_batch, work.num_completions // len(devices))
+        return {"micro-batch": size, "threads": cores, "devices": devices, **settings}
+
+    settings = [on(sorted({*infer, *train}), vllm="colocate")]
     if not {*infer} & {*train}:
-        settings.append(tuned | {"vllm": "server", "devices": train, "server devices": infer})
+        settings.append(on(train, vllm="server") | {"server devices": infer})
     return settings
 
 
@@ -201,7 +214,7 @@ def run_trl(
     """Return completion tokens per second, and the mean length of a completion."""
     used = settings.get("devices")
     num_processes = len(used or [None])
-    micro_batch = min(settings["micro-batch"], work.num_completions // num_processes)
+    micro_batch = settings["micro-batch"]
     config = {
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": work.num_completions // (micro_batch * num_processes),

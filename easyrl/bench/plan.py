@@ -21,12 +21,21 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from easyrl import events
 from easyrl.config import Config, ConfigError, load_config
-from easyrl.config.devices import range_words
+from easyrl.config.devices import DeviceSet, parse_device_set, range_words
 from easyrl.formatting import counted
 from easyrl.observe.trace import FILE_NAME, RunFiles
 from easyrl.runtime.rates import MeasuredIteration, Recorder, fit
-from easyrl.runtime.simulation import Scenario, draw_scenarios, mean_speed, simulate
+from easyrl.runtime.simulation import Scenario, compare, draw_scenarios, mean_speed, simulate
+
+SIMULATED = {
+    *("rollout.num_generations", "rollout.max_concurrent_groups"),
+    *("train.prompts_per_iteration", "train.updates_per_iteration"),
+    *("train.max_tokens_per_micro_batch", "runtime.schedule", "runtime.deterministic"),
+}
+"""Settings that may differ from the measured ones."""
+FEW_ITERATIONS = 4
 
 MAX_SPLITS = 24
 NUM_COMPLETIONS = 400_000
@@ -47,25 +56,42 @@ class Split:
     tokens_per_second_high: float
     infer_idle: float  # share of the time
     train_idle: float
-    seconds: Sequence[float]  # of each simulated iteration
+
+
+Prediction = tuple[Split, np.ndarray[Any, Any]]
+"""A split, and the seconds of each simulated iteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
     about: str
     best: Split
+    flags: str  # of the command, for `best`
+    num_simulated: int  # iterations, of each split
     confidence: float
     """Share of the simulated iterations in which `best` is the fastest, or less than 1 % slower."""
     splits: Sequence[Split]
+    warnings: Sequence[str]
 
 
 def make_plan(
     paths: Sequence[Path], num_devices: int, words: Sequence[str] = (), model: str | None = None
 ) -> SplitPlan:
-    """Predict the splits of so many devices. `words` change the settings of the first source,
-    `model`: that of a benchmark. Raises ValueError for a source without rates."""
+    """Predict the splits of so many devices. `words` change settings of SIMULATED, `model`: that of
+    a benchmark. Raises ValueError for a source without rates, and for sources of several models."""
     sources = [_read_run(path) if path.is_dir() else _read_bench(path, model) for path in paths]
-    config = load_config(None, sources[0][0], words)
+    config = load_config(None, sources[0].settings, words)
+    for word in words:
+        if word.partition("=")[0] not in SIMULATED:
+            raise ConfigError(
+                f"{word}: expected a setting that a plan simulates ({', '.join(sorted(SIMULATED))})"
+                "; for any other, measure a run that has it"
+            )
+    if len(kinds := dict.fromkeys(source.kind for source in sources)) > 1:
+        raise ValueError(
+            "RATES: expected sources with one model, data type, engine and tensor parallel size, "
+            f"got {' and '.join(kinds)}"
+        )
     size, train = config.rollout.tensor_parallel_size, config.train
     most = train.prompts_per_iteration // train.updates_per_iteration
     pairs = [
@@ -79,29 +105,58 @@ def make_plan(
             f"(rollout.tensor_parallel_size) and 1 to {most} trainers (train.prompts_per_iteration "
             f"/ train.updates_per_iteration), got {num_devices}"
         )
-    iterations = [iteration for _, of_source in sources for iteration in of_source]
+    iterations = [iteration for source in sources for iteration in source.iterations]
     per_draw = train.prompts_per_iteration * config.rollout.num_generations
     per_draw *= min(len(pairs), 2 * MAX_SPLITS)
     count = max(MIN_DRAWS, min(MAX_DRAWS, NUM_COMPLETIONS // per_draw))
-    splits = _search(pairs, draw_scenarios(iterations, config, count), config)
-    best = max(splits, key=lambda split: split.tokens_per_second)
-    fastest = np.min([split.seconds for split in splits], axis=0)
-    confidence = float((np.array(best.seconds) <= 1.01 * fastest).mean())
-    lines = [_describe(path, found) for path, (_, found) in zip(paths, sources, strict=True)]
+    predictions = _search(pairs, draw_scenarios(iterations, config, count), config)
+    splits = [split for split, _ in predictions]
+    best, seconds = max(predictions, key=lambda found: found[0].tokens_per_second)
+    fastest = np.min([of_split for _, of_split in predictions], axis=0)
+    confidence = float((seconds <= 1.01 * fastest).mean())
+    lines = [_describe(path, source) for path, source in zip(paths, sources, strict=True)]
     about = "\n".join([*lines, *_describe_rates(iterations, config)])
-    return SplitPlan(about, best, confidence, splits)
+    warnings = []
+    if len(iterations) < FEW_ITERATIONS:
+        few = counted(len(iterations), "iteration")
+        warnings.append(f"only {few} measured: rates are uncertain, measure a longer run")
+    if num_devices - size > most:
+        prompts = "train.prompts_per_iteration / train.updates_per_iteration"
+        warnings.append(f"more than {most} trainers are not possible ({prompts})")
+    if best.tokens_per_second < 0.95 * max(mean_speed(source.iterations) for source in sources):
+        warnings.append(
+            "slower than measured: take fewer devices, or more train.prompts_per_iteration"
+        )
+    return SplitPlan(
+        about, best, _flags(best, num_devices, config), count, confidence, splits, warnings
+    )
+
+
+def _flags(best: Split, num_devices: int, config: Config) -> str:
+    """Return the options for these devices, of the kind that was measured."""
+    num_infer = num_devices - best.trainers
+
+    def devices(measured: str | None, numbers: range) -> str:
+        found = parse_device_set(measured or "cpu")
+        if found.is_ray or found.kind == "cpu":
+            return str(DeviceSet(found.kind, tuple(numbers), found.is_ray))
+        return range_words(numbers)
+
+    infer = devices(config.devices.infer, range(num_infer))
+    train = devices(config.devices.train, range(num_infer, num_devices))
+    return f"--infer-devices {infer} --train-devices {train}"
 
 
 def _search(
     pairs: Sequence[tuple[int, int]], scenarios: Sequence[Scenario], config: Config
-) -> list[Split]:
+) -> list[Prediction]:
     """Simulate all splits, or first some of them and then those near the fastest."""
-    found: dict[int, Split] = {}
+    found: dict[int, Prediction] = {}
 
     def simulate_at(numbers: Sequence[int]) -> int:
         for number in {*numbers} - {*found}:
             found[number] = _predict(*pairs[number], scenarios, config)
-        return max(found, key=lambda number: found[number].tokens_per_second)
+        return max(found, key=lambda number: found[number][0].tokens_per_second)
 
     last = len(pairs) - 1
     step = max(1, last // (MAX_SPLITS // 2)) if last >= MAX_SPLITS else 1
@@ -115,57 +170,85 @@ def _search(
 
 def _predict(
     num_engines: int, num_trainers: int, scenarios: Sequence[Scenario], config: Config
-) -> Split:
+) -> Prediction:
     outcomes = [simulate(*each, config, num_engines, num_trainers) for each in scenarios]
     busy = np.mean([(each.infer_busy, each.train_busy) for each in outcomes], axis=0)
     ends = np.percentile([each.num_tokens / each.seconds for each in outcomes], INTERVAL)
     (low, high), (infer_idle, train_idle) = ends.tolist(), (1.0 - busy).tolist()
-    seconds, speed = [each.seconds for each in outcomes], mean_speed(outcomes)
-    return Split(num_engines, num_trainers, speed, low, high, infer_idle, train_idle, seconds)
+    speed = mean_speed(outcomes)
+    split = Split(num_engines, num_trainers, speed, low, high, infer_idle, train_idle)
+    return split, np.array([each.seconds for each in outcomes])
 
 
 # -- sources --------------------------------------------------------------------------------------
 
-Source = tuple[dict[str, Any], Sequence[MeasuredIteration]]
-"""Settings, and the iterations that were measured with them."""
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Settings, and the iterations that were measured with them."""
+
+    settings: dict[str, Any]
+    iterations: Sequence[MeasuredIteration]
+    model: str
+
+    @property
+    def kind(self) -> str:
+        """What the rates depend on, apart from the machine."""
+        rollout = self.settings["rollout"]
+        kind = f"{self.model} ({self.settings['model']['dtype']}, {rollout['engine']}"
+        return f"{kind}, {rollout['tensor_parallel_size']})"
 
 
 def _read_run(folder: Path) -> Source:
-    recorder = Recorder()
+    recorder, num_finished = Recorder(), 0
     for event in RunFiles(folder).read():
         recorder(event)
+        num_finished += isinstance(event, events.IterationFinished)
     if not recorder.iterations:
         raise ValueError(
-            f"'{folder}': expected a run with at least two finished iterations in {FILE_NAME} (the "
-            "first one warms up), written by this version of EasyRL, got none to measure"
+            f"'{folder}': expected at least two finished iterations in {FILE_NAME}, of which the "
+            f"first one warms up, with all reports of the workers, got {num_finished}"
         )
-    return recorder.config.model_dump(mode="json"), recorder.iterations
+    settings = recorder.config.model_dump(mode="json")
+    return Source(settings, recorder.iterations, Path(recorder.config.model.path).name)
 
 
 def _read_bench(file: Path, model: str | None) -> Source:
     expected = f"'{file}': expected a run's folder, or a file of `easyrl bench loop --json`"
     try:
-        by_model = {row["model"]: row["rates"] for row in json.loads(file.read_text())["results"]}
+        by_model = {
+            row["model"]: Source(
+                row["rates"]["config"],
+                [MeasuredIteration.from_json(each) for each in row["rates"]["iterations"]],
+                row["model"],
+            )
+            for row in json.loads(file.read_text())["results"]
+            if row["rates"]["iterations"]
+        }
     except OSError as error:
         raise ValueError(f"{expected}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{expected}, got another one") from None
+    if not by_model:
+        raise ValueError(f"{expected}, got one without measured iterations")
     if len(by_model) == 1:
         model = model or next(iter(by_model))
     if model not in by_model:
         raise ValueError(f"--model: expected {' or '.join(by_model)}, got {model or 'none'}")
-    rates = by_model[model]
-    return rates["config"], [MeasuredIteration.from_json(each) for each in rates["iterations"]]
+    return by_model[model]
 
 
 # -- the screen -----------------------------------------------------------------------------------
 
 
-def _describe(path: Path, iterations: Sequence[MeasuredIteration]) -> str:
+def _describe(path: Path, source: Source) -> str:
+    iterations, config = source.iterations, load_config(None, source.settings)
     first, count = iterations[0], counted(len(iterations), "iteration")
+    predicted = compare(iterations, config)["predicted_tokens_per_second"]
     return (
         f"rates of {path}: {count} with {first.num_engines}+{first.num_trainers} workers, "
         f"{mean_speed(iterations):,.0f} tokens/s"
+        + (f" (predicted from every other one: {predicted:,.0f})" if predicted else "")
     )
 
 
@@ -187,14 +270,15 @@ def _describe_rates(iterations: Sequence[MeasuredIteration], config: Config) -> 
             f"{1e3 * rates.communication:.3g} ms a micro-batch, three times the weights"
         )
     devices = config.devices
-    if devices.infer == devices.train and "cpu" not in (devices.infer or "cpu"):
+    if devices.threads is None and "cpu" in (devices.infer or "cpu"):
+        lines.append("workers shared CPU cores: for times of their own, measure a run with "
+                     "devices.threads=1")  # fmt: skip
+    elif devices.infer == devices.train:
         lines.append("measured on one device for both: on their own, workers are faster")
-    elif devices.threads is None and "cpu" in (devices.infer or "cpu"):
-        lines.append("on a CPU: workers that share cores (devices.threads=null) measure too much")
     return lines
 
 
-def to_screen(plan: SplitPlan, num_devices: int) -> RenderableType:
+def to_screen(plan: SplitPlan) -> RenderableType:
     """The rates, a table with bars, and the best split."""
     best, highest = plan.best, plan.best.tokens_per_second
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
@@ -210,10 +294,9 @@ def to_screen(plan: SplitPlan, num_devices: int) -> RenderableType:
             "█" * max(1, round(BAR * speeds[0] / highest)),
             style="bold green" if split is best else "",
         )
-    num_infer = num_devices - best.trainers
     end = (
-        f"fastest: --infer-devices {range_words(range(num_infer))} --train-devices "
-        f"{range_words(range(num_infer, num_devices))}, {highest:,.0f} tokens/s (within 1 % of the "
-        f"best in {plan.confidence:.0%} of {len(best.seconds)} simulated iterations)"
+        f"fastest: {plan.flags}, {highest:,.0f} tokens/s (within 1 % of the best in "
+        f"{plan.confidence:.0%} of {plan.num_simulated} simulated iterations)"
     )
-    return Lines(Text(plan.about), table, Text(end))
+    warnings = [Text(f"note: {warning}") for warning in plan.warnings]
+    return Lines(Text(plan.about), table, *warnings, Text(end))

@@ -20,7 +20,7 @@ def plan(
         list[str],
         typer.Argument(
             metavar="RATES [RATES ...] [SECTION.KEY=VALUE ...]",
-            help="Folders of runs, or files of `bench loop --json`; settings other than theirs.",
+            help="Folders of runs, or files of `bench loop --json`; settings to change.",
         ),
     ],
     devices: Annotated[int, Option(metavar="N", help="Number of devices to split, 2 to 1024.")],
@@ -38,19 +38,21 @@ def plan(
 ) -> None:
     """Predict tokens per second of every split of N devices into engines and trainers, from the
     rates of runs (docs/devices.md)."""
-    paths = [Path(word) for word in arguments if "=" not in word]
-    words = [word for word in arguments if "=" in word]
+    paths = [Path(word) for word in arguments if "=" not in word or Path(word).exists()]
+    words = [word for word in arguments if "=" in word and not Path(word).exists()]
     if not 2 <= devices <= 1024:
         raise ValueError(f"--devices: expected 2 to 1024, got {devices}")
     if not paths:
         raise ValueError("RATES: expected a run's folder or a file of `bench loop --json`")
     if output is not None and output.suffix not in (".png", ".svg"):
         raise ValueError(f"--output: expected .png or .svg as suffix, got '{output.suffix}'")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ValueError(f"--output: expected a file in an existing folder, got '{output}'")
     from easyrl.bench.plan import make_plan, to_screen
     from easyrl.observe.text import say_rich
 
     found = make_plan(paths, devices, words, model)
-    say_rich(to_screen(found, devices))
+    say_rich(to_screen(found))
     if json is not None:
         json_format.dump(asdict(found), json, indent=2)
     if output is not None:

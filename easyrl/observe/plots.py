@@ -207,7 +207,7 @@ def draw_splits(splits: Sequence[Any], suffix: str) -> bytes:
     above.plot(engines, speed, color=COLOURS[0], marker=".")
     at = int(np.argmax(speed))
     above.plot(engines[at], speed[at], "o", color=COLOURS[1],
-               label=f"{engines[at]} engines, {splits[at].trainers} trainers")  # fmt: skip
+               label=f"engines: {engines[at]}, trainers: {splits[at].trainers}")  # fmt: skip
     above.set_title("Predicted tokens/s, and 90 % of the simulated iterations")
     above.set_ylim(0, 1.05 * max(high))
     for number, side in enumerate(("infer", "train"), start=2):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from heapq import heapreplace
 from typing import Any, NamedTuple, Self
@@ -24,12 +24,15 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from easyrl import events
-from easyrl.config import Config
+from easyrl.config import Config, change_config
+from easyrl.config.devices import DeviceSet
 from easyrl.events import Event
 from easyrl.runtime.placement import max_concurrent_groups
 
 MAX_ITERATIONS = 100
 """The newest iterations are kept."""
+MAX_ROWS = 50
+"""Rows of a worker in an iteration: neighbours of a long iteration are added up."""
 Row = list[float]
 
 
@@ -93,10 +96,11 @@ class Recorder:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case events.RunStarted(config=config):
+            case events.RunStarted(config=config, devices=devices):
                 if config.output.dir != self.config.output.dir:  # another run, not a resumed one
                     self.iterations.clear()
-                self.config, self._is_warm, self._now = config, False, None
+                self.config = _with_devices(config, devices)
+                self._is_warm, self._now = False, None
             case events.IterationStarted(time):
                 self._now = _Iteration(self.config, time)
             case events.FromWorker(worker, time, reported) if self._now is not None:
@@ -114,6 +118,19 @@ class Recorder:
         return {"config": self.config.model_dump(mode="json"), "iterations": iterations}
 
 
+def _with_devices(config: Config, devices: Mapping[str, str]) -> Config:
+    """Return the config with the devices that were chosen for null."""
+    chosen = {}
+    for role, key in (("rollout", "infer"), ("train", "train")):
+        names = [device for worker, device in devices.items() if worker.startswith(role)]
+        found = DeviceSet("cpu", tuple(range(len(names))))
+        if not names[0].endswith("cpu"):
+            numbers = (name.rpartition(":")[2].split(",") for name in names)
+            found = DeviceSet("accelerator", tuple(int(n) for each in numbers for n in each))
+        chosen[f"devices.{key}"] = getattr(config.devices, key) or str(found)
+    return change_config(config, chosen)
+
+
 @dataclass(slots=True)
 class _Iteration:
     """An iteration that is going on."""
@@ -121,6 +138,7 @@ class _Iteration:
     config: Config
     started: float
     is_over: bool = False  # an evaluation has begun
+    workers: set[str] = field(default_factory=set)  # also those without work
     rows: dict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))  # by worker
     lengths: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # by worker
     spans: dict[str, list[events.Span]] = field(default_factory=lambda: defaultdict(list))
@@ -130,6 +148,7 @@ class _Iteration:
 
     def add(self, worker: str, time: float, event: events.WorkerEvent) -> None:
         self.num_messages += not self.is_over
+        self.workers.add(worker)
         match event:
             case events.Activity(spans) if not self.is_over:
                 if busy := [span for span in spans if span.kind in events.WORKING]:
@@ -152,9 +171,12 @@ class _Iteration:
             return None
         trainers = [rows for worker, rows in self.rows.items() if worker.startswith("train")]
         engines = [self._engine_rows(w) for w in self.rows if w.startswith("rollout")]
+        num_engines, num_trainers = (
+            sum(worker.startswith(role) for worker in self.workers) for role in ("rollout", "train")
+        )
         for rows in trainers:
             for row in rows:
-                row[2:3] = [0.0, row[0] * (1 - 1 / len(trainers))]
+                row[2:3] = [0.0, row[0] * (1 - 1 / num_trainers)]
             rows[-1][2] = self.config.train.updates_per_iteration  # the end of an iteration
         seconds, weights_seconds = (metrics[f"perf/{x}_seconds"] for x in ("iteration", "weights"))
         generated, trained = (min(s.started for s in self.spans[x]) for x in ("rollout", "train"))
@@ -164,16 +186,16 @@ class _Iteration:
             self.started + seconds - max(span.ended for span in self.spans["train"]),
         )
         return MeasuredIteration(
-            num_engines=len(engines),
-            num_trainers=len(trainers),
+            num_engines=num_engines,
+            num_trainers=num_trainers,
             num_tokens=round(metrics["perf/tokens_per_second"] * seconds),
             seconds=seconds,
             weights_seconds=weights_seconds,
             overhead_seconds=sum(max(0.0, latency) for latency in latencies),
             controller_seconds=metrics["perf/controller_seconds"],
             num_messages=self.num_messages,
-            engine_rows=[row for rows in engines for row in rows],
-            train_rows=[row for rows in trainers for row in rows],
+            engine_rows=[row for rows in engines for row in _added_up(rows)],
+            train_rows=[row for rows in trainers for row in _added_up(rows)],
             groups=self.groups,
         )
 
@@ -183,7 +205,7 @@ class _Iteration:
         rows = self.rows[worker]
         if any(num_steps for num_steps, *_ in rows):
             return rows
-        num_engines = sum(each.startswith("rollout") for each in self.rows)
+        num_engines = sum(each.startswith("rollout") for each in self.workers)
         ends = [0] * (
             self.config.rollout.num_generations * max_concurrent_groups(self.config, num_engines)
         )
@@ -191,6 +213,13 @@ class _Iteration:
             heapreplace(ends, ends[0] + length)
         _, *others = np.sum(rows, axis=0).tolist()
         return [[float(max(ends)), *others]]
+
+
+def _added_up(rows: list[Row]) -> list[Row]:
+    """Return at most MAX_ROWS rows, sums of neighbours."""
+    size = -(-len(rows) // MAX_ROWS)
+    starts = range(0, len(rows), size)
+    return [np.sum(rows[start : start + size], axis=0).tolist() for start in starts]
 
 
 def fit(iterations: Sequence[MeasuredIteration]) -> Rates:

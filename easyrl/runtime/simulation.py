@@ -48,12 +48,21 @@ def draw_scenarios(
     iterations: Sequence[MeasuredIteration], config: Config, count: int
 ) -> list[Scenario]:
     """Draw rates and groups of iterations: rates are fitted to iterations drawn with replacement
-    from those that were measured, groups are drawn from theirs."""
+    from those that were measured, as many with each number of trainers, because only several
+    trainers show what their communication costs. Groups are drawn from theirs."""
     rng = np.random.default_rng(0)
+    alike: dict[int, list[MeasuredIteration]] = {}
+    for each in iterations:
+        alike.setdefault(each.num_trainers, []).append(each)
     scenarios: list[Scenario] = []
     for _ in range(count):
-        drawn = rng.integers(len(iterations), size=len(iterations))
-        rates = fit([iterations[number] for number in drawn])
+        rates = fit(
+            [
+                same[number]
+                for same in alike.values()
+                for number in rng.integers(len(same), size=len(same))
+            ]
+        )
         scenarios.append((rates, draw_groups(rates, config, rng)))
     return scenarios
 
