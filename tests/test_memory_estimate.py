@@ -119,7 +119,7 @@ def measured_peaks(*words: str) -> list[int]:
         time.sleep(0.05)
     _, err = process.communicate()
     assert process.returncode == 0, err
-    # The process that checks the reward's functions imports no torch.
+    # The process that checks the reward's functions imports no torch, so it is smaller.
     workers = [peaks[pid] for pid in sorted(peaks) if peaks[pid] > memory.WORKER_BYTES / 2]
     assert len(workers) == 2
     return workers

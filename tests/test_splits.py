@@ -255,7 +255,7 @@ def test_the_summary_has_the_predicted_and_the_measured_throughput(tmp_path: Pat
 def test_a_benchmark_file_is_read_by_its_models(tmp_path: Path, finished_run: Finished) -> None:
     source = _read_run(finished_run.folder)
     rates = {
-        "config": source.settings,
+        "config": source.config.model_dump(mode="json"),
         "iterations": [asdict(each) for each in source.iterations],
     }
     file, devices = tmp_path / "loop.json", ("--devices", "3")
@@ -266,7 +266,7 @@ def test_a_benchmark_file_is_read_by_its_models(tmp_path: Path, finished_run: Fi
     of_run = plan(str(finished_run.folder), *devices)[1]
     assert of_run.splitlines()[-8:] == of_file.splitlines()[-8:]
     rows[1]["rates"] = rates | {
-        "config": source.settings | {"devices": {"infer": "0-3", "train": "4"}}
+        "config": rates["config"] | {"devices": {"infer": "0-3", "train": "4"}}
     }
     file.write_text(json.dumps({"results": rows}))
     code, output = plan(str(file), *devices, "--model", "1.7B")

@@ -71,7 +71,7 @@ class SplitPlan:
     confidence: float
     """Share of the simulated iterations in which `best` is the fastest, or less than 1 % slower."""
     splits: Sequence[Split]
-    warnings: Sequence[str]
+    notes: Sequence[str]
 
 
 def make_plan(
@@ -80,7 +80,7 @@ def make_plan(
     """Predict the splits of so many devices. `words` change settings of SIMULATED, `model`: that of
     a benchmark. Raises ValueError for a source without rates, and for sources of several models."""
     sources = [_read_run(path) if path.is_dir() else _read_bench(path, model) for path in paths]
-    config = load_config(None, sources[0].settings, words)
+    config = load_config(None, sources[0].config.model_dump(mode="json"), words)
     for word in words:
         if word.partition("=")[0] not in SIMULATED:
             raise ConfigError(
@@ -116,20 +116,17 @@ def make_plan(
     confidence = float((seconds <= 1.01 * fastest).mean())
     lines = [_describe(path, source) for path, source in zip(paths, sources, strict=True)]
     about = "\n".join([*lines, *_describe_rates(iterations, config)])
-    warnings = []
+    notes = []
     if len(iterations) < FEW_ITERATIONS:
         few = counted(len(iterations), "iteration")
-        warnings.append(f"only {few} measured: rates are uncertain, measure a longer run")
+        notes.append(f"only {few} measured: rates are uncertain, measure a longer run")
     if num_devices - size > most:
         prompts = "train.prompts_per_iteration / train.updates_per_iteration"
-        warnings.append(f"more than {most} trainers are not possible ({prompts})")
+        notes.append(f"more than {most} trainers are not possible ({prompts})")
     if best.tokens_per_second < 0.95 * max(mean_speed(source.iterations) for source in sources):
-        warnings.append(
-            "slower than measured: take fewer devices, or more train.prompts_per_iteration"
-        )
-    return SplitPlan(
-        about, best, _flags(best, num_devices, config), count, confidence, splits, warnings
-    )
+        notes.append("slower than measured: take fewer devices or more train.prompts_per_iteration")
+    flags = _flags(best, num_devices, config)
+    return SplitPlan(about, best, flags, count, confidence, splits, notes)
 
 
 def _flags(best: Split, num_devices: int, config: Config) -> str:
@@ -187,16 +184,16 @@ def _predict(
 class Source:
     """Settings, and the iterations that were measured with them."""
 
-    settings: dict[str, Any]
+    config: Config
     iterations: Sequence[MeasuredIteration]
     model: str
 
     @property
     def kind(self) -> str:
         """What the rates depend on, apart from the machine."""
-        rollout = self.settings["rollout"]
-        kind = f"{self.model} ({self.settings['model']['dtype']}, {rollout['engine']}"
-        return f"{kind}, {rollout['tensor_parallel_size']})"
+        rollout = self.config.rollout
+        kind = f"{self.model} ({self.config.model.dtype}, {rollout.engine}"
+        return f"{kind}, {rollout.tensor_parallel_size})"
 
 
 def _read_run(folder: Path) -> Source:
@@ -209,8 +206,7 @@ def _read_run(folder: Path) -> Source:
             f"'{folder}': expected at least two finished iterations in {FILE_NAME}, of which the "
             f"first one warms up, with all reports of the workers, got {num_finished}"
         )
-    settings = recorder.config.model_dump(mode="json")
-    return Source(settings, recorder.iterations, Path(recorder.config.model.path).name)
+    return Source(recorder.config, recorder.iterations, Path(recorder.config.model.path).name)
 
 
 def _read_bench(file: Path, model: str | None) -> Source:
@@ -218,7 +214,7 @@ def _read_bench(file: Path, model: str | None) -> Source:
     try:
         by_model = {
             row["model"]: Source(
-                row["rates"]["config"],
+                load_config(None, row["rates"]["config"]),
                 [MeasuredIteration.from_json(each) for each in row["rates"]["iterations"]],
                 row["model"],
             )
@@ -242,13 +238,13 @@ def _read_bench(file: Path, model: str | None) -> Source:
 
 
 def _describe(path: Path, source: Source) -> str:
-    iterations, config = source.iterations, load_config(None, source.settings)
+    iterations = source.iterations
     first, count = iterations[0], counted(len(iterations), "iteration")
-    predicted = compare(iterations, config)["predicted_tokens_per_second"]
+    predicted = compare(iterations, source.config)["predicted_tokens_per_second"]
     return (
         f"rates of {path}: {count} with {first.num_engines}+{first.num_trainers} workers, "
         f"{mean_speed(iterations):,.0f} tokens/s"
-        + (f" (predicted from every other one: {predicted:,.0f})" if predicted else "")
+        + (f" ({predicted:,.0f} predicted from half of them)" if predicted else "")
     )
 
 
@@ -267,7 +263,7 @@ def _describe_rates(iterations: Sequence[MeasuredIteration], config: Config) -> 
     if all(each.num_trainers == 1 for each in iterations):
         lines.append(
             "assumed, as no run has several trainers: their communication takes "
-            f"{1e3 * rates.communication:.3g} ms a micro-batch, three times the weights"
+            f"{1e3 * rates.communication:.3g} ms a micro-batch, three weight broadcasts"
         )
     devices = config.devices
     if devices.threads is None and "cpu" in (devices.infer or "cpu"):
@@ -298,5 +294,5 @@ def to_screen(plan: SplitPlan) -> RenderableType:
         f"fastest: {plan.flags}, {highest:,.0f} tokens/s (within 1 % of the best in "
         f"{plan.confidence:.0%} of {plan.num_simulated} simulated iterations)"
     )
-    warnings = [Text(f"note: {warning}") for warning in plan.warnings]
-    return Lines(Text(plan.about), table, *warnings, Text(end))
+    notes = [Text(f"note: {note}") for note in plan.notes]
+    return Lines(Text(plan.about), table, *notes, Text(end))

@@ -39,8 +39,8 @@ KeysValues = tuple[Tensor, Tensor]
 BUCKET_STEP = 64
 """Rows are sorted by their cells in steps of this many (`length_class`)."""
 BUCKET_NUMBERS = 40_000
-"""Cost of another bucket, in numbers of keys. Measured on one core: a bucket's calls take as long
-as attention over this many."""
+"""Cost of another bucket, in elements of keys (cells x heads x head size). Measured on one core: a
+bucket's calls take as long as attention over this many."""
 
 
 class KVCache:
