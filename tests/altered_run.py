@@ -129,10 +129,10 @@ def _sleep_in_engine(step: float, row: float, prompt: float) -> None:
 
     from easyrl.engines.embedded import EmbeddedEngine
 
-    def forward(self: EmbeddedEngine, prompts: list[Any], slots: list[int]) -> Any:
+    def forward(self: EmbeddedEngine, fed: list[Any], prompts: list[Any], slots: list[int]) -> Any:
         time.sleep(step + row * self.num_active + prompt * len(prompts))
         vocabulary = self.policy.vocabulary_size
-        logits = torch.zeros(self.num_active + len(prompts), vocabulary)
+        logits = torch.zeros(self.num_active + len(fed) + len(prompts), vocabulary)
         logits[:, self._eos[0]] = math.log(END / (1 - END) * (vocabulary - 1))
         return logits
 
