@@ -190,7 +190,7 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """What the rates depend on, apart from the machine."""
+        """Model, data type, engine and tensor parallel size: rates of another kind differ."""
         rollout = self.config.rollout
         kind = f"{self.model} ({self.config.model.dtype}, {rollout.engine}"
         return f"{kind}, {rollout.tensor_parallel_size})"
