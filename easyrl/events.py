@@ -80,6 +80,7 @@ class Generate(Command):
     known: Mapping[int, int] = field(default_factory=dict)
     """Prompt index -> checksum of groups that a dead worker has delivered. They are generated
     again, compared and dropped."""
+    max_concurrent_groups: int | None = None  # from now on, at an iteration's start; None: as it is
 
 
 class Evaluate(Command):

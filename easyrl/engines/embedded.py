@@ -74,13 +74,16 @@ class EmbeddedEngine(PolicyEngine):
         self._eos = np.asarray([] if ignore_eos else policy.eos_token_ids, dtype=np.int64)
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
         self._choose_forward()
-        self.cache = KVCache(num_rows, sampling.max_prompt_length, sampling.max_completion_length)
         self._ready: deque[_Sequence] = deque()
         self._finished: list[FinishedGroup] = []
         # The first num_active rows are in flight; those behind them, up to num_held, are suspended.
         self.num_active = self.num_held = 0
+        self._allocate(num_rows)
+
+    def _allocate(self, num_rows: int) -> None:
+        sampling, longest = self.sampling, self.sampling.max_completion_length
+        self.cache = KVCache(num_rows, sampling.max_prompt_length, longest)
         self._sequences: list[_Sequence | None] = [None] * num_rows
-        longest = sampling.max_completion_length
         self._rows = np.zeros(
             num_rows,
             dtype=[
@@ -97,6 +100,12 @@ class EmbeddedEngine(PolicyEngine):
                 ("is_sampled", np.bool_, longest),
             ],
         )
+
+    def resize(self, num_rows: int) -> None:
+        """Change the number of rows, of which none is in use."""
+        assert not self.has_work
+        if num_rows != self.cache.num_rows:
+            self._allocate(num_rows)
 
     @property
     def has_work(self) -> bool:

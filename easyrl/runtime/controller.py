@@ -44,7 +44,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -68,10 +68,12 @@ from easyrl.runtime.metrics import (
 )
 from easyrl.runtime.placement import check_scale, device_names, first_engines, numbered
 from easyrl.runtime.preflight import Preflight
+from easyrl.runtime.rates import MeasuredIteration
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
 from easyrl.runtime.status import Balance, worker_rows
 from easyrl.runtime.supervisor import Interrupted, Supervisor, Worker
+from easyrl.runtime.tuning import Tuner
 from easyrl.runtime.workers import Workers
 
 BEFORE, AFTER = 0, 1
@@ -90,9 +92,11 @@ class Controller:
         launcher: Launcher,
         started: float,
         notify: Observer,
+        measured: Sequence[MeasuredIteration] = (),
         resumed: Resume | None = None,
     ) -> None:
-        """`started`: when the command began, as `time.monotonic` counts."""
+        """`started`: when the command began, as `time.monotonic` counts; `measured`: iterations so
+        far, extended by an observer."""
         self.config = config
         self.checked = checked
         self.folder = folder
@@ -115,6 +119,7 @@ class Controller:
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
+        self.tuner = Tuner(config, checked.placement, checked.model_size, measured)
         self.balance = Balance()
         self._balanced = 0  # the balanced number of rollout workers an iteration ago
 
@@ -249,9 +254,14 @@ class Controller:
         self.workers.rank0.send(events.TrainIteration(iteration))
         while record.trained is None or not rounds.is_complete or not self.dispatcher.is_idle:
             if rounds.is_over and not rounds.is_complete and self.dispatcher.is_idle:
-                prompts = rounds.start()
+                prompts = self.tuner.arrange(rounds.start(), self.notify)
                 record.num_replacement_rounds = rounds.number
-                self.dispatcher.start(iteration, prompts, is_last_round=rounds.is_last)
+                self.dispatcher.start(
+                    iteration,
+                    prompts,
+                    is_last_round=rounds.is_last,
+                    max_concurrent_groups=self.tuner.max_concurrent_groups,
+                )
             try:
                 worker, event = self._next_event()
             except Interrupted as interrupted:
@@ -263,6 +273,7 @@ class Controller:
             match event:
                 case events.GroupScored():
                     record.add_group(worker.name, event)
+                    self.tuner.add(event)
                     rounds.add(event)
                 case events.Lost():
                     self._reopen_undelivered(worker, record, rounds)

@@ -138,9 +138,15 @@ class Dispatcher:
         return len(self._shares[worker.name].open) if worker.name in self._shares else 0
 
     def start(
-        self, iteration: int, prompts: Sequence[IndexedPrompt], *, is_last_round: bool
+        self,
+        iteration: int,
+        prompts: Sequence[IndexedPrompt],
+        *,
+        is_last_round: bool,
+        max_concurrent_groups: int | None = None,
     ) -> None:
-        """Begin a round of an iteration; the one before it is over."""
+        """Begin a round of an iteration; the one before it is over. Prompts are handed out in this
+        order. `max_concurrent_groups` of each worker, from now on; None: as they are."""
         # A worker may die before it has put a group of an earlier round into the ring.
         if iteration != self._iteration:
             self._shares, self._earlier = {}, {}
@@ -149,10 +155,14 @@ class Dispatcher:
                 self._earlier.setdefault(name, set()).update(share.prompts)
             self._shares = {}
         self._iteration = iteration
+        if max_concurrent_groups is not None:
+            self._most_groups = max_open_groups(max_concurrent_groups)
         self._hand_out(
             [(prompt.index, (group_index, prompt)) for group_index, prompt in prompts],
             self._most_groups,
-            lambda share, known: events.Generate(iteration, share, is_last_round, known),
+            lambda share, known: events.Generate(
+                iteration, share, is_last_round, known, max_concurrent_groups
+            ),
         )
 
     def evaluate(

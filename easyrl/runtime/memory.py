@@ -39,6 +39,8 @@ HEAP_FACTOR = 3.9
 of the same size. So transient tensors take this many times their size. Measured with models of 13,
 42 and 92 million weights."""
 SAMPLE_BYTES = 16  # of a logit while a token is drawn: also log-probability, float64 probability
+HEADROOM = 0.95
+"""Part of each memory that a proposal may fill: contexts of accelerators are not estimated."""
 COPIES_TO_SAVE = 3  # in a checkpoint: weights and AdamW's two moments
 
 
@@ -341,6 +343,18 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float]) -> list[st
                 raise ConfigError(message)
             warnings.append(f"warning: by estimate, at its peak {message}")
     return warnings
+
+
+def fits(
+    config: Config, placement: Placement, size: ModelSize, *, headroom: float = HEADROOM
+) -> bool:
+    """Whether the whole estimate fits every memory."""
+    parts = estimate_memory(config, placement, size)
+    budgets = {name: headroom * n for name, n in memory_budgets(placement).items()}
+    try:
+        return not check_memory(parts, budgets)
+    except ConfigError:
+        return False
 
 
 def _alike(needs: Mapping[str, int], budgets: Mapping[str, float]) -> list[list[str]]:

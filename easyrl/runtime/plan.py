@@ -23,6 +23,7 @@ from easyrl.runtime.memory import (
     bytes_by_memory,
     check_memory,
     estimate_memory,
+    fits,
     memory_budgets,
     memory_table,
 )
@@ -33,9 +34,6 @@ from easyrl.runtime.preflight import (
     read_model_size,
     sampling_warnings,
 )
-
-HEADROOM = 0.95
-"""Part of each memory that a proposal may fill: contexts of accelerators are not estimated."""
 
 Option = tuple[float, Mapping[str, Any]]
 """The cost of a change (higher: less welcome), and the new settings by key."""
@@ -88,18 +86,6 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
             larger = _larger_devices(config, assumed, size)
     text = "\n".join([*lines, *warnings])
     return Plan(text, not is_refused, is_tight, changes, host_bytes, larger)
-
-
-def fits(
-    config: Config, placement: Placement, size: ModelSize, *, headroom: float = HEADROOM
-) -> bool:
-    """Whether the whole estimate fits every memory."""
-    parts = estimate_memory(config, placement, size)
-    budgets = {name: headroom * n for name, n in memory_budgets(placement).items()}
-    try:
-        return not check_memory(parts, budgets)
-    except ConfigError:
-        return False
 
 
 def propose_changes(config: Config, placement: Placement, size: ModelSize) -> Mapping[str, Any]:

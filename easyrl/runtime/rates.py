@@ -131,6 +131,15 @@ def _with_devices(config: Config, devices: Mapping[str, str]) -> Config:
     return change_config(config, chosen)
 
 
+def group_of(event: events.GroupScored, config: Config) -> Group:
+    """Return what the simulation must know of a group."""
+    has_gradient = config.algorithm.trains_zero_advantages
+    has_gradient |= not event.is_skipped and len({*event.rewards}) > 1
+    is_accepted = not event.is_rejected
+    lengths = list(event.completion_lengths)
+    return Group(lengths, event.scoring_seconds, is_accepted, has_gradient and is_accepted)
+
+
 @dataclass(slots=True)
 class _Iteration:
     """An iteration that is going on."""
@@ -155,14 +164,11 @@ class _Iteration:
                     self.spans[worker.partition("-")[0]] += busy
                     counts = event.num_steps, event.num_tokens, event.num_prompt_tokens
                     self.rows[worker].append([*counts, sum(s.ended - s.started for s in busy)])
-            case events.GroupScored(is_rejected=is_rejected, scoring_seconds=seconds):
-                has_gradient = self.config.algorithm.trains_zero_advantages
-                has_gradient |= not event.is_skipped and len({*event.rewards}) > 1
-                is_trained = has_gradient and not is_rejected
-                lengths = list(event.completion_lengths)
-                self.lengths[worker] += lengths
-                self.groups.append(Group(lengths, seconds, not is_rejected, is_trained))
-                self.scored = min(self.scored, time) if is_trained else self.scored
+            case events.GroupScored():
+                group = group_of(event, self.config)
+                self.lengths[worker] += group.lengths
+                self.groups.append(group)
+                self.scored = min(self.scored, time) if group.is_trained else self.scored
 
     def measured(self, metrics: Any) -> MeasuredIteration | None:
         """None if reports are lost (`observe.trace` shortens files), or of an older version."""

@@ -89,6 +89,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
             launcher=launcher,
             started=started,
             notify=combine_observers([folder.observe, recorder, *observers]),
+            measured=recorder.iterations,
             resumed=resumed,
         )
         try:
@@ -141,7 +142,7 @@ def _train(controller: Controller, recorder: Recorder) -> events.RunEnded:
         _announce(controller)
         summary = controller.run()
         summary["prompts_skipped"] = controller.checked.num_prompts_skipped
-        in_flight = controller.checked.placement.max_concurrent_groups
+        in_flight = controller.tuner.max_concurrent_groups
         config = change_config(controller.config, {"rollout.max_concurrent_groups": in_flight})
         summary |= compare(recorder.iterations, config)
         controller.notify(events.RunFinished(time.monotonic(), summary))
