@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 from test_dynamic_sampling import scored
 
+from easyrl.bench.plan import make_plan
 from easyrl.config import Config, load_config
+from easyrl.config.devices import DeviceSet
 from easyrl.runtime.memory import ModelSize
-from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.rates import Group, MeasuredIteration
-from easyrl.runtime.tuning import TUNED, Tuner
+from easyrl.runtime.tuning import NUM_TUNED, Tuner
 from easyrl.types import IndexedPrompt, Prompt
-from runs import finish, summary_of
+from runs import finish, lines_of, summary_of
 
 NUM_PROMPTS, NUM_GENERATIONS = 48, 4
 SMALL = ModelSize(2, 8, 16, 2, 1, 4, 99, True, True, 10_000, None)
+GPU = DeviceSet("accelerator", (0,))
 FLAT = 0.01, 0.0
 """Seconds of an engine's step and of a row in it: more rows cost nothing."""
 PROPORTIONAL = 0.0, 1e-3
@@ -46,14 +49,20 @@ def measured(engine: tuple[float, float], *, trained_token: float) -> MeasuredIt
     )
 
 
-def make_tuner(config: Config, *iterations: MeasuredIteration, **others: Any) -> Tuner:
+def prompt(index: int) -> Prompt:
+    """The same prompts in each epoch."""
+    return Prompt(index, f"question {index % NUM_PROMPTS}", {})
+
+
+def make_tuner(
+    config: Config, *iterations: MeasuredIteration, size: ModelSize | None = SMALL, **others: Any
+) -> Tuner:
     placement = replace(resolve_placement(config), **others)
-    return Tuner(config, placement, SMALL, iterations)
+    return Tuner(config, placement, size, prompt, [*iterations])
 
 
 def prompts(first: int = 0) -> list[IndexedPrompt]:
-    """The next epoch of the same prompts."""
-    return [(n, Prompt(first + n, f"question {n}", {})) for n in range(NUM_PROMPTS)]
+    return [(n, prompt(first + n)) for n in range(NUM_PROMPTS)]
 
 
 def length_of(group_index: int) -> int:
@@ -90,13 +99,23 @@ def test_fewer_groups_are_in_flight_where_rows_cost_most_and_the_trainer_waits()
     assert tuner.max_concurrent_groups < 16
 
 
-def test_the_number_in_flight_settles() -> None:
-    iteration = measured(FLAT, trained_token=1e-5)
-    tuner = make_tuner(make_config("rollout.max_completion_length=64"), iteration)
-    for _ in range(TUNED):
-        arrange(tuner, prompts())
-    tuner.max_concurrent_groups = 16
+def test_the_number_in_flight_is_chosen_in_the_first_iterations() -> None:
+    iterations = [measured(PROPORTIONAL, trained_token=1e-6)]
+    config = make_config()
+    tuner = Tuner(config, resolve_placement(config), SMALL, prompt, iterations)
+    for _ in range(NUM_TUNED):
+        assert arrange(tuner, prompts())[1] == []
+    iterations.extend([measured(FLAT, trained_token=1e-5)] * 4)
     assert arrange(tuner, prompts())[1] == []
+
+
+def test_a_number_that_gains_little_beside_the_order_stays() -> None:
+    tuner = make_tuner(make_config(), measured((0.01, 1e-4), trained_token=6e-4))
+    arrange(tuner, prompts())
+    observe(tuner, prompts())
+    got, notes = arrange(tuner, prompts(NUM_PROMPTS))
+    assert got != list(range(NUM_PROMPTS))
+    assert (tuner.max_concurrent_groups, notes) == (16, [])
 
 
 @pytest.mark.parametrize(
@@ -110,9 +129,7 @@ def test_the_number_in_flight_settles() -> None:
     ids=["given", "one group at a time", "unknown memory", "no memory"],
 )
 def test_the_number_in_flight_does_not_grow(words: list[str], size: ModelSize | None) -> None:
-    config = make_config(*words)
-    placement: Placement = resolve_placement(config)
-    tuner = Tuner(config, placement, size, [measured(FLAT, trained_token=1e-5)])
+    tuner = make_tuner(make_config(*words), measured(FLAT, trained_token=1e-5), size=size)
     assert arrange(tuner, prompts())[1] == []
     assert tuner.max_concurrent_groups == 16
 
@@ -147,6 +164,7 @@ def test_groups_of_an_earlier_update_stay_before_others() -> None:
         (["runtime.deterministic=true"], {}),
         (["rollout.environment=guess"], {}),
         ([], {"lends_cores": True}),
+        ([], {"infer": GPU, "train": GPU}),
     ],
 )
 def test_nothing_changes_in_such_runs(words: list[str], others: dict[str, Any]) -> None:
@@ -157,14 +175,22 @@ def test_nothing_changes_in_such_runs(words: list[str], others: dict[str, Any]) 
     assert tuner.max_concurrent_groups == 16
 
 
-def test_a_run_gets_more_groups_in_flight_and_trains_each_once(tmp_path: Path) -> None:
-    """Engine and trainer sleep. The prompts of every iteration are the same: their order changes,
-    too."""
-    data = tmp_path / "data.jsonl"
+def test_lengths_of_replacements_are_known_too() -> None:
+    tuner = make_tuner(
+        make_config("rollout.max_concurrent_groups=8"), measured(FLAT, trained_token=1e-5)
+    )
+    observe(tuner, [(n, prompt(NUM_PROMPTS + n)) for n in range(NUM_PROMPTS)])
+    assert arrange(tuner, prompts())[0] != list(range(NUM_PROMPTS))
+
+
+@pytest.mark.alone
+def test_a_run_gets_more_groups_in_flight_and_is_predicted_with_them(tmp_path: Path) -> None:
+    """Engine and trainer sleep. The prompts of every iteration are the same."""
+    data, folder = tmp_path / "data.jsonl", tmp_path / "run"
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(64)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, out, err = finish(
-        *("--output", str(tmp_path / "run"), "--no-live", "--iterations", "4"),
+    code, _, err = finish(
+        *("--output", str(folder), "--no-live", "--iterations", "6"),
         *("--dataset", str(data), "--reward", "length_penalty", "data.num_held_out=0"),
         *("devices.threads=1", "train.prompts_per_iteration=64", "rollout.num_generations=4"),
         *("rollout.max_completion_length=64", "train.keep_checkpoints=0"),
@@ -173,5 +199,13 @@ def test_a_run_gets_more_groups_in_flight_and_trains_each_once(tmp_path: Path) -
         ENDS="0.01,0.1",
     )
     assert (code, err) == (0, "")
-    assert "groups in flight per rollout worker: 32" in out
-    assert summary_of(tmp_path / "run")["groups_trained"] == 4 * 64
+    summary, lines = summary_of(folder), lines_of(folder / "metrics.jsonl")
+    assert summary["groups_trained"] == 6 * 64
+    assert [line["perf/max_concurrent_groups"] for line in lines] == [16, 16, 32, 64, 64, 64]
+    seconds = [line["perf/iteration_seconds"] for line in lines]
+    assert max(seconds[3:]) < seconds[1]
+    plan = make_plan([folder], 2)
+    speeds = [line["perf/tokens_per_second"] for line in lines[3:]]
+    assert plan.best.tokens_per_second == pytest.approx(sum(speeds) / 3, rel=0.25)
+    ratio = summary["predicted_tokens_per_second"] / summary["measured_tokens_per_second"]
+    assert ratio == pytest.approx(1, rel=0.25)

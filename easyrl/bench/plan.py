@@ -26,7 +26,7 @@ from easyrl.config import Config, ConfigError, load_config
 from easyrl.config.devices import DeviceSet, parse_device_set, range_words
 from easyrl.formatting import counted
 from easyrl.observe.trace import FILE_NAME, RunFiles
-from easyrl.runtime.rates import MeasuredIteration, Recorder, fit
+from easyrl.runtime.rates import MeasuredIteration, Recorder, fit, with_measured_groups
 from easyrl.runtime.simulation import Scenario, compare, draw_scenarios, mean_speed, simulate
 
 SIMULATED = {
@@ -206,7 +206,8 @@ def _read_run(folder: Path) -> Source:
             f"'{folder}': expected at least two finished iterations in {FILE_NAME}, of which the "
             f"first one warms up, with all reports of the workers, got {num_finished}"
         )
-    return Source(recorder.config, recorder.iterations, Path(recorder.config.model.path).name)
+    config = with_measured_groups(recorder.config, recorder.iterations)
+    return Source(config, recorder.iterations, Path(config.model.path).name)
 
 
 def _read_bench(file: Path, model: str | None) -> Source:

@@ -119,7 +119,9 @@ class Controller:
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
-        self.tuner = Tuner(config, checked.placement, checked.model_size, measured)
+        self.tuner = Tuner(
+            config, checked.placement, checked.model_size, checked.prompts.prompt, measured
+        )
         self.balance = Balance()
         self._balanced = 0  # the balanced number of rollout workers an iteration ago
 
@@ -242,26 +244,29 @@ class Controller:
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
-        started, cpu_started = time.monotonic(), time.process_time()
+        started = time.monotonic()
         self.notify(events.IterationStarted(started, iteration))
-        record = IterationRecord(iteration, weights_seconds=self._exchange_weights())
         rounds = Rounds(
             self.checked.prompts,
             self.state.next_prompt_index,
             num_groups=self.config.train.prompts_per_iteration,
             max_replacements=REPLACEMENT_ROUNDS,
         )
+        prompts = self.tuner.arrange(rounds.start(), self.notify)
+        self.dispatcher.max_concurrent_groups = self.tuner.max_concurrent_groups
+        cpu_started = time.process_time()
+        record = IterationRecord(
+            iteration,
+            weights_seconds=self._exchange_weights(),
+            max_concurrent_groups=self.tuner.max_concurrent_groups,
+        )
         self.workers.rank0.send(events.TrainIteration(iteration))
+        self.dispatcher.start(iteration, prompts, is_last_round=rounds.is_last)
         while record.trained is None or not rounds.is_complete or not self.dispatcher.is_idle:
             if rounds.is_over and not rounds.is_complete and self.dispatcher.is_idle:
-                prompts = self.tuner.arrange(rounds.start(), self.notify)
+                prompts = rounds.start()
                 record.num_replacement_rounds = rounds.number
-                self.dispatcher.start(
-                    iteration,
-                    prompts,
-                    is_last_round=rounds.is_last,
-                    max_concurrent_groups=self.tuner.max_concurrent_groups,
-                )
+                self.dispatcher.start(iteration, prompts, is_last_round=rounds.is_last)
             try:
                 worker, event = self._next_event()
             except Interrupted as interrupted:

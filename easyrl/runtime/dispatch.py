@@ -119,7 +119,8 @@ class Dispatcher:
         self._workers = workers
         self._is_deterministic = config.runtime.deterministic
         self._is_fixed = self._is_deterministic or placement.max_rollout_workers == 1
-        self._most_groups = max_open_groups(placement.max_concurrent_groups)  # of one worker
+        self.max_concurrent_groups = placement.max_concurrent_groups
+        """Groups in flight per worker, from the next iteration on."""
         self._most = 0  # prompts of one worker at a time, in this round
         self._num_generations = config.rollout.num_generations
         self._command: Command
@@ -143,10 +144,9 @@ class Dispatcher:
         prompts: Sequence[IndexedPrompt],
         *,
         is_last_round: bool,
-        max_concurrent_groups: int | None = None,
     ) -> None:
         """Begin a round of an iteration; the one before it is over. Prompts are handed out in this
-        order. `max_concurrent_groups` of each worker, from now on; None: as they are."""
+        order."""
         # A worker may die before it has put a group of an earlier round into the ring.
         if iteration != self._iteration:
             self._shares, self._earlier = {}, {}
@@ -155,13 +155,11 @@ class Dispatcher:
                 self._earlier.setdefault(name, set()).update(share.prompts)
             self._shares = {}
         self._iteration = iteration
-        if max_concurrent_groups is not None:
-            self._most_groups = max_open_groups(max_concurrent_groups)
         self._hand_out(
             [(prompt.index, (group_index, prompt)) for group_index, prompt in prompts],
-            self._most_groups,
+            max_open_groups(self.max_concurrent_groups),
             lambda share, known: events.Generate(
-                iteration, share, is_last_round, known, max_concurrent_groups
+                iteration, share, is_last_round, self.max_concurrent_groups, known
             ),
         )
 
@@ -175,7 +173,7 @@ class Dispatcher:
         with_texts: bool = False,
     ) -> Iterator[events.PromptEvaluated]:
         """Send problems to whichever worker is free; yield the answers as they arrive."""
-        num_sequences = self._most_groups * self._num_generations
+        num_sequences = max_open_groups(self.max_concurrent_groups) * self._num_generations
         self._shares = {}
         self._hand_out(
             [(prompt.index, prompt) for prompt in prompts],

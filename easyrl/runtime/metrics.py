@@ -38,6 +38,7 @@ class IterationRecord:
     trained: events.IterationTrained | None = None
     weights_seconds: float = 0.0
     controller_seconds: float = 0.0  # processor time of this process
+    max_concurrent_groups: int = 0  # of each rollout worker
     num_replacement_rounds: int = 0
     engine_seconds: dict[str, float] = field(default_factory=dict)  # by worker: busy
 
@@ -91,6 +92,7 @@ class IterationRecord:
             "perf/train_seconds": self.trained.busy_seconds,
             "perf/weights_seconds": self.weights_seconds,
             "perf/controller_seconds": self.controller_seconds,
+            "perf/max_concurrent_groups": self.max_concurrent_groups,
             "perf/tokens_per_second": num_tokens / seconds,
             "perf/tokens_per_second_per_device": num_tokens / seconds / num_devices,
         }

@@ -60,6 +60,7 @@ class MeasuredIteration:
     engine_rows: list[Row]
     train_rows: list[Row]
     groups: list[Group]
+    max_concurrent_groups: int | None = None  # of an engine; None: unknown, as in older files
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
@@ -68,6 +69,19 @@ class MeasuredIteration:
     @property
     def num_workers(self) -> int:
         return self.num_engines + self.num_trainers
+
+
+def with_measured_groups(config: Config, iterations: Sequence[MeasuredIteration]) -> Config:
+    """Return the config with the newest iteration's number of groups in flight, if that was chosen
+    during the run."""
+    newest = iterations[-1]
+    number, is_given = (
+        newest.max_concurrent_groups,
+        config.rollout.max_concurrent_groups is not None,
+    )
+    if is_given or number in (None, max_concurrent_groups(config, newest.num_engines)):
+        return config
+    return change_config(config, {"rollout.max_concurrent_groups": number})
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +217,7 @@ class _Iteration:
             engine_rows=[row for rows in engines for row in _added_up(rows)],
             train_rows=[row for rows in trainers for row in _added_up(rows)],
             groups=self.groups,
+            max_concurrent_groups=metrics.get("perf/max_concurrent_groups"),
         )
 
     def _engine_rows(self, worker: str) -> list[Row]:

@@ -142,9 +142,7 @@ def _train(controller: Controller, recorder: Recorder) -> events.RunEnded:
         _announce(controller)
         summary = controller.run()
         summary["prompts_skipped"] = controller.checked.num_prompts_skipped
-        in_flight = controller.tuner.max_concurrent_groups
-        config = change_config(controller.config, {"rollout.max_concurrent_groups": in_flight})
-        summary |= compare(recorder.iterations, config)
+        summary |= compare(recorder.iterations, controller.config)
         controller.notify(events.RunFinished(time.monotonic(), summary))
     except Interrupted as interrupted:
         discard_unfinished(folder.checkpoints)  # a second signal ends its writing

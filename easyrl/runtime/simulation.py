@@ -23,7 +23,14 @@ import numpy as np
 
 from easyrl.config import Config
 from easyrl.runtime.placement import max_concurrent_groups, max_open_groups
-from easyrl.runtime.rates import Group, MeasuredIteration, Rates, fit, num_rounds
+from easyrl.runtime.rates import (
+    Group,
+    MeasuredIteration,
+    Rates,
+    fit,
+    num_rounds,
+    with_measured_groups,
+)
 from easyrl.workers.batches import MIN_FILL
 
 NUM_COMPARED = 8
@@ -69,9 +76,14 @@ def draw_scenarios(
 
 def compare(iterations: Sequence[MeasuredIteration], config: Config) -> dict[str, float | None]:
     """Predict every other iteration of a run from those between, for `summary.json`. None where too
-    few iterations were measured, or the number of engines changed."""
-    given, left_out = list(iterations)[::2], list(iterations)[1::2]
+    few iterations were measured with the newest number of groups in flight, or the number of
+    engines changed."""
     predicted = measured = None
+    if iterations:
+        config, newest = with_measured_groups(config, iterations), iterations[-1]
+        in_flight = newest.max_concurrent_groups
+        iterations = [each for each in iterations if each.max_concurrent_groups == in_flight]
+    given, left_out = list(iterations)[::2], list(iterations)[1::2]
     if len({each.num_engines for each in iterations}) == 1 and left_out:
         num_engines, num_trainers = given[0].num_engines, given[0].num_trainers
         outcomes = [
