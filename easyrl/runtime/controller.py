@@ -92,7 +92,7 @@ class Controller:
         launcher: Launcher,
         started: float,
         notify: Observer,
-        measured: Sequence[MeasuredIteration] = (),
+        measured: Sequence[MeasuredIteration],
         resumed: Resume | None = None,
     ) -> None:
         """`started`: when the command began, as `time.monotonic` counts; `measured`: iterations so

@@ -139,11 +139,7 @@ class Dispatcher:
         return len(self._shares[worker.name].open) if worker.name in self._shares else 0
 
     def start(
-        self,
-        iteration: int,
-        prompts: Sequence[IndexedPrompt],
-        *,
-        is_last_round: bool,
+        self, iteration: int, prompts: Sequence[IndexedPrompt], *, is_last_round: bool
     ) -> None:
         """Begin a round of an iteration; the one before it is over. Prompts are handed out in this
         order."""

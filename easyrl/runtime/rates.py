@@ -74,12 +74,9 @@ class MeasuredIteration:
 def with_measured_groups(config: Config, iterations: Sequence[MeasuredIteration]) -> Config:
     """Return the config with the newest iteration's number of groups in flight, if that was chosen
     during the run."""
-    newest = iterations[-1]
-    number, is_given = (
-        newest.max_concurrent_groups,
-        config.rollout.max_concurrent_groups is not None,
-    )
-    if is_given or number in (None, max_concurrent_groups(config, newest.num_engines)):
+    number = iterations[-1].max_concurrent_groups
+    default = max_concurrent_groups(config, iterations[-1].num_engines)
+    if config.rollout.max_concurrent_groups is not None or number in (None, default):
         return config
     return change_config(config, {"rollout.max_concurrent_groups": number})
 

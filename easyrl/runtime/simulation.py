@@ -80,8 +80,8 @@ def compare(iterations: Sequence[MeasuredIteration], config: Config) -> dict[str
     engines changed."""
     predicted = measured = None
     if iterations:
-        config, newest = with_measured_groups(config, iterations), iterations[-1]
-        in_flight = newest.max_concurrent_groups
+        config = with_measured_groups(config, iterations)
+        in_flight = iterations[-1].max_concurrent_groups
         iterations = [each for each in iterations if each.max_concurrent_groups == in_flight]
     given, left_out = list(iterations)[::2], list(iterations)[1::2]
     if len({each.num_engines for each in iterations}) == 1 and left_out:
