@@ -107,6 +107,7 @@ test-gpu: $(VENV)/test-installed
 	@mkdir -p build
 	$(BIN)/easyrl bench weights $(SHARED_GPU) --dtype bfloat16 --json build/gpu-weights.json
 	$(BIN)/easyrl bench attention --json build/gpu-attention.json
+	$(BIN)/easyrl bench engine --json build/gpu-engine.json
 	$(BIN)/easyrl bench loop $(SHARED_GPU) --json build/gpu-loop.json
 
 clean:

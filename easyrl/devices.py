@@ -24,12 +24,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import Tensor
+
+T = TypeVar("T")
 
 ASCEND = "npu"
 """torch's name for Ascend's accelerators."""
@@ -242,6 +244,38 @@ def adds_integers(device: torch.device) -> bool:
 def trains_flex_attention(device: torch.device) -> bool:
     """Return whether FlexAttention has a backward on the device (it has none on CPUs and NPUs)."""
     return device.type == "cuda"
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Return whether `capture` supports the device."""
+    return device.type == "cuda"
+
+
+def graph_pool() -> Any:
+    """Return memory for graphs that are never replayed at the same time."""
+    return device_module("cuda").graph_pool_handle()
+
+
+def capture(function: Callable[[], T], pool: Any) -> tuple[Callable[[], None], T]:
+    """Capture the kernels that `function` launches, without running them, as a CUDA graph.
+
+    Return a function that replays them, and the result, whose memory each replay overwrites. Raises
+    an error of any kind if `function` does what cannot be captured, as waiting for the device.
+    """
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # The outer context restores the stream also after an error. Other threads use the device.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
+            result = function()
+    except Exception:
+        graph.reset()
+        raise
+    return graph.replay, result
 
 
 def listen(address: str) -> socket.socket:

@@ -19,7 +19,11 @@ from test_attention import FAMILIES, largest_gradient_gap, tiny_model
 
 from easyrl.bench import attention as bench
 from easyrl.bench import weights as bench_weights
+from easyrl.bench.harness import random_model
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
+from easyrl.engines import step_graphs
+from easyrl.engines.base import GroupRequest, SamplingSettings
+from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
@@ -146,6 +150,34 @@ except torch.OutOfMemoryError as error:
     )
     uuid = torch.cuda.get_device_properties(last).uuid
     assert done.stdout.splitlines() == [f"1 {uuid}", "out of memory"]
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replayed_decode_steps_give_the_bits_of_plain_ones(dtype, monkeypatch):
+    """Prompts that are shared and prompts that are copied to their rows."""
+    register_attention()
+    with torch.device("cuda"):
+        model = random_model(FEW_LAYERS, attn_implementation=ATTENTION_NAME).to(dtype).eval()
+    policy = Policy(model, torch.device("cuda"))
+    settings = SamplingSettings(max_prompt_length=300, max_completion_length=200, seed=1)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 30_000, (n,), generator=generator) for n in (10, 300, 70, 200) * 4]
+    bits = []
+    for captured_at in (10**9, step_graphs.CAPTURED_AT):
+        monkeypatch.setattr(step_graphs, "CAPTURED_AT", captured_at)
+        engine = EmbeddedEngine(policy, settings, num_rows=64, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            engine.submit(GroupRequest((number,), prompt.tolist(), 8))
+        finished = []
+        while engine.has_work:
+            finished += engine.step()
+        completions = [c for group in finished for c in group.completions]
+        bits.append([(c.token_ids.tobytes(), c.logprobs.tobytes()) for c in completions])
+    assert engine.graphs is not None and engine.graphs.num_replays > engine.num_steps / 2
+    assert bits[0] == bits[1]
 
 
 # -- weights: device to device, and over NCCL ------------------------------------------------------

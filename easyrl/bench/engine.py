@@ -1,4 +1,7 @@
-"""The embedded engine against transformers' `generate`: the demo's model and prompts, one core.
+"""The embedded engine against transformers' `generate`.
+
+On one core: the demo's model and prompts. On an accelerator: the same prompts and a random model of
+Qwen3-0.6B's shape in bfloat16; on NVIDIA GPUs the engine also runs without CUDA graphs.
 
 Three loads: completions of one length, geometric lengths as in reinforcement learning, and groups
 of LONG_GROUP completions behind a long prompt. `generate` works in batches of NUM_ROWS, each of
@@ -18,12 +21,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from easyrl.bench.harness import Row, median_ratio, take_turns, timed
+from easyrl import devices
+from easyrl.bench.harness import QWEN3_06B, Row, median_ratio, random_model, take_turns, timed
 from easyrl.data.chat import render_prompt
 from easyrl.data.hub import resolve_model
 from easyrl.data.tasks import ARITHMETIC
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
 
@@ -31,49 +36,75 @@ NUM_ROWS = 128
 EQUAL_LENGTH = 88
 LONG_PROMPT, LONG_GROUP, LONG_LENGTH = 1024, 8, 64
 NUM_RAGGED, MEAN_LENGTH, MAX_LENGTH = 512, 92, 256  # capped at MAX_LENGTH, the mean is about 88
-CPU = torch.device("cpu")
 
 
 def run(repetitions: int = 5) -> Iterator[Row]:
     """One row per load."""
-    torch.set_num_threads(1)
+    kind, _ = devices.accelerator()
+    if kind == "cpu":
+        torch.set_num_threads(1)
     torch.manual_seed(0)
+    measure = partial(compare, repetitions=repetitions, device=torch.device(kind))
     tokenizer = load_tokenizer("tiny")
     rows = ARITHMETIC.held_out_rows()[:NUM_RAGGED]
     prompts = [render_prompt(row["prompt"], tokenizer) for row in rows]
     drawn = np.random.default_rng(0).geometric(1 / MEAN_LENGTH, NUM_RAGGED)
     ragged = np.minimum(drawn, MAX_LENGTH).tolist()
-    yield compare("equal lengths", prompts[:NUM_ROWS], [EQUAL_LENGTH] * NUM_ROWS, repetitions)
-    yield compare("geometric lengths", prompts, ragged, repetitions)
+    yield measure("equal lengths", prompts[:NUM_ROWS], [EQUAL_LENGTH] * NUM_ROWS)
+    yield measure("geometric lengths", prompts, ragged)
     num_long = NUM_ROWS // LONG_GROUP
     long = np.random.default_rng(0).integers(2, len(tokenizer), (num_long, LONG_PROMPT)).tolist()
-    yield compare(f"prompts of {LONG_PROMPT}", long, [LONG_LENGTH] * NUM_ROWS, repetitions)
+    yield measure(f"prompts of {LONG_PROMPT}", long, [LONG_LENGTH] * NUM_ROWS)
 
 
 def compare(
-    load: str, prompts: Sequence[list[int]], lengths: Sequence[int], repetitions: int
+    load: str,
+    prompts: Sequence[list[int]],
+    lengths: Sequence[int],
+    *,
+    repetitions: int,
+    device: torch.device,
 ) -> Row:
     """`lengths`: of all completions, as many of each prompt."""
     longest = max(map(len, prompts))
     settings = SamplingSettings(max_prompt_length=longest, max_completion_length=max(lengths))
-    engine = EmbeddedEngine(Policy.load("tiny"), settings, num_rows=NUM_ROWS, ignore_eos=True)
-    model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
-    actions = {
-        "engine": timed(partial(_run_engine, engine, prompts, lengths), CPU),
-        "generate": timed(partial(_run_generate, model, prompts, lengths), CPU),
+    policy, model = _models(device)
+    engine = EmbeddedEngine(policy, settings, num_rows=NUM_ROWS, ignore_eos=True)
+    runs = {
+        "engine": partial(_run_engine, engine, prompts, lengths),
+        "generate": partial(_run_generate, model, prompts, lengths),
     }
-    seconds = take_turns(actions, repetitions)
+    if engine.graphs is not None:
+        without = EmbeddedEngine(policy, settings, num_rows=NUM_ROWS, ignore_eos=True)
+        without.graphs = None
+        runs["engine_without_graphs"] = partial(_run_engine, without, prompts, lengths)
+    actions = {name: timed(action, device) for name, action in runs.items()}
+    # Steps are captured meanwhile.
+    seconds = take_turns(actions, repetitions, num_warm_up=1 if engine.graphs is None else 3)
     copies = NUM_ROWS * settings.max_sequence_length  # tokens, if each row had a copy of its prompt
     rates = {name: sum(lengths) / statistics.median(taken) for name, taken in seconds.items()}
     return {
         "load": load,
         "completion_tokens": sum(lengths),
-        "engine_tokens_per_second": rates["engine"],
-        "generate_tokens_per_second": rates["generate"],
+        **{f"{name}_tokens_per_second": rate for name, rate in rates.items()},
         "speedup": median_ratio(seconds["generate"], seconds["engine"]),
         "cache_mib": engine.cache.num_bytes / 2**20,
         "cache_mib_if_copied": copies * engine.cache.bytes_per_token / 2**20,
     }
+
+
+def _models(device: torch.device) -> tuple[Policy, Any]:
+    """Return the policy, and the same model with transformers' attention."""
+    if device.type == "cpu":
+        model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
+        return Policy.load("tiny"), model
+    register_attention()
+    with device:
+        ours, theirs = (
+            random_model(QWEN3_06B, attn_implementation=name).to(torch.bfloat16).eval()
+            for name in (ATTENTION_NAME, "sdpa")
+        )
+    return Policy(ours, device), theirs
 
 
 def _run_engine(
@@ -97,8 +128,8 @@ def _run_generate(model: Any, prompts: Sequence[list[int]], lengths: Sequence[in
         rows = each[batch]
         ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
         model.generate(
-            ids.clamp(min=0),
-            attention_mask=(ids >= 0).long(),
+            ids.clamp(min=0).to(model.device),
+            attention_mask=(ids >= 0).long().to(model.device),
             max_new_tokens=max(lengths[batch]),
             eos_token_id=[],
             do_sample=True,

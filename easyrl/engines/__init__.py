@@ -11,9 +11,9 @@ CELLS = 16
 """Rows and prompts take a multiple of this many tokens in the KV cache: kernels are faster then."""
 
 
-def padded(length: int) -> int:
-    """Return the cells of a row or prompt."""
-    return -(-length // CELLS) * CELLS
+def padded(number: int, step: int = CELLS) -> int:
+    """Round up to a multiple of `step`: by default, to the cells of a row or prompt."""
+    return -(-number // step) * step
 
 
 def row_cells(max_prompt_length: int, max_completion_length: int) -> int:

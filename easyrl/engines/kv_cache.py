@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.engines import COPIED_TOKENS, padded, row_cells
+from easyrl.engines import CELLS, COPIED_TOKENS, padded, row_cells
 from easyrl.model.shared_prompt import (
     HIDDEN,
     AttentionSettings,
@@ -46,9 +46,17 @@ bucket's calls take as long as attention over this many."""
 class KVCache:
     """Keys and values per layer, allocated when a layer is first seen."""
 
-    def __init__(self, num_rows: int, max_prompt_length: int, max_completion_length: int) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_prompt_length: int,
+        max_completion_length: int,
+        prompt_step: int = CELLS,
+    ) -> None:
+        """Prompts take a multiple of `prompt_step` tokens, up to the longest prompt."""
         self.num_rows = num_rows
         self.cells_per_row = row_cells(max_prompt_length, max_completion_length)
+        self._max_prompt_cells, self._prompt_step = padded(max_prompt_length), prompt_step
         self.rows: list[KeysValues] = []  # per layer 2 x [S, R, Hkv, D]
         self.prompts: list[KeysValues] = []  # per layer 2 x [C, P, Hkv, D]
         self.prompt_lengths = np.zeros(0, dtype=np.int64)  # [C]; 0: free
@@ -60,6 +68,11 @@ class KVCache:
         return np.where(self.prompt_lengths > COPIED_TOKENS, self.prompt_lengths, 0)
 
     @property
+    def prompts_size(self) -> tuple[int, int]:
+        """C and P. The memory of the prompts is another one when it has changed."""
+        return len(self.prompt_lengths), self._longest_prompt
+
+    @property
     def num_bytes(self) -> int:
         return sum(x.nbytes for layer in (*self.rows, *self.prompts) for x in layer)
 
@@ -69,17 +82,20 @@ class KVCache:
 
     def allocate(self, key: Tensor, value: Tensor) -> None:
         """Add a layer with the shape and dtype of key and value: 2 x [T, Hkv, D]."""
-        size = (len(self.prompt_lengths), self._longest_prompt)
         rows = [x.new_zeros(self.num_rows, self.cells_per_row, *x.shape[1:]) for x in (key, value)]
-        prompts = [x.new_zeros(*size, *x.shape[1:]) for x in (key, value)]
+        prompts = [x.new_zeros(*self.prompts_size, *x.shape[1:]) for x in (key, value)]
         self.rows.append((rows[0], rows[1]))
         self.prompts.append((prompts[0], prompts[1]))
+
+    def prompt_cells(self, length: int) -> int:
+        """Return the cells that a prompt takes."""
+        return min(padded(length, self._prompt_step), self._max_prompt_cells)
 
     def claim_slots(self, lengths: Sequence[int]) -> list[int]:
         """Reserve a slot for each prompt, the first free ones. More are allocated as needed."""
         free = np.flatnonzero(self.prompt_lengths == 0)[: len(lengths)]
         num_missing = len(lengths) - len(free)
-        longest = padded(max([self._longest_prompt, *lengths]))
+        longest = self.prompt_cells(max([self._longest_prompt, *lengths]))
         if num_missing or longest > self._longest_prompt:
             self._grow(num_missing, longest)
             free = np.flatnonzero(self.prompt_lengths == 0)[: len(lengths)]
@@ -152,9 +168,11 @@ class StepLayout:
         newest = np.arange(len(rows)) * cache.cells_per_row + self._cells
         self._newest = torch.from_numpy(newest).to(device)
         lengths = cache.shared_lengths
-        self._shared: _SharedPrompts | None = None
+        self._shared: PromptAttention | None = None
         if len(rows) and lengths[rows["slot"]].any():
-            self._shared = _SharedPrompts(rows["slot"], rows["position"], lengths, device)
+            self._shared = PromptAttention.of_rows(
+                rows["slot"], rows["position"].copy(), lengths, device
+            )
         self._buckets: dict[int | None, list[_Bucket]] = {}  # by sliding window
         self._num_new = sum(num_new)
         self._resumed: _ResumedRows | None = None
@@ -195,14 +213,14 @@ class StepLayout:
         for rows, length, bias in self._buckets[window]:
             k, v = (x[rows, :length].transpose(1, 2) for x in (keys, values))
             block = Block(grouped[rows], k, v, is_causal=False, bias=bias)
-            parts.append(_attend(block, settings))
+            parts.append(attend_block_inference(block, settings))
         output, logsumexp = (
             x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)
         )
         if self._shared is not None:
             prompts = self.cache.prompts[settings.layer]
             of_prompt = self._shared.attend(grouped, prompts, settings)
-            output = _merged((output, logsumexp), of_prompt)
+            output = merge((output, logsumexp), of_prompt)
         return output.reshape(len(query), -1, output.shape[-1])
 
     def _make_buckets(self, window: int | None, keys: Tensor) -> list[_Bucket]:
@@ -211,7 +229,7 @@ class StepLayout:
         for start, stop in divide_rows(self._cells, BUCKET_NUMBERS // keys[0, 0].numel()):
             length = padded(int(self._cells[start:stop].max()) + 1)
             distance = cells[start:stop, None] - torch.arange(length, device=keys.device)
-            bias = _bias(distance, distance < 0, window, keys.dtype)
+            bias = visibility_bias(distance, distance < 0, window, keys.dtype)
             buckets.append((slice(start, stop), length, bias[:, None, None]))
         return buckets
 
@@ -237,7 +255,9 @@ def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
     return buckets
 
 
-def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+def visibility_bias(
+    distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dtype
+) -> Tensor:
     """Return 0 for visible and HIDDEN for hidden keys, also those out of the window. `distance`:
     from key to query, in tokens."""
     if window is not None:
@@ -245,7 +265,7 @@ def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dty
     return hidden.to(dtype).mul_(HIDDEN)
 
 
-def _attend(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
+def attend_block_inference(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
     """Compute `attend_block` for inference: keys in half precision are not copied to float32."""
     if is_fused(block, settings):
         return attend_block(block, settings)
@@ -260,7 +280,7 @@ def _attend(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
     return torch.matmul(weights, block.value), logsumexp
 
 
-def _merged(own: tuple[Tensor, Tensor], of_prompt: tuple[Tensor, Tensor]) -> Tensor:
+def merge(own: tuple[Tensor, Tensor], of_prompt: tuple[Tensor, Tensor]) -> Tensor:
     """Merge two outputs, each with its log-sum-exp, to that of one softmax over both."""
     (output, logsumexp), (other, other_logsumexp) = own, of_prompt
     share = torch.sigmoid(other_logsumexp - logsumexp)  # of the prompt
@@ -317,7 +337,7 @@ class _ResumedRows:
         window = settings.sliding_window
         if window not in self._biases:
             self._biases[window] = [
-                _bias(distance, hidden, window, query.dtype)
+                visibility_bias(distance, hidden, window, query.dtype)
                 .repeat_interleave(grouped.shape[2], dim=1)
                 .unsqueeze(1)
                 for distance, hidden in self._parts
@@ -330,14 +350,28 @@ class _ResumedRows:
         parts = []
         for (cache, rows), bias in zip(caches, self._biases[window], strict=False):
             k, v = (x[rows, : bias.shape[-1]].transpose(1, 2) for x in cache)
-            parts.append(_attend(Block(by_head, k, v, is_causal=False, bias=bias), settings))
-        output = parts[0][0] if len(parts) == 1 else _merged(*parts)
+            parts.append(
+                attend_block_inference(Block(by_head, k, v, is_causal=False, bias=bias), settings)
+            )
+        output = parts[0][0] if len(parts) == 1 else merge(*parts)
         size = output.shape[-1]
         by_token = output.view(*output.shape[:2], self._shape[1], -1, size).transpose(1, 2)
         return by_token.flatten(0, 1)[self._real].reshape(len(query), -1, size)
 
 
-class _SharedPrompts:
+def gather_by_slot(numbers: Ints, counts: Ints, width: int) -> tuple[Ints, Ints]:
+    """Return the row of each of `width` places for each slot [C * W] (0 where a place is empty),
+    and the place of each row [n]. `numbers` [n]: of each row's slot; `counts` [C]: rows of each."""
+    order = np.argsort(numbers, kind="stable")
+    rank = np.arange(len(numbers)) - (counts.cumsum() - counts)[numbers[order]]
+    places = np.empty_like(numbers)
+    places[order] = numbers[order] * width + rank
+    rows = np.zeros(len(counts) * width, dtype=np.int64)
+    rows[places] = np.arange(len(numbers))
+    return rows, places
+
+
+class PromptAttention:
     """Attention of the active rows to their groups' prompts, in one block.
 
     The rows of a slot need not be adjacent: queries are gathered slot by slot, W places for each,
@@ -345,27 +379,41 @@ class _SharedPrompts:
     Where the slots in use are few among many, their prompts are gathered, too.
     """
 
-    def __init__(self, slots: Ints, positions: Ints, lengths: Ints, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: slice | Tensor,
+        width: int,
+        longest: int,
+        *,
+        rows: Tensor,
+        places: Tensor,
+        lengths: Tensor,
+        positions: Tensor,
+    ) -> None:
+        """`slots`: C of the cache; `width`: W; `rows` [C * W] and `places` [n]: see
+        `gather_by_slot`; `lengths` [C]: of shared prompts, at most `longest`, else 0; `positions`
+        [n]: of each row."""
+        self._slots, self._width, self._size = slots, width, (len(lengths), width)
+        self._longest, self._lengths = longest, lengths
+        self._rows, self._places, self._positions = rows, places, positions
+        self._biases: dict[int | None, Tensor] = {}
+
+    @classmethod
+    def of_rows(
+        cls, slots: Ints, positions: Ints, lengths: Ints, device: torch.device
+    ) -> PromptAttention:
         """`slots`, `positions` [n]: of each row; `lengths` [C]: of shared prompts, else 0."""
         used, numbers = np.unique(slots, return_inverse=True)
-        self._slots: slice | Tensor = torch.from_numpy(used).to(device)
+        at: slice | Tensor = torch.from_numpy(used).to(device)
         if used[-1] - used[0] < 2 * len(used):
             used, numbers = np.arange(used[0], used[-1] + 1), slots - used[0]
-            self._slots = slice(int(used[0]), int(used[-1]) + 1)
+            at = slice(int(used[0]), int(used[-1]) + 1)
         counts = np.bincount(numbers)
-        self._width = int(counts.max())
-        self._size = (len(counts), self._width)
-        order = np.argsort(numbers, kind="stable")
-        rank = np.arange(len(slots)) - (counts.cumsum() - counts)[numbers[order]]
-        places = np.empty_like(slots)
-        places[order] = numbers[order] * self._width + rank
-        rows = np.zeros(self._size[0] * self._width, dtype=np.int64)
-        rows[places] = np.arange(len(slots))
-        self._rows, self._places = (torch.from_numpy(x).to(device) for x in (rows, places))
-        self._lengths = torch.from_numpy(lengths[used]).to(device)
-        self._positions = torch.from_numpy(positions[rows]).to(device)
-        self._longest = padded(int(lengths[used].max()))
-        self._biases: dict[int | None, Tensor] = {}
+        width = int(counts.max())
+        rows, places = gather_by_slot(numbers, counts, width)
+        arrays = {"rows": rows, "places": places, "lengths": lengths[used], "positions": positions}
+        on_device = {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
+        return cls(at, width, padded(int(lengths[used].max())), **on_device)
 
     def attend(
         self, query: Tensor, prompts: KeysValues, settings: AttentionSettings
@@ -386,7 +434,7 @@ class _SharedPrompts:
             rows: Tensor = apart.transpose(1, 2).flatten(0, 1)[self._places]
             return rows
 
-        output, logsumexp = _attend(block, settings)
+        output, logsumexp = attend_block_inference(block, settings)
         return by_row(output), by_row(logsumexp)
 
     def _bias(self, window: int | None, query: Tensor) -> Tensor:
@@ -394,7 +442,7 @@ class _SharedPrompts:
         cells = torch.arange(self._longest, device=query.device)
         hidden = cells >= self._lengths[:, None]  # [C, P]
         if window is None:
-            return _bias(cells, hidden, None, query.dtype)[:, None, None]
-        distance = (self._positions[:, None] - cells).view(*self._size, -1)  # [C, W, P]
-        bias = _bias(distance, hidden[:, None], window, query.dtype)
+            return visibility_bias(cells, hidden, None, query.dtype)[:, None, None]
+        distance = (self._positions[self._rows, None] - cells).view(*self._size, -1)  # [C, W, P]
+        bias = visibility_bias(distance, hidden[:, None], window, query.dtype)
         return bias.repeat_interleave(query.shape[2], dim=1)[:, None]

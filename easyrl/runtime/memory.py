@@ -151,6 +151,8 @@ def _rollout_parts(
     in_flight = f"rollout.max_concurrent_groups={placement.max_concurrent_groups}"
     prefill = min(MAX_PREFILL_TOKENS, config.data.max_prompt_length * rows)
     step = (rows + max(1, rows // 4)) * model.vocabulary_size * SAMPLE_BYTES
+    if not on_cpu and is_batched:  # engines.step_graphs have memory of their own
+        step *= 2
     step += prefill * dtype_bytes * (2 * model.width + 3 * model.mlp_width)
     if not (on_cpu and is_embedded):  # else weights are received into their own memory
         step += min(NUM_BUCKETS * BUCKET_BYTES, weights)

@@ -1,0 +1,60 @@
+"""CUDA graphs in miniature on the CPU: a capture records operations, a replay repeats them.
+
+As on a GPU, a replay reads and writes the tensors of the capture, whatever Python has done since,
+and reading a value on the host while capturing is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from easyrl import devices
+
+READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero")
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        by_mask = [x for x in _tensors(args[1:]) if x.dtype == torch.bool]
+        if func._schema.name in READS or (func._schema.name == "aten::index" and by_mask):
+            raise RuntimeError(f"{func} reads a value while a graph is captured")
+        result = func(*args, **kwargs)
+        given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
+        new = [x for x in _tensors(result) if x.untyped_storage().data_ptr() not in given]
+        if new or func._schema.is_mutable:  # else a view
+            self.operations.append((func, args, kwargs, _tensors(result) if new else []))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, results in self.operations:
+            for old, new in zip(results, _tensors(func(*args, **kwargs)), strict=bool(results)):
+                old.copy_(new)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def _capture(function: Callable[[], Any], _: Any) -> tuple[Callable[[], None], Any]:
+    with _Recorder() as recorder:
+        drawn = function()
+    for result in drawn:
+        result.zero_()  # a capture computes nothing
+    return recorder.replay, drawn
+
+
+def install(monkeypatch: Any, capture: Any = _capture) -> None:
+    """Let engines on the CPU capture their steps."""
+    monkeypatch.setattr(devices, "has_graphs", lambda device: True)
+    monkeypatch.setattr(devices, "graph_pool", lambda: None)
+    monkeypatch.setattr(devices, "capture", capture)

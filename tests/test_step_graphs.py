@@ -1,0 +1,134 @@
+"""Decode steps as graphs: what is replayed equals what would have been computed.
+
+`recorded_graphs` stands in for CUDA; `test_gpu.py` has a test with real graphs.
+"""
+
+import numpy as np
+import pytest
+from test_engine import (
+    EMBEDDED,
+    bits_of,
+    draw_prompts,
+    make_engine,
+    make_policy,
+    pieces_of,
+    requests,
+    run,
+    tokens_of,
+)
+from test_turns import FAMILIES, assert_exact, draw_requests, play
+from test_turns import make_engine as make_turns_engine
+
+import recorded_graphs
+from easyrl.engines import kv_cache, step_graphs
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PROMPTS = pytest.mark.parametrize("copied_tokens", [0, 5, 64], ids=["shared", "either", "copied"])
+
+
+@pytest.fixture(autouse=True)
+def many_sizes(monkeypatch):
+    """Lengths of several sizes in short runs."""
+    monkeypatch.setattr(step_graphs, "ROW_STEP", 3)
+    monkeypatch.setattr(step_graphs, "CELL_STEP", 4)
+    monkeypatch.setattr(step_graphs, "CAPTURED_AT", 2)
+
+
+@PROMPTS
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_replayed_steps_give_the_samples_of_plain_ones(name, copied_tokens, monkeypatch):
+    """Rows of a group are not adjacent, rows are padded, and windows leave the prompt behind."""
+    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
+    submitted = requests(draw_prompts(12), 3)
+    expected = run(make_engine(name, num_rows=8), submitted)
+    recorded_graphs.install(monkeypatch)
+    engine = make_engine(name, num_rows=8)
+    got = run(engine, submitted)
+    assert tokens_of(got) == tokens_of(expected)
+    for key, completions in expected.items():
+        for a, b in zip(got[key], completions, strict=True):
+            np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
+    assert engine.graphs.num_replays > engine.num_steps / 4
+
+
+@pytest.mark.parametrize("copied_tokens", [0, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_suspended_rows_keep_their_tokens(family, copied_tokens, monkeypatch):
+    """Rows that only fill a graph's size must not write to those behind the active ones."""
+    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
+    recorded_graphs.install(monkeypatch)
+    drawn = draw_requests()
+    engine = make_turns_engine(family)
+    assert_exact(family, drawn, play(engine, drawn, delay=2))
+    assert engine.graphs.num_replays >= 3
+
+
+@PROMPTS
+def test_bits_do_not_depend_on_what_was_captured_before(copied_tokens, monkeypatch):
+    """A resumed run, or a replacement of a lost worker, has captured less."""
+    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", copied_tokens)
+    recorded_graphs.install(monkeypatch)
+    used, submitted = make_engine(num_rows=8), requests(draw_prompts(15), 4)
+    run(used, requests(draw_prompts(9, seed=99), 5))
+    first = run(used, submitted)
+    before = used.graphs.num_replays
+    again = run(used, submitted)
+    assert used.graphs.num_replays > before
+    assert bits_of(run(make_engine(num_rows=8), submitted)) == bits_of(first) == bits_of(again)
+    monkeypatch.setattr(step_graphs, "CAPTURED_AT", 10**9)
+    assert bits_of(run(make_engine(num_rows=8), submitted)) == bits_of(first)
+
+
+def test_graphs_read_new_weights_and_longer_prompts(monkeypatch):
+    """Weights arrive in place. The prompts' memory is another one when it grows."""
+    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", 0)
+    recorded_graphs.install(monkeypatch)
+    engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
+    run(engine, requests([prompt[:3] for prompt in draw_prompts(9)], 4))
+    new = make_policy("qwen3", seed=2)
+    engine.load_weights(pieces_of(new))
+    submitted = requests(draw_prompts(15), 4)
+    assert bits_of(run(engine, submitted)) == bits_of(
+        run(make_engine(policy=new, num_rows=8), submitted)
+    )
+
+
+def reads_a_value(function, _):
+    raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+def gives_other_bits(function, _):
+    drawn = function()
+    return lambda: drawn[1].mul_(1.0001), drawn
+
+
+@pytest.mark.parametrize("capture", [reads_a_value, gives_other_bits])
+def test_a_model_that_cannot_be_captured_decodes_without_graphs(capture, monkeypatch):
+    submitted = requests(draw_prompts(12), 3)
+    recorded_graphs.install(monkeypatch)
+    expected = run(make_engine(num_rows=8), submitted)
+    recorded_graphs.install(monkeypatch, capture)
+    engine = make_engine(num_rows=8)
+    with pytest.warns(UserWarning, match="without CUDA graphs") as warned:
+        assert bits_of(run(engine, submitted)) == bits_of(expected)
+    assert len(warned) == 1 and engine.graphs.num_replays == 0
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}])
+def test_graphs_sample_as_the_settings_say(changes, monkeypatch):
+    submitted = requests(draw_prompts(12), 3)
+    expected = run(make_engine(num_rows=8, **changes), submitted)
+    recorded_graphs.install(monkeypatch)
+    engine = make_engine(num_rows=8, **changes)
+    assert tokens_of(run(engine, submitted)) == tokens_of(expected)
+    assert engine.graphs.num_replays > 3
+
+
+def test_no_more_graphs_are_kept_than_the_limit(monkeypatch):
+    recorded_graphs.install(monkeypatch)
+    submitted = requests(draw_prompts(15), 4)
+    expected = run(make_engine(num_rows=8), submitted)
+    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 2)
+    engine = make_engine(num_rows=8)
+    assert bits_of(run(engine, submitted)) == bits_of(expected)
+    assert len(engine.graphs._graphs) == 2
