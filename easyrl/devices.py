@@ -19,7 +19,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -256,25 +256,34 @@ def graph_pool() -> Any:
     return device_module("cuda").graph_pool_handle()
 
 
+@contextlib.contextmanager
+def refuse_waits() -> Iterator[None]:
+    """Raise RuntimeError where the process waits for its GPU, which no graph can do. After an error
+    inside of `capture` torch does not free the memory of the graph."""
+    module = device_module("cuda")
+    before = module.get_sync_debug_mode()
+    module.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        module.set_sync_debug_mode(before)
+
+
 def capture(function: Callable[[], T], pool: Any) -> tuple[Callable[[], None], T]:
     """Capture the kernels that `function` launches, without running them, as a CUDA graph.
 
-    Return a function that replays them, and the result, whose memory each replay overwrites. Raises
-    an error of any kind if `function` does what cannot be captured, as waiting for the device.
+    Return a function that replays them, and the result, which each replay overwrites. Raises an
+    error if a kernel cannot be captured.
     """
     import torch
 
     graph = torch.cuda.CUDAGraph()
-    try:
-        # The outer context restores the stream also after an error. Other threads use the device.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-        ):
-            result = function()
-    except Exception:
-        graph.reset()
-        raise
+    # The outer context restores the stream after an error, too. Other threads may use the device.
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+    ):
+        result = function()
     return graph.replay, result
 
 

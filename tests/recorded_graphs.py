@@ -1,4 +1,4 @@
-"""CUDA graphs in miniature on the CPU: a capture records operations, a replay repeats them.
+"""Stand-in for CUDA graphs on the CPU: a capture records operations, a replay repeats them.
 
 As on a GPU, a replay reads and writes the tensors of the capture, whatever Python has done since,
 and reading a value on the host while capturing is an error.
@@ -15,20 +15,31 @@ from torch.utils._pytree import tree_leaves
 
 from easyrl import devices
 
-READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero")
+READS = (
+    "aten::item",
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::is_nonzero",
+)
 
 
-class _Recorder(TorchDispatchMode):
+class _RefuseReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_mask = [x for x in _tensors(args[1:]) if x.dtype == torch.bool]
+        if func._schema.name in READS or (func._schema.name == "aten::index" and by_mask):
+            raise RuntimeError(f"{func} is a synchronizing operation")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(_RefuseReads):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        by_mask = [x for x in _tensors(args[1:]) if x.dtype == torch.bool]
-        if func._schema.name in READS or (func._schema.name == "aten::index" and by_mask):
-            raise RuntimeError(f"{func} reads a value while a graph is captured")
-        result = func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
         new = [x for x in _tensors(result) if x.untyped_storage().data_ptr() not in given]
         if new or func._schema.is_mutable:  # else a view
@@ -57,4 +68,5 @@ def install(monkeypatch: Any, capture: Any = _capture) -> None:
     """Let engines on the CPU capture their steps."""
     monkeypatch.setattr(devices, "has_graphs", lambda device: True)
     monkeypatch.setattr(devices, "graph_pool", lambda: None)
+    monkeypatch.setattr(devices, "refuse_waits", _RefuseReads)
     monkeypatch.setattr(devices, "capture", capture)

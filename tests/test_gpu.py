@@ -13,13 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_attention import FAMILIES, largest_gradient_gap, tiny_model
 
 from easyrl.bench import attention as bench
 from easyrl.bench import weights as bench_weights
-from easyrl.bench.harness import random_model
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.engines import step_graphs
 from easyrl.engines.base import GroupRequest, SamplingSettings
@@ -28,7 +28,7 @@ from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import AttentionSettings, SharedPrompt
-from easyrl.types import Weight
+from easyrl.types import Weight, WeightPiece
 from runs import SMALL, finish, lines_of, summary_of
 
 pytestmark = [
@@ -155,29 +155,68 @@ except torch.OutOfMemoryError as error:
 # -- decoding --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_replayed_decode_steps_give_the_bits_of_plain_ones(dtype, monkeypatch):
-    """Prompts that are shared and prompts that are copied to their rows."""
-    register_attention()
-    with torch.device("cuda"):
-        model = random_model(FEW_LAYERS, attn_implementation=ATTENTION_NAME).to(dtype).eval()
-    policy = Policy(model, torch.device("cuda"))
-    settings = SamplingSettings(max_prompt_length=300, max_completion_length=200, seed=1)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 30_000, (n,), generator=generator) for n in (10, 300, 70, 200) * 4]
-    bits = []
-    for captured_at in (10**9, step_graphs.CAPTURED_AT):
-        monkeypatch.setattr(step_graphs, "CAPTURED_AT", captured_at)
-        engine = EmbeddedEngine(policy, settings, num_rows=64, ignore_eos=True)
+def generate(policy, prompts, lengths, monkeypatch, **settings) -> tuple[list, EmbeddedEngine]:
+    """Generate ragged completions twice, with `settings` of `step_graphs`; return the bits of the
+    second time, and the engine."""
+    for name, value in settings.items():
+        monkeypatch.setattr(step_graphs, name, value)
+    sampling = SamplingSettings(
+        max_prompt_length=max(map(len, prompts)), max_completion_length=int(lengths.max()), seed=1
+    )
+    engine = EmbeddedEngine(policy, sampling, num_rows=30, ignore_eos=True)
+    for _ in range(2):
         for number, prompt in enumerate(prompts):
-            engine.submit(GroupRequest((number,), prompt.tolist(), 8))
+            engine.submit(GroupRequest((number,), prompt, 4, lengths[number].tolist()))
         finished = []
         while engine.has_work:
             finished += engine.step()
-        completions = [c for group in finished for c in group.completions]
-        bits.append([(c.token_ids.tobytes(), c.logprobs.tobytes()) for c in completions])
-    assert engine.graphs is not None and engine.graphs.num_replays > engine.num_steps / 2
-    assert bits[0] == bits[1]
+    completions = [completion for group in finished for completion in group.completions]
+    return [(c.token_ids.tobytes(), c.logprobs.tobytes()) for c in completions], engine
+
+
+@pytest.mark.parametrize("prompt_lengths", [(3, 9, 5), (200, 70, 10)], ids=["copied", "shared"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "gemma2", "gemma3_text"])
+def test_replayed_decode_steps_give_the_bits_of_plain_ones(
+    family, dtype, prompt_lengths, monkeypatch
+):
+    """Also with few graphs at a time, after new weights, and with too long rows in between."""
+    register_attention()
+    policy, new = (
+        Policy(model.to("cuda", dtype), torch.device("cuda"))
+        for model in (
+            tiny_model(family, ATTENTION_NAME, seed=seed, max_position_embeddings=512)
+            for seed in (1, 2)
+        )
+    )
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, 60, length).tolist() for length in prompt_lengths * 6]
+    lengths = generator.integers(1, 200, (len(prompts), 4))
+    for _ in range(2):
+        plain, _ = generate(policy, prompts, lengths, monkeypatch, CAPTURED_AT=10**9)
+        replayed, engine = generate(policy, prompts, lengths, monkeypatch, CAPTURED_AT=2)
+        assert engine.graphs.num_replays > engine.num_steps / 2
+        few, _ = generate(policy, prompts, lengths, monkeypatch, MAX_GRAPHS=2)
+        assert plain == replayed == few
+        engine.load_weights(
+            WeightPiece(name, 0, values.clone()) for name, values in new.flat_weights()
+        )
+
+
+def test_a_model_that_cannot_be_captured_leaves_the_gpu_usable(monkeypatch):
+    register_attention()
+    policy = Policy(tiny_model("qwen3", ATTENTION_NAME).to("cuda"), torch.device("cuda"))
+    prompts, lengths = [[5, 6, 7]] * 12, np.full((12, 4), 30)
+    expected, _ = generate(policy, prompts, lengths, monkeypatch)
+    hook = policy.model.model.layers[0].register_forward_hook(lambda *a: a[2].max().item() and None)
+    with pytest.warns(UserWarning, match="without CUDA graphs"):
+        _, engine = generate(policy, prompts, lengths, monkeypatch)
+    assert engine.graphs.num_replays == 0
+    hook.remove()
+    torch.cuda.empty_cache()
+    torch.rand(1000, device="cuda")
+    again, engine = generate(policy, prompts, lengths, monkeypatch)
+    assert again == expected and engine.graphs.num_replays > 0
 
 
 # -- weights: device to device, and over NCCL ------------------------------------------------------

@@ -33,7 +33,7 @@ from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, Sampl
 from easyrl.engines.fused_decoder import fused_decoder
 from easyrl.engines.kv_cache import KVCache, StepLayout, length_class
 from easyrl.engines.sampling import sample, uniform_stream
-from easyrl.engines.step_graphs import CELL_STEP, StepGraphs
+from easyrl.engines.step_graphs import PROMPT_STEP, SLOT_STEP, StepGraphs
 from easyrl.model.policy import Policy
 from easyrl.types import Bool, Completion, Float32, Float64, Int32, WeightPiece
 
@@ -85,8 +85,8 @@ class EmbeddedEngine(PolicyEngine):
     def _allocate(self, num_rows: int) -> None:
         sampling, longest = self.sampling, self.sampling.max_completion_length
         has_graphs = devices.has_graphs(self.policy.device)
-        prompt_step = CELL_STEP if has_graphs else CELLS
-        self.cache = KVCache(num_rows, sampling.max_prompt_length, longest, prompt_step)
+        steps = (PROMPT_STEP, SLOT_STEP) if has_graphs else (CELLS, 1)
+        self.cache = KVCache(num_rows, sampling.max_prompt_length, longest, *steps)
         self.graphs = StepGraphs(self.policy, self.cache, sampling) if has_graphs else None
         self._sequences: list[_Sequence | None] = [None] * num_rows
         self._rows = np.zeros(
@@ -146,9 +146,7 @@ class EmbeddedEngine(PolicyEngine):
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:
         prefill, num_resumed = self._choose_prefill(), self._choose_resumed()
-        if self.graphs is not None and self.num_active and not (num_resumed or prefill):
-            self._decode(self.graphs)
-        elif self.num_active or num_resumed or prefill:
+        if num_resumed or prefill or (self.num_active and not self._decode_with_graphs()):
             self._forward_and_sample(num_resumed, prefill)
         self._start_ready_rows()
         finished, self._finished = self._finished, []
@@ -204,15 +202,21 @@ class EmbeddedEngine(PolicyEngine):
             fed.append(state["tokens"][max(0, start - 1) : end])
         return fed
 
-    def _decode(self, graphs: StepGraphs) -> None:
-        """Compute the next token of every active row."""
+    def _decode_with_graphs(self) -> bool:
+        """Compute the next token of every active row. Return False, having done nothing, if that
+        needs `_forward_and_sample`."""
         rows, active = np.arange(self.num_active), self._rows[: self.num_active]
-        newest = active["tokens"][rows, active["count"] - 1]
-        drawn = graphs.step(newest, active["uniforms"][rows, active["count"]], active)
+        drawn = None
+        if self.graphs is not None:
+            newest = active["tokens"][rows, active["count"] - 1]
+            drawn = self.graphs.step(newest, active["uniforms"][rows, active["count"]], active)
+        if drawn is None:
+            return False
         self.num_completion_tokens += self.num_active
         self.num_steps += 1
         tokens, logprobs = (tensor.cpu().numpy() for tensor in drawn)
         self._advance(tokens, logprobs)
+        return True
 
     def _forward_and_sample(self, num_resumed: int, prefill: list[GroupRequest]) -> None:
         fed = self._insert(num_resumed)

@@ -52,11 +52,14 @@ class KVCache:
         max_prompt_length: int,
         max_completion_length: int,
         prompt_step: int = CELLS,
+        slot_step: int = 1,
     ) -> None:
-        """Prompts take a multiple of `prompt_step` tokens, up to the longest prompt."""
+        """Prompts take a multiple of `prompt_step` tokens, up to the longest prompt; there is a
+        multiple of `slot_step` slots."""
         self.num_rows = num_rows
         self.cells_per_row = row_cells(max_prompt_length, max_completion_length)
         self._max_prompt_cells, self._prompt_step = padded(max_prompt_length), prompt_step
+        self._slot_step = slot_step
         self.rows: list[KeysValues] = []  # per layer 2 x [S, R, Hkv, D]
         self.prompts: list[KeysValues] = []  # per layer 2 x [C, P, Hkv, D]
         self.prompt_lengths = np.zeros(0, dtype=np.int64)  # [C]; 0: free
@@ -69,7 +72,7 @@ class KVCache:
 
     @property
     def prompts_size(self) -> tuple[int, int]:
-        """C and P. The memory of the prompts is another one when it has changed."""
+        """C and P. The prompts are reallocated when one of these changes."""
         return len(self.prompt_lengths), self._longest_prompt
 
     @property
@@ -94,7 +97,7 @@ class KVCache:
     def claim_slots(self, lengths: Sequence[int]) -> list[int]:
         """Reserve a slot for each prompt, the first free ones. More are allocated as needed."""
         free = np.flatnonzero(self.prompt_lengths == 0)[: len(lengths)]
-        num_missing = len(lengths) - len(free)
+        num_missing = padded(len(lengths) - len(free), self._slot_step)
         longest = self.prompt_cells(max([self._longest_prompt, *lengths]))
         if num_missing or longest > self._longest_prompt:
             self._grow(num_missing, longest)
@@ -205,37 +208,53 @@ class StepLayout:
         keys, values = self.cache.rows[settings.layer]
         keys.flatten(0, 1).index_copy_(0, self._newest, key)
         values.flatten(0, 1).index_copy_(0, self._newest, value)
-        # Query heads that share a key head take the dimension of query positions: no key is copied.
-        grouped = query.reshape(len(query), keys.shape[2], -1, query.shape[-1])  # [n, Hkv, Q, D]
-        window, parts = settings.sliding_window, []
+        window = settings.sliding_window
         if window not in self._buckets:
             self._buckets[window] = self._make_buckets(window, keys)
-        for rows, length, bias in self._buckets[window]:
-            k, v = (x[rows, :length].transpose(1, 2) for x in (keys, values))
-            block = Block(grouped[rows], k, v, is_causal=False, bias=bias)
-            parts.append(attend_block_inference(block, settings))
-        output, logsumexp = (
-            x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)
-        )
-        if self._shared is not None:
-            prompts = self.cache.prompts[settings.layer]
-            of_prompt = self._shared.attend(grouped, prompts, settings)
-            output = merge((output, logsumexp), of_prompt)
-        return output.reshape(len(query), -1, output.shape[-1])
+        return attend_rows(query, self.cache, self._buckets[window], self._shared, settings)
 
     def _make_buckets(self, window: int | None, keys: Tensor) -> list[_Bucket]:
         buckets = []
         cells = torch.from_numpy(self._cells).to(keys.device)
         for start, stop in divide_rows(self._cells, BUCKET_NUMBERS // keys[0, 0].numel()):
             length = padded(int(self._cells[start:stop].max()) + 1)
-            distance = cells[start:stop, None] - torch.arange(length, device=keys.device)
-            bias = visibility_bias(distance, distance < 0, window, keys.dtype)
-            buckets.append((slice(start, stop), length, bias[:, None, None]))
+            bias = rows_bias(cells[start:stop], length, window, keys.dtype)
+            buckets.append((slice(start, stop), length, bias))
         return buckets
 
 
 _Bucket = tuple[slice, int, Tensor]
 """Its rows, L, and the bias [B, 1, 1, L] that hides what a row does not see."""
+
+
+def attend_rows(
+    query: Tensor,
+    cache: KVCache,
+    buckets: Sequence[_Bucket],
+    prompts: PromptAttention | None,
+    settings: AttentionSettings,
+) -> Tensor:
+    """Compute attention of decode tokens to their rows and to the prompts that these share:
+    [n, Hq, D] -> [n, Hq, D]"""
+    keys, values = cache.rows[settings.layer]
+    # Query heads that share a key head take the dimension of query positions: no key is copied.
+    grouped = query.reshape(len(query), keys.shape[2], -1, query.shape[-1])  # [n, Hkv, Q, D]
+    parts = []
+    for rows, length, bias in buckets:
+        k, v = (x[rows, :length].transpose(1, 2) for x in (keys, values))
+        block = Block(grouped[rows], k, v, is_causal=False, bias=bias)
+        parts.append(_attend(block, settings))
+    output, logsumexp = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
+    if prompts is not None:
+        of_prompt = prompts.attend(grouped, cache.prompts[settings.layer], settings)
+        output = _merged((output, logsumexp), of_prompt)
+    return output.reshape(len(query), -1, output.shape[-1])
+
+
+def rows_bias(cells: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return the bias [B, 1, 1, L] of rows whose newest token is in `cells` [B]."""
+    distance = cells[:, None] - torch.arange(length, device=cells.device)
+    return _bias(distance, distance < 0, window, dtype)[:, None, None]
 
 
 def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
@@ -255,9 +274,7 @@ def divide_rows(cells: Ints, bucket_cost: int) -> list[tuple[int, int]]:
     return buckets
 
 
-def visibility_bias(
-    distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dtype
-) -> Tensor:
+def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return 0 for visible and HIDDEN for hidden keys, also those out of the window. `distance`:
     from key to query, in tokens."""
     if window is not None:
@@ -265,7 +282,7 @@ def visibility_bias(
     return hidden.to(dtype).mul_(HIDDEN)
 
 
-def attend_block_inference(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
+def _attend(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
     """Compute `attend_block` for inference: keys in half precision are not copied to float32."""
     if is_fused(block, settings):
         return attend_block(block, settings)
@@ -280,7 +297,7 @@ def attend_block_inference(block: Block, settings: AttentionSettings) -> tuple[T
     return torch.matmul(weights, block.value), logsumexp
 
 
-def merge(own: tuple[Tensor, Tensor], of_prompt: tuple[Tensor, Tensor]) -> Tensor:
+def _merged(own: tuple[Tensor, Tensor], of_prompt: tuple[Tensor, Tensor]) -> Tensor:
     """Merge two outputs, each with its log-sum-exp, to that of one softmax over both."""
     (output, logsumexp), (other, other_logsumexp) = own, of_prompt
     share = torch.sigmoid(other_logsumexp - logsumexp)  # of the prompt
@@ -337,7 +354,7 @@ class _ResumedRows:
         window = settings.sliding_window
         if window not in self._biases:
             self._biases[window] = [
-                visibility_bias(distance, hidden, window, query.dtype)
+                _bias(distance, hidden, window, query.dtype)
                 .repeat_interleave(grouped.shape[2], dim=1)
                 .unsqueeze(1)
                 for distance, hidden in self._parts
@@ -350,10 +367,8 @@ class _ResumedRows:
         parts = []
         for (cache, rows), bias in zip(caches, self._biases[window], strict=False):
             k, v = (x[rows, : bias.shape[-1]].transpose(1, 2) for x in cache)
-            parts.append(
-                attend_block_inference(Block(by_head, k, v, is_causal=False, bias=bias), settings)
-            )
-        output = parts[0][0] if len(parts) == 1 else merge(*parts)
+            parts.append(_attend(Block(by_head, k, v, is_causal=False, bias=bias), settings))
+        output = parts[0][0] if len(parts) == 1 else _merged(*parts)
         size = output.shape[-1]
         by_token = output.view(*output.shape[:2], self._shape[1], -1, size).transpose(1, 2)
         return by_token.flatten(0, 1)[self._real].reshape(len(query), -1, size)
@@ -434,7 +449,7 @@ class PromptAttention:
             rows: Tensor = apart.transpose(1, 2).flatten(0, 1)[self._places]
             return rows
 
-        output, logsumexp = attend_block_inference(block, settings)
+        output, logsumexp = _attend(block, settings)
         return by_row(output), by_row(logsumexp)
 
     def _bias(self, window: int | None, query: Tensor) -> Tensor:
@@ -442,7 +457,7 @@ class PromptAttention:
         cells = torch.arange(self._longest, device=query.device)
         hidden = cells >= self._lengths[:, None]  # [C, P]
         if window is None:
-            return visibility_bias(cells, hidden, None, query.dtype)[:, None, None]
+            return _bias(cells, hidden, None, query.dtype)[:, None, None]
         distance = (self._positions[self._rows, None] - cells).view(*self._size, -1)  # [C, W, P]
-        bias = visibility_bias(distance, hidden[:, None], window, query.dtype)
+        bias = _bias(distance, hidden[:, None], window, query.dtype)
         return bias.repeat_interleave(query.shape[2], dim=1)[:, None]
