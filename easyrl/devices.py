@@ -19,6 +19,7 @@ import os
 import re
 import socket
 import struct
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -258,12 +259,13 @@ def graph_pool() -> Any:
 
 @contextlib.contextmanager
 def refuse_waits() -> Iterator[None]:
-    """Raise RuntimeError where the process waits for its GPU, which no graph can do. After an error
-    inside of `capture` torch does not free the memory of the graph."""
+    """Raise RuntimeError where the process waits for its GPU. For use before `capture`: an error in
+    that leaks the memory of the graph."""
     module = device_module("cuda")
     before = module.get_sync_debug_mode()
-    module.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # the mode is a prototype
+            module.set_sync_debug_mode("error")
         yield
     finally:
         module.set_sync_debug_mode(before)

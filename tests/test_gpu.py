@@ -1,7 +1,8 @@
 """Tests that need an NVIDIA GPU: compiled FlexAttention, half precision, a shared device, NCCL.
 
 One command on a machine with a GPU: `pytest -m gpu tests/test_gpu.py`. Tests that need two
-GPUs are skipped if there is one. For figures: `easyrl bench loop`, `weights` and `attention`.
+GPUs are skipped if there is one. For figures: `easyrl bench loop`, `engine`, `weights`
+and `attention`.
 """
 
 from __future__ import annotations
@@ -155,23 +156,37 @@ except torch.OutOfMemoryError as error:
 # -- decoding --------------------------------------------------------------------------------------
 
 
-def generate(policy, prompts, lengths, monkeypatch, **settings) -> tuple[list, EmbeddedEngine]:
-    """Generate ragged completions twice, with `settings` of `step_graphs`; return the bits of the
-    second time, and the engine."""
-    for name, value in settings.items():
-        monkeypatch.setattr(step_graphs, name, value)
-    sampling = SamplingSettings(
-        max_prompt_length=max(map(len, prompts)), max_completion_length=int(lengths.max()), seed=1
+def make_engine(policy, prompts, lengths, **sampling) -> EmbeddedEngine:
+    settings = SamplingSettings(
+        max_prompt_length=max(map(len, prompts)),
+        max_completion_length=int(lengths.max()),
+        seed=1,
+        **sampling,
     )
-    engine = EmbeddedEngine(policy, sampling, num_rows=30, ignore_eos=True)
-    for _ in range(2):
-        for number, prompt in enumerate(prompts):
-            engine.submit(GroupRequest((number,), prompt, 4, lengths[number].tolist()))
-        finished = []
-        while engine.has_work:
-            finished += engine.step()
+    return EmbeddedEngine(policy, settings, num_rows=30, ignore_eos=True)
+
+
+def generate(engine, prompts, lengths) -> list:
+    """Generate completions of these lengths; return their bits."""
+    for number, prompt in enumerate(prompts):
+        engine.submit(GroupRequest((number,), prompt, 4, lengths[number].tolist()))
+    finished = []
+    while engine.has_work:
+        finished += engine.step()
     completions = [completion for group in finished for completion in group.completions]
-    return [(c.token_ids.tobytes(), c.logprobs.tobytes()) for c in completions], engine
+    return [(c.token_ids.tobytes(), c.logprobs.tobytes()) for c in completions]
+
+
+def draw_inputs(prompt_lengths) -> tuple[list[list[int]], np.ndarray]:
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, 60, length).tolist() for length in prompt_lengths * 6]
+    return prompts, generator.integers(1, 200, (len(prompts), 4))
+
+
+def tiny_policy(family, dtype, seed=1) -> Policy:
+    register_attention()
+    model = tiny_model(family, ATTENTION_NAME, seed=seed, max_position_embeddings=512)
+    return Policy(model.to("cuda", dtype), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("prompt_lengths", [(3, 9, 5), (200, 70, 10)], ids=["copied", "shared"])
@@ -180,43 +195,60 @@ def generate(policy, prompts, lengths, monkeypatch, **settings) -> tuple[list, E
 def test_replayed_decode_steps_give_the_bits_of_plain_ones(
     family, dtype, prompt_lengths, monkeypatch
 ):
-    """Also with few graphs at a time, after new weights, and with too long rows in between."""
-    register_attention()
-    policy, new = (
-        Policy(model.to("cuda", dtype), torch.device("cuda"))
-        for model in (
-            tiny_model(family, ATTENTION_NAME, seed=seed, max_position_embeddings=512)
-            for seed in (1, 2)
-        )
-    )
-    generator = np.random.default_rng(0)
-    prompts = [generator.integers(3, 60, length).tolist() for length in prompt_lengths * 6]
-    lengths = generator.integers(1, 200, (len(prompts), 4))
-    for _ in range(2):
-        plain, _ = generate(policy, prompts, lengths, monkeypatch, CAPTURED_AT=10**9)
-        replayed, engine = generate(policy, prompts, lengths, monkeypatch, CAPTURED_AT=2)
-        assert engine.graphs.num_replays > engine.num_steps / 2
-        few, _ = generate(policy, prompts, lengths, monkeypatch, MAX_GRAPHS=2)
-        assert plain == replayed == few
-        engine.load_weights(
-            WeightPiece(name, 0, values.clone()) for name, values in new.flat_weights()
-        )
+    """Also after new weights, with few graphs at a time, and without graphs for longer rows."""
+    policy, new = (tiny_policy(family, dtype, seed) for seed in (1, 2))
+    inputs = draw_inputs(prompt_lengths)
+    engines = {}
+    for name, settings in {
+        "plain": {"CAPTURED_AT": 10**9},
+        "replayed": {"CAPTURED_AT": 2},
+        "few": {"CAPTURED_AT": 2, "MAX_GRAPHS": 2},
+    }.items():
+        with monkeypatch.context() as patched:
+            for setting, value in settings.items():
+                patched.setattr(step_graphs, setting, value)
+            engine = engines[name] = make_engine(policy, *inputs)
+            first = [(key, values.clone()) for key, values in policy.flat_weights()]
+            bits = [generate(engine, *inputs) for _ in range(2)]
+            engine.load_weights(WeightPiece(key, 0, v.clone()) for key, v in new.flat_weights())
+            bits.append(generate(engine, *inputs))
+            engine.load_weights(WeightPiece(key, 0, v) for key, v in first)  # for the next engine
+        if name == "plain":
+            expected = bits
+        assert bits == expected
+    assert engines["replayed"].graphs.num_replays > engines["replayed"].num_steps / 2
 
 
-def test_a_model_that_cannot_be_captured_leaves_the_gpu_usable(monkeypatch):
-    register_attention()
-    policy = Policy(tiny_model("qwen3", ATTENTION_NAME).to("cuda"), torch.device("cuda"))
-    prompts, lengths = [[5, 6, 7]] * 12, np.full((12, 4), 30)
-    expected, _ = generate(policy, prompts, lengths, monkeypatch)
+def test_long_rows_and_deterministic_sampling_of_the_likeliest(monkeypatch):
+    """Some steps are too large for graphs. `scatter_` has another kernel in deterministic mode."""
+    inputs = draw_inputs((200, 70, 10))
+    policy = tiny_policy("qwen3", torch.float32)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        cells = 30 * 128 + 12 * 208  # of rows and prompts
+        monkeypatch.setattr(step_graphs, "MAX_GRAPH_KEYS", cells * 16)
+        engine = make_engine(policy, *inputs, top_k=5, top_p=0.9)
+        assert generate(engine, *inputs) == generate(engine, *inputs)
+        assert 0 < engine.graphs.num_replays < engine.num_steps / 2
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_model_that_cannot_be_captured_leaves_the_gpu_usable():
+    policy, inputs = tiny_policy("qwen3", torch.float32), draw_inputs((3, 9, 5))
+    expected = generate(make_engine(policy, *inputs), *inputs)
     hook = policy.model.model.layers[0].register_forward_hook(lambda *a: a[2].max().item() and None)
     with pytest.warns(UserWarning, match="without CUDA graphs"):
-        _, engine = generate(policy, prompts, lengths, monkeypatch)
+        engine = make_engine(policy, *inputs)
+        generate(engine, *inputs)
     assert engine.graphs.num_replays == 0
     hook.remove()
     torch.cuda.empty_cache()
     torch.rand(1000, device="cuda")
-    again, engine = generate(policy, prompts, lengths, monkeypatch)
-    assert again == expected and engine.graphs.num_replays > 0
+    engine = make_engine(policy, *inputs)
+    assert generate(engine, *inputs) == expected
+    assert engine.graphs.num_replays > 0
 
 
 # -- weights: device to device, and over NCCL ------------------------------------------------------

@@ -79,7 +79,7 @@ def compare(
         without.graphs = None
         runs["engine_without_graphs"] = partial(_run_engine, without, prompts, lengths)
     actions = {name: timed(action, device) for name, action in runs.items()}
-    # Steps are captured meanwhile.
+    # Warm-up runs also capture the steps.
     seconds = take_turns(actions, repetitions, num_warm_up=1 if engine.graphs is None else 3)
     copies = NUM_ROWS * settings.max_sequence_length  # tokens, if each row had a copy of its prompt
     rates = {name: sum(lengths) / statistics.median(taken) for name, taken in seconds.items()}

@@ -146,8 +146,10 @@ class EmbeddedEngine(PolicyEngine):
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:
         prefill, num_resumed = self._choose_prefill(), self._choose_resumed()
-        if num_resumed or prefill or (self.num_active and not self._decode_with_graphs()):
+        if num_resumed or prefill:
             self._forward_and_sample(num_resumed, prefill)
+        elif self.num_active and not self._decode_with_graphs():
+            self._forward_and_sample(0, [])
         self._start_ready_rows()
         finished, self._finished = self._finished, []
         return finished

@@ -46,7 +46,7 @@ from easyrl.types import Float64
 ROW_STEP, CELL_STEP, SLOT_STEP, PROMPT_STEP = 8, 128, 4, 256
 """B, L, C and P are rounded up to multiples of these."""
 CAPTURED_AT = 3
-"""A step is captured when its sizes occur for this time."""
+"""A step is captured when its sizes occur for the third time."""
 MAX_GRAPHS = 100
 """Bounds the memory of kernels' arguments, which torch does not count."""
 
@@ -105,14 +105,15 @@ class StepGraphs:
 
     def step(self, tokens: Ints, uniforms: Float64, rows: np.ndarray[Any, Any]) -> Drawn | None:
         """Return the next token of every row and its log-probability: 2 x [n]. Return None if the
-        step cannot be captured, or if attention takes longer than launching kernels.
+        step cannot be captured, or if its attention is large (`MAX_GRAPH_KEYS`).
 
         `tokens` [n]: the newest of each row; `uniforms` [n]: see `sample`; `rows` [n]: the state of
         the active rows (fields position, cell and slot).
         """
         sizes, inputs = self._prepare(tokens, uniforms, rows)
         numbers_per_cell = self._cache.rows[0][0][0, 0].numel()
-        if sizes.rows * sizes.cells * numbers_per_cell > MAX_GRAPH_KEYS:
+        num_cells = sizes.rows * sizes.cells + sizes.slots * sizes.prompt
+        if num_cells * numbers_per_cell > MAX_GRAPH_KEYS:
             return None
         integers = inputs.packed()
         if self._can_compute is None:
@@ -137,7 +138,8 @@ class StepGraphs:
         if graph is not None:
             self._graphs[sizes] = graph
             if len(self._graphs) > MAX_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
+                oldest = next(iter(self._graphs))
+                del self._graphs[oldest], self._num_seen[oldest]
         return drawn[0][: len(rows)], drawn[1][: len(rows)]
 
     def _prepare(
@@ -174,6 +176,8 @@ class StepGraphs:
         try:
             with devices.refuse_waits():
                 self._compute(sizes, integers)
+        except torch.OutOfMemoryError:  # says nothing about the model
+            raise
         except Exception as error:  # any: it depends on the model's code
             _warn(error)
             return False
@@ -188,8 +192,8 @@ class StepGraphs:
             if _bits_equal(drawn, expected):
                 return _Graph(integers, replay, drawn)
             _warn("a replayed step differs")
-        except Exception as error:  # any: out of memory, or as above
-            _warn(error)
+        except Exception as error:  # any: out of memory, or a kernel that cannot be captured
+            _warn(error.__context__ or error)  # the end of the capture raises one more error
         self._captures = False
         self._graphs.clear()
         return None
@@ -202,8 +206,6 @@ def _bits_equal(one: Drawn, other: Drawn) -> bool:
 
 
 def _warn(reason: object) -> None:
-    while isinstance(reason, Exception) and reason.__context__ is not None:
-        reason = reason.__context__  # the first error; others follow when the capture ends
     text = str(reason) or type(reason).__name__
     warnings.warn(f"decoding without CUDA graphs: {text.splitlines()[0]}", stacklevel=2)
 
@@ -213,7 +215,7 @@ class _PaddedRows:
 
     def __init__(self, cache: KVCache, sizes: _Sizes, inputs: _Inputs) -> None:
         self._cache, self._sizes, self._inputs = cache, sizes, inputs
-        # Copies of the first row write to its cell what it writes itself.
+        # Padding repeats the first row: it writes the same values to the same cell.
         self._newest = inputs.sources * cache.cells_per_row + inputs.cells
         self._prompts: PromptAttention | None = None
         if sizes.slots:

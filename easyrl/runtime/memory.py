@@ -153,7 +153,7 @@ def _rollout_parts(
     step = (rows + max(1, rows // 4)) * model.vocabulary_size * SAMPLE_BYTES
     if is_batched and not on_cpu:
         # Attention copies a layer's keys and values. CUDA graphs have memory of their own.
-        values = cached * per_token // (2 * model.num_layers)  # bytes of a layer
+        values = (cached + prompts) * per_token // (2 * model.num_layers)  # bytes of a layer
         step = 2 * step + 2 * values + 2 * min(values, MAX_GRAPH_KEYS * dtype_bytes)
     step += prefill * dtype_bytes * (2 * model.width + 3 * model.mlp_width)
     if not (on_cpu and is_embedded):  # else weights are received into their own memory
