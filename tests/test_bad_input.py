@@ -146,6 +146,19 @@ def test_lora_without_peft_says_how_to_install_it(
     assert list(tmp_path.iterdir()) == []
 
 
+# Compiled layers.
+
+
+def test_compiling_without_a_compiler_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--output", str(tmp_path / "run"), "train.compile=true")
+    assert_names(typed(*words, "runtime.deterministic=true"), "train.compile")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert_names(typed(*words), "train.compile")
+    assert list(tmp_path.iterdir()) == []
+
+
 # The disk and the memory.
 
 

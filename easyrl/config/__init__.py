@@ -146,6 +146,8 @@ class Config(Section):
                 "rollout.episode_timeout_seconds: expected null with runtime.deterministic, got "
                 f"{self.rollout.episode_timeout_seconds:g}"
             )
+        if runtime.deterministic and self.train.compile:
+            problems.append("train.compile: expected false with runtime.deterministic, got true")
         if problems:
             raise ValueError("\n".join(problems))
         return self

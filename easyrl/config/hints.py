@@ -18,6 +18,7 @@ SYNONYMS = {
     **dict.fromkeys(("name", "model_name_or_path"), "path"),
     **dict.fromkeys(("reward_funcs", "reward_function"), "functions"),
     "gradient_checkpointing": "activation_checkpointing",
+    **dict.fromkeys(("torch_compile", "use_torch_compile"), "compile"),
     "gpu_memory_utilization": "memory_fraction",
     **dict.fromkeys(("lora", "lora_rank", "lora_r", "use_lora", "use_peft", "r"), "rank"),
     "eval_steps": "eval_every",

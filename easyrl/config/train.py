@@ -34,6 +34,10 @@ class TrainConfig(Section):
     activation_checkpointing: bool = False
     """Compute each layer again in the backward pass: far less memory for a third more time. It does
     not change the result."""
+    compile: bool = False
+    """Compile the model's layers with torch.compile, which fuses their elementwise operations. It
+    takes seconds to minutes when training starts, and needs a C++ compiler. Not for deterministic
+    runs."""
     offload: Annotated[list[Literal["reference", "old", "optimizer"]], EACH_ONCE] = Field(
         default_factory=list
     )

@@ -49,6 +49,13 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
+def compile_around_attention() -> None:
+    """Let compiled layers run their attention as it is: it depends on the layout."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attention))  # type: ignore[no-untyped-call]
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,  # [1, Hq, T, D]

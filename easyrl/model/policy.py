@@ -25,7 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from easyrl.config import ConfigError
 from easyrl.config.model import AttentionMode, DType, LoraConfig
 from easyrl.data.hub import resolve_model
-from easyrl.model.attention import AttentionLayout, PackedGroups, register_attention
+from easyrl.model.attention import (
+    AttentionLayout,
+    PackedGroups,
+    compile_around_attention,
+    register_attention,
+)
 from easyrl.model.exactness import attend_packed, check_causal
 from easyrl.model.files import eos_token_ids, load_model_config
 from easyrl.model.lora import Adapter
@@ -111,6 +116,15 @@ class Policy:
             block.forward = partial(  # beneath the hooks that gather a sharded layer's weights
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
             )
+
+    def compile(self) -> None:
+        """Compile each decoder layer but its attention (`torch.compile`) for any number of tokens.
+        Call it before `checkpoint_activations`."""
+        compile_around_attention()
+        # Each kind of layer is compiled for each number of threads, which changes with lent cores.
+        torch._dynamo.config.recompile_limit = 64
+        for block in self.blocks:
+            block.forward = torch.compile(block.forward, dynamic=True)
 
     def before_each_block(self, callback: Callable[[], None]) -> None:
         """Call `callback` before the forward and before the backward of each decoder layer."""

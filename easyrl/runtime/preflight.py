@@ -5,7 +5,9 @@ memory, disk. Fast checks come first. Nothing is written, no weights are loaded.
 from __future__ import annotations
 
 import hashlib
+import os
 import resource
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -77,6 +79,7 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
     num_rollout = max(placement.num_rollout_workers, config.devices.max_rollout_workers or 0)
     check_open_files(config, num_rollout + placement.train.count)
+    check_compiler(config)
     skipped = too_long_prompts(config, prompts.examples(), interfaces)
     prompts = prompts.without(skipped)
     held_out, of_eval = _held_out(config, prompts, interfaces)
@@ -138,6 +141,16 @@ def check_open_files(config: Config, num_workers: int) -> None:
             "devices.infer, devices.train, devices.max_rollout_workers: "
             f"{num_workers} workers need a limit of {needed} open files or more, got {limit}; "
             f"raise it (ulimit -n {needed}), or use fewer workers"
+        )
+
+
+def check_compiler(config: Config) -> None:
+    """Raise ConfigError if layers are to be compiled without a C++ compiler."""
+    compiler = os.environ.get("CXX", "g++")
+    if config.train.compile and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"train.compile: expected a C++ compiler, got none: '{compiler}' is not installed. "
+            "Install one (Debian: apt install g++), name it in CXX, or set train.compile to false"
         )
 
 

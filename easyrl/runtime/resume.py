@@ -54,6 +54,7 @@ MAY_CHANGE = (
     "train.keep_checkpoints",
     "train.eval_every",
     "train.activation_checkpointing",
+    "train.compile",
     "train.offload",
     "train.max_tokens_per_micro_batch",
     "eval.num_samples",

@@ -56,6 +56,8 @@ class Learner:
         """Number of optimizer updates, dropped ones included."""
         self.config = config
         train, algorithm = config.train, config.algorithm
+        if train.compile:
+            policy.compile()
         if train.activation_checkpointing:
             policy.checkpoint_activations()
         self._tri_model = TriModel(
