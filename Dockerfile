@@ -19,10 +19,10 @@ ARG BASE=python:3.12-slim-bookworm
 
 FROM ${BASE} AS base
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-# Triton and torch.compile need a C compiler at run time, the code reward needs bubblewrap.
+# Triton and torch.compile need C and C++ compilers at run time, the code reward needs bubblewrap.
 # hadolint ignore=DL3008
 RUN apt-get update \
- && packages=(bubblewrap gcc libc6-dev libnuma1) \
+ && packages=(bubblewrap g++ libc6-dev libnuma1) \
  && if ! command -v python3; then packages+=(python3 python3-dev python3-venv); fi \
  && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "${packages[@]}" \
  && rm -rf /var/lib/apt/lists/* \

@@ -36,8 +36,8 @@ class TrainConfig(Section):
     not change the result."""
     compile: bool = False
     """Compile the model's layers with torch.compile, which fuses their elementwise operations. It
-    takes seconds to minutes when training starts, and needs a C++ compiler. Not for deterministic
-    runs."""
+    takes seconds to minutes when training starts, and on the CPU a C++ compiler. Not for
+    deterministic runs."""
     offload: Annotated[list[Literal["reference", "old", "optimizer"]], EACH_ONCE] = Field(
         default_factory=list
     )

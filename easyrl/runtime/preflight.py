@@ -79,7 +79,7 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
     num_rollout = max(placement.num_rollout_workers, config.devices.max_rollout_workers or 0)
     check_open_files(config, num_rollout + placement.train.count)
-    check_compiler(config)
+    check_compiler(config, placement)
     skipped = too_long_prompts(config, prompts.examples(), interfaces)
     prompts = prompts.without(skipped)
     held_out, of_eval = _held_out(config, prompts, interfaces)
@@ -144,10 +144,11 @@ def check_open_files(config: Config, num_workers: int) -> None:
         )
 
 
-def check_compiler(config: Config) -> None:
-    """Raise ConfigError if layers are to be compiled without a C++ compiler."""
+def check_compiler(config: Config, placement: Placement) -> None:
+    """Raise ConfigError if layers are to be compiled for the CPU without a C++ compiler."""
     compiler = os.environ.get("CXX", "g++")
-    if config.train.compile and shutil.which(compiler) is None:
+    is_needed = config.train.compile and placement.train.kind == "cpu"
+    if is_needed and shutil.which(compiler) is None:
         raise ConfigError(
             f"train.compile: expected a C++ compiler, got none: '{compiler}' is not installed. "
             "Install one (Debian: apt install g++), name it in CXX, or set train.compile to false"
