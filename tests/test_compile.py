@@ -11,6 +11,7 @@ from test_train_ranks import Ranks, ranks
 from test_updates import model, train
 from torch._dynamo.utils import counters
 
+from easyrl.config import ConfigError
 from runs import SMALL, finish, summary_of
 from tiny_models import FAMILIES, SPREAD, UNSHARED, largest_gradient_gap, tiny_model
 
@@ -60,6 +61,16 @@ def test_other_models(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.long
+def test_a_model_that_cannot_be_compiled_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("mamba", spread=SPREAD, **UNSHARED["mamba"][0]).save_pretrained(tmp_path)
+    monkeypatch.setattr(test_updates, "MODEL", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"train\.compile"):
+        train(COMPILE)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("words", [HARDER, CHECKPOINTED, LORA])
 def test_two_ranks(ranks: Ranks, words: tuple[str, ...]) -> None:
     expected = train(*words)
@@ -78,9 +89,13 @@ def test_two_ranks_in_bfloat16(ranks: Ranks) -> None:
 @pytest.mark.long
 def test_a_run_with_lent_cores(tmp_path: Path) -> None:
     """The number of threads changes, and layers are compiled for each."""
-    folder = tmp_path / "run"
-    code, _, err = finish("--output", str(folder), "--iterations", "4", *SMALL, COMPILE)
-    assert (code, err) == (0, "")
+    folder, rewards = tmp_path / "run", tmp_path / "rewards.py"
+    rewards.write_text(
+        "def score(completions, **_):\n    return [len(c) % 3 for c in completions]\n"
+    )
+    words = ("--output", str(folder), "--iterations", "4", "--reward", f"{rewards}:score")
+    code, _, err = finish(*words, *SMALL, COMPILE)
+    assert (code, err) == (0, "")  # no warning of semaphores, which tqdm leaves in a worker
     summary = summary_of(folder)
     assert summary["groups_off_policy"] == 0
     assert 0.0 < summary["sampling_logp_difference_max"] < 1e-3

@@ -35,8 +35,8 @@ class TrainConfig(Section):
     """Compute each layer again in the backward pass: far less memory for a third more time. It does
     not change the result."""
     compile: bool = False
-    """Compile the model's layers with torch.compile, which fuses their elementwise operations. It
-    takes seconds to minutes when training starts, and on the CPU a C++ compiler. Not for
+    """Compile the model's layers with torch.compile, which fuses their elementwise operations. The
+    first iterations take seconds to minutes longer. On the CPU it needs a C++ compiler. Not for
     deterministic runs."""
     offload: Annotated[list[Literal["reference", "old", "optimizer"]], EACH_ONCE] = Field(
         default_factory=list

@@ -118,10 +118,11 @@ class Policy:
             )
 
     def compile(self) -> None:
-        """Compile each decoder layer but its attention (`torch.compile`) for any number of tokens.
-        Call it before `checkpoint_activations`."""
+        """Compile each decoder layer, but not EasyRL's attention (`torch.compile`). Call it before
+        `checkpoint_activations`."""
         compile_around_attention()
-        # Each kind of layer is compiled for each number of threads, which changes with lent cores.
+        # A layer is compiled with and without gradient, for short and long rows, and for each
+        # number of threads, which changes with lent cores.
         torch._dynamo.config.recompile_limit = 64
         for block in self.blocks:
             block.forward = torch.compile(block.forward, dynamic=True)

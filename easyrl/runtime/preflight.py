@@ -147,8 +147,8 @@ def check_open_files(config: Config, num_workers: int) -> None:
 def check_compiler(config: Config, placement: Placement) -> None:
     """Raise ConfigError if layers are to be compiled for the CPU without a C++ compiler."""
     compiler = os.environ.get("CXX", "g++")
-    is_needed = config.train.compile and placement.train.kind == "cpu"
-    if is_needed and shutil.which(compiler) is None:
+    is_local_cpu = placement.train.kind == "cpu" and not placement.is_ray
+    if config.train.compile and is_local_cpu and shutil.which(compiler) is None:
         raise ConfigError(
             f"train.compile: expected a C++ compiler, got none: '{compiler}' is not installed. "
             "Install one (Debian: apt install g++), name it in CXX, or set train.compile to false"

@@ -41,6 +41,7 @@ from easyrl.runtime.supervisor import (
     Interrupted,
     WorkerFailure,
     signals_as_interrupts,
+    start_resource_tracker,
 )
 
 
@@ -65,6 +66,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
     source = None
     if resumed is None:
         config, source = start_from(config)
+    start_resource_tracker()  # before the reward functions' processes start another one
     checked = check_run(config, resumed)
     if source is not None and source.kind != "model":
         config, checked = _make_model(config, checked, source)

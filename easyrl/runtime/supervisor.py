@@ -223,16 +223,9 @@ class Supervisor:
         """Start `target(*arguments, control)` in a process of its own."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=target, args=(*arguments, theirs), name=name)
-        # Children inherit the blocked signals, which a terminal sends to all its processes. A
-        # worker later ignores them itself. multiprocessing's resource tracker, which starts with
-        # the first worker, keeps them blocked: it must clean up after all others.
-        from_terminal = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, from_terminal)
-        try:
-            _start_resource_tracker()
+        start_resource_tracker()
+        with _terminal_signals_blocked():  # a worker later ignores them itself
             process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         return self._add(Worker(name, process, ours, is_replaceable=is_replaceable))
 
@@ -354,11 +347,24 @@ def _ends_run(worker: Worker, failed: events.Failed) -> bool:
     return is_start or not (worker.is_replaceable and failed.is_replaceable)
 
 
-def _start_resource_tracker() -> None:
-    """Start multiprocessing's resource tracker without its warning at the end.
+@contextmanager
+def _terminal_signals_blocked() -> Iterator[None]:
+    """Processes that start here inherit blocked signals: those that a terminal sends to all."""
+    from_terminal = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, from_terminal)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    It removes the semaphores of workers that end at once; the user need not hear of them.
+
+def start_resource_tracker() -> None:
+    """Start multiprocessing's resource tracker, if none runs, without its warning at the end.
+
+    It removes the semaphores of workers that end at once; the user need not hear of them. It keeps
+    a terminal's signals blocked, because it must clean up after all others.
     """
     sys.warnoptions.append("ignore:resource_tracker")
-    resource_tracker.ensure_running()
+    with _terminal_signals_blocked():
+        resource_tracker.ensure_running()
     sys.warnoptions.pop()

@@ -21,7 +21,7 @@ from torch.distributed import ReduceOp
 
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, load_loss
-from easyrl.config import Config
+from easyrl.config import Config, ConfigError
 from easyrl.model.attention import PackedGroups
 from easyrl.model.checkpoint import copy_of_training, read_tensors
 from easyrl.model.policy import Policy
@@ -117,10 +117,18 @@ class Learner:
         self._loss = self._zero()
 
     def accumulate(self, batch: MicroBatch) -> None:
-        """Run forward and backward of one micro-batch."""
-        inputs = self._loss_inputs(batch)
-        outputs = self._functions.policy_loss(inputs, self.config)
-        outputs.loss.backward()  # type: ignore[no-untyped-call]
+        """Run forward and backward of one micro-batch. Raises ConfigError if a layer cannot be
+        compiled."""
+        try:
+            inputs = self._loss_inputs(batch)
+            outputs = self._functions.policy_loss(inputs, self.config)
+            outputs.loss.backward()  # type: ignore[no-untyped-call]
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                "train.compile: expected false, because torch.compile cannot compile this model's "
+                f"layers on this machine: {reason}"
+            ) from error
         self._loss += outputs.loss.detach()
         difference = torch.where(
             inputs.loss_mask, (inputs.old_logprobs - inputs.rollout_logprobs).abs(), 0.0
