@@ -45,7 +45,7 @@ def measured(engine: tuple[float, float], *, trained_token: float) -> MeasuredIt
     train_rows = [[1.0, tokens, 0.0, 0.0, tokens * trained_token] for tokens in (100.0, 4000.0)]
     num_tokens = sum(sum(group.lengths) for group in groups)
     return MeasuredIteration(
-        1, 1, num_tokens, 1.0, 0.0, 0.0, 0.0, 100, engine_rows, train_rows, groups
+        1, 1, num_tokens, 1.0, 0.0, 0.0, 0.0, 100, engine_rows, train_rows, groups, NUM_PROMPTS
     )
 
 

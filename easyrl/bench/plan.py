@@ -35,7 +35,6 @@ SIMULATED = {
     *("train.max_tokens_per_micro_batch", "runtime.schedule", "runtime.deterministic"),
 }
 """Settings that may differ from the measured ones."""
-FEW_ITERATIONS = 4
 
 MAX_SPLITS = 24
 NUM_COMPLETIONS = 400_000
@@ -117,9 +116,6 @@ def make_plan(
     lines = [_describe(path, source) for path, source in zip(paths, sources, strict=True)]
     about = "\n".join([*lines, *_describe_rates(iterations, config)])
     notes = []
-    if len(iterations) < FEW_ITERATIONS:
-        few = counted(len(iterations), "iteration")
-        notes.append(f"only {few} measured: rates are uncertain, measure a longer run")
     if num_devices - size > most:
         prompts = "train.prompts_per_iteration / train.updates_per_iteration"
         notes.append(f"more than {most} trainers are not possible ({prompts})")
@@ -147,21 +143,18 @@ def _flags(best: Split, num_devices: int, config: Config) -> str:
 def _search(
     pairs: Sequence[tuple[int, int]], scenarios: Sequence[Scenario], config: Config
 ) -> list[Prediction]:
-    """Simulate all splits, or first some of them and then those near the fastest."""
+    """Simulate all splits, or first some of them and then, at half the distance each time, those
+    next to the fastest."""
     found: dict[int, Prediction] = {}
-
-    def simulate_at(numbers: Sequence[int]) -> int:
-        for number in {*numbers} - {*found}:
+    step = -(-len(pairs) // MAX_SPLITS)
+    numbers = list(range(0, len(pairs), step))
+    while numbers:
+        for number in numbers:
             found[number] = _predict(*pairs[number], scenarios, config)
-        return max(found, key=lambda number: found[number][0].tokens_per_second)
-
-    last = len(pairs) - 1
-    step = max(1, last // (MAX_SPLITS // 2)) if last >= MAX_SPLITS else 1
-    best = simulate_at([*range(0, last, step), last])
-    while step > max(1, last // 100):
-        step = -(-step // 3)
-        near = (best + k * step for k in range(-2, 3))
-        best = simulate_at([number for number in near if 0 <= number <= last])
+        best = max(found, key=lambda number: found[number][0].tokens_per_second)
+        step //= 2
+        near = {best - step, best + step} - {*found}
+        numbers = [number for number in near if 0 <= number < len(pairs)]
     return [found[number] for number in sorted(found)]
 
 
@@ -213,26 +206,18 @@ def _read_run(folder: Path) -> Source:
 def _read_bench(file: Path, model: str | None) -> Source:
     expected = f"'{file}': expected a run's folder, or a file of `easyrl bench loop --json`"
     try:
-        by_model = {
-            row["model"]: Source(
-                load_config(None, row["rates"]["config"]),
-                [MeasuredIteration.from_json(each) for each in row["rates"]["iterations"]],
-                row["model"],
-            )
-            for row in json.loads(file.read_text())["results"]
-            if row["rates"]["iterations"]
-        }
+        by_model = {row["model"]: row["rates"] for row in json.loads(file.read_text())["results"]}
     except OSError as error:
         raise ValueError(f"{expected}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{expected}, got another one") from None
-    if not by_model:
-        raise ValueError(f"{expected}, got one without measured iterations")
-    if len(by_model) == 1:
-        model = model or next(iter(by_model))
-    if model not in by_model:
+    if model is None and len(by_model) == 1:
+        (model,) = by_model
+    if model is None or model not in by_model:
         raise ValueError(f"--model: expected {' or '.join(by_model)}, got {model or 'none'}")
-    return by_model[model]
+    rates = by_model[model]
+    iterations = [MeasuredIteration.from_json(each) for each in rates["iterations"]]
+    return Source(load_config(None, rates["config"]), iterations, model)
 
 
 # -- the screen -----------------------------------------------------------------------------------

@@ -19,13 +19,13 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from heapq import heapreplace
+from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from easyrl import events
 from easyrl.config import Config, change_config
-from easyrl.config.devices import DeviceSet
 from easyrl.events import Event
 from easyrl.runtime.placement import max_concurrent_groups
 
@@ -60,7 +60,7 @@ class MeasuredIteration:
     engine_rows: list[Row]
     train_rows: list[Row]
     groups: list[Group]
-    max_concurrent_groups: int | None = None  # of an engine; None: unknown, as in older files
+    max_concurrent_groups: int  # of an engine
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
@@ -76,7 +76,7 @@ def with_measured_groups(config: Config, iterations: Sequence[MeasuredIteration]
     during the run."""
     number = iterations[-1].max_concurrent_groups
     default = max_concurrent_groups(config, iterations[-1].num_engines)
-    if config.rollout.max_concurrent_groups is not None or number in (None, default):
+    if config.rollout.max_concurrent_groups is not None or number == default:
         return config
     return change_config(config, {"rollout.max_concurrent_groups": number})
 
@@ -133,12 +133,9 @@ def _with_devices(config: Config, devices: Mapping[str, str]) -> Config:
     """Return the config with the devices that were chosen for null."""
     chosen = {}
     for role, key in (("rollout", "infer"), ("train", "train")):
-        names = [device for worker, device in devices.items() if worker.startswith(role)]
-        found = DeviceSet("cpu", tuple(range(len(names))))
-        if not names[0].endswith("cpu"):
-            numbers = (name.rpartition(":")[2].split(",") for name in names)
-            found = DeviceSet("accelerator", tuple(int(n) for each in numbers for n in each))
-        chosen[f"devices.{key}"] = getattr(config.devices, key) or str(found)
+        names = [name for worker, name in devices.items() if worker.startswith(role)]
+        numbers = ",".join(name.rpartition(":")[2] for name in names)  # or "cpu"
+        chosen[f"devices.{key}"] = getattr(config.devices, key) or numbers
     return change_config(config, chosen)
 
 
@@ -182,12 +179,12 @@ class _Iteration:
                 self.scored = min(self.scored, time) if group.is_trained else self.scored
 
     def measured(self, metrics: Any) -> MeasuredIteration | None:
-        """None if reports are lost (`observe.trace` shortens files), or of an older version."""
-        is_whole = self.groups and self.spans["rollout"] and self.spans["train"]
-        if not is_whole or "perf/controller_seconds" not in metrics:
+        """None if reports are lost (`observe.trace` shortens files)."""
+        if not (self.groups and self.spans["rollout"] and self.spans["train"]):
             return None
+        in_flight = metrics["perf/max_concurrent_groups"]
         trainers = [rows for worker, rows in self.rows.items() if worker.startswith("train")]
-        engines = [self._engine_rows(w) for w in self.rows if w.startswith("rollout")]
+        engines = [self._engine_rows(w, in_flight) for w in self.rows if w.startswith("rollout")]
         num_engines, num_trainers = (
             sum(worker.startswith(role) for worker in self.workers) for role in ("rollout", "train")
         )
@@ -214,19 +211,16 @@ class _Iteration:
             engine_rows=[row for rows in engines for row in _added_up(rows)],
             train_rows=[row for rows in trainers for row in _added_up(rows)],
             groups=self.groups,
-            max_concurrent_groups=metrics.get("perf/max_concurrent_groups"),
+            max_concurrent_groups=in_flight,
         )
 
-    def _engine_rows(self, worker: str) -> list[Row]:
+    def _engine_rows(self, worker: str, in_flight: int) -> list[Row]:
         """Rows of an engine. vLLM does not report its steps: then one row, with as many as its
         completions take, one after another in the rows of an engine."""
         rows = self.rows[worker]
         if any(num_steps for num_steps, *_ in rows):
             return rows
-        num_engines = sum(each.startswith("rollout") for each in self.workers)
-        ends = [0] * (
-            self.config.rollout.num_generations * max_concurrent_groups(self.config, num_engines)
-        )
+        ends = [0] * (self.config.rollout.num_generations * in_flight)
         for length in self.lengths[worker]:
             heapreplace(ends, ends[0] + length)
         _, *others = np.sum(rows, axis=0).tolist()
@@ -248,13 +242,13 @@ def fit(iterations: Sequence[MeasuredIteration]) -> Rates:
     step, token, prompt_token = _fit(engine_rows)
     micro_batch, trained_token, update, communication = _fit(train_rows)
     trained = [sum(group.lengths) for group in groups if group.is_trained]
-    message = _mean([each.controller_seconds / each.num_messages for each in iterations])
+    message = fmean([each.controller_seconds / each.num_messages for each in iterations])
     broadcasts = []
     for each in iterations:
         gather = communication / 3 * (1 - 1 / each.num_trainers)
         seconds = each.weights_seconds - gather - 2 * message * each.num_workers
         broadcasts.append(max(0.0, seconds) / num_rounds(each.num_engines))
-    broadcast = _mean(broadcasts)
+    broadcast = fmean(broadcasts)
     if not train_rows[:, 3].any():  # not measured
         communication = 3.0 * broadcast
     return Rates(
@@ -264,7 +258,7 @@ def fit(iterations: Sequence[MeasuredIteration]) -> Rates:
         broadcast=broadcast,
         overhead=float(np.median([each.overhead_seconds for each in iterations])),
         message=message,
-        messages_per_second=_mean(
+        messages_per_second=fmean(
             [
                 max(0, each.num_messages - len(each.groups)) / each.seconds / each.num_workers
                 for each in iterations
@@ -278,10 +272,6 @@ def fit(iterations: Sequence[MeasuredIteration]) -> Rates:
 def num_rounds(num_engines: int) -> int:
     """Rounds of a broadcast from the trainer in which each that has the weights sends them on."""
     return math.ceil(math.log2(1 + num_engines))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values))
 
 
 def _fit(rows: np.ndarray) -> list[float]:

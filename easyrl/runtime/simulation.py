@@ -13,10 +13,12 @@ slower side then, and decides).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -79,12 +81,14 @@ def compare(iterations: Sequence[MeasuredIteration], config: Config) -> dict[str
     few iterations were measured with the newest number of groups in flight, or the number of
     engines changed."""
     predicted = measured = None
-    if iterations:
-        config = with_measured_groups(config, iterations)
-        in_flight = iterations[-1].max_concurrent_groups
-        iterations = [each for each in iterations if each.max_concurrent_groups == in_flight]
-    given, left_out = list(iterations)[::2], list(iterations)[1::2]
-    if len({each.num_engines for each in iterations}) == 1 and left_out:
+    alike = [
+        each
+        for each in iterations
+        if each.max_concurrent_groups == iterations[-1].max_concurrent_groups
+    ]
+    given, left_out = alike[::2], alike[1::2]
+    if left_out and len({each.num_engines for each in alike}) == 1:
+        config = with_measured_groups(config, alike)
         num_engines, num_trainers = given[0].num_engines, given[0].num_trainers
         outcomes = [
             simulate(*scenario, config, num_engines, num_trainers)
@@ -182,7 +186,9 @@ class _Engine:
             if number != self.newest:  # its prompt's step samples the first tokens
                 self.newest = number
                 first_tokens = token * len(self.groups[number].lengths)
-                self._work(prompt + first_tokens + (step if self.is_idle else 0.0))
+                seconds = prompt + first_tokens + (step if self.is_idle else 0.0)
+                self.clock += seconds
+                self.busy_seconds += seconds
                 self.is_idle = False
             heappush(self.rows, (self.step + length - 1, number))
         self.version += 1
@@ -193,10 +199,6 @@ class _Engine:
 
     def _step_seconds(self) -> float:
         return self.rates.engine[0] + self.rates.engine[1] * len(self.rows)
-
-    def _work(self, seconds: float) -> None:
-        self.clock += seconds
-        self.busy_seconds += seconds
 
 
 def _generate(
@@ -263,7 +265,7 @@ def _train(
     for of_update in np.array_split(accepted, num_updates):
         read = of_update.tolist() if is_ordered else sorted(of_update, key=arrivals.__getitem__)
         left = deque(read)
-        rollouts: list[tuple[float, int]] = []  # tokens, group
+        rollouts: list[float] = []  # tokens
         num_tokens = 0.0
         while left or rollouts:
             while left and num_tokens < budget:
@@ -274,19 +276,14 @@ def _train(
                 group = groups[number]
                 if group.is_trained:
                     share = rates.prompt_tokens / len(group.lengths)
-                    rollouts += [(length + share, number) for length in group.lengths]
+                    rollouts += [length + share for length in group.lengths]
                     num_tokens += sum(group.lengths) + rates.prompt_tokens
             if not rollouts:
                 continue
-            taken = 0
-            filled = 0.0
-            while taken < len(rollouts) and (not taken or filled + rollouts[taken][0] <= budget):
-                filled += rollouts[taken][0]
-                taken += 1
-            lengths = [tokens for tokens, _ in rollouts[:taken]]
+            taken = max(1, bisect_right([*accumulate(rollouts)], budget))
+            lengths, rollouts = rollouts[:taken], rollouts[taken:]
+            num_tokens = sum(rollouts)
             seconds = per_micro_batch + rates.trainer[1] * _largest_share(lengths, num_trainers)
-            del rollouts[:taken]
-            num_tokens -= filled
             time, busy = time + seconds, busy + seconds
         time, busy = time + update / num_trainers, busy + update / num_trainers
     return time, busy
