@@ -20,7 +20,6 @@ from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.model.files import load_eos_token_ids, load_model_config
-from easyrl.processes import num_cores
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.preflight import check_run
 from easyrl.runtime.supervisor import WorkerFailure
@@ -193,14 +192,6 @@ def test_peer_is_as_fast_as_the_best_of_its_settings(monkeypatch: pytest.MonkeyP
     assert (row["easyrl_mean_length"], row["peer_mean_length"]) == (52, 51)
 
 
-def test_peer_always_measures_the_reference() -> None:
-    placement = resolve_placement(load_config(None, {"devices.infer": "cpu"}))
-    for work in peer.ROWS.values():
-        settings = peer.peer_settings(dataclasses.replace(work, micro_batch=32), placement)
-        assert {each["micro-batch"] for each in settings} == {32, work.reference}
-        assert {each["threads"] for each in settings} == {num_cores()}
-
-
 def test_peer_does_the_same_work_on_several_accelerators() -> None:
     placement = resolve_placement(load_config(None, {"devices.infer": "cpu"}))
 
@@ -227,12 +218,14 @@ def test_rows_before_a_failure_are_shown_and_written(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs easyrl[peer]")
-def test_peer_samples_the_same_lengths_on_both_sides(tmp_path: Path) -> None:
-    work = dataclasses.replace(peer.ROWS["tiny_short"], iterations=2, micro_batch=64)
-    works = {"tiny_short": work}
+def test_peer_samples_the_same_lengths_on_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = dataclasses.replace(peer.ROWS["tiny_short"], iterations=2)
+    monkeypatch.setattr(peer, "ROWS", {"tiny_short": work})
     file = tmp_path / "peer.json"
     with file.open("w") as json_file:
-        assert run_suite("peer", peer.run(rounds=1, works=works), json_file) == 0
+        assert run_suite("peer", peer.run(rounds=1), json_file) == 0
     row = json.loads(file.read_text())["results"]["tiny_short"]
     rates = row["easyrl_tokens_per_second"], row["peer_tokens_per_second"]
     assert row["ratio"] == pytest.approx(rates[0] / rates[1]) and row["ratio"] > 0

@@ -75,8 +75,7 @@ class Work:
     prompt_length: int
     cap: int  # longest completion
     iterations: int  # measured per run
-    reference: int  # micro-batch that is measured in every run
-    micro_batch: int  # tuned, in completions
+    micro_batches: Sequence[int]  # in completions; all are measured, the fastest one first
 
     @property
     def num_completions(self) -> int:
@@ -86,11 +85,11 @@ class Work:
 # Micro-batches of 16 and 64 were compared by whole iterations on two cores, in three rounds of each
 # row but `mid_1k`.
 ROWS = {
-    "tiny_short": Work(TINY, 16, 8, 12, 256, iterations=8, reference=64, micro_batch=64),
-    "tiny_long": Work(TINY, 8, 16, 256, 64, iterations=8, reference=64, micro_batch=64),
-    "mid_short": Work(MID, 16, 8, 12, 256, iterations=3, reference=64, micro_batch=16),
-    "mid_long": Work(MID, 8, 16, 256, 64, iterations=3, reference=64, micro_batch=16),
-    "mid_1k": Work(MID, 8, 8, 1024, 128, iterations=2, reference=16, micro_batch=16),
+    "tiny_short": Work(TINY, 16, 8, 12, 256, iterations=8, micro_batches=[64]),
+    "tiny_long": Work(TINY, 8, 16, 256, 64, iterations=8, micro_batches=[64]),
+    "mid_short": Work(MID, 16, 8, 12, 256, iterations=3, micro_batches=[16, 64]),
+    "mid_long": Work(MID, 8, 16, 256, 64, iterations=3, micro_batches=[16, 64]),
+    "mid_1k": Work(MID, 8, 8, 1024, 128, iterations=2, micro_batches=[16]),
 }
 SHOWN_LINES = 20  # of the peer's output, if it fails
 
@@ -102,7 +101,6 @@ def run(
     train_devices: str | None = None,
     *,
     rounds: int = 3,
-    works: Mapping[str, Work] = ROWS,
 ) -> Iterator[Row]:
     """One row per name in `rows` (separated by commas; default: all). `model` replaces the random
     ones. Raises ValueError for unknown rows and devices that TRL cannot use, or without TRL.
@@ -110,10 +108,10 @@ def run(
     Rates are medians over rounds. The peer's is that of its fastest settings, and `ratio` is the
     median of the rounds' ratios to these.
     """
-    names = [name.strip() for name in rows.split(",")] if rows is not None else list(works)
-    if unknown := [name for name in names if name not in works]:
+    names = [name.strip() for name in rows.split(",")] if rows is not None else list(ROWS)
+    if unknown := [name for name in names if name not in ROWS]:
         got = "', '".join(unknown)
-        raise ValueError(f"--rows: expected some of {', '.join(works)}, got '{got}'")
+        raise ValueError(f"--rows: expected some of {', '.join(ROWS)}, got '{got}'")
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
     config = load_config(None, flags)
     is_ray = any(each and parse_device_set(each).is_ray for each in (infer_devices, train_devices))
@@ -124,7 +122,7 @@ def run(
             "--infer-devices, --train-devices: expected both CPU or both accelerators of this "
             f"machine, got {infer} and {train}"
         )
-    settings = {name: peer_settings(works[name], placement) for name in names}
+    settings = {name: peer_settings(ROWS[name], placement) for name in names}
     on_cpu = placement.train.kind == "cpu"
     for package in ("trl",) if on_cpu else ("trl", "vllm"):
         if util.find_spec(package) is None:
@@ -135,7 +133,7 @@ def run(
             )
     flags["model.dtype"] = dtype = "float32" if on_cpu else "bfloat16"
     for name in names:
-        work = works[name]
+        work = ROWS[name]
         with signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
             inputs = write_model_and_prompts(
                 Path(folder),
@@ -184,12 +182,10 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
 
 
 def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
-    """Return the settings to measure: tuned ones, and those that these must not be slower than.
-    Raises ValueError for numbers of accelerators that the completions cannot be divided by."""
-    cores = num_cores()
+    """Return the settings to measure. Raises ValueError for numbers of accelerators that the
+    completions cannot be divided by."""
     if placement.train.kind == "cpu":
-        sizes = sorted({work.micro_batch, work.reference})
-        return [{"micro-batch": size, "threads": cores} for size in sizes]
+        return [{"micro-batch": size} for size in work.micro_batches]
     infer, train = (list(each.indices) for each in (placement.infer, placement.train))
 
     def on(devices: list[int], **settings: Any) -> dict[str, Any]:
@@ -199,8 +195,8 @@ def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
                 f"{work.num_completions} completions between its processes: expected 1, 2, 4 or 8 "
                 f"devices, got {len(devices)}"
             )
-        size = math.gcd(work.micro_batch, work.num_completions // len(devices))
-        return {"micro-batch": size, "threads": cores, "devices": devices, **settings}
+        size = math.gcd(work.micro_batches[0], work.num_completions // len(devices))
+        return {"micro-batch": size, "devices": devices, **settings}
 
     settings = [on(sorted({*infer, *train}), vllm="colocate")]
     if not {*infer} & {*train}:
@@ -223,7 +219,7 @@ def run_trl(
         "use_cpu": used is None,
         "bf16": used is not None,
     }
-    environment = {**os.environ, "OMP_NUM_THREADS": str(settings["threads"])}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(num_cores())}
     program = [sys.executable, "-m"]
     if used is not None:
         environment |= visible_environment(accelerator()[0], used)
