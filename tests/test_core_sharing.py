@@ -21,7 +21,6 @@ from easyrl.workers import core_sharing
 from easyrl.workers.core_sharing import (
     CoreSharing,
     IdleBoard,
-    SharedCores,
     WorkerCores,
     make_idle_board,
 )
@@ -46,20 +45,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(
     board: IdleBoard, asked: list[Any]
 ) -> None:
-    shared = (SharedCores(1, 2, (2, 3)), SharedCores(2, 1, (4,)))
+    shared = {1: (2, 3), 2: (4, 5)}
     ours = WorkerCores(2, (0, 1), CoreSharing(board, 0, shared))
-    theirs = WorkerCores(2, (2, 3), CoreSharing(board, 1, ()))
+    theirs = WorkerCores(2, (2, 3), CoreSharing(board, 1, {}))
     ours.use_available()
     assert asked == []  # nobody is idle
     with theirs.idle():
         ours.use_available()
         ours.use_available()
-        assert asked == [[0, 1, 2, 3, 4], 4]  # once
+        assert asked == [[0, 1, 2, 3, 4, 5], 4]  # once
         board[2] = True
         ours.use_available()
-        assert asked[2:] == [[0, 1, 2, 3, 4], 5]
+        assert asked[2:] == [[0, 1, 2, 3, 4, 5], 6]
     ours.use_available()
-    assert asked[4:] == [[0, 1, 2, 3, 4], 3]
+    assert asked[4:] == [[0, 1, 2, 3, 4, 5], 4]
     board[2] = False
     ours.use_available()
     assert asked[6:] == [[0, 1], 2]
@@ -67,17 +66,17 @@ def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(
 
 def test_unpinned_workers_share_threads(board: IdleBoard, asked: list[Any]) -> None:
     board[1] = True
-    WorkerCores(2, (), CoreSharing(board, 0, (SharedCores(1, 2, ()),))).use_available()
+    WorkerCores(2, (), CoreSharing(board, 0, {1: ()})).use_available()
     assert asked == [4]
 
 
 TURNS = """
 import json, os
 import torch
-from easyrl.workers.core_sharing import CoreSharing, SharedCores, WorkerCores, make_idle_board
+from easyrl.workers.core_sharing import CoreSharing, WorkerCores, make_idle_board
 one, other = %d, %d
 board = make_idle_board(3)
-shared = (SharedCores(1, 1, (one,)), SharedCores(2, 1, (other,)))
+shared = {1: (one,), 2: (other,)}
 cores = WorkerCores(1, (one,), CoreSharing(board, 0, shared))
 torch.set_num_threads(1)
 others = set(os.listdir("/proc/self/task"))  # NumPy's, which torch does not compute with
@@ -108,7 +107,7 @@ def test_the_users_spin_settings_win() -> None:
 
 
 def test_a_worker_is_busy_again_after_an_interrupted_wait(board: IdleBoard) -> None:
-    worker = WorkerCores(1, (), CoreSharing(board, 1, ()))
+    worker = WorkerCores(1, (), CoreSharing(board, 1, {}))
     with pytest.raises(KeyboardInterrupt), worker.idle():
         assert board[1]
         raise KeyboardInterrupt
@@ -139,12 +138,14 @@ def test_every_worker_shares_with_one_of_the_other_role(infer: int, train: int) 
     spawned = spawned_settings(placed(*words, "train.prompts_per_iteration=8"))
     names = list(spawned)
     assert [sharing_of(each).worker for each in spawned.values()] == [*range(len(names))]
-    used = [(user, each) for user, own in spawned.items() for each in sharing_of(own).shared]
-    assert sorted(names[each.worker] for _, each in used) == sorted(names)
-    for user, each in used:
-        owner = spawned[names[each.worker]]
+    used = [
+        (user, *each) for user, own in spawned.items() for each in sharing_of(own).shared.items()
+    ]
+    assert sorted(names[worker] for _, worker, _ in used) == sorted(names)
+    for user, worker, cores in used:
+        owner = spawned[names[worker]]
         assert owner.name.partition("-")[0] != user.partition("-")[0]
-        assert (each.num_threads, each.cores) == (owner.num_threads, owner.cores)
+        assert (spawned[user].num_threads, cores) == (owner.num_threads, owner.cores)
 
 
 @pytest.mark.usefixtures("eight_cores")
@@ -168,9 +169,8 @@ def test_vllm_shares_its_cores_and_uses_no_others(monkeypatch: pytest.MonkeyPatc
         "train.prompts_per_iteration=128",
     )
     spawned = spawned_settings(placement)
-    assert sharing_of(spawned["rollout-0"]).shared == ()
-    (shared,) = sharing_of(spawned["train-0"]).shared
-    assert shared.cores == spawned["rollout-0"].cores
+    assert sharing_of(spawned["rollout-0"]).shared == {}
+    assert sharing_of(spawned["train-0"]).shared == {0: spawned["rollout-0"].cores}
     assert placement.max_concurrent_groups == 32
 
 

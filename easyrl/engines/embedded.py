@@ -75,7 +75,7 @@ class EmbeddedEngine(PolicyEngine):
         super().__init__(policy, sampling, tokenizer)
         self._eos = np.asarray([] if ignore_eos else policy.eos_token_ids, dtype=np.int64)
         self._decoder = fused_decoder(policy, sampling.max_sequence_length)
-        self._choose_forward()
+        self._run_model: Callable[..., Tensor] = self._decoder or policy.forward
         self._ready: deque[_Sequence] = deque()
         self._finished: list[FinishedGroup] = []
         # The first num_active rows are in flight; those behind them, up to num_held, are suspended.
@@ -136,12 +136,8 @@ class EmbeddedEngine(PolicyEngine):
         super().load_weights(pieces)
         if self._decoder is not None:
             self._decoder.copy_weights()
-        self._choose_forward()
-
-    def _choose_forward(self) -> None:
-        self._run_model: Callable[..., Tensor] = self.policy.forward
-        if self._decoder is not None and self._decoder.equals(self.policy):
-            self._run_model = self._decoder
+            is_equal = self._decoder.equals(self.policy)
+            self._run_model = self._decoder if is_equal else self.policy.forward
 
     @torch.inference_mode()
     def step(self) -> list[FinishedGroup]:

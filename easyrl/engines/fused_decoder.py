@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from easyrl.model.attention import AttentionLayout, PackedGroups
+from easyrl.model.exactness import RecordingLayout
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import AttentionSettings
 
@@ -152,7 +153,7 @@ class FusedDecoder:
         self._eps = _scaled_eps(decoder.norm)
         self._head = policy.model.get_output_embeddings()
         self._tables = _rotations(decoder.rotary_emb, max_length)
-        recorded = _RecordingLayout()
+        recorded = RecordingLayout([(1, ())])
         one = torch.zeros(1, dtype=torch.int64)
         policy.forward(one, one, recorded, one)
         layers = zip(decoder.layers, recorded.settings, strict=True)
@@ -191,17 +192,3 @@ class FusedDecoder:
             if not (got - expected).abs().max() < TOLERANCE * expected.abs().max():
                 return False
         return True
-
-
-class _RecordingLayout(PackedGroups):
-    """The layout of one token; records each layer's attention parameters."""
-
-    def __init__(self) -> None:
-        super().__init__([(1, ())])
-        self.settings: list[AttentionSettings] = []
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> Tensor:
-        self.settings.append(settings)
-        return super().attend(query, key, value, settings)

@@ -30,7 +30,6 @@ from easyrl.model.shared_prompt import (
     Block,
     SharedPrompt,
     attend_block,
-    is_fused,
 )
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -243,7 +242,7 @@ def attend_rows(
     for rows, length, bias in buckets:
         k, v = (x[rows, :length].transpose(1, 2) for x in (keys, values))
         block = Block(grouped[rows], k, v, is_causal=False, bias=bias)
-        parts.append(_attend(block, settings))
+        parts.append(attend_block(block, settings, widens=False))
     output, logsumexp = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
     if prompts is not None:
         of_prompt = prompts.attend(grouped, cache.prompts[settings.layer], settings)
@@ -280,21 +279,6 @@ def _bias(distance: Tensor, hidden: Tensor, window: int | None, dtype: torch.dty
     if window is not None:
         hidden = hidden | (distance >= window)
     return hidden.to(dtype).mul_(HIDDEN)
-
-
-def _attend(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
-    """Compute `attend_block` for inference: keys in half precision are not copied to float32."""
-    if is_fused(block, settings):
-        return attend_block(block, settings)
-    scores = torch.matmul(block.query, block.key.transpose(-1, -2))
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * settings.scaling
-    if settings.softcap is not None:
-        scores = torch.tanh(scores / settings.softcap) * settings.softcap
-    if block.bias is not None:
-        scores = scores + block.bias
-    logsumexp = torch.logsumexp(scores, dim=-1, keepdim=True)
-    weights = torch.exp(scores - logsumexp).to(block.value.dtype)
-    return torch.matmul(weights, block.value), logsumexp
 
 
 def _merged(own: tuple[Tensor, Tensor], of_prompt: tuple[Tensor, Tensor]) -> Tensor:
@@ -367,7 +351,8 @@ class _ResumedRows:
         parts = []
         for (cache, rows), bias in zip(caches, self._biases[window], strict=False):
             k, v = (x[rows, : bias.shape[-1]].transpose(1, 2) for x in cache)
-            parts.append(_attend(Block(by_head, k, v, is_causal=False, bias=bias), settings))
+            block = Block(by_head, k, v, is_causal=False, bias=bias)
+            parts.append(attend_block(block, settings, widens=False))
         output = parts[0][0] if len(parts) == 1 else _merged(*parts)
         size = output.shape[-1]
         by_token = output.view(*output.shape[:2], self._shape[1], -1, size).transpose(1, 2)
@@ -449,7 +434,7 @@ class PromptAttention:
             rows: Tensor = apart.transpose(1, 2).flatten(0, 1)[self._places]
             return rows
 
-        output, logsumexp = _attend(block, settings)
+        output, logsumexp = attend_block(block, settings, widens=False)
         return by_row(output), by_row(logsumexp)
 
     def _bias(self, window: int | None, query: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from easyrl.config import ConfigError
 from easyrl.data.hub import KEY
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, UnservableLayer
 from easyrl.model.files import PACKED_LAYERS
-from easyrl.model.shared_prompt import AttentionSettings
+from easyrl.model.shared_prompt import AttentionSettings, Groups
 
 GROUPS = [(3, [2, 4]), (2, [3, 1])]
 """The packed row of the check: for each group its P, and the R of each completion."""
@@ -104,7 +104,7 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
     indices = [index for sequence in SEQUENCES for index in sequence]
     with _attending(model, EAGER):
         expected = torch.cat([_logits(model, tokens[sequence]) for sequence in SEQUENCES])
-    layout = _RecordingLayout(tokens.device)
+    layout = RecordingLayout(GROUPS, tokens.device)
     try:
         with _attending(model, ATTENTION_NAME):
             got = _logits(model, tokens, position_ids=positions, attention_layout=layout)
@@ -140,34 +140,34 @@ def _attending(model: Any, name: str) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-class _RecordingLayout(PackedGroups):
-    """The layout of GROUPS; records the sliding window of each layer."""
+class RecordingLayout(PackedGroups):
+    """A layout that records each layer's attention parameters."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(GROUPS, device)
-        self.windows: list[int | None] = []
+    def __init__(self, groups: Groups, device: torch.device | str = "cpu") -> None:
+        super().__init__(groups, device)
+        self.settings: list[AttentionSettings] = []
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        if settings.layer != len(self.windows):
+        if settings.layer != len(self.settings):
             raise UnservableLayer(
-                f"layer {settings.layer} calls attention when layer {len(self.windows)} should, "
+                f"layer {settings.layer} calls attention when layer {len(self.settings)} should, "
                 "and the engine needs one call from each layer, in order"
             )
-        self.windows.append(settings.sliding_window)
+        self.settings.append(settings)
         return super().attend(query, key, value, settings)
 
     def unsupported_reason(self, model: Any) -> str | None:
         """Return what the short row cannot show: layers without attention, and missing windows,
         which some classes apply only in the mask that transformers builds for them."""
         text = model.config.get_text_config()
-        if len(self.windows) < (getattr(text, "num_hidden_layers", 0) or 0):
-            return f"layer {len(self.windows)} does not use transformers' attention interface"
+        if len(self.settings) < (getattr(text, "num_hidden_layers", 0) or 0):
+            return f"layer {len(self.settings)} does not use transformers' attention interface"
         has_window = getattr(text, "sliding_window", None) is not None
-        every = ["sliding_attention" if has_window else "full_attention"] * len(self.windows)
+        every = ["sliding_attention" if has_window else "full_attention"] * len(self.settings)
         kinds = getattr(text, "layer_types", None) or every
-        for layer, (window, kind) in enumerate(zip(self.windows, kinds, strict=False)):
-            if kind == "sliding_attention" and window is None:
-                return f"layer {layer} does not pass its sliding window to its attention"
+        for settings, kind in zip(self.settings, kinds, strict=False):
+            if kind == "sliding_attention" and settings.sliding_window is None:
+                return f"layer {settings.layer} does not pass its sliding window to its attention"
         return None

@@ -220,10 +220,13 @@ def _to_tokens(block: Tensor) -> Tensor:
 # -- one block: queries [B, H, L, D], keys and values [B, H, S, D] ---------------------------------
 
 
-def attend_block(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, L, D] and the scores' log-sum-exp [B, H, L, 1], float32 or wider."""
+def attend_block(
+    block: Block, settings: AttentionSettings, *, widens: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, L, D] and the scores' log-sum-exp [B, H, L, 1], float32 or wider.
+    Without `widens`, keys in half precision are not copied to float32."""
     if not is_fused(block, settings):
-        scores, _ = _scores(block, settings)
+        scores, _ = _scores(block, settings, widens)
         logsumexp = torch.logsumexp(scores, dim=-1, keepdim=True)
         weights = torch.exp(scores - logsumexp)
         return torch.matmul(weights.to(block.value.dtype), block.value), logsumexp
@@ -269,11 +272,13 @@ def is_fused(block: Block, settings: AttentionSettings) -> bool:
     return block.query.device.type == "cpu" and settings.softcap is None and has_one_size
 
 
-def _scores(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor | None]:
+def _scores(
+    block: Block, settings: AttentionSettings, widens: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """Return scores [B, H, L, S], float32 or wider, and tanh(score / softcap) if soft-capped."""
     wide = torch.promote_types(block.query.dtype, torch.float32)
-    scores = torch.matmul(block.query.to(wide), block.key.to(wide).transpose(-1, -2))
-    scores = scores * settings.scaling
+    query, key = ((x.to(wide) if widens else x) for x in (block.query, block.key))
+    scores = torch.matmul(query, key.transpose(-1, -2)).to(wide) * settings.scaling
     capped = None
     if settings.softcap is not None:
         capped = torch.tanh(scores / settings.softcap)

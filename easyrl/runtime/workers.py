@@ -37,7 +37,7 @@ from easyrl.runtime.placement import Placement, device_name, engines_on
 from easyrl.runtime.resume import Resume
 from easyrl.runtime.supervisor import STOP_SECONDS, Supervisor, Worker, WorkerFailure
 from easyrl.runtime.watchdog import TICK_SECONDS, Stall, Watchdog
-from easyrl.workers.core_sharing import CoreSharing, IdleBoard, SharedCores, make_idle_board
+from easyrl.workers.core_sharing import CoreSharing, IdleBoard, make_idle_board
 from easyrl.workers.settings import WorkerSettings
 
 LAST_CHECKPOINT_SECONDS = 1800.0  # longest time that a stopped run waits for its last checkpoint
@@ -307,15 +307,13 @@ def _core_sharing(
         return None
     owner_id = owner_id_of(placement, role, number)
     if role == "rollout" and placement.engine.name == "vllm":
-        return CoreSharing(board, owner_id, shared=())
+        return CoreSharing(board, owner_id, shared={})
     if role == "rollout" and number >= placement.num_rollout_workers:
         return None  # added later: it has no cores of its own
     other = "train" if role == "rollout" else "rollout"
     first = owner_id_of(placement, other, 0)
-    shared = tuple(
-        SharedCores(first + each, placement.num_threads, placement.cores_of(other, each))
-        for each in range(number, placement.num_workers(other), placement.num_workers(role))
-    )
+    others = range(number, placement.num_workers(other), placement.num_workers(role))
+    shared = {first + each: tuple(placement.cores_of(other, each)) for each in others}
     return CoreSharing(board, owner_id, shared)
 
 

@@ -16,9 +16,10 @@ Imports torch only where it is used: settings are unpickled before torch may be 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from ctypes import Array, c_bool
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.sharedctypes import RawArray
 
 from easyrl.processes import pin
@@ -34,21 +35,14 @@ def make_idle_board(num_workers: int) -> IdleBoard:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedCores:
-    """Cores of another worker that may be used while it is idle."""
-
-    worker: int  # number on the board of the worker that owns them
-    num_threads: int
-    cores: tuple[int, ...]  # empty: the owner is not pinned
-
-
-@dataclass(frozen=True, slots=True)
 class CoreSharing:
     """One worker's part in core sharing."""
 
     board: IdleBoard
     worker: int  # its own number on the board
-    shared: tuple[SharedCores, ...]  # cores of others that this worker, and no other, may use
+    shared: Mapping[int, tuple[int, ...]]
+    """Other workers (their numbers) whose cores this worker, and no other, may use while they are
+    idle. They have as many threads as this one. No cores: the owner is not pinned."""
 
 
 class WorkerCores:
@@ -60,11 +54,11 @@ class WorkerCores:
         self._num_threads = num_threads
         self._cores = cores
         self._sharing = sharing
-        self._in_use: tuple[SharedCores, ...] = ()
+        self._in_use: list[int] = []  # workers
         # A thread keeps the affinity of the thread that started it, and outlives the use of shared
         # cores. So it may run on all shared cores: the system finds one that is idle.
-        shared = () if sharing is None else sharing.shared
-        self._all_cores = {*cores, *(core for each in shared for core in each.cores)}
+        shared = {} if sharing is None else sharing.shared
+        self._all_cores = {*cores, *chain(*shared.values())}
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
@@ -83,7 +77,7 @@ class WorkerCores:
         if self._sharing is None:
             return
         board = self._sharing.board
-        available = tuple(each for each in self._sharing.shared if board[each.worker])
+        available = [worker for worker in self._sharing.shared if board[worker]]
         if available == self._in_use:
             return
         self._in_use = available
@@ -92,4 +86,4 @@ class WorkerCores:
 
         import torch
 
-        torch.set_num_threads(self._num_threads + sum(each.num_threads for each in available))
+        torch.set_num_threads(self._num_threads * (1 + len(available)))
