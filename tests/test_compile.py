@@ -94,7 +94,8 @@ def test_a_run_with_lent_cores(tmp_path: Path) -> None:
         "def score(completions, **_):\n    return [len(c) % 3 for c in completions]\n"
     )
     words = ("--output", str(folder), "--iterations", "4", "--reward", f"{rewards}:score")
-    code, _, err = finish(*words, *SMALL, COMPILE)
+    code, out, err = finish(*words, *SMALL, COMPILE)
+    assert "train.compile: the first iterations take longer" in out
     assert (code, err) == (0, "")  # no warning of semaphores, which tqdm leaves in a worker
     summary = summary_of(folder)
     assert summary["groups_off_policy"] == 0

@@ -117,6 +117,8 @@ class TrainWorker:
             # A micro-batch may take seconds: the engine's cores are used as soon as it is idle.
             policy.before_each_block(self.cores.use_available)
         learner = Learner(policy, self.config, self.ranks)
+        if self.config.train.compile:
+            self._report(events.Note("train.compile: the first iterations take longer"))
         if settings.checkpoint is not None:
             learner.restore(Path(settings.checkpoint), settings.policy_version)
         return learner
