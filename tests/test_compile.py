@@ -95,7 +95,7 @@ def test_a_run_with_lent_cores(tmp_path: Path) -> None:
     )
     words = ("--output", str(folder), "--iterations", "4", "--reward", f"{rewards}:score")
     code, out, err = finish(*words, *SMALL, COMPILE)
-    assert "train.compile: the first iterations take longer" in out
+    assert "train.compile" in out
     assert (code, err) == (0, "")  # no warning of semaphores, which tqdm leaves in a worker
     summary = summary_of(folder)
     assert summary["groups_off_policy"] == 0

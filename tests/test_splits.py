@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from easyrl.bench import plan as bench_plan
-from easyrl.bench.plan import _read_run, make_plan
+from easyrl.bench.plan import Split, _read_run, _search, make_plan
 from easyrl.cli import app
 from easyrl.config import Config, load_config
 from easyrl.config.devices import DeviceSet
-from easyrl.runtime.rates import Group, MeasuredIteration, Rates, fit
+from easyrl.runtime.rates import Group, MeasuredIteration, Rates, _with_devices, fit
 from easyrl.runtime.simulation import Outcome, compare, mean_speed, simulate
 from runs import SMALL, Finished, finish, lines_of, summary_of
 
@@ -238,6 +238,35 @@ def test_a_search_comes_close_to_the_best_of_many_splits(
     assert some.best.tokens_per_second > 0.95 * every.best.tokens_per_second
 
 
+@pytest.mark.parametrize("num_splits", [1, 24, 25, 49, 130, 1023])
+def test_a_search_finds_a_single_peak(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for peak in {0, 1, num_splits // 3, num_splits // 2 + 2, num_splits - 1}:
+
+        def predict(num_engines: int, *_: Any, peak: int = peak) -> tuple[Split, Any]:
+            return Split(num_engines, 1, -abs(num_engines - peak), 0.0, 0.0, 0.0, 0.0), None
+
+        monkeypatch.setattr(bench_plan, "_predict", predict)
+        found = _search([(number, 1) for number in range(num_splits)], [], Config())
+        assert len(found) <= 40
+        highest = max(split.tokens_per_second for split, _ in found)
+        assert highest == max(-abs(number - peak) for number in range(num_splits))
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["cpu"], "cpu"),
+        (["10.0.0.2/cpu"], "cpu"),  # on a Ray cluster
+        (["cuda:0", "cuda:3"], "0,3"),
+        (["cuda:0,1", "cuda:2,3"], "0,1,2,3"),
+    ],
+)
+def test_a_plan_knows_the_devices_that_were_chosen_for_null(names: list[str], chosen: str) -> None:
+    devices = {f"rollout-{number}": name for number, name in enumerate(names)}
+    found = _with_devices(Config(), {**devices, "train-0": "cuda:7"}).devices
+    assert (found.infer, found.train) == (chosen, "7")
+
+
 def test_the_summary_has_the_predicted_and_the_measured_throughput(tmp_path: Path) -> None:
     words = (*SMALL, "data.num_held_out=0", "train.keep_checkpoints=0", "devices.threads=1")
     code, _, err = finish("--output", str(tmp_path / "run"), "--iterations", "5", *words)
@@ -277,6 +306,9 @@ def test_a_benchmark_file_is_read_by_its_models(tmp_path: Path, finished_run: Fi
     for words in ((), ("--model", "32B")):
         code, output = plan(str(file), *devices, *words)
         assert code == 2 and "0.6B or 1.7B" in output
+    rates["iterations"] = []
+    file.write_text(json.dumps({"results": rows[:1]}))
+    assert plan(str(file), *devices)[0] == 2
     file.write_text(json.dumps({"results": [{"mode": "sync"}]}))
     code, output = plan(str(file), *devices)
     assert code == 2 and "bench loop --json" in output

@@ -75,7 +75,7 @@ class Work:
     prompt_length: int
     cap: int  # longest completion
     iterations: int  # measured per run
-    micro_batches: Sequence[int]  # in completions; all are measured, the fastest one first
+    micro_batches: Sequence[int]  # in completions: all are measured on the CPU, else the first
 
     @property
     def num_completions(self) -> int:

@@ -35,6 +35,7 @@ SIMULATED = {
     *("train.max_tokens_per_micro_batch", "runtime.schedule", "runtime.deterministic"),
 }
 """Settings that may differ from the measured ones."""
+FEW_ITERATIONS = 4
 
 MAX_SPLITS = 24
 NUM_COMPLETIONS = 400_000
@@ -116,6 +117,9 @@ def make_plan(
     lines = [_describe(path, source) for path, source in zip(paths, sources, strict=True)]
     about = "\n".join([*lines, *_describe_rates(iterations, config)])
     notes = []
+    if len(iterations) < FEW_ITERATIONS:
+        few = counted(len(iterations), "iteration")
+        notes.append(f"only {few} measured: rates are uncertain")
     if num_devices - size > most:
         prompts = "train.prompts_per_iteration / train.updates_per_iteration"
         notes.append(f"more than {most} trainers are not possible ({prompts})")
@@ -144,7 +148,7 @@ def _search(
     pairs: Sequence[tuple[int, int]], scenarios: Sequence[Scenario], config: Config
 ) -> list[Prediction]:
     """Simulate all splits, or first some of them and then, at half the distance each time, those
-    next to the fastest."""
+    next to the fastest, until both of its neighbours are slower."""
     found: dict[int, Prediction] = {}
     step = -(-len(pairs) // MAX_SPLITS)
     numbers = list(range(0, len(pairs), step))
@@ -152,7 +156,7 @@ def _search(
         for number in numbers:
             found[number] = _predict(*pairs[number], scenarios, config)
         best = max(found, key=lambda number: found[number][0].tokens_per_second)
-        step //= 2
+        step = -(-step // 2)
         near = {best - step, best + step} - {*found}
         numbers = [number for number in near if 0 <= number < len(pairs)]
     return [found[number] for number in sorted(found)]
@@ -206,18 +210,26 @@ def _read_run(folder: Path) -> Source:
 def _read_bench(file: Path, model: str | None) -> Source:
     expected = f"'{file}': expected a run's folder, or a file of `easyrl bench loop --json`"
     try:
-        by_model = {row["model"]: row["rates"] for row in json.loads(file.read_text())["results"]}
+        by_model = {
+            row["model"]: Source(
+                load_config(None, row["rates"]["config"]),
+                [MeasuredIteration.from_json(each) for each in row["rates"]["iterations"]],
+                row["model"],
+            )
+            for row in json.loads(file.read_text())["results"]
+            if row["rates"]["iterations"]
+        }
     except OSError as error:
         raise ValueError(f"{expected}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{expected}, got another one") from None
-    if model is None and len(by_model) == 1:
-        (model,) = by_model
-    if model is None or model not in by_model:
+    if not by_model:
+        raise ValueError(f"{expected}, got one without measured iterations")
+    if len(by_model) == 1:
+        model = model or next(iter(by_model))
+    if model not in by_model:
         raise ValueError(f"--model: expected {' or '.join(by_model)}, got {model or 'none'}")
-    rates = by_model[model]
-    iterations = [MeasuredIteration.from_json(each) for each in rates["iterations"]]
-    return Source(load_config(None, rates["config"]), iterations, model)
+    return by_model[model]
 
 
 # -- the screen -----------------------------------------------------------------------------------

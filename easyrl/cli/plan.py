@@ -23,9 +23,7 @@ def plan(
             help="Folders of runs, or files of `bench loop --json`; settings to change.",
         ),
     ],
-    devices: Annotated[
-        int, Option(min=2, max=1024, metavar="N", help="Number of devices to split.")
-    ],
+    devices: Annotated[int, Option(metavar="N", help="Number of devices to split, 2 to 1024.")],
     model: Annotated[
         str | None, Option(help="Model in a file of `bench loop` that has several.")
     ] = None,
@@ -42,6 +40,8 @@ def plan(
     rates of runs (docs/devices.md)."""
     paths = [Path(word) for word in arguments if "=" not in word or Path(word).exists()]
     words = [word for word in arguments if "=" in word and not Path(word).exists()]
+    if not 2 <= devices <= 1024:
+        raise ValueError(f"--devices: expected 2 to 1024, got {devices}")
     if not paths:
         raise ValueError("RATES: expected a run's folder or a file of `bench loop --json`")
     if output is not None and output.suffix not in (".png", ".svg"):

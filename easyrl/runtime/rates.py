@@ -15,6 +15,7 @@ gradient once). Only runs with several ranks measure it.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -134,7 +135,7 @@ def _with_devices(config: Config, devices: Mapping[str, str]) -> Config:
     chosen = {}
     for role, key in (("rollout", "infer"), ("train", "train")):
         names = [name for worker, name in devices.items() if worker.startswith(role)]
-        numbers = ",".join(name.rpartition(":")[2] for name in names)  # or "cpu"
+        numbers = ",".join(re.split("[/:]", name)[-1] for name in names)  # or "cpu"
         chosen[f"devices.{key}"] = getattr(config.devices, key) or numbers
     return change_config(config, chosen)
 
@@ -179,10 +180,11 @@ class _Iteration:
                 self.scored = min(self.scored, time) if group.is_trained else self.scored
 
     def measured(self, metrics: Any) -> MeasuredIteration | None:
-        """None if reports are lost (`observe.trace` shortens files)."""
-        if not (self.groups and self.spans["rollout"] and self.spans["train"]):
+        """None if reports are lost (`observe.trace` shortens files), or of an older version."""
+        is_whole = self.groups and self.spans["rollout"] and self.spans["train"]
+        in_flight = metrics.get("perf/max_concurrent_groups")
+        if not is_whole or in_flight is None:
             return None
-        in_flight = metrics["perf/max_concurrent_groups"]
         trainers = [rows for worker, rows in self.rows.items() if worker.startswith("train")]
         engines = [self._engine_rows(w, in_flight) for w in self.rows if w.startswith("rollout")]
         num_engines, num_trainers = (
