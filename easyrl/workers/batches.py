@@ -43,9 +43,10 @@ from easyrl.config import Config
 from easyrl.data.packing import Rollout, pack, split_group
 from easyrl.types import MicroBatch, RolloutGroup
 
-MIN_FILL = 0.1
+MIN_FILL = 0.05
 """Smallest part of the token budget that is trained while more groups are to come. Small
-micro-batches cost more per token (27 % more at 600 tokens than at 4096, tiny model on one core)."""
+micro-batches cost more per token (27 % more at 600 tokens than at 4096, tiny model on one core).
+Of 0.01, 0.05 and 0.1 the middle one made iterations of 16 prompts 2 % shorter."""
 
 _ID = np.zeros(1, np.int32)
 EMPTY = pack([Rollout(-1, _ID, _ID, np.zeros(1, np.float32), np.zeros(1, np.bool_), 0.0)])
