@@ -147,8 +147,8 @@ def _flags(best: Split, num_devices: int, config: Config) -> str:
 def _search(
     pairs: Sequence[tuple[int, int]], scenarios: Sequence[Scenario], config: Config
 ) -> list[Prediction]:
-    """Simulate all splits, or first some of them and then, at half the distance each time, those
-    next to the fastest, until both of its neighbours are slower."""
+    """Simulate all splits. Of many, first simulate some, then those on both sides of the fastest,
+    at half the distance each time, until its neighbours are slower."""
     found: dict[int, Prediction] = {}
     step = -(-len(pairs) // MAX_SPLITS)
     numbers = list(range(0, len(pairs), step))

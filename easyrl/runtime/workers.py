@@ -313,7 +313,7 @@ def _core_sharing(
     other = "train" if role == "rollout" else "rollout"
     first = owner_id_of(placement, other, 0)
     others = range(number, placement.num_workers(other), placement.num_workers(role))
-    shared = {first + each: tuple(placement.cores_of(other, each)) for each in others}
+    shared = {first + each: placement.cores_of(other, each) for each in others}
     return CoreSharing(board, owner_id, shared)
 
 
