@@ -14,13 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 
+from easyrl.bench.harness import peak_bytes
 from easyrl.engines import embedded, kv_cache, sampling
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import uniform_stream
+from easyrl.model import shared_prompt
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.policy import Policy
+from easyrl.model.shared_prompt import AttentionSettings
 from easyrl.types import WeightPiece
 from tiny_models import SPREAD, UNSHARED, VOCABULARY, WINDOW, tiny_model
 
@@ -304,6 +307,26 @@ def test_memory_of_prompts_is_used_again_when_their_groups_have_finished():
     run(engine, requests(draw_prompts(30), 3))
     assert len(engine.cache.prompt_lengths) <= 6  # groups with rows or about to start
     assert not engine.cache.prompt_lengths.any()
+
+
+@pytest.mark.parametrize("prompt", [0, 128])
+def test_decoding_as_on_accelerators_copies_no_keys(monkeypatch, prompt):
+    monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
+    num_rows, cells, heads, size = 16, 128, 4, 64
+    cpu, one = torch.device("cpu"), torch.zeros(1, heads, size)
+    kv = kv_cache.KVCache(num_rows, prompt, cells)
+    slots = kv.claim_slots([prompt] * 8)
+    kv.allocate(one, one)
+    rows = np.zeros(num_rows, dtype=[(name, np.int64) for name in ("cell", "position", "slot")])
+    rows["cell"], rows["position"], rows["slot"] = cells - 1, prompt + cells - 1, slots * 2
+    new = one.expand(num_rows, -1, -1)
+    layout = kv_cache.StepLayout(kv, rows, [], cpu)
+    layer = AttentionSettings(layer=0, scaling=1.0, sliding_window=None, softcap=None)
+
+    with torch.inference_mode():
+        peak = peak_bytes(lambda: layout.attend(new, new, new, layer), cpu)
+
+    assert peak < kv.num_bytes / 8
 
 
 @pytest.mark.parametrize("name", EMBEDDED)

@@ -9,10 +9,6 @@ COPIED_TOKENS = 64
 separately. Measured on one core with the demo's model; with 14 million weights it costs as much."""
 CELLS = 16
 """Rows and prompts take a multiple of this many tokens in the KV cache: kernels are faster then."""
-MAX_GRAPH_KEYS = 2**26
-"""A decode step on a GPU that attends to more elements of keys than this, in a layer, is computed
-without a CUDA graph: its attention takes longer than launching kernels. Calculated for an H100, not
-measured."""
 
 
 def padded(number: int, step: int = CELLS) -> int:

@@ -2,11 +2,11 @@
 
 A group's prompt is stored once, in a slot; a row stores the tokens of one completion.
 
-    prompts  [C, P, Hkv, D] ──► all rows of a group at once ──┐
-    rows     [S, R, Hkv, D] ──► rows of similar length ───────┴─► merged by log-sum-exp
+    prompts  [C, Hkv, P, D] ──► all rows of a group at once ──┐
+    rows     [S, Hkv, R, D] ──► rows of similar length ───────┴─► merged by log-sum-exp
 
 (Hydragen, arXiv 2402.05099, section 3.) A short prompt is copied to the start of its rows instead,
-which costs less than a merge.
+which costs less than a merge. The keys of a head are adjacent: batched products read them in place.
 
 Shapes: C slots of P tokens, S rows of R cells, n of them active, Hq query heads, Hkv key/value
 heads, Q query heads for each of them, D head size; of a bucket of rows: B rows, L cells; W rows of
@@ -59,8 +59,8 @@ class KVCache:
         self.cells_per_row = row_cells(max_prompt_length, max_completion_length)
         self._max_prompt_cells, self._prompt_step = padded(max_prompt_length), prompt_step
         self._slot_step = slot_step
-        self.rows: list[KeysValues] = []  # per layer 2 x [S, R, Hkv, D]
-        self.prompts: list[KeysValues] = []  # per layer 2 x [C, P, Hkv, D]
+        self.rows: list[KeysValues] = []  # per layer 2 x [S, Hkv, R, D]
+        self.prompts: list[KeysValues] = []  # per layer 2 x [C, Hkv, P, D]
         self.prompt_lengths = np.zeros(0, dtype=np.int64)  # [C]; 0: free
         self._longest_prompt = 0
 
@@ -80,14 +80,17 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(cache[0, 0].nbytes for layer in self.rows for cache in layer)
+        return sum(cache[0, :, 0].nbytes for layer in self.rows for cache in layer)
 
     def allocate(self, key: Tensor, value: Tensor) -> None:
         """Add a layer with the shape and dtype of key and value: 2 x [T, Hkv, D]."""
-        rows = [x.new_zeros(self.num_rows, self.cells_per_row, *x.shape[1:]) for x in (key, value)]
-        prompts = [x.new_zeros(*self.prompts_size, *x.shape[1:]) for x in (key, value)]
-        self.rows.append((rows[0], rows[1]))
-        self.prompts.append((prompts[0], prompts[1]))
+
+        def zeros(number: int, length: int) -> KeysValues:
+            sizes = [(number, x.shape[1], length, x.shape[2]) for x in (key, value)]
+            return key.new_zeros(sizes[0]), value.new_zeros(sizes[1])
+
+        self.rows.append(zeros(self.num_rows, self.cells_per_row))
+        self.prompts.append(zeros(*self.prompts_size))
 
     def prompt_cells(self, length: int) -> int:
         """Return the cells that a prompt takes."""
@@ -109,8 +112,8 @@ class KVCache:
         self.prompt_lengths = np.append(self.prompt_lengths, np.zeros(num_more, dtype=np.int64))
 
         def enlarged(old: Tensor) -> Tensor:
-            new = old.new_zeros(used + num_more, longest, *old.shape[2:])
-            new[:used, : old.shape[1]] = old
+            new = old.new_zeros(used + num_more, old.shape[1], longest, old.shape[3])
+            new[:used, :, : old.shape[2]] = old
             return new
 
         for layer, (keys, values) in enumerate(self.prompts):
@@ -128,13 +131,32 @@ class KVCache:
             longest = lengths.max()
             for layer, prompts in zip(self.rows, self.prompts, strict=True):
                 for cache, prompt in zip(layer, prompts, strict=True):
-                    cache[into, :longest] = prompt[of, :longest]
+                    cache[into, :, :longest] = prompt[of, :, :longest]
         return lengths
 
     def move_rows(self, sources: Ints, targets: Ints, num_cells: int) -> None:
         for layer in self.rows:
             for cache in layer:
-                cache[targets, :num_cells] = cache[sources, :num_cells]
+                cache[targets, :, :num_cells] = cache[sources, :, :num_cells]
+
+
+class NewCells:
+    """The cells of a step's T new tokens."""
+
+    def __init__(self, rows: Tensor, cells: Tensor) -> None:
+        """`rows`, `cells` [T]: of each token."""
+        self._rows, self._cells = rows, cells
+        self._places: dict[int, Tensor] = {}  # Hkv -> [T * Hkv], among the cells of all heads
+
+    def store(self, cache: KeysValues, key: Tensor, value: Tensor) -> None:
+        """Write key and value, 2 x [T, Hkv, D], into the rows of a layer."""
+        num_heads, length = cache[0].shape[1:3]
+        if num_heads not in self._places:
+            heads = torch.arange(num_heads, device=self._rows.device)
+            of_row = self._rows[:, None] * num_heads + heads
+            self._places[num_heads] = (of_row * length + self._cells[:, None]).flatten()
+        for rows, x in zip(cache, (key, value), strict=True):
+            rows.flatten(0, 2).index_copy_(0, self._places[num_heads], x.flatten(0, 1))
 
 
 def length_class(num_cells: Ints) -> Ints:
@@ -167,8 +189,9 @@ class StepLayout:
         if prompts:
             self._packed = SharedPrompt([(length, ()) for length in self.prompt_lengths], device)
         self._cells = rows["cell"].copy()
-        newest = np.arange(len(rows)) * cache.cells_per_row + self._cells
-        self._newest = torch.from_numpy(newest).to(device)
+        self._newest = NewCells(
+            torch.arange(len(rows), device=device), torch.from_numpy(self._cells).to(device)
+        )
         lengths = cache.shared_lengths
         self._shared: PromptAttention | None = None
         if len(rows) and lengths[rows["slot"]].any():
@@ -197,25 +220,23 @@ class StepLayout:
             for cache, x in zip(self.cache.prompts[settings.layer], (key, value), strict=True):
                 prompts = torch.split(x[n:], self.prompt_lengths)
                 for slot, prompt in zip(self._prompt_slots, prompts, strict=True):
-                    cache[slot, : len(prompt)] = prompt
+                    cache[slot, :, : len(prompt)] = prompt.transpose(0, 1)
             outputs.append(self._packed.attend(query[n:], key[n:], value[n:], settings))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        keys, values = self.cache.rows[settings.layer]
-        keys.flatten(0, 1).index_copy_(0, self._newest, key)
-        values.flatten(0, 1).index_copy_(0, self._newest, value)
-        window = settings.sliding_window
+        rows, window = self.cache.rows[settings.layer], settings.sliding_window
+        self._newest.store(rows, key, value)
         if window not in self._buckets:
-            self._buckets[window] = self._make_buckets(window, keys)
+            self._buckets[window] = self._make_buckets(window, rows[0])
         return attend_rows(query, self.cache, self._buckets[window], self._shared, settings)
 
     def _make_buckets(self, window: int | None, keys: Tensor) -> list[_Bucket]:
         buckets = []
         cells = torch.from_numpy(self._cells).to(keys.device)
-        for start, stop in divide_rows(self._cells, BUCKET_NUMBERS // keys[0, 0].numel()):
+        for start, stop in divide_rows(self._cells, BUCKET_NUMBERS // keys[0, :, 0].numel()):
             length = padded(int(self._cells[start:stop].max()) + 1)
             bias = rows_bias(cells[start:stop], length, window, keys.dtype)
             buckets.append((slice(start, stop), length, bias))
@@ -237,10 +258,10 @@ def attend_rows(
     [n, Hq, D] -> [n, Hq, D]"""
     keys, values = cache.rows[settings.layer]
     # Query heads that share a key head take the dimension of query positions: no key is copied.
-    grouped = query.reshape(len(query), keys.shape[2], -1, query.shape[-1])  # [n, Hkv, Q, D]
+    grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])  # [n, Hkv, Q, D]
     parts = []
     for rows, length, bias in buckets:
-        k, v = (x[rows, :length].transpose(1, 2) for x in (keys, values))
+        k, v = keys[rows, :, :length], values[rows, :, :length]
         block = Block(grouped[rows], k, v, is_causal=False, bias=bias)
         parts.append(attend_block(block, settings, widens=False))
     output, logsumexp = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
@@ -303,15 +324,17 @@ class _ResumedRows:
         offsets = np.arange(num_new.max())
         is_real = offsets < num_new[:, None]  # [m, E]
         starts = (rows["cell"] + 1 - num_new)[:, None]
-        cells = (first + np.arange(len(rows)))[:, None] * cache.cells_per_row + starts + offsets
+        cells = starts + offsets
+        of_cells = np.broadcast_to(first + np.arange(len(rows))[:, None], is_real.shape)
         tokens = np.where(is_real, (num_new.cumsum() - num_new)[:, None] + offsets, 0)
         lengths = cache.shared_lengths[rows["slot"]]
-        on_device = (torch.from_numpy(x).to(device) for x in (cells[is_real], tokens.ravel()))
-        self._new_cells, self._tokens = on_device
+        new = (torch.from_numpy(x[is_real]).to(device) for x in (of_cells, cells))
+        self._new_cells = NewCells(*new)
+        self._tokens = torch.from_numpy(tokens.ravel()).to(device)
         self._real = torch.from_numpy(np.flatnonzero(is_real)).to(device)
         self._shape = tokens.shape
         self._slots = torch.from_numpy(rows["slot"].copy()).to(device)
-        own_at = (starts + offsets)[..., None]  # [m, E, 1]: cell of each new token
+        own_at = cells[..., None]  # [m, E, 1]: cell of each new token
         positions = own_at + (rows["position"] - rows["cell"])[:, None, None]
         # Distance [m, E, L] of each new token to what it may see, and what of that is hidden.
         distance = own_at - np.arange(padded(int(rows["cell"].max()) + 1))
@@ -327,10 +350,9 @@ class _ResumedRows:
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
         """[ΣE, Hq, D], 2 x [ΣE, Hkv, D] -> [ΣE, Hq, D]"""
-        keys, values = self._cache.rows[settings.layer]
-        keys.flatten(0, 1).index_copy_(0, self._new_cells, key)
-        values.flatten(0, 1).index_copy_(0, self._new_cells, value)
-        num_heads = keys.shape[2]
+        own, prompts = (each[settings.layer] for each in (self._cache.rows, self._cache.prompts))
+        self._new_cells.store(own, key, value)
+        num_heads = key.shape[1]
         grouped = query.reshape(len(query), num_heads, -1, query.shape[-1])[self._tokens]
         by_row = grouped.view(*self._shape, *grouped.shape[1:])  # [m, E, Hkv, Q, D]
         by_head = by_row.transpose(1, 2).flatten(2, 3)  # [m, Hkv, E * Q, D]
@@ -343,14 +365,13 @@ class _ResumedRows:
                 .unsqueeze(1)
                 for distance, hidden in self._parts
             ]
-        prompts = self._cache.prompts[settings.layer]
         caches: list[tuple[KeysValues, slice | Tensor]] = [
-            ((keys, values), self._rows),
+            (own, self._rows),
             (prompts, self._slots),
         ]
         parts = []
         for (cache, rows), bias in zip(caches, self._biases[window], strict=False):
-            k, v = (x[rows, : bias.shape[-1]].transpose(1, 2) for x in cache)
+            k, v = (x[rows, :, : bias.shape[-1]] for x in cache)
             block = Block(by_head, k, v, is_causal=False, bias=bias)
             parts.append(attend_block(block, settings, widens=False))
         output = parts[0][0] if len(parts) == 1 else _merged(*parts)
@@ -421,7 +442,7 @@ class PromptAttention:
         """query [n, Hkv, Q, D] -> output [n, Hkv, Q, D] and log-sum-exp [n, Hkv, Q, 1]"""
         _, num_heads, num_queries, _ = query.shape
         by_slot = query[self._rows].view(*self._size, *query.shape[1:])  # [C, W, Hkv, Q, D]
-        k, v = (x[self._slots, : self._longest].transpose(1, 2) for x in prompts)
+        k, v = (x[self._slots, :, : self._longest] for x in prompts)
         if settings.sliding_window not in self._biases:
             bias = self._bias(settings.sliding_window, query)
             self._biases[settings.sliding_window] = bias

@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from easyrl import devices
-from easyrl.engines import MAX_GRAPH_KEYS, padded
+from easyrl.engines import padded
 from easyrl.engines.base import SamplingSettings
 from easyrl.engines.kv_cache import (
     Ints,
     KVCache,
+    NewCells,
     PromptAttention,
     attend_rows,
     gather_by_slot,
@@ -47,6 +48,9 @@ ROW_STEP, CELL_STEP, SLOT_STEP, PROMPT_STEP = 8, 128, 4, 256
 """B, L, C and P are rounded up to multiples of these."""
 CAPTURED_AT = 3
 """A step is captured when its sizes occur for the third time."""
+MAX_GRAPH_KEYS = 2**26
+"""A step that attends to more elements of keys than this, in a layer, is computed without a graph:
+its attention takes longer than launching kernels. Calculated for an H100, not measured."""
 MAX_GRAPHS = 100
 """Bounds the memory of kernels' arguments, which torch does not count."""
 
@@ -111,7 +115,7 @@ class StepGraphs:
         the active rows (fields position, cell and slot).
         """
         sizes, inputs = self._prepare(tokens, uniforms, rows)
-        numbers_per_cell = self._cache.rows[0][0][0, 0].numel()
+        numbers_per_cell = self._cache.rows[0][0][0, :, 0].numel()
         num_cells = sizes.rows * sizes.cells + sizes.slots * sizes.prompt
         if num_cells * numbers_per_cell > MAX_GRAPH_KEYS:
             return None
@@ -216,7 +220,7 @@ class _PaddedRows:
     def __init__(self, cache: KVCache, sizes: _Sizes, inputs: _Inputs) -> None:
         self._cache, self._sizes, self._inputs = cache, sizes, inputs
         # Padding repeats the first row: it writes the same values to the same cell.
-        self._newest = inputs.sources * cache.cells_per_row + inputs.cells
+        self._newest = NewCells(inputs.sources, inputs.cells)
         self._prompts: PromptAttention | None = None
         if sizes.slots:
             self._prompts = PromptAttention(
@@ -233,11 +237,10 @@ class _PaddedRows:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        keys, values = self._cache.rows[settings.layer]
-        keys.flatten(0, 1).index_copy_(0, self._newest, key[self._inputs.sources])
-        values.flatten(0, 1).index_copy_(0, self._newest, value[self._inputs.sources])
+        sources = self._inputs.sources
+        self._newest.store(self._cache.rows[settings.layer], key[sources], value[sources])
         window, length = settings.sliding_window, self._sizes.cells
         if window not in self._biases:
-            self._biases[window] = rows_bias(self._inputs.cells, length, window, keys.dtype)
+            self._biases[window] = rows_bias(self._inputs.cells, length, window, key.dtype)
         bucket = slice(0, self._sizes.rows), length, self._biases[window]
         return attend_rows(query, self._cache, [bucket], self._prompts, settings)

@@ -24,7 +24,7 @@ from easyrl import devices
 from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
 from easyrl.channels.memory import available_memory_bytes
 from easyrl.config import Config, ConfigError
-from easyrl.engines import MAX_GRAPH_KEYS, MAX_PREFILL_TOKENS, padded, row_cells
+from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
 from easyrl.model import CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, PACKED_LAYERS, ModelFiles
@@ -152,9 +152,11 @@ def _rollout_parts(
     prefill = min(MAX_PREFILL_TOKENS, config.data.max_prompt_length * rows)
     step = (rows + max(1, rows // 4)) * model.vocabulary_size * SAMPLE_BYTES
     if is_batched and not on_cpu:
-        # Attention copies a layer's keys and values. CUDA graphs have memory of their own.
-        values = (cached + prompts) * per_token // (2 * model.num_layers)  # bytes of a layer
-        step = 2 * step + 2 * values + 2 * min(values, MAX_GRAPH_KEYS * dtype_bytes)
+        # Attention holds three tensors of a layer's scores, and copies keys and values of at most
+        # half of its prompts. CUDA graphs have memory of their own.
+        scores = rows * model.num_heads * (row_cells(*lengths) + padded(lengths[0]))
+        copied_prompts = prompts * per_token // (2 * model.num_layers)
+        step = 2 * (step + 3 * FLOAT_BYTES * scores) + copied_prompts
     step += prefill * dtype_bytes * (2 * model.width + 3 * model.mlp_width)
     if not (on_cpu and is_embedded):  # else weights are received into their own memory
         step += min(NUM_BUCKETS * BUCKET_BYTES, weights)
