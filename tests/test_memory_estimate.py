@@ -24,6 +24,7 @@ from easyrl.data.hub import resolve_model
 from easyrl.data.packing import Rollout, pack
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.model import shared_prompt
 from easyrl.model.files import read_model_files
 from easyrl.model.policy import Policy
 from easyrl.runtime import memory
@@ -311,3 +312,17 @@ def test_run_that_may_not_fit_gives_a_warning_with_keys(
     assert check_run(load_config(words=words)).warnings == [warning]
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 2**40)
     assert check_run(load_config(words=words)).warnings == []
+
+
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_attention_without_a_fused_kernel_holds_as_many_bytes_per_score_as_estimated(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None
+) -> None:
+    monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
+    heads, length = 8, 512
+    layout = shared_prompt.SharedPrompt([(length, ())], torch.device("cpu"))
+    settings = shared_prompt.AttentionSettings(0, 1.0, sliding_window=None, softcap=softcap)
+    query, key, value = torch.zeros(3, length, heads, 16)
+    with torch.inference_mode():
+        peak = peak_bytes(lambda: layout.attend(query, key, value, settings), torch.device("cpu"))
+    assert peak / (heads * length**2) == pytest.approx(memory.SCORE_BYTES, rel=TOLERANCE)

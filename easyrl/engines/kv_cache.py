@@ -6,7 +6,8 @@ A group's prompt is stored once, in a slot; a row stores the tokens of one compl
     rows     [S, Hkv, R, D] ──► rows of similar length ───────┴─► merged by log-sum-exp
 
 (Hydragen, arXiv 2402.05099, section 3.) A short prompt is copied to the start of its rows instead,
-which costs less than a merge. The keys of a head are adjacent: batched products read them in place.
+which costs less than a merge. The keys of a head are adjacent, so that batched products need no
+copy of them.
 
 Shapes: C slots of P tokens, S rows of R cells, n of them active, Hq query heads, Hkv key/value
 heads, Q query heads for each of them, D head size; of a bucket of rows: B rows, L cells; W rows of
@@ -144,19 +145,19 @@ class NewCells:
     """The cells of a step's T new tokens."""
 
     def __init__(self, rows: Tensor, cells: Tensor) -> None:
-        """`rows`, `cells` [T]: of each token."""
+        """`rows`, `cells` [T]: the row and the cell of each token."""
         self._rows, self._cells = rows, cells
-        self._places: dict[int, Tensor] = {}  # Hkv -> [T * Hkv], among the cells of all heads
+        self._indices: dict[int, Tensor] = {}  # Hkv -> [T * Hkv], of all cells of all heads
 
     def store(self, cache: KeysValues, key: Tensor, value: Tensor) -> None:
         """Write key and value, 2 x [T, Hkv, D], into the rows of a layer."""
         num_heads, length = cache[0].shape[1:3]
-        if num_heads not in self._places:
+        if num_heads not in self._indices:
             heads = torch.arange(num_heads, device=self._rows.device)
             of_row = self._rows[:, None] * num_heads + heads
-            self._places[num_heads] = (of_row * length + self._cells[:, None]).flatten()
+            self._indices[num_heads] = (of_row * length + self._cells[:, None]).flatten()
         for rows, x in zip(cache, (key, value), strict=True):
-            rows.flatten(0, 2).index_copy_(0, self._places[num_heads], x.flatten(0, 1))
+            rows.flatten(0, 2).index_copy_(0, self._indices[num_heads], x.flatten(0, 1))
 
 
 def length_class(num_cells: Ints) -> Ints:

@@ -226,7 +226,7 @@ def attend_block(
     """Return the output [B, H, L, D] and the scores' log-sum-exp [B, H, L, 1], float32 or wider.
     Without `widens`, keys in half precision are not copied to float32."""
     if not is_fused(block, settings):
-        scores, _ = _scores(block, settings, widens)
+        scores = _scores(block, settings, widens)[0]
         logsumexp = torch.logsumexp(scores, dim=-1, keepdim=True)
         weights = torch.exp(scores - logsumexp)
         return torch.matmul(weights.to(block.value.dtype), block.value), logsumexp

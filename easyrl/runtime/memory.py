@@ -39,6 +39,7 @@ HEAP_FACTOR = 3.9
 of the same size. So transient tensors take this many times their size. Measured with models of 13,
 42 and 92 million weights."""
 SAMPLE_BYTES = 16  # of a logit while a token is drawn: also log-probability, float64 probability
+SCORE_BYTES = 12  # of an attention score without a fused kernel: three float32 tensors
 HEADROOM = 0.95
 """Part of each memory that a proposal may fill: contexts of accelerators are not estimated."""
 COPIES_TO_SAVE = 3  # in a checkpoint: weights and AdamW's two moments
@@ -149,14 +150,19 @@ def _rollout_parts(
         cached = (rows if on_cpu else 1) * config.max_sequence_length
     per_token = 2 * model.num_layers * model.num_key_value_heads * model.head_size * dtype_bytes
     in_flight = f"rollout.max_concurrent_groups={placement.max_concurrent_groups}"
-    prefill = min(MAX_PREFILL_TOKENS, config.data.max_prompt_length * rows)
+    longest_prompt = config.data.max_prompt_length
+    prefill = max(longest_prompt, min(MAX_PREFILL_TOKENS, longest_prompt * rows))
     step = (rows + max(1, rows // 4)) * model.vocabulary_size * SAMPLE_BYTES
     if is_batched and not on_cpu:
-        # Attention holds three tensors of a layer's scores, and copies keys and values of at most
-        # half of its prompts. CUDA graphs have memory of their own.
-        scores = rows * model.num_heads * (row_cells(*lengths) + padded(lengths[0]))
-        copied_prompts = prompts * per_token // (2 * model.num_layers)
-        step = 2 * (step + 3 * FLOAT_BYTES * scores) + copied_prompts
+        # CUDA graphs have memory of their own, for the logits and scores of decode steps. Attention
+        # to prompts is padded to as many rows for each of them.
+        row, prompt = row_cells(*lengths), padded(longest_prompt)
+        decode = rows * max(row, 2 * prompt)
+        resume = MAX_PREFILL_TOKENS * max(row, prompt) if rollout.has_environments else 0
+        scores = model.num_heads * (decode + max(decode, prefill * prompt, resume))
+        # One layer's keys or values: of prompts that are gathered, and of rows on Ascend NPUs.
+        copied = (cached + prompts) * per_token // (2 * model.num_layers)
+        step = 2 * step + SCORE_BYTES * scores + copied
     step += prefill * dtype_bytes * (2 * model.width + 3 * model.mlp_width)
     if not (on_cpu and is_embedded):  # else weights are received into their own memory
         step += min(NUM_BUCKETS * BUCKET_BYTES, weights)
