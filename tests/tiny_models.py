@@ -118,7 +118,6 @@ UNSHARED = {
     # Differential attention: two per layer.
     "diffllama": ({"num_key_value_heads": 2}, "the engine needs one call from each layer"),
     "bloom": (OLD_SIZES, NO_INTERFACE),
-    "gptj": (OLD_SIZES, NO_INTERFACE),
     "falcon": ({}, NO_INTERFACE),
     # Windows that are only in the mask that transformers builds.
     "qwen2_moe": (
