@@ -16,7 +16,4 @@ def __getattr__(name: str) -> Any:
     """Load the Python interface on first use: `import easyrl` imports no torch."""
     if name not in __all__:
         raise AttributeError(f"module 'easyrl' has no attribute '{name}'")
-    calls = import_module("easyrl.api.calls")
-    # All at once: the function `evaluate` replaces the package of that name.
-    globals().update({each: getattr(calls, each) for each in __all__ if each != "__version__"})
-    return globals()[name]
+    return getattr(import_module("easyrl.api.calls"), name)

@@ -20,7 +20,7 @@ LAYERS = (
         ["model"],
         ["engines"],
     ),
-    *(["workers"], ["runtime"], ["observe"], ["evaluate"], ["bench"], ["doctor"]),
+    *(["workers"], ["runtime"], ["observe"], ["evaluation"], ["bench"], ["doctor"]),
     *(["api"], ["cli", "__main__"]),
 )
 """Lowest first."""

@@ -6,7 +6,7 @@ from math import comb, isnan
 import numpy as np
 import pytest
 
-from easyrl.evaluate.figures import NUM_RESAMPLES, paired, pass_at_every_k, pass_at_k
+from easyrl.evaluation.figures import NUM_RESAMPLES, paired, pass_at_every_k, pass_at_k
 from easyrl.runtime.metrics import is_correct, mean_and_error
 
 

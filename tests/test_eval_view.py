@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from easyrl import events
-from easyrl.evaluate import view as eval_view
-from easyrl.evaluate.figures import compare, summarize
-from easyrl.evaluate.view import EvalView, show_comparison, show_results
+from easyrl.evaluation import view as eval_view
+from easyrl.evaluation.figures import compare, summarize
+from easyrl.evaluation.view import EvalView, show_comparison, show_results
 
 ABOUT = {"model": "my [bold]model", "dataset": "gsm8k", "num_samples": 8}
 ABOUT |= {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "correct_reward": 1.0}

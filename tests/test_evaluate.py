@@ -25,9 +25,9 @@ from easyrl.config import ConfigError, load_config
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.datasets import with_eval_data
 from easyrl.data.tasks import ARITHMETIC
-from easyrl.evaluate import command
-from easyrl.evaluate.command import make_plan
-from easyrl.evaluate.figures import compare
+from easyrl.evaluation import command
+from easyrl.evaluation.command import make_plan
+from easyrl.evaluation.figures import compare
 from easyrl.rewards.loading import load_reward
 from easyrl.runtime.metrics import evaluation_metrics
 from easyrl.runtime.run_folder import lock_folder

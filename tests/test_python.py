@@ -15,6 +15,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import datasets
@@ -185,6 +186,8 @@ def test_the_functions_have_the_options_of_the_commands() -> None:
         assert options == inspect.signature(function).parameters.keys() - {"progress", "settings"}
     for name in ("train", "evaluate", "Run", "Evaluation"):
         assert getattr(easyrl, name).__module__ == "easyrl.api.calls"
+    # Importing a module of such a name, in whichever order, would replace the function.
+    assert not {module.name for module in iter_modules(easyrl.__path__)} & {*easyrl.__all__}
     with pytest.raises(AttributeError):
         easyrl.no_such_name  # noqa: B018
 

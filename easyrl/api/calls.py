@@ -22,8 +22,8 @@ from easyrl import events
 from easyrl.api.inputs import Inputs
 from easyrl.config import SECTIONS, Config, ConfigError, load_config, options_by_key, user_code
 from easyrl.devices import NO_AUTOLOAD
-from easyrl.evaluate.command import evaluate as run_evaluation
-from easyrl.evaluate.view import EvalView
+from easyrl.evaluation.command import evaluate as run_evaluation
+from easyrl.evaluation.view import EvalView
 from easyrl.observe.observers import make_observers
 from easyrl.observe.view import notebook_display
 from easyrl.processes import UNGUARDED

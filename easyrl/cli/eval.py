@@ -49,8 +49,8 @@ def evaluate(
 ) -> int:
     """Evaluate a model: accuracy with its standard error, pass@k."""
     from easyrl.config import load_config, options_by_key
-    from easyrl.evaluate.command import evaluate
-    from easyrl.evaluate.view import EvalView
+    from easyrl.evaluation.command import evaluate
+    from easyrl.evaluation.view import EvalView
     from easyrl.observe.report import print_end
 
     settings = options_by_key(locals())

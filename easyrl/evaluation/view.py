@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from easyrl import events
-from easyrl.evaluate.figures import Answers, accuracy_of
+from easyrl.evaluation.figures import Answers, accuracy_of
 from easyrl.events import Event
 from easyrl.formatting import counted
 from easyrl.observe.report import sampling_text, with_error

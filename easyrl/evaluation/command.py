@@ -31,9 +31,9 @@ from easyrl.data.datasets import (
 )
 from easyrl.data.presets import eval_sampling, with_long_problems
 from easyrl.environments.check import check_environments
-from easyrl.evaluate.figures import Answers, Lines, compare, summarize
-from easyrl.evaluate.folder import EvalFolder, differing_settings, read_evaluation
-from easyrl.evaluate.view import EvalView, show_comparison, show_results
+from easyrl.evaluation.figures import Answers, Lines, compare, summarize
+from easyrl.evaluation.folder import EvalFolder, differing_settings, read_evaluation
+from easyrl.evaluation.view import EvalView, show_comparison, show_results
 from easyrl.model.export import CheckpointGone, ModelSource, find_model
 from easyrl.model.files import ModelFiles, read_model_files
 from easyrl.observe.text import say

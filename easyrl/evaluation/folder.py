@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from easyrl.config import Config, ConfigError, to_commented_yaml
-from easyrl.evaluate.figures import Answers, Lines
+from easyrl.evaluation.figures import Answers, Lines
 from easyrl.runtime.run_folder import (
     PRIVATE,
     finite,
