@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ from easyrl.config import (
     settings_markdown,
     to_commented_yaml,
 )
-from easyrl.config.changed_keys import REMOVED, RENAMED
 from easyrl.config.devices import DeviceSet, check_disjoint, parse_device_set
 from easyrl.config.hints import INSTEAD, SYNONYMS, similar_names
 from easyrl.workers.rollout import sampling_settings
 
 ROOT = Path(__file__).parent.parent
-OLD_RUN = Path(__file__).parent / "fixtures" / "run_before_0_2" / "run" / "config.yaml"
 
 
 def of(*words: str) -> Config:
@@ -378,41 +375,3 @@ def test_device_sets_are_disjoint_or_one_shared_accelerator() -> None:
     for infer, train in (("0-3", "3-4"), ("0,1", "0,1"), ("0", "0-1")):
         with pytest.raises(ConfigError, match=r"devices\.train"):
             check_disjoint(parse_device_set(infer), parse_device_set(train))
-
-
-# Keys of earlier releases.
-
-
-def test_config_of_an_older_run_loads_without_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    text = OLD_RUN.read_text()
-    assert all(f" {name.rpartition('.')[2]}:" in text for name in [*REMOVED, *RENAMED])
-    assert load_config(OLD_RUN).reward.functions == ["regex"]
-    assert capsys.readouterr() == ("", "")
-
-
-def test_removed_key_that_is_set_is_refused_with_its_reason() -> None:
-    for name, (default, reason) in REMOVED.items():
-        load_config(settings={name: default})
-        with pytest.raises(ConfigError) as refused:
-            load_config(words=[f"{name}=7"])
-        assert f"{name}: " in str(refused.value) and reason in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("devices.infer_threads=3", "devices.threads=3"),
-        ("reward.answer_column=solution", "data.columns={answer: solution}"),
-        ("reward.code_tests_column=x data.columns={a:\\ b}", "data.columns={a: b, tests: x}"),
-        ("reward.answer_column=x data.columns={answer:\\ b}", "data.columns={answer: b}"),
-        ("data.dataset=a/b data.subset=main", "data.dataset=a/b:main"),
-        ("eval.dataset=a/b eval.subset=7 eval.split=test", "eval.dataset=a/b:7:test"),
-        ("data.dataset=a/b data.split=test", "data.dataset=a/b::test"),
-        ("data.dataset=[a,b] data.subset=s data.split=t", "data.dataset=[a:s:t, b:s:t]"),
-    ],
-)
-def test_renamed_key_works_with_a_warning(
-    old: str, new: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert load_config(words=shlex.split(old)) == load_config(words=[new])
-    assert "warning" in capsys.readouterr().err

@@ -25,7 +25,6 @@ from run_events import METRICS, run_events
 from runs import Finished, lines_of, start, summary_of, wait_for_line
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-OLDER = Path(__file__).parent / "fixtures" / "run_before_0_2" / "run"
 EVIL = "<script>document.title = 'hit'</script><img src='http://example.org/x.png'> [bold]\x1b[2J"
 
 
@@ -218,9 +217,10 @@ def test_mistakes_are_user_errors(run: Path, tmp_path: Path) -> None:
     assert not list(run.glob("curve.*"))
 
 
-def test_older_run_is_shown_without_a_timeline() -> None:
-    run = read_history(OLDER)
-    assert run.num_done == 2 and not run.starts
+def test_run_that_has_lost_its_trace_is_shown_without_a_timeline(run: Path) -> None:
+    (run / "trace.json").unlink()
+    history = read_history(run)
+    assert history.num_done == len(lines_of(run / "metrics.jsonl")) and not history.starts
 
 
 def test_running_run_and_what_is_left_of_a_killed_one(tmp_path: Path) -> None:

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence, Set
-from copy import deepcopy
 from functools import reduce
 from pathlib import Path
 from types import NoneType
@@ -26,7 +24,6 @@ import yaml
 from pydantic import ValidationError, model_validator
 
 from easyrl.config.algorithm import AlgorithmConfig
-from easyrl.config.changed_keys import put, update_old_keys
 from easyrl.config.data import DataConfig
 from easyrl.config.devices import DevicesConfig
 from easyrl.config.eval import EvalConfig
@@ -101,15 +98,6 @@ class Config(Section):
     def max_tokens_per_micro_batch(self) -> int:
         """Tokens trained at a time, with its default."""
         return self.train.max_tokens_per_micro_batch or max(4096, self.max_sequence_length)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_old_keys(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            values = deepcopy(values)
-            for warning in update_old_keys(values):
-                print(f"warning: {warning}", file=sys.stderr)
-        return values
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -207,11 +195,11 @@ def load_config(
     (`section.key=value`). Raises ConfigError with one line for every problem found."""
     values = _read_file(file) if file is not None else {}
     for name, value in (settings or {}).items():
-        put(values, name, value)
+        _put(values, name, value)
     problems: list[str] = []
     for word in words or ():
         try:
-            put(values, *_read_word(word))
+            _put(values, *_read_word(word))
         except ConfigError as error:
             problems.append(str(error))
     try:
@@ -236,8 +224,21 @@ def change_config(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return the config with other values of these keys, by their full names. Raises ValueError."""
     values = config.model_dump()
     for name, value in changes.items():
-        put(values, name, value)
+        _put(values, name, value)
     return Config.model_validate(values)
+
+
+def _put(settings: dict[str, Any], name: str, value: Any) -> None:
+    """Set a key, by its full name, in sections with their keys. A section that is no mapping is
+    left for the validation to refuse."""
+    *sections, key = name.split(".")
+    for section in sections:
+        if settings.get(section) is None:
+            settings[section] = {}
+        settings = settings[section]
+        if not isinstance(settings, dict):
+            return
+    settings[key] = value
 
 
 class _Loader(yaml.SafeLoader):

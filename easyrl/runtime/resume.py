@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from easyrl.config import Config, ConfigError, change_config, load_config, to_arguments
-from easyrl.config.changed_keys import update_old_keys
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
@@ -97,9 +96,7 @@ class SavedState:
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Self:
         names, state = {each.name for each in fields(cls)}, checkpoint.state
-        seconds = state.get("totals", {}).get("_earlier_seconds", 0.0)  # of a run of 0.1
-        known = {name: value for name, value in state.items() if name in names}
-        return cls(**{"wall_seconds": seconds, **known})
+        return cls(**{name: value for name, value in state.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +180,7 @@ def _is_begun(folder: Path) -> bool:
 
 def _check_settings(config: Config, state: SavedState, path: Path) -> None:
     """Raise ConfigError if a setting that decides what is trained has changed."""
-    before = {name: dict(keys) for name, keys in state.config.items()}
-    update_old_keys(before)  # of a run of an earlier release
+    before = state.config
     changed = [
         f"{section}.{key}"
         for section, keys in config.model_dump(mode="json").items()
