@@ -77,7 +77,6 @@ class Generate(Command):
     iteration: int
     prompts: Sequence[IndexedPrompt]
     is_last_round: bool  # no group is rejected: there is no further round to replace it
-    max_concurrent_groups: int  # the same in all rounds of an iteration
     known: Mapping[int, int] = field(default_factory=dict)
     """Prompt index -> checksum of groups that a dead worker has delivered. They are generated
     again, compared and dropped."""

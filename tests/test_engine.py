@@ -259,13 +259,6 @@ class Watch:
         monkeypatch.setattr(self.engine, "_run_model", forward)
 
 
-def test_resized_engine_gives_the_bits_of_a_new_one():
-    engine, submitted = make_engine(num_rows=2), requests(draw_prompts(6), num_generations=2)
-    run(engine, submitted)
-    engine.resize(5)
-    assert bits_of(run(engine, submitted)) == bits_of(run(make_engine(num_rows=5), submitted))
-
-
 def test_finished_rows_are_refilled_and_cost_no_forward(monkeypatch):
     """Every row of every forward gives a token that is kept, and rows are refilled."""
     lengths = np.random.default_rng(0).integers(1, MAX_COMPLETION + 1, (30, 2)).tolist()

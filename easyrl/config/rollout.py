@@ -29,8 +29,8 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample only from the most probable tokens with this sum of probabilities; 1: all."""
     max_concurrent_groups: int | None = Field(default=None, ge=1)
-    """Groups in flight per engine. Null: chosen from `train.prompts_per_iteration`, in some runs
-    also from measured rates (docs/design.md, Groups in flight)."""
+    """Groups in flight per engine. Null: a quarter of its prompts (half where workers lend each
+    other cores), but at least 16; all with `runtime.schedule=sync`."""
     ring_slots: int | None = Field(default=None, ge=1)
     """Finished groups that the ring buffer holds; null: `train.prompts_per_iteration`."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"

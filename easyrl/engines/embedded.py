@@ -80,14 +80,11 @@ class EmbeddedEngine(PolicyEngine):
         self._finished: list[FinishedGroup] = []
         # The first num_active rows are in flight; those behind them, up to num_held, are suspended.
         self.num_active = self.num_held = 0
-        self._allocate(num_rows)
-
-    def _allocate(self, num_rows: int) -> None:
-        sampling, longest = self.sampling, self.sampling.max_completion_length
-        has_graphs = devices.has_graphs(self.policy.device)
+        longest = sampling.max_completion_length
+        has_graphs = devices.has_graphs(policy.device)
         steps = (PROMPT_STEP, SLOT_STEP) if has_graphs else (CELLS, 1)
         self.cache = KVCache(num_rows, sampling.max_prompt_length, longest, *steps)
-        self.graphs = StepGraphs(self.policy, self.cache, sampling) if has_graphs else None
+        self.graphs = StepGraphs(policy, self.cache, sampling) if has_graphs else None
         self._sequences: list[_Sequence | None] = [None] * num_rows
         self._rows = np.zeros(
             num_rows,
@@ -105,12 +102,6 @@ class EmbeddedEngine(PolicyEngine):
                 ("is_sampled", np.bool_, longest),
             ],
         )
-
-    def resize(self, num_rows: int) -> None:
-        """Change the number of rows, of which none is in use."""
-        assert not self.has_work
-        if num_rows != self.cache.num_rows:
-            self._allocate(num_rows)
 
     @property
     def has_work(self) -> bool:

@@ -44,7 +44,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -68,12 +68,10 @@ from easyrl.runtime.metrics import (
 )
 from easyrl.runtime.placement import check_scale, device_names, first_engines, numbered
 from easyrl.runtime.preflight import Preflight
-from easyrl.runtime.rates import MeasuredIteration
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
 from easyrl.runtime.status import Balance, worker_rows
 from easyrl.runtime.supervisor import Interrupted, Supervisor, Worker
-from easyrl.runtime.tuning import Tuner
 from easyrl.runtime.workers import Workers
 
 BEFORE, AFTER = 0, 1
@@ -92,11 +90,9 @@ class Controller:
         launcher: Launcher,
         started: float,
         notify: Observer,
-        measured: Sequence[MeasuredIteration],
         resumed: Resume | None = None,
     ) -> None:
-        """`started`: when the command began, as `time.monotonic` counts; `measured`: iterations so
-        far, extended by an observer."""
+        """`started`: when the command began, as `time.monotonic` counts."""
         self.config = config
         self.checked = checked
         self.folder = folder
@@ -119,9 +115,6 @@ class Controller:
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
-        self.tuner = Tuner(
-            config, checked.placement, checked.model_size, checked.prompts.prompt, measured
-        )
         self.balance = Balance()
         self._balanced = 0  # the balanced number of rollout workers an iteration ago
 
@@ -252,13 +245,12 @@ class Controller:
             num_groups=self.config.train.prompts_per_iteration,
             max_replacements=REPLACEMENT_ROUNDS,
         )
-        prompts = self.tuner.arrange(rounds.start(), self.notify)
-        self.dispatcher.max_concurrent_groups = self.tuner.max_concurrent_groups
+        prompts = rounds.start()
         cpu_started = time.process_time()
         record = IterationRecord(
             iteration,
             weights_seconds=self._exchange_weights(),
-            max_concurrent_groups=self.tuner.max_concurrent_groups,
+            max_concurrent_groups=self.checked.placement.max_concurrent_groups,
         )
         self.workers.rank0.send(events.TrainIteration(iteration))
         self.dispatcher.start(iteration, prompts, is_last_round=rounds.is_last)
@@ -278,7 +270,6 @@ class Controller:
             match event:
                 case events.GroupScored():
                     record.add_group(worker.name, event)
-                    self.tuner.add(event)
                     rounds.add(event)
                 case events.Lost():
                     self._reopen_undelivered(worker, record, rounds)

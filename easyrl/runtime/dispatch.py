@@ -119,8 +119,7 @@ class Dispatcher:
         self._workers = workers
         self._is_deterministic = config.runtime.deterministic
         self._is_fixed = self._is_deterministic or placement.max_rollout_workers == 1
-        self.max_concurrent_groups = placement.max_concurrent_groups
-        """Groups in flight per worker, from the next iteration on."""
+        self._max_open_groups = max_open_groups(placement.max_concurrent_groups)
         self._most = 0  # prompts of one worker at a time, in this round
         self._num_generations = config.rollout.num_generations
         self._command: Command
@@ -153,10 +152,8 @@ class Dispatcher:
         self._iteration = iteration
         self._hand_out(
             [(prompt.index, (group_index, prompt)) for group_index, prompt in prompts],
-            max_open_groups(self.max_concurrent_groups),
-            lambda share, known: events.Generate(
-                iteration, share, is_last_round, self.max_concurrent_groups, known
-            ),
+            self._max_open_groups,
+            lambda share, known: events.Generate(iteration, share, is_last_round, known),
         )
 
     def evaluate(
@@ -169,7 +166,7 @@ class Dispatcher:
         with_texts: bool = False,
     ) -> Iterator[events.PromptEvaluated]:
         """Send problems to whichever worker is free; yield the answers as they arrive."""
-        num_sequences = max_open_groups(self.max_concurrent_groups) * self._num_generations
+        num_sequences = self._max_open_groups * self._num_generations
         self._shares = {}
         self._hand_out(
             [(prompt.index, prompt) for prompt in prompts],

@@ -59,7 +59,6 @@ class Preflight:
     num_prompts_skipped: int
     placement: Placement
     num_trained: int | None  # elements of LoRA's adapters; None: all weights are trained
-    model_size: memory.ModelSize | None
     identity: Mapping[str, Any]
     """Digests of model, data and held-out problems; those of a resumed run must be the same."""
     held_out: Sequence[Prompt]  # problems that accuracy is measured on; may be empty
@@ -111,7 +110,6 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
         len(skipped),
         placement,
         num_trained,
-        size,
         identity,
         held_out,
         list(dict.fromkeys(warnings)),

@@ -73,8 +73,8 @@ class MeasuredIteration:
 
 
 def with_measured_groups(config: Config, iterations: Sequence[MeasuredIteration]) -> Config:
-    """Return the config with the newest iteration's number of groups in flight, if that was chosen
-    during the run."""
+    """Return the config with the newest iteration's number of groups in flight, if this is not what
+    its workers would have by themselves: they lent cores, or came later."""
     number = iterations[-1].max_concurrent_groups
     default = max_concurrent_groups(config, iterations[-1].num_engines)
     if config.rollout.max_concurrent_groups is not None or number == default:
@@ -140,8 +140,7 @@ def _with_devices(config: Config, devices: Mapping[str, str]) -> Config:
     return change_config(config, chosen)
 
 
-def group_of(event: events.GroupScored, config: Config) -> Group:
-    """Return what the simulation must know of a group."""
+def _group(event: events.GroupScored, config: Config) -> Group:
     has_gradient = config.algorithm.trains_zero_advantages
     has_gradient |= not event.is_skipped and len({*event.rewards}) > 1
     is_accepted = not event.is_rejected
@@ -174,7 +173,7 @@ class _Iteration:
                     counts = event.num_steps, event.num_tokens, event.num_prompt_tokens
                     self.rows[worker].append([*counts, sum(s.ended - s.started for s in busy)])
             case events.GroupScored():
-                group = group_of(event, self.config)
+                group = _group(event, self.config)
                 self.lengths[worker] += group.lengths
                 self.groups.append(group)
                 self.scored = min(self.scored, time) if group.is_trained else self.scored

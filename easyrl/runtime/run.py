@@ -91,7 +91,6 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
             launcher=launcher,
             started=started,
             notify=combine_observers([folder.observe, recorder, *observers]),
-            measured=recorder.iterations,
             resumed=resumed,
         )
         try:

@@ -208,12 +208,10 @@ class RolloutWorker:
                 self._join_weights(rank, world_size, generation)
             case events.ExchangeWeights(version):
                 self._receive_weights(version)
-            case events.Generate(iteration, prompts, is_last_round, in_flight, known):
+            case events.Generate(iteration, prompts, is_last_round, known):
                 self._known = {(TRAIN, iteration, index): known[index] for index in known}
                 if iteration != self._iteration:
                     self._iteration, self._busy_seconds = iteration, 0.0
-                    if isinstance(self.engine, EmbeddedEngine):
-                        self.engine.resize(in_flight * self.config.rollout.num_generations)
                 self._is_last_round = is_last_round  # rounds do not overlap
                 for indexed in prompts:
                     self._submit(TRAIN, iteration, indexed, self.config.rollout.num_generations)
