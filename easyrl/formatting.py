@@ -1,11 +1,18 @@
-"""Numbers in messages."""
+"""Parts of messages."""
 
 from __future__ import annotations
+
+from easyrl import DISTRIBUTION
 
 
 def counted(count: int, noun: str) -> str:
     """`1 group`, `2 groups`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an optional dependency, by its extra in pyproject.toml."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def shorten(text: str, limit: int) -> str:

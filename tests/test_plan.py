@@ -182,7 +182,7 @@ def test_lora_is_planned_without_peft(
     monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
     assert dry_run(*words)[0] == code == 0
     needed = [line for line in dry_run(*words)[1].splitlines() if line not in expected.splitlines()]
-    assert len(needed) == 1 and "pip install 'easyrl[lora]'" in needed[0]
+    assert len(needed) == 1 and "pip install 'easyrl-train[lora]'" in needed[0]
     assert dry_run(*words[2:])[0] == 2  # a run on this machine
 
 

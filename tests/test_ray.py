@@ -31,7 +31,7 @@ from runs import (
     without_timing,
 )
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
 
 ONE_THREAD = "devices.threads=1"
 SAME = (*SMALL, "runtime.deterministic=true", ONE_THREAD, "algorithm.beta=0.04")

@@ -149,7 +149,7 @@ def test_workers_on_several_nodes_are_as_many_devices() -> None:
 
 def test_without_ray_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"easyrl\[ray\]"):
+    with pytest.raises(ConfigError, match=r"easyrl-train\[ray\]"):
         connect(load_config(words=["devices.infer=ray:1"]), 1)
 
 

@@ -137,7 +137,7 @@ def test_resumed_run_replaces_lines_after_its_checkpoint(tmp_path: Path, wandb: 
 
 def test_missing_tracker_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"output\.log_to.*easyrl\[wandb\]"):
+    with pytest.raises(ValueError, match=r"output\.log_to.*easyrl-train\[wandb\]"):
         Trackers(load_config(None, {}, ["output.log_to=[wandb]"]))
 
 

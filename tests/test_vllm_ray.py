@@ -13,7 +13,7 @@ from ray_clusters import cluster_of
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 
 pytest.importorskip("vllm", reason="needs vLLM: `make test-vllm` installs it and runs these")
-pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 

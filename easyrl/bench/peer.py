@@ -39,6 +39,7 @@ from easyrl.bench.harness import (
 from easyrl.config import load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.devices import accelerator, visible_environment
+from easyrl.formatting import install_command
 from easyrl.processes import num_cores
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.supervisor import WorkerFailure, signals_as_interrupts
@@ -128,8 +129,7 @@ def run(
         if util.find_spec(package) is None:
             extra = "peer" if package == "trl" else package
             raise ValueError(
-                f"bench peer: expected {package}, which is not installed: "
-                f"pip install 'easyrl[{extra}]'"
+                f"bench peer: expected {package}, which is not installed: " + install_command(extra)
             )
     flags["model.dtype"] = dtype = "float32" if on_cpu else "bfloat16"
     for name in names:

@@ -17,7 +17,7 @@ DType = Annotated[
 
 class LoraConfig(Section):
     """LoRA: train small adapters beside the linear layers instead of the model's own weights.
-    Needs peft: pip install 'easyrl[lora]'. Without dropout, as engines sample without it."""
+    Needs peft: pip install 'easyrl-train[lora]'. Without dropout, as engines sample without it."""
 
     rank: int | None = Field(default=None, ge=1)
     """Rank of the adapters; null: no LoRA, all weights are trained."""

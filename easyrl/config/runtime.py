@@ -52,4 +52,4 @@ class OutputConfig(Section):
         Field(default_factory=list)
     )
     """Trackers that also get the metrics: a list of `tensorboard`, `wandb` (Weights & Biases),
-    `trackio`, `mlflow`; each needs its extra, as in pip install 'easyrl[wandb]'."""
+    `trackio`, `mlflow`; each needs its extra, as in pip install 'easyrl-train[wandb]'."""

@@ -25,6 +25,7 @@ from typing import Literal
 
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.data.hub import BUILT_IN_MODELS, KEY, resolve_model
+from easyrl.formatting import install_command
 from easyrl.model.checkpoint_files import STATE, find_checkpoint
 from easyrl.model.files import (
     fingerprint,
@@ -164,8 +165,8 @@ class ModelSource:
         except Exception as error:  # of many types
             raise ConfigError(
                 f"{KEY}: the adapter '{self.path}' cannot be merged into '{self.base}'; needed are "
-                "the model that it was trained on (--base), and peft (pip install 'easyrl[lora]'): "
-                f"{error}"
+                "the model that it was trained on (--base), and peft "
+                f"({install_command('lora')}): {error}"
             ) from error
         with replace_folder(folder) as new:
             merged.save_pretrained(new)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from easyrl.config import ConfigError
 from easyrl.config.model import LoraConfig
+from easyrl.formatting import install_command
 from easyrl.model.files import meta_model
 from easyrl.model.sharding import whole
 from easyrl.types import Weight
@@ -47,7 +48,7 @@ def check_lora(
     assert lora.rank is not None
     has_peft = find_spec("peft") is not None
     if not (has_peft or is_planned):
-        raise ConfigError("model.lora.rank: LoRA needs peft: pip install 'easyrl[lora]'")
+        raise ConfigError(f"model.lora.rank: LoRA needs peft: {install_command('lora')}")
     model = meta_model(config, trust_remote_code=trust_remote_code)
     if not has_peft:
         shapes = [model.get_submodule(name).weight.shape for name in _targets(model, lora, path)]

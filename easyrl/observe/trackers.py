@@ -21,6 +21,7 @@ from typing import Any
 from easyrl import events
 from easyrl.config import Config
 from easyrl.events import Event, Note
+from easyrl.formatting import install_command
 
 PROJECT = "easyrl"
 END_SECONDS = 10.0  # longest wait for trackers to send the rest when the run ends
@@ -112,7 +113,7 @@ class Trackers:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(
                     f"output.log_to: '{name}' is not installed; install it with "
-                    f"pip install 'easyrl[{name}]', or remove it from output.log_to"
+                    f"{install_command(name)}, or remove it from output.log_to"
                 )
         self._trackers: dict[str, Tracker] = {}
         self._queue: queue.SimpleQueue[tuple[Values | None, int]] = queue.SimpleQueue()

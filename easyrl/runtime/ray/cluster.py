@@ -17,9 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from easyrl import __version__
 from easyrl.config import Config, ConfigError
 from easyrl.devices import RAY_RESOURCES
-from easyrl.formatting import counted
+from easyrl.formatting import counted, install_command
 from easyrl.processes import num_cores
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def connect(config: Config, num_workers: int) -> Resources:
     """Connect to the cluster, or start one on this machine for `num_workers`, and return what it
     has. Raises ConfigError if Ray is not installed, or there is no cluster at the address."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("devices: ray: devices need Ray: pip install 'easyrl[ray]'")
+        raise ConfigError(f"devices: ray: devices need Ray: {install_command('ray')}")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # or a lost node is 20 lines of output
     import ray
     from ray.exceptions import RayError
@@ -113,9 +114,8 @@ def _check_reachable(address: str) -> None:
 
 def versions() -> dict[str, str]:
     """Versions that must be the same on all nodes."""
-    names = ("easyrl", "torch", "transformers")
-    found = {"Python": platform.python_version()}
-    for name in names:
+    found = {"Python": platform.python_version(), "easyrl": __version__}
+    for name in ("torch", "transformers"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
