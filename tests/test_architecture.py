@@ -61,7 +61,7 @@ def imports_of(module: tuple[str, ...]) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module == "easyrl":
-            found |= {f"easyrl.{alias.name}" for alias in node.names if alias.name[0] != "_"}
+            found |= {f"easyrl.{alias.name}" for alias in node.names if alias.name[0].islower()}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
     return found

@@ -1,44 +1,88 @@
-"""The wheel: it contains all files that the demo needs."""
+"""Installed: as a wheel, which has all files that the demo needs, and as a clone by its path."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import easyrl
 from runs import SMALL, summary_of
 
 ROOT = Path(__file__).parent.parent
+PIP = sys.executable, "-m", "pip"
+FOREIGN = "# coding=utf-8\n# Copyright (c) 2019\n"
+"""All that the package in the distribution `easyrl` 0.0.1 contains."""
+
+
+def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def install(folder: Path, *words: str | Path) -> Path:
+    """Make an environment that has EasyRL's dependencies, and EasyRL as pip's `words` say. Return
+    the folder of its packages. No .pth file of the surrounding environment is read there."""
+    venv = folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(venv)}))
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    done = call(*PIP, "--python", venv, "install", "--no-deps", "--no-index", *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return packages
+
+
+@pytest.mark.parametrize("name", ["easyrl", "clone"])
+def test_clone_is_installed_by_its_path_and_works_from_the_folder_above(
+    name: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("setuptools", "77")
+    clone = tmp_path / name
+    ignored = shutil.ignore_patterns(".*", "tests", "docs", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, clone, ignore=ignored)
+    packages = install(tmp_path, "--no-build-isolation", "--editable", clone)
+    bin_ = tmp_path / "venv" / "bin"
+    found = call(bin_ / "python", "-c", "import easyrl as e; print(e.__file__)", cwd=tmp_path)
+    assert found.stdout.strip() == str(clone / "easyrl" / "__init__.py"), found.stderr
+    assert call(bin_ / "easyrl", "--version", cwd=tmp_path).returncode == 0
+    (packages / "easyrl").mkdir()
+    (packages / "easyrl" / "__init__.py").write_text(FOREIGN)
+    refused = call(bin_ / "easyrl", "--version", cwd=tmp_path)
+    assert refused.returncode == 1 and "easyrl-train" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_install_commands_name_our_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == easyrl.DISTRIBUTION
+    folders, names = ("easyrl", "docs", "configs"), ("README.md", "Dockerfile", "pyproject.toml")
+    files = [ROOT / name for name in names]
+    for kind in ("py", "md", "yaml"):
+        files += [file for folder in folders for file in (ROOT / folder).rglob(f"*.{kind}")]
+    assert not [file for file in files if re.search(r"(?<![\w-])easyrl\[", file.read_text())]
 
 
 @pytest.mark.long
 def test_demo_runs_from_the_wheel_outside_the_checkout(tmp_path: Path) -> None:
-    """The environment has EasyRL's dependencies, but not EasyRL."""
-
-    def run(*command: str | Path, cwd: Path = tmp_path) -> str:
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        done = subprocess.run(
-            command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     sources = tmp_path / "sources"  # setuptools writes beside them
-    run("git", "clone", "--quiet", ROOT, sources)
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, sources)
-    (wheel,) = tmp_path.glob("easyrl-*.whl")
-    run(sys.executable, "-m", "venv", "venv")
-    python = tmp_path / "venv/bin/python"
-    run(python, "-m", "pip", "install", "--no-deps", wheel)
-    # Packages there are found, but the .pth file of an editable EasyRL is not read.
-    packages = Path(
-        run(python, "-c", "import sysconfig as s; print(s.get_path('purelib'))").strip()
-    )
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    assert str(packages) in run(python, "-c", "import easyrl; print(easyrl.__file__)")
-    run(python.parent / "easyrl", "grpo", "--output", "run", "--iterations", "2", *SMALL)
+    subprocess.run(["git", "clone", "--quiet", ROOT, sources], check=True)
+    done = call(*PIP, "wheel", "--no-deps", "--wheel-dir", tmp_path, sources, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("easyrl_train-*.whl")
+    packages = install(tmp_path, wheel)
+    bin_ = tmp_path / "venv" / "bin"
+    found = call(bin_ / "python", "-c", "import easyrl; print(easyrl.__file__)", cwd=tmp_path)
+    assert str(packages) in found.stdout, found.stderr
+    words = "--output", "run", "--iterations", "2", *SMALL
+    done = call(bin_ / "easyrl", "grpo", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert summary_of(tmp_path / "run")["policy_version"] == 2
