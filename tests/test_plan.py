@@ -42,6 +42,12 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture(autouse=True)
+def _hub_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+
+
 def dry_run(*words: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["grpo", "--dry-run", *words])
     return result.exit_code, result.output
@@ -115,13 +121,13 @@ def test_devices_that_the_assumption_lacks_are_refused(words: list[str], expecte
 def test_the_proposed_command_fits(
     assume: str, words: list[str], changed: str, starts: bool, qwen: str
 ) -> None:
-    code, output = dry_run("--assume", assume, "--model", qwen, "--dataset", "gsm8k", *words)
+    code, output = dry_run("--assume", assume, "--model", qwen, "--dataset", "countdown", *words)
     assert code == (0 if starts else 2)
     assert starts == ("a run would not start" not in output)
     assert "warning: " in output or not starts
     better = proposed(output)
     assert better is not None and changed in " ".join(better)
-    assert better[:4] == ["--model", qwen, "--dataset", "gsm8k"]
+    assert better[:4] == ["--model", qwen, "--dataset", "countdown"]
     code, output = dry_run("--assume", assume, *better)
     assert code == 0 and "available" in output
     assert "warning" not in output and proposed(output) is None
@@ -208,9 +214,53 @@ def test_a_plan_is_a_config_file_with_the_changed_or_all_settings(
     ],
 )
 def test_a_run_that_would_not_start_exits_with_2(
-    words: list[str], expected: str, qwen: str, monkeypatch: pytest.MonkeyPatch
+    words: list[str], expected: str, qwen: str
 ) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     code, output = dry_run("--assume", "8x80GiB", "--model", qwen, *words)
     assert code == 2 and "a run would not start" in output and expected in output
+
+
+@pytest.fixture
+def user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set, and a reward that prints when it is loaded and when it is called."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    reward = "print('here')\ndef score(completions, answer):\n    print('here')\n    return [0.0]"
+    Path("own.py").write_text(reward + " * len(completions)\n")
+
+
+@pytest.mark.parametrize("assume", [[], ["--assume", "8x80GiB"]])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--dataset no_such.jsonl --reward no_such.py:f", "data.dataset"),
+        ("--dataset rows.jsonl", "reward.functions"),
+        ("--dataset rows.jsonl --reward no_such.py:f", "reward.functions"),
+        ("--dataset rows.jsonl --reward own.py:no_such", "own.py:score"),
+        ("--dataset rows.jsonl --reward own.py:score data.prompt_column=q", "data.prompt_column"),
+        ("--dataset rows.jsonl --reward own.py:score data.columns={a:\\ answer}", "'answer'"),
+        ("--dataset rows.jsonl --reward exact_match eval.dataset=no_such.jsonl", "no_such.jsonl"),
+        ("--dataset rows.jsonl --reward exact_match algorithm.loss_type=no.py:f", "loss_type"),
+        ("--dataset hub/data --reward no_such.py:f", "reward.functions"),
+        ("--dataset hub/data --environment no_such.py:E", "rollout.environment"),
+    ],
+)
+@pytest.mark.usefixtures("user_files")
+def test_data_and_functions_are_tried_as_by_a_start(
+    words: str, expected: str, assume: list[str]
+) -> None:
+    code, output = dry_run(*assume, *shlex.split(words))
+    assert code == 2 and expected in output.partition("a run would not start: ")[2]
+    assert "all on cpu" in output  # the memory that it would need
+
+
+@pytest.mark.parametrize("dataset", ["rows.jsonl", "hub/data"])
+@pytest.mark.usefixtures("user_files")
+def test_data_on_a_hub_that_is_unreachable_is_a_warning(
+    dataset: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, output = dry_run("--dataset", dataset, "--reward", "own.py:score")
+    assert code == 0 and "all on cpu" in output
+    assert ("warning: not checked: data.dataset" in output) == (dataset == "hub/data")
+    out, err = capfd.readouterr()
+    assert out == "" and "here" in err  # the plan is a config file

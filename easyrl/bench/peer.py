@@ -128,9 +128,7 @@ def run(
     for package in ("trl",) if on_cpu else ("trl", "vllm"):
         if util.find_spec(package) is None:
             extra = "peer" if package == "trl" else package
-            raise ValueError(
-                f"bench peer: expected {package}, which is not installed: " + install_command(extra)
-            )
+            raise ValueError(f"bench peer: expected {package}, got none: {install_command(extra)}")
     flags["model.dtype"] = dtype = "float32" if on_cpu else "bfloat16"
     for name in names:
         work = ROWS[name]

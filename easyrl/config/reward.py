@@ -38,12 +38,6 @@ class RewardConfig(Section):
     check: bool = True
     """Call each function of the user on dummy completions before a run starts."""
 
-    @field_validator("code_sandbox", mode="before")
-    @classmethod
-    def _accept_old_sandbox(cls, value: Any) -> Any:
-        """Accept the values of easyrl 0.1 for one release."""
-        return {"strict": "bwrap", "best_effort": "limits"}.get(str(value), value)
-
     @field_validator("functions", mode="before")
     @classmethod
     def _accept_one(cls, value: Any) -> Any:

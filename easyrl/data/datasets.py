@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 from easyrl.config import Config, ConfigError, DataConfig
 from easyrl.config.hints import did_you_mean
-from easyrl.data.hub import reach_hub
+from easyrl.data.hub import HubUnreachable, reach_hub
 from easyrl.data.presets import PRESETS, TRAINED, preset_of
 from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm
 from easyrl.types import Prompt
@@ -131,7 +131,8 @@ def _load(name: str, load: Callable[[Any], Any], advice: str = "") -> Any:
     except Exception as error:  # datasets and pyarrow raise many kinds
         cause = error if isinstance(error, ConnectionError) else error.__cause__ or error
         why = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
-        raise ConfigError(f"{KEY}: '{name}' cannot be loaded: {why}.{advice}") from error
+        kind = HubUnreachable if advice else ConfigError
+        raise kind(f"{KEY}: '{name}' cannot be loaded: {why}.{advice}") from error
 
 
 def _read_lines(

@@ -21,6 +21,10 @@ KEY = "model.path (--model)"
 FORMS = f"use {', '.join(BUILT_IN_MODELS)}, a Hugging Face model folder, or a hub id"
 
 
+class HubUnreachable(ConfigError):
+    """Something on the hub is not in the cache and cannot be downloaded now."""
+
+
 def resolve_model(path: str) -> str:
     """Return the folder of a built-in model or of a local one, or else `path` itself (a hub id).
 

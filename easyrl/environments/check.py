@@ -16,16 +16,16 @@ from easyrl.types import Prompt
 Interfaces = Mapping[str, Interface]
 
 
-def check_environments(config: Config, example: Prompt) -> tuple[Interfaces, list[str]]:
-    """Load all environments in a process of their own, and reset that of a prompt
+def check_environments(config: Config, example: Prompt | None) -> tuple[Interfaces, list[str]]:
+    """Load all environments in a process of their own, and reset that of a prompt, if there is one
     (`reward.check`). Return their interfaces, and warnings. Raises ConfigError."""
     if not config.rollout.has_environments:
         return {}, []
     pool = EnvironmentPool(config, {})
     try:
         interfaces = pool.loaded().interfaces
-        name = name_of(example, interfaces)
-        if config.reward.check:
+        if config.reward.check and example is not None:
+            name = name_of(example, interfaces)
             (future,) = pool.start((0,), name, row_of(example, name), [0])
             try:
                 pool.wait_for(future)

@@ -30,7 +30,6 @@ from easyrl.data.datasets import (
     with_eval_data,
 )
 from easyrl.data.presets import eval_sampling, with_long_problems
-from easyrl.environments.check import check_environments
 from easyrl.evaluation.figures import Answers, Lines, compare, summarize
 from easyrl.evaluation.folder import EvalFolder, differing_settings, read_evaluation
 from easyrl.evaluation.view import EvalView, show_comparison, show_results
@@ -38,7 +37,6 @@ from easyrl.model.export import CheckpointGone, ModelSource, find_model
 from easyrl.model.files import ModelFiles, read_model_files
 from easyrl.observe.text import say
 from easyrl.rewards.loading import reward_names, reward_specs, reward_weights
-from easyrl.rewards.pool import try_rewards
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.memory import (
@@ -49,7 +47,12 @@ from easyrl.runtime.memory import (
     model_size,
 )
 from easyrl.runtime.placement import Placement, describe, place_evaluation
-from easyrl.runtime.preflight import check_open_files, check_positions, short_problems
+from easyrl.runtime.preflight import (
+    check_functions,
+    check_open_files,
+    check_positions,
+    short_problems,
+)
 from easyrl.runtime.resume import with_absolute_paths
 from easyrl.runtime.run_folder import finite
 from easyrl.runtime.supervisor import (
@@ -101,9 +104,8 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     }
     sampled = config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
     check_positions(sampled, files, section="eval")
-    example = next(iter(problems.values()))
-    interfaces, warnings = check_environments(sampled, example)
-    for warning in [*try_rewards(sampled, example), *warnings]:
+    interfaces, warnings = check_functions(sampled, next(iter(problems.values())))
+    for warning in warnings:
         say(warning)
     prompts = short_problems(_with_model(config, source.base), problems, interfaces)
     placement = place_evaluation(config, len(prompts), sampling.num_samples)

@@ -229,8 +229,9 @@ class RewardPool:
         return Scored([], [f"reward ({names}) {problem}"], {}, {})
 
 
-def try_rewards(config: Config, example: Prompt) -> list[str]:
-    """Check the reward functions on a prompt before a run starts; returns warnings.
+def try_rewards(config: Config, example: Prompt | None) -> list[str]:
+    """Check the reward functions on a prompt before a run starts; returns warnings. Without a
+    prompt, the user's functions are only loaded.
 
     The user's functions are loaded and called in a process of their own, which may hang or crash.
     Raises ConfigError for a function that cannot be loaded, lacks a column, or takes or returns
@@ -238,7 +239,8 @@ def try_rewards(config: Config, example: Prompt) -> list[str]:
     """
     specs = reward_specs(config)
     own = [spec for spec in specs if not is_built_in(spec)]
-    check_rewards(config, example, [spec for spec in specs if spec not in own])
+    if example is not None:
+        check_rewards(config, example, [spec for spec in specs if spec not in own])
     if not own:
         return []
     reward = config.reward.model_copy(update={"functions": own})

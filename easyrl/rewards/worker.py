@@ -114,8 +114,8 @@ def start(config: Config, sources: Mapping[str, str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # end at once
     die_with_parent()
     set_name(PROCESS_NAME)
-    sys.stdout = _BoundedOutput(sys.stdout.buffer, errors="backslashreplace", line_buffering=True)
-    sys.stderr = _BoundedOutput(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
+    output = _BoundedOutput(sys.stderr.buffer, errors="backslashreplace", line_buffering=True)
+    sys.stdout = sys.stderr = output  # what `--dry-run` prints to its own is a config file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # where memory runs out, Linux ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -178,13 +178,15 @@ def run_call(call: Call, environments: Sequence[Any] = ()) -> Scored:
     return result
 
 
-def try_function(spec: str, example: Prompt) -> str:
+def try_function(spec: str, example: Prompt | None) -> str:
     """Load a function, check its columns, and call it on dummy completions (`reward.check`).
 
     Returns a warning, empty if all is well. Raises ConfigError where a run would fail.
     """
-    check_rewards(_config, example, [spec])
     function = load_reward(spec, _config)
+    if example is None:
+        return ""
+    check_rewards(_config, example, [spec])
     if not _config.reward.check or needs_environments(function):
         return ""
     _functions[:] = [function]

@@ -30,6 +30,7 @@ from easyrl.runtime.memory import (
 )
 from easyrl.runtime.placement import Placement, describe, resolve_placement
 from easyrl.runtime.preflight import (
+    check_inputs,
     check_positions,
     count_trained,
     read_model_size,
@@ -73,6 +74,7 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
             parts, budgets = estimate_memory(config, placement, size), memory_budgets(placement)
             lines.append(memory_table(parts, budgets))
             warnings += check_memory(parts, budgets)
+        warnings += check_inputs(config)  # last: what is known of the memory is shown first
     except ValueError as refused:
         warnings, is_refused = [f"a run would not start: {refused}", *warnings], True
     is_tight = size is not None and not fits(config, placement, size, headroom=1.0)

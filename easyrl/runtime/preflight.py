@@ -24,7 +24,7 @@ from easyrl.data.datasets import (
     problems_of,
     with_eval_data,
 )
-from easyrl.data.hub import BUILT_IN_MODELS
+from easyrl.data.hub import BUILT_IN_MODELS, HubUnreachable
 from easyrl.data.presets import PRESETS
 from easyrl.data.streams import PromptStream
 from easyrl.environments.check import Interfaces, check_environments, longest_tools
@@ -71,9 +71,7 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
         refuse_existing(folder_of(config))
     files = read_model_files(config.model.path)
     prompts = open_prompts(config)
-    warnings = try_rewards(config, prompts.prompt(0))
-    interfaces, of_environments = check_environments(config, prompts.prompt(0))
-    warnings += of_environments
+    interfaces, warnings = check_functions(config, prompts.prompt(0))
     loss_identity = _check_loss(config)
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
     num_rollout = max(placement.num_rollout_workers, config.devices.max_rollout_workers or 0)
@@ -114,6 +112,25 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
         held_out,
         list(dict.fromkeys(warnings)),
     )
+
+
+def check_inputs(config: Config) -> list[str]:
+    """Make the checks of a start that need no model, and return warnings. Data on a hub that cannot
+    be reached is not checked. Raises ConfigError."""
+    _check_loss(config)
+    try:
+        prompts = open_prompts(config)
+        _, warnings = check_functions(config, prompts.prompt(0))
+        return warnings + _held_out(config, prompts, None)[1]
+    except HubUnreachable as error:
+        return [*check_functions(config, None)[1], f"warning: not checked: {error}"]
+
+
+def check_functions(config: Config, example: Prompt | None) -> tuple[Interfaces, list[str]]:
+    """Load rewards and environments and try them on a prompt, if there is one; with warnings."""
+    warnings = try_rewards(config, example)
+    interfaces, of_environments = check_environments(config, example)
+    return interfaces, warnings + of_environments
 
 
 def _check_loss(config: Config) -> dict[str, str]:
@@ -188,9 +205,10 @@ def read_model_size(
 
 
 def _held_out(
-    config: Config, prompts: PromptStream, interfaces: Interfaces
+    config: Config, prompts: PromptStream, interfaces: Interfaces | None
 ) -> tuple[list[Prompt], list[str]]:
-    """Open the held-out problems of `eval.dataset`, else of `data.dataset`; with warnings."""
+    """Open the held-out problems of `eval.dataset`, else of `data.dataset`; with warnings. Without
+    `interfaces`, their tokens are not counted."""
     if config.data.num_held_out == 0 or (config.eval.dataset is None and not prompts.held_out()):
         if config.train.eval_every:
             raise ConfigError(
@@ -203,7 +221,8 @@ def _held_out(
     other = with_eval_data(config)
     problems = problems_of(open_prompts(other, is_trained=False), other)
     warnings = try_rewards(config, next(iter(problems.values())))
-    return short_problems(other, problems, interfaces), warnings
+    kept = [] if interfaces is None else short_problems(other, problems, interfaces)
+    return kept, warnings
 
 
 def short_problems(

@@ -180,16 +180,15 @@ def _is_begun(folder: Path) -> bool:
 
 def _check_settings(config: Config, state: SavedState, path: Path) -> None:
     """Raise ConfigError if a setting that decides what is trained has changed."""
-    before = state.config
     changed = [
         f"{section}.{key}"
         for section, keys in config.model_dump(mode="json").items()
         for key, value in keys.items()
-        if before.get(section, {}).get(key, value) != value
+        if state.config.get(section, {}).get(key, value) != value
         and not any(fnmatch(f"{section}.{key}", pattern) for pattern in MAY_CHANGE)
     ]
     if changed:
-        run = Config.model_validate({k: v for k, v in before.items() if k in Config.model_fields})
+        run = Config.model_validate(state.config)
         used, given = _resolved(run), _resolved(config)
         problems = [
             f"{name}: expected {json.dumps(used[name])} as in the run, got "

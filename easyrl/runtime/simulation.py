@@ -78,17 +78,11 @@ def draw_scenarios(
 
 def compare(iterations: Sequence[MeasuredIteration], config: Config) -> dict[str, float | None]:
     """Predict every other iteration of a run from those between, for `summary.json`. None where too
-    few iterations were measured with the newest number of groups in flight, or the number of
-    engines changed."""
+    few were measured, or the number of engines, or of groups in flight, changed."""
     predicted = measured = None
-    alike = [
-        each
-        for each in iterations
-        if each.max_concurrent_groups == iterations[-1].max_concurrent_groups
-    ]
-    given, left_out = alike[::2], alike[1::2]
-    if left_out and len({each.num_engines for each in alike}) == 1:
-        config = with_measured_groups(config, alike)
+    given, left_out = [*iterations][::2], [*iterations][1::2]
+    if left_out and len({(x.num_engines, x.max_concurrent_groups) for x in iterations}) == 1:
+        config = with_measured_groups(config, left_out)
         num_engines, num_trainers = given[0].num_engines, given[0].num_trainers
         outcomes = [
             simulate(*scenario, config, num_engines, num_trainers)

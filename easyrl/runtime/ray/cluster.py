@@ -5,7 +5,6 @@ Imports ray where it is used: this module is imported only for `ray:` devices.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from easyrl import __version__
 from easyrl.config import Config, ConfigError
 from easyrl.devices import RAY_RESOURCES
+from easyrl.engines.vllm.platforms import package_version
 from easyrl.formatting import counted, install_command
 from easyrl.processes import num_cores
 
@@ -114,13 +114,8 @@ def _check_reachable(address: str) -> None:
 
 def versions() -> dict[str, str]:
     """Versions that must be the same on all nodes."""
-    found = {"Python": platform.python_version(), "easyrl": __version__}
-    for name in ("torch", "transformers"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    found = {name: package_version(name) or "not installed" for name in ("torch", "transformers")}
+    return {"Python": platform.python_version(), "easyrl": __version__, **found}
 
 
 def options_of(kind: str, num_devices: int, num_threads: int) -> dict[str, Any]:
