@@ -1,8 +1,8 @@
-"""Twenty-five hostile programs: what each tries, and whether it succeeded.
+"""Hostile programs: what each tries, and whether it succeeded.
 
-`main()` of an attack prints "done" where it got what it wanted. `{outside}` is a folder outside the
+An attack prints "done" where it got what it wanted. `{outside}` is a folder outside the
 sandbox, `{secret}` is in the environment and in a file there, `{parent}` is the process that
-scores, `{port}` a TCP port that something listens on.
+scores, `{port}` a port of TCP and UDP that something listens on.
 
 As a script (it needs no packages): `hostile_code.py KIND FOLDER PORT`, prints what succeeded.
 """
@@ -17,6 +17,12 @@ from typing import Any
 
 from easyrl.rewards import sandbox
 
+NEW_USER_NAMESPACE = 0x10000011  # and SIGCHLD
+LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
+NUMBERS = {  # of system calls that the C library has no function for, or another one
+    "x86_64": {"clone": 56, "io_uring": 425, "clone3": 435, "unshare": 272, "add_key": 248},
+    "aarch64": {"clone": 220, "io_uring": 425, "clone3": 435, "unshare": 97, "add_key": 217},
+}[os.uname().machine]
 SECRET = "hostile-secret-4f1c"
 TOKEN = "token-7d2a"
 ATTACKS = {
@@ -56,6 +62,30 @@ print("done")""",
 for number in range(8):
     with open(f"/dev/shm/easyrl-hostile-{number}", "wb") as file: file.write(bytes(60 << 20))
 print("done")""",
+    "memory of files without names": LIBC
+    + """
+fds = [libc.memfd_create(b"x", 0) for _ in range(8)]
+for fd in fds: os.write(fd, bytes(60 << 20))
+print("done")""",
+    "unattached shared memory": LIBC
+    + """
+import errno
+for _ in range(4):
+    memory = libc.shmget(0, 1 << 30, 0o600)
+    if memory < 0: raise OSError
+print("done")""",
+    "3,000 nested folders": """
+import os
+for _ in range(3000):
+    os.mkdir("d")
+    os.chdir("d")
+os.chmod("..", 0)
+print("almost")""",
+    "closed folders": """
+import os
+os.makedirs("a/b/c")
+open("a/b/c/file", "w").close()
+for name in ("a/b/c", "a/b", "a", "."): os.chmod(name, 0)""",
     "endless output": "while True: print('x' * 100000)",
     "deep recursion": """
 import sys
@@ -103,6 +133,45 @@ import ctypes
 memory = ctypes.CDLL(None).shmget(0x4f1c, 0, 0)
 if memory >= 0 and ctypes.CDLL(None).shmctl(memory, 0, None) == 0: print("done")
 else: ctypes.CDLL(None).shmget(0x4f1c, 1 << 20, 0o1666)""",
+    "UDP": """
+import socket
+sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+sender.sendto(b"x", ("127.0.0.1", {port}))""",
+    "sockets by io_uring": LIBC
+    + f"""
+if libc.syscall({NUMBERS["io_uring"]}, 1, ctypes.create_string_buffer(120)) >= 0: print("done")""",
+    "message queue that outlives it": LIBC
+    + """
+if libc.msgget(0x4f1c, 0) >= 0: print("done")
+libc.msgget(0x4f1c, 0o1666)""",
+    "semaphores that outlive it": LIBC
+    + """
+if libc.semget(0x4f1c, 0, 0) >= 0: print("done")
+libc.semget(0x4f1c, 1, 0o1666)""",
+    "POSIX message queue that outlives it": LIBC
+    + """
+if libc.mq_open(b"/easyrl-hostile", os.O_RDWR | os.O_CREAT, 0o666, None) >= 0: print("done")""",
+    "key that outlives it": LIBC
+    + f"""
+if libc.syscall({NUMBERS["add_key"]}, b"user", b"hostile", b"x", 1, -4) >= 0: print("done")""",
+    "user namespace": LIBC
+    + """
+if libc.unshare(0x10000000) == 0: print("done")""",
+    "user namespace by clone": LIBC
+    + f"""
+child = libc.syscall({NUMBERS["clone"]}, {NEW_USER_NAMESPACE}, 0, 0, 0, 0)
+if child == 0: os._exit(0)
+if child > 0: print("done")""",
+    "user namespace by clone3": LIBC
+    + f"""
+import struct
+arguments = struct.pack("8Q", 0x10000000, 0, 0, 0, 17, 0, 0, 0)
+child = libc.syscall({NUMBERS["clone3"]}, arguments, len(arguments))
+if child == 0: os._exit(0)
+if child > 0: print("done")""",
+    "user namespace by the ABI x32": LIBC
+    + f"""
+if libc.syscall({NUMBERS["unshare"]} | 1 << 30, 0x10000000) == 0: print("done")""",
     "becomes root": """
 import os
 os.setuid(0)
@@ -110,15 +179,42 @@ if open("/proc/self/status").read().split("CapEff:")[1].split()[0].strip("0"): p
     # Outliving; forging.
     "daemon": """
 import os, time
+def leave():
+    for function in (os.setsid, lambda: os.setpgid(0, 0)):
+        try: function()
+        except OSError: pass
 if os.fork() == 0:
-    os.setsid()
+    leave()
     if os.fork() == 0:
+        leave()
         name = b"easyrl-hostile-daemon"
         import ctypes
         ctypes.CDLL(None).prctl(15, name, 0, 0, 0)
         time.sleep(1e6)
     os._exit(0)
 print("almost")""",
+    "opens the runner's files": """
+import os
+for name in os.listdir("/proc"):
+    if name.isdigit() and int(name) != os.getpid():
+        try:
+            for fd in os.listdir(f"/proc/{name}/fd"):
+                with open(f"/proc/{name}/fd/{fd}", "ab") as file: print("done")
+        except OSError: pass""",
+    "reads the runner's memory": """
+import os
+with open(f"/proc/{os.getppid()}/mem", "rb") as file: print("done")""",
+    "traces the runner": LIBC
+    + """
+libc.ptrace.argtypes = [ctypes.c_long] * 4
+if libc.ptrace(16, os.getppid(), 0, 0) == 0: print("done")""",
+    "stops the runner": """
+import os, signal
+os.kill(os.getppid(), signal.SIGSTOP)""",
+    "kills all others": """
+import os, signal
+os.kill(-1, signal.SIGTERM)
+os.kill(-1, signal.SIGKILL)""",
     "ends early": "import os\nprint('done')\nos._exit(0)",
     "writes forged results": """
 import os
@@ -133,7 +229,9 @@ for fd in range(64):
     except OSError: pass
 os._exit(0)""",
 }
-NEED_TIME = {"endless loop", "ignores every signal", "fork bomb", "deep recursion"}
+NEED_TIME = {
+    *("endless loop", "ignores every signal", "fork bomb", "deep recursion", "stops the runner"),
+}
 IN_ASSERTS = {"ends early", "writes forged results"}
 """Scored by asserts: they succeed if the tests count as passed."""
 
@@ -151,11 +249,12 @@ def succeeded(kind: str, outside: str, port: int) -> list[str]:
             job |= {"kind": "asserts", "tests": ["assert add(1, 2) == 3"]}
         seconds = 1.0 if name in NEED_TIME else 20.0
         outputs: list[str | None] = []
-        for _ in range(2 if "outlives" in name else 1):
+        for _ in range(2 if "outlive" in name else 1):
             outputs += sandbox.run(job, "bwrap" if kind == "bwrap" else "limits", seconds)
         right = TOKEN if name in IN_ASSERTS else "done"
         return name if any(right in (output or "") for output in outputs) else None
 
+    sandbox.find_variant("bwrap" if kind == "bwrap" else "limits")
     if kind == "limits":  # one program at a time, as in a reward process
         return [found for name in ATTACKS if (found := attempt(name))]
     with ThreadPoolExecutor(4) as threads:

@@ -83,6 +83,26 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
         {"fn_name": "inc", "inputs": [5, 7], "outputs": [6, 8]},
         {},
     ),
+    "values that equal literals": (
+        "import collections, enum, fractions\nimport numpy as np\n"
+        "class Color(str, enum.Enum): RED = 'red'\n"
+        "Pair = collections.namedtuple('Pair', 'x y')\n"
+        "def values(): return [collections.Counter('aab'), Pair(1, -2.5), np.int64(3), Color.RED,"
+        " set(), frozenset('a'), fractions.Fraction(1, 2), True, None, {(1,): [b'x', 2j]}, 'é\\n']",
+        "def test_values():\n    assert values() == [{'a': 2, 'b': 1}, (1, -2.5), 3, 'red', set(),"
+        " {'a'}, 0.5, 1, None, {(1,): [b'x', 2j]}, 'é\\n'], 'message'",
+        {},
+    ),
+    "asserts of other forms": (
+        ADD,
+        "def check(candidate):\n    for a in range(3):\n        assert candidate(a, 1) == a + 1\n"
+        "    assert candidate(1, 2) < 4\n    assert candidate([], []) == []\n"
+        "    values = [2]\n    values += candidate([1], [3])\n    assert values == [2, 1, 3]\n"
+        "def test_stops():\n    if add(1, 1) == 2: return\n    assert add(1, 1) == 3\n"
+        "def test_stops(again=1):\n    assert 3 == add(1, 2) == 3\n"
+        "check(add)\ncheck(lambda a, b: a + b)",
+        {},
+    ),
     "recursion": (
         "import sys\nsys.setrecursionlimit(20000)\n"
         "def depth(n): return 0 if n == 0 else 1 + depth(n - 1)",
@@ -134,6 +154,74 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
 def test_right_programs_pass(name: str) -> None:
     answer, tests, row = HONEST[name]
     assert score(fenced(answer), tests, **row) == 1.0
+
+
+EQUAL = """
+class Equal:
+    __eq__ = __lt__ = __ge__ = lambda *_: True
+    __hash__ = lambda self: 0
+    __repr__ = __str__ = lambda self: "3"
+class Number(int):
+    __eq__ = lambda *_: True
+    __hash__ = int.__hash__
+    __repr__ = __str__ = lambda self: "3"
+"""
+FIND = """
+import gc, json, os, sys
+jobs = gc.get_objects() + [*sys._getframe(1).f_locals.values()]
+jobs = [each for each in jobs if type(each) is dict and "token" in each]
+token, out = jobs[-1]["token"], [fd for fd in range(3, 64) if os.path.exists(f"/dev/fd/{fd}")]
+def leave(data):
+    for fd in out[:2]:
+        os.truncate(fd, 0)
+        os.pwrite(fd, data, 0)
+    os._exit(0)
+"""
+FORGERIES = {
+    "equals everything": EQUAL + "add = lambda *_: Equal()",
+    "a number that equals everything": EQUAL + "add = lambda *_: Number(4)",
+    "finds the token": FIND + "leave(token.encode())",
+    "the form without values": FIND + "leave(f'{token!r}, []'.encode())",
+    "values of other types": FIND + "leave(f'{token!r}, [(0, [3]), (1, None)]'.encode())",
+    "an index that is no number": FIND + "leave(f'{token!r}, [([], 3)]'.encode())",
+    "too many brackets": FIND + "leave(b'[' * 200000)",
+    "minus signs": FIND + "leave(b'-' * 1000000)",
+    "bytes": FIND + "leave(bytes(range(256)) * 1000)",
+    "60 MiB": FIND + "leave(b'[0],' * (15 << 20))",
+    "a line of the runner": FIND + "leave(json.dumps({'output': 5}).encode())",
+    "other writes": "import os\nwrite = os.write\n"
+    "os.write = lambda fd, data: write(fd, data.replace(b'4', b'3'))\n"
+    "def add(a, b): return [4]",
+    "patched built-ins": "import builtins\nbuiltins.isinstance = lambda *_: True\n"
+    "def add(a, b): return 4",
+    "half a surrogate": "def add(a, b): return '\\ud800'",
+    "too deep": "def add(a, b):\n    x = 3\n    for _ in range(200000): x = [x]\n    return x",
+    "a list of itself": "def add(a, b):\n    x = []\n    x.append(x)\n    return x",
+    "a number of 10,000 digits": "def add(a, b): return 10**10000",
+    "an exception of its own": "class E(BaseException): __str__ = None\ndef add(a, b): raise E",
+    "zero bytes": "\0",
+    "no text": "\ud800",
+}
+ADDS: dict[str, Any] = {
+    "assert": "assert add(1, 2) == 3",
+    "test": "def test_add():\n    assert add(1, 2) == 3",
+    "function": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]},
+    "stdin": {"inputs": ["1 2"], "outputs": ["3"]},
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("tests", ADDS)
+def test_forged_results_are_failed_tests(tests: str) -> None:
+    passed = {name: score(program, ADDS[tests]) for name, program in FORGERIES.items()}
+    assert {name for name, each in passed.items() if each} == set()
+    assert score(ADD + "\nprint(sum(map(int, input().split())))" * (tests == "stdin"), ADDS[tests])
+
+
+@needs_bwrap
+@pytest.mark.parametrize("wrong", ["(1, 2)", "[1, 2.5]", "[1]", "'[1, 2]'", "[1, '2']"])
+def test_values_are_compared_as_asserts_compare(wrong: str) -> None:
+    assert score(f"def f(): return {wrong}", "assert f() == [1, 2]") == 0.0
 
 
 @needs_bwrap

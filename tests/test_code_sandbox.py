@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,8 +27,6 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 """One that any user can start, where the tests' own is in /root."""
 NOT_STOPPED_BY_LIMITS = {
     "fills /tmp",  # several files; a folder on disk, removed at the end
-    "Unix socket outside",  # Landlock covers abstract sockets only
-    "shared memory that outlives it",
 }
 
 
@@ -52,6 +51,8 @@ class Surroundings:
             path.chmod(mode)
         self.internet = socket.create_server(("127.0.0.1", 0))
         self.port = int(self.internet.getsockname()[1])
+        self.datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.datagrams.bind(("127.0.0.1", self.port))
         self.unix = socket.socket(socket.AF_UNIX)
         self.unix.bind(str(folder / "socket"))
         (folder / "socket").chmod(0o777)
@@ -73,6 +74,9 @@ class Surroundings:
         self.internet.setblocking(False)
         with pytest.raises(BlockingIOError):
             self.internet.accept()
+        self.datagrams.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            self.datagrams.recv(1)
 
 
 def sandboxed_processes() -> list[psutil.Process]:
@@ -92,8 +96,8 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Surroundings]:
     with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
         there = Surroundings(Path(folder))
         yield there
-        there.internet.close()
-        there.unix.close()
+        for each in (there.internet, there.datagrams, there.unix):
+            each.close()
 
 
 def hostile(kind: str, surroundings: Surroundings, python: str, user: int | None) -> set[str]:
@@ -105,6 +109,7 @@ def hostile(kind: str, surroundings: Surroundings, python: str, user: int | None
             "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
             "PYTHONDONTWRITEBYTECODE": "1",
             "HOSTILE": SECRET,
+            "TMPDIR": str(surroundings.folder),
         },
         cwd="/",
         capture_output=True,
@@ -157,7 +162,7 @@ needs_users = pytest.mark.skipif(
 def test_hostile_programs_fail_in_bwrap(
     surroundings: Surroundings, python: str, user: int | None
 ) -> None:
-    assert len(ATTACKS) == 25
+    assert len(ATTACKS) == 44
     assert hostile("bwrap", surroundings, python, user) == set()
 
 
@@ -193,3 +198,50 @@ def test_sandbox_that_does_not_start_is_no_verdict(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sandbox.inspect, "getsource", lambda _: "raise SystemExit('broken')")
     with pytest.raises(SandboxError, match="broken"):
         sandbox.run({"kind": "stdin", "program": "print(1)", "tests": [""]}, "bwrap", 5)
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "line", ["'5'", "{'output': '1'}", "'[' * 200000", "'NaN'", "'\\udcff'", "'\"1\"\\n[1]'"]
+)
+def test_lines_that_are_no_text_are_failed_tests(
+    monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    sandbox.find_variant("bwrap")
+    monkeypatch.setattr(sandbox.inspect, "getsource", lambda _: f"print({line})")
+    found = sandbox.run({"kind": "stdin", "program": "", "tests": ["", ""]}, "bwrap", 5)
+    assert [each for each in found if each is not None] in ([], ["1"]) and len(found) < 3
+
+
+@needs_bwrap
+def test_environment_reached_by_dots(tmp_path: Path) -> None:
+    """As `../venv/bin/python` starts it."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (tmp_path / "usr" / "here").mkdir(parents=True)
+    done = run_probe("../../venv/bin/python", "bwrap", tmp_path / "usr" / "here")
+    assert done.stdout == "['1\\n']\n", done.stderr
+
+
+@needs_users
+def test_limits_name_the_folder_that_other_users_cannot_enter() -> None:
+    with tempfile.TemporaryDirectory() as closed:
+        command = [SYSTEM_PYTHON, "-m", "venv", "--without-pip", f"{closed}/venv"]
+        subprocess.run(command, check=True)
+        python = f"{closed}/venv/bin/python"
+        failed = run_probe(python, "limits", Path("/"))
+        assert f"chmod a+x {closed}\n" in failed.stderr
+        assert run_probe(python, "bwrap", Path("/")).stdout == "['1\\n']\n"
+        Path(closed).chmod(0o711)
+        assert run_probe(python, "limits", Path("/")).stdout == "['1\\n']\n"
+
+
+def run_probe(python: str, kind: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = f"from easyrl.rewards import sandbox as s; print(s.run(s.PROBE, {kind!r}, 20))"
+    return subprocess.run(
+        [python, "-B", "-c", script],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(TESTS.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -10,7 +10,8 @@ The column `tests` has one of the forms in which data sets keep tests:
                                                   with fn_name: arguments and return values
     [{"input": "1 2", "output": "3", ...}, ...]   the same, one by one (LiveCodeBench, DeepCoder)
 
-The last two may be JSON in a string. Expected outputs never enter the sandbox.
+The last two may be JSON in a string. Expected outputs never enter the sandbox, nor do the literals
+of `assert EXPRESSION == LITERAL`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ FORMS = (
 )
 TOLERANCE = 1e-6
 """Relative and absolute; for numbers whose expected value has a decimal point."""
+MAX_LENGTH = 2**20  # of outputs in characters, and eight times the expected length
 OPTIONAL_COLUMNS = ("entry_point", "test_imports", "test_setup_code")
 
 
@@ -49,22 +51,23 @@ class Suite:
 
     kind: Literal["asserts", "stdin", "function"]
     tests: list[Any]  # sources; standard inputs; or argument lists
-    expected: list[Any]  # outputs or return values; None for asserts
+    expected: list[Any]  # outputs; return values; or the token and literals by index
     function: str | None = None  # to call; of asserts the entry point for `check`
+    token: str = ""  # with which asserts end
 
     def passes(self, program: str, settings: RewardConfig) -> bool:
         """Run all tests; return whether all passed. Raises SandboxError if nothing can be run."""
-        token = secrets.token_hex(16)  # asserts end with it
         job = {"kind": self.kind, "tests": self.tests, "function": self.function}
-        job |= {"program": program, "token": token}
+        job |= {"program": program, "token": self.token}
         outputs = sandbox.run(job, settings.code_sandbox, settings.code_timeout_seconds)
         texts = [output for output in outputs if output is not None]  # None: the program failed
         if len(texts) != len(self.tests):
             return False
-        if self.kind == "asserts":
-            return set(texts) == {token}
-        accepts = same_text if self.kind == "stdin" else same_value
-        return all(map(accepts, texts, self.expected))
+        same = {"stdin": same_text, "function": same_value, "asserts": same_literals}[self.kind]
+        return all(
+            len(text) <= MAX_LENGTH + 8 * len(repr(expected)) and same(text, expected)
+            for text, expected in zip(texts, self.expected, strict=True)
+        )
 
 
 def code(
@@ -134,7 +137,7 @@ def read_tests(tests: Any, columns: Mapping[str, Any]) -> Suite:
 def _read_asserts(sources: Sequence[str], columns: Mapping[str, Any]) -> Suite:
     entry_point = columns.get("entry_point") or None
     try:
-        statements = [node for source in sources for node in ast.parse(source).body]
+        trees = [ast.parse(source) for source in sources]
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{FORMS}, got {sources!r:.80} ({error})") from None
     called = ("test", "check") if entry_point else ("test",)
@@ -144,14 +147,38 @@ def _read_asserts(sources: Sequence[str], columns: Mapping[str, Any]) -> Suite:
             return node.name.startswith(called)
         return not isinstance(node, (ast.Import, ast.ImportFrom, ast.Assign))
 
-    if not any(map(runs_something, statements)):
+    if not any(runs_something(node) for tree in trees for node in tree.body):
         raise ValueError(
             "column tests: expected an assert, a call, a function test_*, or check(candidate) and "
             f"a column entry_point, got {sources[0]!r:.80}"
         )
     setup = [_as_text(columns.get(name) or "") for name in OPTIONAL_COLUMNS[1:]]
-    tests = ["\n".join([*setup, test]) for test in sources]
-    return Suite("asserts", tests, [], entry_point)
+    token = secrets.token_hex(16)
+    expected = [(token, _take_literals(tree, entry_point)) for tree in trees]
+    tests = ["\n".join([*setup, ast.unparse(tree)]) for tree in trees]
+    return Suite("asserts", tests, expected, entry_point, token)
+
+
+def _take_literals(tree: ast.Module, entry_point: str | None) -> dict[int, Any]:
+    """Replace each `assert E == LITERAL` that always runs by `_record(index, E)`; return the
+    literals by index."""
+    called = {ast.unparse(node).split("(")[0] for node in tree.body if isinstance(node, ast.Expr)}
+    called |= {"check"} if entry_point else set()
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    bodies, literals = [tree.body], dict[int, Any]()
+    for name, function in functions.items():
+        may_stop_early = {ast.Return, ast.Yield}.intersection(map(type, ast.walk(function)))
+        if (name in called or name.startswith("test")) and not may_stop_early:
+            bodies.append(function.body)
+    for body in bodies:
+        for index, node in enumerate(body):
+            match node:
+                case ast.Assert(ast.Compare(value, [ast.Eq()], [literal])):
+                    with contextlib.suppress(ValueError, TypeError):  # not a literal
+                        literals[len(literals)] = ast.literal_eval(literal)
+                        call = f"_record({len(literals) - 1}, {ast.unparse(value)})"
+                        body[index] = ast.parse(call).body[0]
+    return literals
 
 
 def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> Suite:
@@ -185,18 +212,11 @@ def _as_value(value: Any) -> Any:
 def same_text(output: str, expected: str) -> bool:
     """Compare line by line and word by word. Where a number is expected with a decimal point, a
     number within TOLERANCE is accepted."""
-    lines, wanted_lines = _words_by_line(output), _words_by_line(expected)
-    if list(map(len, lines)) != list(map(len, wanted_lines)):
-        return False
-    return all(
-        _same_word(word, wanted)
-        for words, wanted_words in zip(lines, wanted_lines, strict=True)
-        for word, wanted in zip(words, wanted_words, strict=True)
+    pair = output.strip(), expected.strip()
+    lines, wanted_lines = ([line.split() for line in text.splitlines()] for text in pair)
+    return list(map(len, lines)) == list(map(len, wanted_lines)) and all(
+        all(map(_same_word, *words)) for words in zip(lines, wanted_lines, strict=True)
     )
-
-
-def _words_by_line(text: str) -> list[list[str]]:
-    return [line.split() for line in text.strip().splitlines()]
 
 
 def _same_word(word: str, wanted: str) -> bool:
@@ -205,6 +225,16 @@ def _same_word(word: str, wanted: str) -> bool:
     try:
         return _is_close(float(word), float(wanted))
     except ValueError:
+        return False
+
+
+def same_literals(output: str, expected: tuple[str, dict[int, Any]]) -> bool:
+    """Compare a token, and the values that a test recorded, with the expected ones by index."""
+    try:
+        token, values = ast.literal_eval(output)
+        is_same = all(value == expected[1][index] for index, value in values)
+        return is_same and (token, dict(values)) == expected
+    except Exception:  # a program may write anything
         return False
 
 

@@ -5,9 +5,9 @@
        └──────────── outputs ──────────────┘
 
 `bwrap`: namespaces of its own (files, processes, network, IPC), a read-only view of the system and
-of this Python environment, /tmp in memory, an empty environment, no capabilities, resource limits.
-`limits`: resource limits, an empty environment, a temporary folder and Landlock; the container
-around it is the sandbox.
+of this Python environment, /tmp in memory, an empty environment, no capabilities, limits.
+`limits`: limits of resources and system calls, an empty environment, a temporary folder and
+Landlock; the container around it is the sandbox.
 
 As root, the program runs as another user, since Linux does not apply process limits to root. Each
 reward process has a user number of its own and runs one program at a time. Uses nothing but the
@@ -17,7 +17,6 @@ standard library.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import inspect
 import json
@@ -28,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,16 +35,8 @@ from easyrl.rewards import code_runner
 
 Kind = Literal["bwrap", "limits"]
 SYSTEM_FILES = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/nix/store",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-    "/etc/alternatives",
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 TMP_BYTES = 128 << 20
@@ -95,6 +86,11 @@ def find_variant(kind: Kind) -> str:
             reason = "a program that prints 1 printed something else"
         except SandboxError as error:
             reason = str(error)
+    paths = [Path(path) for path in _read_only_paths() if Path(path).exists()]
+    folders = sorted({*chain(*(path.parents for path in paths))})
+    closed = " ".join(str(path) for path in folders if not path.stat().st_mode & 0o001)
+    if os.geteuid() == 0 and closed:
+        reason += f"\nprograms run as another user, who needs this Python: chmod a+x {closed}"
     raise SandboxError(f"{reason}\n{REMEDY}" if kind == "bwrap" else reason)
 
 
@@ -102,20 +98,23 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
     user = FIRST_USER + os.getpid() % NUM_USERS if os.geteuid() == 0 else None
     inner_user, outer_user = (user, None) if variant == "bwrap as root" else (None, user)
     job = job | {"cpu_seconds": math.ceil(timeout_seconds) + 1, "user": inner_user}
-    command = [sys.executable, "-I", "-c", inspect.getsource(code_runner)]
+    # Without `..`, but with links to the executable, by which Python finds its environment.
+    python = Path(sys.executable).parent.resolve() / Path(sys.executable).name
+    command = [str(python), "-I", "-c", inspect.getsource(code_runner)]
     environment = ENVIRONMENT
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile())
         errors = stack.enter_context(tempfile.TemporaryFile())
         if variant == "limits":
-            folder = tempfile.TemporaryDirectory(prefix="easyrl-code-", ignore_cleanup_errors=True)
-            work = stack.enter_context(folder)
+            work = tempfile.mkdtemp(prefix="easyrl-code-")
+            remove = ["sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', work]  # any depth of folders
+            stack.callback(subprocess.run, remove, stderr=subprocess.DEVNULL, check=False)
             if user is not None:
                 os.chown(work, user, user)
             environment = ENVIRONMENT | {"HOME": work, "TMPDIR": work}
             job["landlock"] = {"read_only": _read_only_paths(), "writable": [work, *DEVICES]}
             job["num_other_processes"] = 0 if user else _count_own_threads()
-            stack.enter_context(_killing_remaining())
+            code_runner.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         else:
             command = [*_bwrap_command(variant), *command]
         try:
@@ -139,23 +138,26 @@ def _run(job: dict[str, Any], variant: str, timeout_seconds: float) -> list[str 
             process.communicate(json.dumps(job).encode())  # with a timeout it polls, 50 ms late
         finally:
             timer.cancel()
-            process.kill()
-            process.wait()
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.killpg(process.pid, signal.SIGKILL)  # in `limits` no process can leave the group
+                while os.waitpid(-process.pid, 0):  # orphans, too: this process is their subreaper
+                    pass
         if 0 < process.returncode < 128 and process.returncode != code_runner.PROGRAM_FAULT:
             errors.seek(0)
             text = errors.read(4000).decode("utf-8", "replace").strip()
             raise SandboxError(f"exit code {process.returncode}: {text}")
         output.seek(0)
         outputs: list[str | None] = []
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # cut off, or not the runner's
+        with contextlib.suppress(ValueError, RecursionError):  # cut off, or not the runner's
             for line in output:
-                outputs.append(json.loads(line)["output"])
+                text = json.loads(line)
+                outputs.append(text if isinstance(text, str) else None)
         return outputs
 
 
 def _bwrap_command(variant: str) -> list[str]:
     if variant == "bwrap":
-        namespaces, rights = ["all"], []
+        namespaces, rights = ["all"], ["--as-pid-1"]  # else /proc/1/fd is open to the program
     else:  # the runner gives up these two with the user
         namespaces = ["ipc", "pid", "net", "uts", "cgroup-try"]
         rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -172,38 +174,10 @@ def _bwrap_command(variant: str) -> list[str]:
 
 @functools.cache
 def _read_only_paths() -> list[str]:
-    """The system's files and this Python environment."""
+    """The system's files and this Python environment, by its name and as it is without links."""
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
-    prefixes |= {os.path.realpath(path) for path in prefixes}
-    return [*SYSTEM_FILES, *sorted(path for path in prefixes if not path.startswith("/usr"))]
-
-
-@contextlib.contextmanager
-def _killing_remaining() -> Iterator[None]:
-    """Kill what the program left running, at the end of the block: all processes that became
-    children of this one meanwhile, since Linux hands orphans to a subreaper."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    before = _descendants(os.getpid())
-    try:
-        yield
-    finally:
-        while remaining := _descendants(os.getpid(), before):
-            for signum in (signal.SIGSTOP, signal.SIGKILL):  # a stopped process cannot fork
-                for pid in remaining:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signum)
-            for pid in remaining:
-                with contextlib.suppress(ChildProcessError):  # not ours yet: the next pass
-                    os.waitpid(pid, 0)
-
-
-def _descendants(pid: int, without: Collection[int] = ()) -> set[int]:
-    found = set()
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in {*map(int, file.read_text().split())}.difference(without):
-                found |= {child, *_descendants(child)}
-    return found
+    paths = {each(path) for path in prefixes for each in (os.path.abspath, os.path.realpath)}
+    return [*SYSTEM_FILES, *sorted(path for path in paths if not f"{path}/".startswith("/usr/"))]
 
 
 def _count_own_threads() -> int:
@@ -211,6 +185,6 @@ def _count_own_threads() -> int:
     count = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if process.stat().st_uid == os.geteuid():
-                count += len(list((process / "task").iterdir()))
+            is_own = process.stat().st_uid == os.geteuid()
+            count += len([*(process / "task").iterdir()]) if is_own else 0
     return count
