@@ -27,6 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from easyrl.formatting import ConfigError
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
@@ -85,7 +87,7 @@ class AssumedDevices:
 
 
 def parse_assumed(text: str) -> AssumedDevices:
-    """Parse `8x80GiB`, `24GiB` (one device), `h100x8` or `8xh100`. Raises ValueError for any other
+    """Parse `8x80GiB`, `24GiB` (one device), `h100x8` or `8xh100`. Raises ConfigError for any other
     text."""
     first, _, second = text.strip().lower().partition("x")
     for count, size in ((first, second), (second or "1", first)):
@@ -95,7 +97,7 @@ def parse_assumed(text: str) -> AssumedDevices:
             kind = ASCEND if size in ASCEND_PRODUCTS else "cuda"
             num_bytes, name = int(gib * 2**30), size.replace("gib", "GiB")
             return AssumedDevices(kind, int(count), num_bytes, name)
-    raise ValueError(
+    raise ConfigError(
         "--assume: expected the number of accelerators and the memory of each, as in 8x80GiB, "
         f"24GiB (one) or h100x8 (one of {', '.join(KNOWN_GIB)}), got '{text}'"
     )
@@ -103,7 +105,7 @@ def parse_assumed(text: str) -> AssumedDevices:
 
 def network_environment(address: str) -> dict[str, str]:
     """Variables that let process groups listen on the network interface of `address` alone. Set in
-    every worker before torch is imported. Raises ValueError if it is not the first IPv4 address of
+    every worker before torch is imported. Raises ConfigError if it is not the first IPv4 address of
     any."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -112,7 +114,7 @@ def network_environment(address: str) -> dict[str, str]:
                 reply = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)
                 if socket.inet_ntoa(reply[20:24]) == address:
                     return {f"{kind}_SOCKET_IFNAME": name for kind in ("GLOO", "NCCL", "HCCL")}
-    raise ValueError(
+    raise ConfigError(
         f"expected the first IPv4 address of a network interface, got {address} (ray start "
         "--node-ip-address=ADDRESS)"
     )
@@ -126,7 +128,7 @@ def num_device_nodes(kind: str) -> int:
 def accelerator(*, is_asked: bool = False) -> tuple[str, int]:
     """Kind and number of the accelerators that torch can use; ("cpu", 0) if there are none.
 
-    `is_asked`: the user has named accelerators. Raises ValueError without Ascend's libraries.
+    `is_asked`: the user has named accelerators. Raises ConfigError without Ascend's libraries.
     """
     # Without a driver torch, which takes seconds to import, is not needed.
     if has_driver("cuda"):
@@ -156,12 +158,12 @@ def has_driver(kind: str) -> bool:
 
 
 def load_backend(kind: str) -> None:
-    """Add this kind of device to torch. Raises ValueError if its libraries are missing."""
+    """Add this kind of device to torch. Raises ConfigError if its libraries are missing."""
     if kind == "npu":
         try:
             importlib.import_module("torch_npu")
         except (ImportError, OSError, RuntimeError) as error:
-            raise ValueError(
+            raise ConfigError(
                 f"devices: torch_npu cannot load Ascend's libraries (CANN): {error}; source their "
                 "set_env.sh, or run on the CPU: --infer-devices cpu --train-devices cpu"
             ) from error

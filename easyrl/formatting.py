@@ -1,8 +1,13 @@
-"""Parts of messages."""
+"""Messages to users: the error for their mistakes, numbers, and text of any origin."""
 
 from __future__ import annotations
 
 from easyrl import DISTRIBUTION
+
+
+class ConfigError(ValueError):
+    """An error in a user's settings. The message has one line per problem: the key, what was
+    expected, and what it got."""
 
 
 def counted(count: int, noun: str) -> str:
@@ -19,3 +24,9 @@ def shorten(text: str, limit: int) -> str:
     """Cut the middle out of a text that is longer than `limit` characters."""
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Replace characters that move the cursor, change colours or reverse the text direction, except
+    those to `keep`."""
+    return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)

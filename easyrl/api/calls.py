@@ -1,7 +1,7 @@
 """`easyrl.train` and `easyrl.evaluate`: the commands `easyrl grpo` and `easyrl eval` as functions.
 
 Both make a Config as the commands do (`load_config`), and call the same functions with it. Mistakes
-raise ValueError with the command's message, a failed run RuntimeError, and a signal
+raise ConfigError with the command's message, a failed run RuntimeError, and a signal
 KeyboardInterrupt. A call leaves no worker and no thread behind.
 """
 
@@ -42,7 +42,7 @@ StrPath = str | os.PathLike[str]
 
 
 class Results:
-    """The folder of a run or an evaluation, and what is in it now. Raises ValueError for another
+    """The folder of a run or an evaluation, and what is in it now. Raises ConfigError for another
     folder."""
 
     def __init__(self, folder: StrPath) -> None:
@@ -143,7 +143,7 @@ def train(
         settings: Settings by section, as in `train={"learning_rate": 1e-5}`.
 
     Raises:
-        ValueError: For a mistake in the arguments.
+        ConfigError: For a mistake in the arguments (a ValueError).
         RuntimeError: When the run has failed.
         KeyboardInterrupt: When it was interrupted. The message has the command that resumes it.
     """
@@ -270,7 +270,7 @@ def _finished(end: events.RunEnded, folder: Path) -> Path:
 
 @contextmanager
 def _call() -> Iterator[None]:
-    """Restore what a call changes in this process. Leave out EasyRL's frames of a ValueError."""
+    """Restore what a call changes in this process. Leave out EasyRL's frames of a ConfigError."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(UNGUARDED)  # a worker imports the program; the supervisor explains it
     user_code.forget()  # a file may have changed since the last call
@@ -278,7 +278,7 @@ def _call() -> Iterator[None]:
     os.environ.update(NO_AUTOLOAD | environment)
     try:
         yield
-    except ValueError as error:
+    except ConfigError as error:
         raise error.with_traceback(None) from None
     finally:
         os.environ.clear()

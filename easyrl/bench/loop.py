@@ -28,7 +28,7 @@ from easyrl.bench.harness import (
     record,
     write_model_and_prompts,
 )
-from easyrl.config import Config, load_config
+from easyrl.config import Config, ConfigError, load_config
 from easyrl.model.files import DTYPE_BYTES, read_model_files
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.rates import Recorder
@@ -91,7 +91,7 @@ def run(
     names = ["small"] if on_cpu else ["0.6B", "1.7B"]
     if model is not None:
         if model not in SIZES:
-            raise ValueError(f"--model: expected one of {', '.join(SIZES)} for loop, got {model}")
+            raise ConfigError(f"--model: expected one of {', '.join(SIZES)} for loop, got {model}")
         names = [model]
     for name in names:
         yield {"model": name} | _measure(SIZES[name], flags, words, iterations)

@@ -36,7 +36,7 @@ from easyrl.bench.harness import (
     take_turns,
     write_model_and_prompts,
 )
-from easyrl.config import load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.devices import accelerator, visible_environment
 from easyrl.formatting import install_command
@@ -104,7 +104,7 @@ def run(
     rounds: int = 3,
 ) -> Iterator[Row]:
     """One row per name in `rows` (separated by commas; default: all). `model` replaces the random
-    ones. Raises ValueError for unknown rows and devices that TRL cannot use, or without TRL.
+    ones. Raises ConfigError for unknown rows and devices that TRL cannot use, or without TRL.
 
     Rates are medians over rounds. The peer's is that of its fastest settings, and `ratio` is the
     median of the rounds' ratios to these.
@@ -112,14 +112,14 @@ def run(
     names = [name.strip() for name in rows.split(",")] if rows is not None else list(ROWS)
     if unknown := [name for name in names if name not in ROWS]:
         got = "', '".join(unknown)
-        raise ValueError(f"--rows: expected some of {', '.join(ROWS)}, got '{got}'")
+        raise ConfigError(f"--rows: expected some of {', '.join(ROWS)}, got '{got}'")
     flags: dict[str, Any] = {"devices.infer": infer_devices, "devices.train": train_devices}
     config = load_config(None, flags)
     is_ray = any(each and parse_device_set(each).is_ray for each in (infer_devices, train_devices))
     placement = None if is_ray else resolve_placement(config)  # else a cluster would be started
     if placement is None or placement.infer.kind != placement.train.kind:
         infer, train = infer_devices or "the default", train_devices or "the default"
-        raise ValueError(
+        raise ConfigError(
             "--infer-devices, --train-devices: expected both CPU or both accelerators of this "
             f"machine, got {infer} and {train}"
         )
@@ -128,7 +128,7 @@ def run(
     for package in ("trl",) if on_cpu else ("trl", "vllm"):
         if util.find_spec(package) is None:
             extra = "peer" if package == "trl" else package
-            raise ValueError(f"bench peer: expected {package}, got none: {install_command(extra)}")
+            raise ConfigError(f"bench peer: expected {package}, got none: {install_command(extra)}")
     flags["model.dtype"] = dtype = "float32" if on_cpu else "bfloat16"
     for name in names:
         work = ROWS[name]
@@ -180,7 +180,7 @@ def run_easyrl(name: str, work: Work, flags: Mapping[str, Any]) -> tuple[float, 
 
 
 def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
-    """Return the settings to measure. Raises ValueError for numbers of accelerators that the
+    """Return the settings to measure. Raises ConfigError for numbers of accelerators that the
     completions cannot be divided by."""
     if placement.train.kind == "cpu":
         return [{"micro-batch": size} for size in work.micro_batches]
@@ -188,7 +188,7 @@ def peer_settings(work: Work, placement: Placement) -> list[dict[str, Any]]:
 
     def on(devices: list[int], **settings: Any) -> dict[str, Any]:
         if work.num_completions % len(devices):
-            raise ValueError(
+            raise ConfigError(
                 "--infer-devices, --train-devices: TRL divides an iteration's "
                 f"{work.num_completions} completions between its processes: expected 1, 2, 4 or 8 "
                 f"devices, got {len(devices)}"

@@ -78,7 +78,7 @@ def make_plan(
     paths: Sequence[Path], num_devices: int, words: Sequence[str] = (), model: str | None = None
 ) -> SplitPlan:
     """Predict the splits of so many devices. `words` change settings of SIMULATED, `model`: that of
-    a benchmark. Raises ValueError for a source without rates, and for sources of several models."""
+    a benchmark. Raises ConfigError for sources without rates, or of several models."""
     sources = [_read_run(path) if path.is_dir() else _read_bench(path, model) for path in paths]
     config = load_config(None, sources[0].config.model_dump(mode="json"), words)
     for word in words:
@@ -88,7 +88,7 @@ def make_plan(
                 "; for any other, measure a run that has it"
             )
     if len(kinds := dict.fromkeys(source.kind for source in sources)) > 1:
-        raise ValueError(
+        raise ConfigError(
             "RATES: expected sources with one model, data type, engine and tensor parallel size, "
             f"got {' and '.join(kinds)}"
         )
@@ -199,7 +199,7 @@ def _read_run(folder: Path) -> Source:
         recorder(event)
         num_finished += isinstance(event, events.IterationFinished)
     if not recorder.iterations:
-        raise ValueError(
+        raise ConfigError(
             f"'{folder}': expected at least two finished iterations in {FILE_NAME}, of which the "
             f"first one warms up, with all reports of the workers, got {num_finished}"
         )
@@ -220,15 +220,15 @@ def _read_bench(file: Path, model: str | None) -> Source:
             if row["rates"]["iterations"]
         }
     except OSError as error:
-        raise ValueError(f"{expected}: {error.strerror}") from None
+        raise ConfigError(f"{expected}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{expected}, got another one") from None
+        raise ConfigError(f"{expected}, got another one") from None
     if not by_model:
-        raise ValueError(f"{expected}, got one without measured iterations")
+        raise ConfigError(f"{expected}, got one without measured iterations")
     if len(by_model) == 1:
         model = model or next(iter(by_model))
     if model not in by_model:
-        raise ValueError(f"--model: expected {' or '.join(by_model)}, got {model or 'none'}")
+        raise ConfigError(f"--model: expected {' or '.join(by_model)}, got {model or 'none'}")
     return by_model[model]
 
 

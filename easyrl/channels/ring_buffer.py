@@ -44,6 +44,7 @@ import numpy as np
 import numpy.typing as npt
 
 from easyrl.channels.memory import anonymous_memory, available_memory_bytes
+from easyrl.config import ConfigError
 from easyrl.types import RolloutGroup
 
 FREE, WRITING, READY, READING = range(4)
@@ -109,10 +110,10 @@ class RingLayout:
         return sum(_num_bytes(element, shape) for _, element, shape in self.arrays())
 
     def check_memory(self) -> None:
-        """Raise ValueError if the ring does not fit the memory available."""
+        """Raise ConfigError if the ring does not fit the memory available."""
         available_bytes = available_memory_bytes()
         if self.total_bytes > available_bytes:
-            raise ValueError(
+            raise ConfigError(
                 f"the ring buffer needs {self.total_bytes / 2**20:,.0f} MiB, but this machine and "
                 f"its cgroup have {available_bytes / 2**20:,.0f} MiB left: lower "
                 f"rollout.ring_slots ({self.num_slots}), "
@@ -191,7 +192,7 @@ class RingBuffer:
     """
 
     def __init__(self, layout: RingLayout) -> None:
-        """Raises ValueError if the memory is too small, or a pipe for the number of slots."""
+        """Raises ConfigError if the memory is too small, or a pipe for the number of slots."""
         layout.check_memory()
         self._map(layout, anonymous_memory(layout.total_bytes))
         self.taken[:] = NEVER
@@ -199,7 +200,7 @@ class RingBuffer:
         capacity = self.free_pipe.capacity()
         if layout.num_slots > capacity:
             self.close()
-            raise ValueError(
+            raise ConfigError(
                 f"rollout.ring_slots: expected at most {capacity} (a pipe's capacity on this "
                 f"system), got {layout.num_slots}"
             )

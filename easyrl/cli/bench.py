@@ -10,6 +10,7 @@ import typer
 from typer import Option
 
 from easyrl.cli.common import InferDevices, TrainDevices, Words, command
+from easyrl.formatting import ConfigError
 
 Suite = Literal["attention", "engine", "loop", "peer", "pipeline", "ray", "ring", "weights"]
 
@@ -65,5 +66,5 @@ def bench(
     run = import_module(f"easyrl.bench.{suite}").run
     if others := options.keys() - inspect.signature(run).parameters.keys():
         named = {name: f"--{name.replace('_', '-')}" for name in others} | {"words": "settings"}
-        raise ValueError(f"bench {suite}: takes no {', '.join(named[n] for n in sorted(others))}")
+        raise ConfigError(f"bench {suite}: takes no {', '.join(named[n] for n in sorted(others))}")
     return run_suite(suite, run(**options), json)

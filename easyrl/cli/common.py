@@ -12,6 +12,8 @@ import typer
 from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
+from easyrl.formatting import ConfigError, printable
+
 USER_ERROR = 2
 """Exit code of errors that the user can fix, Typer's usage errors included."""
 
@@ -68,16 +70,21 @@ class CommandWithSettings(TyperCommand):
             raise
 
 
+def echo(text: str, **options: Any) -> None:
+    """Print text of any origin."""
+    typer.echo(printable(text, keep="\n\t"), **options)
+
+
 def command(function: Callable[..., int | None]) -> Callable[..., None]:
-    """Exit with what the function returns. Print a ValueError, which the user can fix, without a
-    traceback."""
+    """Exit with what the function returns. Print a ConfigError without a traceback; any other
+    exception is a bug."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **options: Any) -> None:
         try:
             code = function(*arguments, **options)
-        except ValueError as error:
-            typer.echo("easyrl: " + str(error).replace("\n", "\n        "), err=True)
+        except ConfigError as error:
+            echo("easyrl: " + str(error).replace("\n", "\n        "), err=True)
             code = USER_ERROR
         except KeyboardInterrupt as stop:
             code = 128 + getattr(stop, "signum", signal.SIGINT)  # of `supervisor.Interrupted`

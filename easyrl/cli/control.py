@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from easyrl.cli.common import command
+from easyrl.cli.common import command, echo
 
 LiveRun = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a live run.")]
 
@@ -27,7 +27,7 @@ def status(
 
     reply = request(folder, {"command": "status"})
     if as_json:
-        typer.echo(json.dumps(reply, indent=2))
+        echo(json.dumps(reply, indent=2))
     else:
         say_rich(status_table(reply))
 
@@ -42,7 +42,7 @@ def scale(
     """Add and remove rollout workers of a live run."""
     from easyrl.runtime.control import request
 
-    typer.echo(request(folder, {"command": "scale", "infer_devices": infer_devices})["message"])
+    echo(request(folder, {"command": "scale", "infer_devices": infer_devices})["message"])
 
 
 @command
@@ -51,8 +51,8 @@ def stop(folder: LiveRun) -> None:
     from easyrl.runtime.control import request
     from easyrl.runtime.run_folder import is_locked, resume_hint
 
-    typer.echo(request(folder, {"command": "stop"})["message"])
+    echo(request(folder, {"command": "stop"})["message"])
     while is_locked(folder):
         time.sleep(0.1)
     is_finished = (folder / "summary.json").is_file()  # meanwhile
-    typer.echo(f"{folder} has {'finished' if is_finished else f'stopped{resume_hint(folder)}'}")
+    echo(f"{folder} has {'finished' if is_finished else f'stopped{resume_hint(folder)}'}")

@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from typer import Option
 
 from easyrl.cli.common import (
@@ -21,7 +20,9 @@ from easyrl.cli.common import (
     TrainDevices,
     Words,
     command,
+    echo,
 )
+from easyrl.formatting import ConfigError
 
 if TYPE_CHECKING:
     from easyrl.config import Config
@@ -78,7 +79,7 @@ def grpo(
         [dataset] = dataset  # type: ignore[assignment]
     settings = options_by_key(locals())
     if (assume or full) and not dry_run:
-        raise ValueError(f"{'--assume' if assume else '--full'}: expected --dry-run too")
+        raise ConfigError(f"{'--assume' if assume else '--full'}: expected --dry-run too")
     if resume is not None:
         config = _resumed(resume, config, output)
         settings["output.dir"] = str(resume)
@@ -102,13 +103,13 @@ def grpo(
 def _resumed(run: Path, config: Path | None, output: str | None) -> Path:
     """Return the config file of the run to resume, which keeps its folder and its settings."""
     if config is not None or output is not None:
-        raise ValueError(
+        raise ConfigError(
             "--resume: expected neither --config nor --output: a resumed run keeps its folder and "
             "the settings in its config.yaml"
         )
     file = run / "config.yaml"
     if not file.is_file():
-        raise ValueError(f"--resume: expected a run folder, but there is no {file}")
+        raise ConfigError(f"--resume: expected a run folder, but there is no {file}")
     return file
 
 
@@ -128,7 +129,7 @@ def _print_plan(
     plan, has_lora = make_plan(planned, assumed), config.model.lora.rank is not None
     settings = to_commented_yaml(resolved, only_changes=not full)
     heading = "Settings that differ" if settings else "No setting differs"
-    typer.echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
+    echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
     lines = plan.text.splitlines()
     if plan.changes and resume is None:
         start = ["--config", str(file)] if file else []
@@ -145,5 +146,5 @@ def _print_plan(
         frozen = " (the trainer keeps the weights that LoRA freezes in float32)" if has_lora else ""
         lines += ["", NOTHING_FITS.format(more, frozen)]
     for line in lines:  # comments: the whole output is a config file
-        typer.echo(f"# {line}".rstrip())
+        echo(f"# {line}".rstrip())
     return 0 if plan.would_start else USER_ERROR

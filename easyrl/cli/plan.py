@@ -12,6 +12,7 @@ from typer import Option
 
 from easyrl.cli.common import command
 from easyrl.cli.reports import write
+from easyrl.formatting import ConfigError
 
 
 @command
@@ -41,13 +42,13 @@ def plan(
     paths = [Path(word) for word in arguments if "=" not in word or Path(word).exists()]
     words = [word for word in arguments if "=" in word and not Path(word).exists()]
     if not 2 <= devices <= 1024:
-        raise ValueError(f"--devices: expected 2 to 1024, got {devices}")
+        raise ConfigError(f"--devices: expected 2 to 1024, got {devices}")
     if not paths:
-        raise ValueError("RATES: expected a run's folder or a file of `bench loop --json`")
+        raise ConfigError("RATES: expected a run's folder or a file of `bench loop --json`")
     if output is not None and output.suffix not in (".png", ".svg"):
-        raise ValueError(f"--output: expected .png or .svg as suffix, got '{output.suffix}'")
+        raise ConfigError(f"--output: expected .png or .svg as suffix, got '{output.suffix}'")
     if output is not None and not output.absolute().parent.is_dir():
-        raise ValueError(f"--output: expected a file in an existing folder, got '{output}'")
+        raise ConfigError(f"--output: expected a file in an existing folder, got '{output}'")
     from easyrl.bench.plan import make_plan, to_screen
     from easyrl.observe.text import say_rich
 

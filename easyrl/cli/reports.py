@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from easyrl.cli.common import command
+from easyrl.cli.common import command, echo
+from easyrl.formatting import ConfigError
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="The run folders.")]
 
@@ -35,7 +36,7 @@ def report(
 
         text = to_page(runs)
     if csv and output is None:
-        typer.echo(text, nl=False)
+        echo(text, nl=False)
     else:
         write(output or _home(folders) / "report.html", text.encode(errors="replace"))
 
@@ -68,11 +69,11 @@ def _home(folders: list[Path]) -> Path:
 
 
 def write(file: Path, content: bytes) -> None:
-    """Write the file and print its name. Raises ValueError if it cannot be written."""
+    """Write the file and print its name. Raises ConfigError if it cannot be written."""
     try:
         file.write_bytes(content)
     except OSError as error:
-        raise ValueError(
+        raise ConfigError(
             f"--output: expected a file that can be written, got '{file}': {error.strerror}"
         ) from None
-    typer.echo(file)
+    echo(str(file))

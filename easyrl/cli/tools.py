@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from easyrl.cli.common import ConfigFile, NoLive, command
+from easyrl.cli.common import ConfigFile, NoLive, command, echo
+from easyrl.formatting import ConfigError
 
 
 @command
@@ -59,13 +60,13 @@ def export(
     if push is not None and folder is None:
         from easyrl.observe.model_card import publish
 
-        typer.echo(publish(checkpoint, push))
+        echo(publish(checkpoint, push))
         return
     if push is not None or folder is None:
-        raise ValueError("expected either DIR or --push OWNER/NAME")
+        raise ConfigError("expected either DIR or --push OWNER/NAME")
     from easyrl.model.export import export_checkpoint
 
-    typer.echo(export_checkpoint(checkpoint, folder))
+    echo(export_checkpoint(checkpoint, folder))
 
 
 @command
@@ -93,7 +94,7 @@ def print_config(
     words = [word for word in words or () if "=" in word]
     only = find_keys(names, search)
     if diff is not None and (config is not None or only):
-        raise ValueError("--diff: expected neither --config nor names of settings with it")
+        raise ConfigError("--diff: expected neither --config nor names of settings with it")
     if markdown:
         text = settings_markdown()
     elif diff is None:
@@ -103,7 +104,7 @@ def print_config(
         changes = to_commented_yaml(resolved, only_changes=True)
         heading = "What differs from the defaults" if changes else "Every setting has its default"
         text = f"# {heading}: {diff}\n{changes}"
-    typer.echo(text, nl=False)
+    echo(text, nl=False)
 
 
 @command

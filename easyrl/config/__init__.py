@@ -32,8 +32,9 @@ from easyrl.config.model import ModelConfig
 from easyrl.config.reward import RewardConfig
 from easyrl.config.rollout import RolloutConfig
 from easyrl.config.runtime import OutputConfig, RuntimeConfig
-from easyrl.config.section import ConfigError, Section, is_section, kinds
+from easyrl.config.section import Section, is_section, kinds
 from easyrl.config.train import TrainConfig
+from easyrl.formatting import ConfigError
 
 __all__ = [
     "AlgorithmConfig",
@@ -242,9 +243,17 @@ def _put(settings: dict[str, Any], name: str, value: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key given twice is an error."""
+    """YAML in which a key given twice is an error, and an alias of more than a scalar: a few lines
+    of them can stand for more values than the memory holds."""
 
     yaml_implicit_resolvers = {}  # type: ignore[misc]  # noqa: RUF012
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        is_alias, node = self.check_event(yaml.AliasEvent), super().compose_node(parent, index)
+        if is_alias and not isinstance(node, yaml.ScalarNode):
+            problem = "expected no alias of this list or mapping"
+            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark if node else None)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = {}
@@ -275,7 +284,7 @@ for kind, pattern in {
 def _parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or error
@@ -300,15 +309,16 @@ def _read_word(word: str) -> tuple[str, Any]:
     `reward.pattern=[0-4]$`, except null, text in quotes and, where the key takes them, lists and
     mappings.
     """
-    name, equals, text = (part.strip() for part in word.partition("="))
+    name, equals, text = word.partition("=")
+    name, first = name.strip(), text.strip()[:1]
     if not equals:
         raise ConfigError(f"'{word}': expected section.key=value")
     accepted = kinds(KEYS[name].annotation) if name in KEYS else ()
     is_text = str in accepted and not (
-        text[:1] in ("'", '"')
-        or (text in ("", "~", "null") and NoneType in accepted)
-        or (text[:1] == "[" and any(get_origin(each) is list for each in accepted))
-        or (text[:1] == "{" and any(get_origin(each) is dict for each in accepted))
+        first in ("'", '"')
+        or ((text.strip() or text) in ("", "~", "null") and NoneType in accepted)
+        or (first == "[" and any(get_origin(each) is list for each in accepted))
+        or (first == "{" and any(get_origin(each) is dict for each in accepted))
     )
     return name, text if is_text else _parse_yaml(text, name)
 
@@ -404,18 +414,20 @@ def _comment(text: str | None, indent: str) -> str:
 
 def _yaml_value(value: Any) -> str:
     if isinstance(value, dict):  # as JSON, which shows what is a string and what a number
-        return json.dumps(value, ensure_ascii=False)
-    # In double quotes an end of line is written as an escape and stays on its line.
-    style = '"' if re.search(r"\\[nxu]", repr(value)) else None
-    text = yaml.dump(
-        value,
-        Dumper=_Dumper,
-        default_flow_style=True,
-        default_style=style,
-        width=2**31,
-        allow_unicode=True,
-    )
-    return re.sub(r"\n?\.\.\.\n$|\n$", "", text)
+        text = json.dumps(value, ensure_ascii=False)
+    else:
+        text = yaml.dump(
+            value,
+            Dumper=_Dumper,
+            default_flow_style=True,
+            # In double quotes an end of line is written as an escape and stays on its line.
+            default_style='"' if re.search(r"\\[nxuU]", repr(value)) else None,
+            width=2**31,
+            allow_unicode=True,
+        )
+        text = re.sub(r"\n?\.\.\.\n$|\n$", "", text)
+    # What remains that would act on a terminal stands in double quotes.
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
 def to_arguments(config: Config, base: Config) -> list[str]:
@@ -426,7 +438,7 @@ def to_arguments(config: Config, base: Config) -> list[str]:
         value = _value(config, key)
         if value == _value(base, key):
             continue
-        if key in names and value is not None:
+        if key in names and not isinstance(value, dict | None):
             for each in value if isinstance(value, list) else [value]:
                 options += [names[key], str(each)]
         else:

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from easyrl.config.section import ConfigError, Section
+from easyrl.config.section import Section
+from easyrl.formatting import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

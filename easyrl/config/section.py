@@ -8,11 +8,6 @@ from typing import Any, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
 
 
-class ConfigError(ValueError):
-    """An error in a user's settings. The message has one line per problem: the key, what was
-    expected, and what it got."""
-
-
 class Section(BaseModel):
     """Base of all sections: frozen, and unknown keys are errors."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from easyrl.config.section import ConfigError
+from easyrl.formatting import ConfigError
 
 PACKAGE = Path(__file__).parent.parent
 FORMS = "file.py:function or package.module:function"

@@ -48,12 +48,12 @@ def render_prompt(
     """Tokenize a prompt, up to where the completion begins.
 
     A string is tokenized as it is, with the tokenizer's own special tokens. Messages go through the
-    model's chat template with `variables`, up to the beginning of the answer. Raises ValueError
+    model's chat template with `variables`, up to the beginning of the answer. Raises ConfigError
     where there is no template, it refuses the messages, or no token is left.
     """
     is_chat = not isinstance(content, str)
     if is_chat and not getattr(tokenizer, "chat_template", None):
-        raise ValueError(NO_CHAT_TEMPLATE)
+        raise ConfigError(NO_CHAT_TEMPLATE)
     try:
         ids: list[int] = (
             tokenizer.apply_chat_template(
@@ -70,9 +70,9 @@ def render_prompt(
         if is_chat:
             what = "chat template (data.chat_template, or that of model.path)"
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        raise ValueError(f"the {what} refuses it: {reason}") from error
+        raise ConfigError(f"the {what} refuses it: {reason}") from error
     if not ids:
-        raise ValueError(f"the prompt {content!r:.200} has no tokens")
+        raise ConfigError(f"the prompt {content!r:.200} has no tokens")
     return ids
 
 
@@ -112,7 +112,7 @@ def check_prompts(
     for location in heapq.nlargest(MAX_CHECKED, examples, lambda k: _num_chars(examples[k])):
         try:
             lengths[location] = len(render_prompt(examples[location], tokenizer, variables))
-        except ValueError as error:
+        except ConfigError as error:
             raise ConfigError(f"{location}: {error}") from error
     too_long = {location for location, length in lengths.items() if length > limit}
     if len(too_long) == len(examples) or (too_long and data.long_prompts == "stop"):

@@ -90,7 +90,7 @@ def reach_hub() -> bool:
 
 
 def check_push(repository: str) -> None:
-    """Raise ValueError unless there is a token for a reachable hub, and the name is valid."""
+    """Raise ConfigError unless there is a token for a reachable hub, and the name is valid."""
     with _writing(repository) as api:
         if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
             raise ValueError("this is no such name")
@@ -101,7 +101,7 @@ def check_push(repository: str) -> None:
 
 def push_model(folder: Path, card: str, repository: str) -> str:
     """Write a model's folder with a model card to the hub, in one commit; return its address.
-    Raises ValueError."""
+    Raises ConfigError."""
     from huggingface_hub import CommitOperationAdd
 
     operations = [CommitOperationAdd(file.name, file) for file in folder.iterdir()]
@@ -120,7 +120,7 @@ def _writing(repository: str) -> Iterator[Any]:
         yield huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     except Exception as error:  # of many types
         why = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
+        raise ConfigError(
             f"--push: expected OWNER/NAME on a hub that you may write, got '{repository}': {why}; "
             "to log in: hf auth login, or HF_TOKEN"
         ) from error

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
+from easyrl.config import ConfigError
 from easyrl.engines.sampling import StopStrings
 from easyrl.model.policy import Policy
 from easyrl.types import Completion, Int32, WeightPiece
@@ -101,11 +102,11 @@ class Engine:
         self._turns: list[Turn] = []
 
     def submit(self, request: GroupRequest) -> None:
-        """Queue a group. Groups are served first come, first served. Raises ValueError if the
+        """Queue a group. Groups are served first come, first served. Raises ConfigError if the
         prompt exceeds the engine's limit."""
         longest = self.sampling.max_prompt_length
         if not 0 < len(request.prompt_ids) <= longest:
-            raise ValueError(
+            raise ConfigError(
                 f"data.max_prompt_length: expected prompts of 1 to {longest} tokens, got "
                 f"{len(request.prompt_ids)} in prompt {request.key}"
             )

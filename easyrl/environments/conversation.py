@@ -64,7 +64,7 @@ class Conversations:
             self._format = detect_format(str(tokenizer.chat_template))
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """Tokenize a prompt with the descriptions of the tools. Raises ValueError."""
+        """Tokenize a prompt with the descriptions of the tools. Raises ConfigError."""
         return render_prompt(messages, self._tokenizer, self._variables)
 
     def read_turn(self, token_ids: Sequence[int], prefix: Sequence[int]) -> tuple[str, Calls]:
@@ -90,7 +90,7 @@ class Conversations:
     def suffix(self, messages: Messages, last_token: int) -> list[int]:
         """Return the tokens to insert behind an answer, before the next: those of `messages`, all
         of tools or all of the user. `last_token`: of the answer; an answer that was ended by a stop
-        string gets its end token first. Raises ValueError where the template refuses them."""
+        string gets its end token first. Raises ConfigError where the template refuses them."""
         key = json.dumps(messages, sort_keys=True)
         if key not in self._suffixes:
             if len(self._suffixes) >= MAX_SUFFIXES:
@@ -119,13 +119,13 @@ class Conversations:
             )
         except Exception as error:  # a template is a program and may raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            raise ValueError(f"the chat template ({KEY}) refuses {shown}: {reason}") from error
+            raise ConfigError(f"the chat template ({KEY}) refuses {shown}: {reason}") from error
         behind = text.rpartition(MARK)[2]
         found = [behind.index(end) + len(end) for end in self._ends if end in behind]
         at = min(found, default=0)
         first = str(messages[0]["content"])
         if is_tool and (not found or (first == RESULT and RESULT not in behind[at:])):
-            raise ValueError(f"the chat template ({KEY}) writes no end token behind a tool call")
+            raise ConfigError(f"the chat template ({KEY}) writes no end token behind a tool call")
         ids: list[int] = self._tokenizer(behind[at:], add_special_tokens=False)["input_ids"]
         return ids
 
@@ -148,7 +148,7 @@ class Conversations:
             earlier += [call, {**messages[0], "content": "f", "tool_call_id": CALL_ID}]
         try:
             short, long = (self._render_suffix(messages, each) for each in ([], earlier))
-        except ValueError as error:
+        except ConfigError as error:
             raise ConfigError(f"{KEY}: {error}") from None
         if short != long:
             shown = [self._tokenizer.decode(ids) for ids in (short, long)]

@@ -16,6 +16,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from easyrl import __version__, events
@@ -90,7 +91,7 @@ class Plan:
 
 def make_plan(config: Config, base: str | None = None) -> Plan:
     """Check what an evaluation needs: model, problems, rewards, devices, prompts, memory. Raises
-    ValueError, with the key to change, for what would not work."""
+    ConfigError, with the key to change, for what would not work."""
     source = find_model(config.model.path, base)
     config = with_eval_data(config)
     config = config.model_copy(update={"data": with_long_problems(config.data)})
@@ -161,7 +162,7 @@ def _fit_memory(config: Config, placement: Placement, files: ModelFiles) -> Plac
 def evaluate(
     config: Config, view: EvalView, *, base: str | None = None, other: Path | None = None
 ) -> events.RunEnded:
-    """Return how the evaluation ended. Raises ValueError for what the user can fix.
+    """Return how the evaluation ended. Raises ConfigError for what the user can fix.
 
     `base`: the model that an adapter belongs to; `other`: an evaluation to compare with.
     """
@@ -198,7 +199,7 @@ def _evaluate(
             except (WorkerFailure, OSError) as error:  # OSError: a full disk
                 is_user_error = isinstance(error, WorkerFailure) and error.is_user_error
                 exit_code, message = USER_ERROR if is_user_error else FAILED, str(error)
-            resume = f"To continue: the same command with --output {folder.path}"
+            resume = f"To continue: the same command with --output {quote(str(folder.path))}"
             return events.RunEnded(exit_code, f"{message}\n{resume}")
 
 

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from easyrl.config import move_inputs
+from easyrl.config import ConfigError, move_inputs
+from easyrl.formatting import printable
 
 FILE_BYTES = 2**30
 """Approximate size of a safetensors file, which is assembled in memory before it is written."""
@@ -49,7 +50,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
-    """Read a checkpoint, and `verify` its tensors. Raises ValueError if it is damaged."""
+    """Read a checkpoint, and `verify` its tensors. Raises ConfigError if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     file = path / STATE
@@ -72,7 +73,7 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
                 print(f"verified {number} of {len(names)} files of {path}", file=sys.stderr)
                 reported = time.monotonic()
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise ValueError(f"the checkpoint '{path}' cannot be read: {file.name}: {error}") from None
+        raise ConfigError(f"the checkpoint '{path}' cannot be read: {file.name}: {error}") from None
     state = content["state"]
     if "config" in state:
         state["config"] = move_inputs(state["config"], path.parent.parent)
@@ -81,22 +82,23 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 
 def find_checkpoint(source: Path, *, verify: bool = True) -> Checkpoint:
     """Read the checkpoint `source`, or the newest complete one of a run folder, and report newer
-    damaged ones. Raises ValueError if it is damaged, or there is none."""
+    damaged ones. Raises ConfigError if it is damaged, or there is none."""
     if (source / STATE).is_file():
         path = source.parent / source.readlink() if source.is_symlink() else source
         try:
             return read_checkpoint(path, verify=verify)  # `best` may change later
-        except ValueError as error:
+        except ConfigError as error:
             others = f"to use the newest whole checkpoint of its run: '{path.parent.parent}'"
-            raise ValueError(f"{error}\n{others}") from None
+            raise ConfigError(f"{error}\n{others}") from None
     found, damaged = newest_checkpoint(source / CHECKPOINTS, verify=verify)
     if found is None:
         problem = f"expected a checkpoint or a run folder with one, got '{source}'"
         if (source / "settings.json").is_file():
             problem += ", the folder of an evaluation; its eval.json names the model"
-        raise ValueError("\n".join([problem, *damaged.values()]))
+        raise ConfigError("\n".join([problem, *damaged.values()]))
     if damaged:
-        print(*damaged.values(), f"'{found.path}' is used instead", sep="\n", file=sys.stderr)
+        text = "\n".join([*damaged.values(), f"'{found.path}' is used instead"])
+        print(printable(text, keep="\n"), file=sys.stderr)
     return found
 
 
@@ -109,7 +111,7 @@ def newest_checkpoint(
     for path in reversed(checkpoints_in(folder)):
         try:
             return read_checkpoint(path, verify=verify), damaged
-        except ValueError as error:
+        except ConfigError as error:
             if not path.exists():  # a running run has deleted it and published newer ones
                 return newest_checkpoint(folder, verify=verify)
             damaged[path] = str(error)

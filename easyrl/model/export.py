@@ -74,9 +74,9 @@ def replace_folder(folder: Path, *, is_writer: bool = True) -> Iterator[Path]:
 
 def export_checkpoint(source: Path, folder: Path, *, verify: bool = True) -> str:
     """Export a checkpoint, or the newest complete one of a run folder; return a message for the
-    user. `verify` its checksums first. Raises ValueError for user errors."""
+    user. `verify` its checksums first. Raises ConfigError for user errors."""
     if folder.exists():
-        raise ValueError(f"expected a folder that does not exist, got '{folder}'")
+        raise ConfigError(f"expected a folder that does not exist, got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -108,7 +108,7 @@ def export_checkpoint(source: Path, folder: Path, *, verify: bool = True) -> str
         with replace_folder(folder) as new:
             policy.save(new, tokenizer)
     except DiskError as error:
-        raise ValueError(str(error)) from None
+        raise ConfigError(str(error)) from None
     return (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "
         f"{folder} (weights: sha256 {policy.weights_sha256()})"
@@ -132,7 +132,7 @@ class ModelSource:
         return hashlib.sha256(fingerprint(self.base).encode() + content).hexdigest()
 
     def make(self, folder: Path) -> str:
-        """Return the path of a complete model, made in `folder` if necessary. Raises ValueError if
+        """Return the path of a complete model, made in `folder` if necessary. Raises ConfigError if
         it cannot be made, CheckpointGone if its run has removed it."""
         if self.kind == "model":
             return self.path
@@ -142,7 +142,7 @@ class ModelSource:
                 return str(folder)
             try:
                 export_checkpoint(Path(self.path), folder, verify=False)  # `find_model` did
-            except ValueError:
+            except ConfigError:
                 if Path(self.path).exists():
                     raise
                 gone = f"{self.path} was removed by its run meanwhile; use a newer checkpoint"
@@ -174,7 +174,7 @@ class ModelSource:
 
 
 def find_model(path: str, base: str | None = None) -> ModelSource:
-    """Find the model of `path`. Raises ValueError if it, or an adapter's base, is missing.
+    """Find the model of `path`. Raises ConfigError if it, or an adapter's base, is missing.
 
     `base`: the model that an adapter belongs to, if not the one that it names."""
     folder = Path(path).expanduser()

@@ -73,9 +73,9 @@ class Policy:
     ) -> Policy:
         """Load a folder, a hub id or a built-in model, with its weights in `dtype`.
 
-        It is checked in float32, on the CPU where `dtype` is narrower. Raises ValueError if weights
-        are missing, if it is no causal language model, or if `attention` asks for shared prompts
-        that it cannot compute exactly.
+        It is checked in float32, on the CPU where `dtype` is narrower. Raises ConfigError if
+        weights are missing, if it is no causal language model, or if `attention` asks for
+        shared prompts that it cannot compute exactly.
         """
         from transformers import AutoModelForCausalLM
 
@@ -209,7 +209,7 @@ class Policy:
                 got = self.head(self.hidden_states(tokens, tokens, layout, at=tokens))
                 if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
                     return
-        raise ValueError(
+        raise ConfigError(
             f"model.path: the logits of {type(self.model).__name__} ({path}) are not a function of "
             "its last hidden states alone, as computing them in chunks requires; use another model"
         )
@@ -339,13 +339,13 @@ def _layers_of(model: Any) -> list[Any]:
 
 
 def _check_complete(path: str, found: Mapping[str, Any]) -> None:
-    """Raise ValueError for missing weights, which transformers would initialize at random."""
+    """Raise ConfigError for missing weights, which transformers would initialize at random."""
     problems = [
         f"weight {name}: expected shape {list(expected)} by config.json, got {list(got)}"
         for name, got, expected in sorted(found["mismatched_keys"])
     ] + [f"weight {name} is missing" for name in sorted(found["missing_keys"])]
     if problems:
-        raise ValueError(
+        raise ConfigError(
             f"model.path: {path}: {problems[0]} ({len(problems)} such weights); download or save "
             "the model again, or use another model"
         )

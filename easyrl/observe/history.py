@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from easyrl import events
-from easyrl.config import Config, change_config, load_config
+from easyrl.config import Config, ConfigError, change_config, load_config
 from easyrl.config.devices import count_devices
 from easyrl.events import Event
-from easyrl.formatting import counted
+from easyrl.formatting import counted, printable
 from easyrl.observe.report import result_rows
 from easyrl.observe.samples import SAMPLES, Line, folded
 from easyrl.observe.trace import FILE_NAME, GrowingFile, RunFiles
@@ -125,10 +125,10 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """Read the folder of a run. Raises ValueError if it is none."""
+    """Read the folder of a run. Raises ConfigError if it is none."""
     file = folder / "config.yaml"
     if not file.is_file() or not any((folder / name).is_file() for name in (METRICS, FILE_NAME)):
-        raise ValueError(
+        raise ConfigError(
             f"'{folder}': expected the folder of a run of `easyrl grpo` (runs/<time>-<task>), with "
             f"config.yaml and {METRICS} or {FILE_NAME}"
         )
@@ -139,7 +139,7 @@ def read_history(folder: Path) -> History:
     if (folder / METRICS).is_file():  # has every iteration; a long trace has lost the oldest ones
         for line in GrowingFile(folder / METRICS).read():
             if not isinstance(line, dict) or "iteration" not in line:
-                raise ValueError(
+                raise ConfigError(
                     f"{folder / METRICS}: expected metrics of `easyrl grpo`, got others"
                 )
             known = run.lines.get(line["iteration"] + 1, {})
@@ -151,11 +151,11 @@ def read_history(folder: Path) -> History:
 
 
 def read_histories(folders: Sequence[Path]) -> list[History]:
-    """Read several runs, and name them. Raises ValueError for a folder that is no run."""
+    """Read several runs, and name them. Raises ConfigError for a folder that is no run."""
     runs = [read_history(folder) for folder in dict.fromkeys(folders)]
     names = [run.folder.absolute().name for run in runs]
     for run, name in zip(runs, names, strict=True):
-        run.name = name if names.count(name) == 1 else str(run.folder)
+        run.name = printable(name if names.count(name) == 1 else str(run.folder))
     return runs
 
 

@@ -27,7 +27,7 @@ PATHS = ("model.path", "data.dataset", "eval.dataset", "reward.functions", "algo
 
 
 def publish(source: Path, repository: str) -> str:
-    """Push the model of a run or a checkpoint; return a message for the user. Raises ValueError."""
+    """Push the model of a run or a checkpoint; return a message to print. Raises ConfigError."""
     check_push(repository)
     model = find_model(str(source))
     run = read_history(source if (source / "config.yaml").is_file() else source.parent.parent)

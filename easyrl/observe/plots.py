@@ -20,7 +20,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from easyrl.config import ConfigError
 from easyrl.events import WORKING
+from easyrl.formatting import printable
 from easyrl.observe.history import ACCURACY, ERROR, OVERLAP, History
 from easyrl.observe.report import function_of
 from easyrl.observe.view import main_kind
@@ -41,6 +43,7 @@ STYLE: Any = {
     "grid.color": "#e8e8e8",
     "figure.dpi": 150,
     "svg.hashsalt": "easyrl",
+    "text.parse_math": False,  # names may have dollar signs
 }
 RESULTS = {"reward": "Reward", ACCURACY: "Held-out accuracy"}
 OTHERS = {
@@ -77,7 +80,9 @@ FORMATS = (".svg", ".png")
 def titles_of(runs: Sequence[History]) -> dict[str, str]:
     """Return the titles of all figures by metric, with those of several reward functions."""
     keys = dict.fromkeys(key for run in runs for line in run.lines.values() for key in line)
-    functions = {key: f"Reward function {name}" for key in keys if (name := function_of(key))}
+    functions = {
+        key: f"Reward function {printable(name)}" for key in keys if (name := function_of(key))
+    }
     return {**RESULTS, **(functions if len(functions) > 1 else {}), **OTHERS}
 
 
@@ -183,13 +188,15 @@ def to_svg(figure: Figure | None, title: str, prefix: str) -> Markup:
 @rc_context(STYLE)
 def draw_results(runs: Sequence[History], suffix: str) -> bytes:
     """Return a picture of reward and held-out accuracy, in the format of files with this suffix.
-    Raises ValueError for another one, and without a finished iteration."""
+    Raises ConfigError for another one, and without a finished iteration."""
     if suffix not in FORMATS:
-        raise ValueError(f"--output: expected {' or '.join(FORMATS)} as suffix, got '{suffix}'")
+        raise ConfigError(f"--output: expected {' or '.join(FORMATS)} as suffix, got '{suffix}'")
     figure = draw_curves(runs, RESULTS, (6.4, 3.0))
     if figure is None:
-        raise ValueError("expected a run with a finished iteration, got none")
-    figure.axes[0].legend(frameon=False)
+        raise ConfigError("expected a run with a finished iteration, got none")
+    curves = figure.axes[0].containers
+    # By themselves, names that begin with an underscore would be left out.
+    figure.axes[0].legend(curves, [str(each.get_label()) for each in curves], frameon=False)
     figure.savefig(file := io.BytesIO(), format=suffix[1:])
     return file.getvalue()
 

@@ -22,7 +22,7 @@ from easyrl.config.devices import range_words
 from easyrl.events import Event, FromWorker
 from easyrl.formatting import counted, shorten
 from easyrl.model.checkpoint_files import CHECKPOINTS
-from easyrl.observe.text import printable, safe, say, say_rich, shown
+from easyrl.observe.text import safe, say, say_rich, shown
 from easyrl.runtime.metrics import LAST_ITERATIONS
 
 PROBLEMS = {
@@ -184,7 +184,7 @@ def result_rows(
         functions = summary.get("rewards", {})  # not in older ones
         for name, ends in functions.items() if len(functions) > 1 else ():
             of_function = " → ".join(shown(value, ".3f") for value in ends)
-            yield f"  {shorten(printable(name), 24)}", of_function
+            yield f"  {shorten(name, 24)}", of_function
     tokens, wall_seconds = summary["completion_tokens"], summary.get("wall_seconds")
     groups = f"{summary['groups_trained']} groups, {summary['groups_off_policy']} off-policy"
     time = f" in {wall_seconds:.1f} s" if wall_seconds else ""

@@ -11,8 +11,9 @@ from typing import Any
 
 from rich.text import Text
 
-from easyrl.formatting import shorten
-from easyrl.observe.text import printable, safe, say_rich
+from easyrl.config import ConfigError
+from easyrl.formatting import printable, shorten
+from easyrl.observe.text import safe, say_rich
 from easyrl.observe.trace import GrowingFile
 
 SAMPLES = "samples.jsonl"
@@ -29,7 +30,7 @@ def show_samples(
     iteration: str | None,
     limit: int | None,
 ) -> None:
-    """Print the samples of a folder. Raises ValueError if there are none of this kind.
+    """Print the samples of a folder. Raises ConfigError if there are none of this kind.
 
     `iteration`: `3` or `3-5`, counted from 1.
     """
@@ -39,12 +40,12 @@ def show_samples(
         if numbers is not None:
             oldest, newest = int(numbers[1]), int(numbers[2] or numbers[1])
         if not 1 <= oldest <= newest:
-            raise ValueError(
+            raise ConfigError(
                 f"--iteration: expected a number from 1, or a range like 3-5, got '{iteration}'"
             )
     file = folder / SAMPLES
     if not file.is_file():
-        raise ValueError(
+        raise ConfigError(
             f"'{folder}': expected the folder of an `easyrl grpo` or `easyrl eval`, with {SAMPLES}"
         )
 
@@ -66,7 +67,7 @@ def show_samples(
         say_rich(Text(safe(str(line["completion"]), MAX_TEXT) + "\n"))
         before = prompt
     if before is None:
-        raise ValueError(
+        raise ConfigError(
             f"'{file}' has no such sample so far; change --min-reward, --max-reward or --iteration"
         )
 
@@ -95,7 +96,7 @@ def columns_of(line: Line, max_length: int) -> list[str]:
     columns = []
     for name, value in {**line, **functions, **line}.items():
         shown = value + 1 if name in ("iteration", "sample") else value
-        text = f"{shown:.3g}" if isinstance(shown, float) else printable(str(shown))
+        text = f"{shown:.3g}" if isinstance(shown, float) else str(shown)
         if name not in LEFT_OUT and (name != "truncated" or value):
-            columns.append(f"{name} {shorten(text, max_length)}")
+            columns.append(printable(f"{name} {shorten(text, max_length)}"))
     return columns

@@ -9,6 +9,9 @@ import sys
 from typing import TextIO
 
 from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
+
+from easyrl.formatting import printable
 
 MAX_MESSAGE = 8000  # characters of one message on the terminal
 
@@ -25,22 +28,21 @@ def shown(value: float | None, spec: str) -> str:
     return "none" if value is None or math.isnan(value) else format(value, spec)
 
 
-def printable(text: str) -> str:
-    """Replace characters that move the cursor, change colours or reverse the text direction."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
 def safe(text: str, max_length: int = MAX_MESSAGE) -> str:
     """Make text of any origin safe to print: printable lines, with the middle cut out if long."""
     if len(text) > max_length:
         half = max_length // 2
         text = f"{text[:half]}\n… (shortened, the logs have all of it)\n{text[-half:]}"
-    return "\n".join(printable(line.expandtabs(4)) for line in text.split("\n"))
+    return printable(text.expandtabs(4), keep="\n")
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print to standard output or `stream`; if that is closed, print nothing from now on."""
-    stream = stream or sys.stdout
+    """Print text of any origin to standard output or `stream`; if that is closed, print nothing
+    from now on."""
+    _print(printable(text, keep="\n\t"), stream or sys.stdout)
+
+
+def _print(text: str, stream: TextIO) -> None:
     try:
         print(text, file=stream, flush=True)
     except OSError:  # the reader of a pipe is gone, or a disk is full: the run continues
@@ -48,12 +50,15 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def say_rich(renderable: RenderableType, height: int | None = None) -> None:
-    """Print something of Rich's; at most `height` lines, without empty ones at the end."""
-    console = Console(highlight=False, force_jupyter=False)
+    """Print something of Rich's with text of any origin; at most `height` lines, without empty ones
+    at the end."""
+    console = Console(highlight=False, force_jupyter=False, markup=False, emoji=False)
+    segments = console.render(renderable, console.options.update(height=height))
+    clean = (Segment(printable(text, keep="\n"), style) for text, style, _ in segments)
     with console.capture() as capture:  # Rich itself would end the process on a broken pipe
-        console.print(renderable, crop=False, height=height)
+        console.print(Segments(clean), crop=False)
     text = "\n".join(line.rstrip() for line in capture.get().removesuffix("\n").split("\n"))
-    say(text if height is None else text.rstrip())
+    _print(text if height is None else text.rstrip(), sys.stdout)
 
 
 def is_live_terminal() -> bool:

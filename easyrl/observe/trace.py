@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import IO, Any
 
 from easyrl import events
-from easyrl.config import load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.events import Event, FromWorker, Message, Observer
 from easyrl.observe.report import PlainLines, print_end
 from easyrl.observe.text import is_live_terminal, safe
@@ -209,7 +210,7 @@ def _shorten(path: Path, max_bytes: int) -> None:
 def watch(folder: Path, *, live: bool) -> int:
     """Show the run until it ends.
 
-    Returns its exit code; 1 if it was killed, 130 if watching was interrupted. Raises ValueError
+    Returns its exit code; 1 if it was killed, 130 if watching was interrupted. Raises ConfigError
     if `folder` is no run folder.
     """
     files = RunFiles(folder)
@@ -225,7 +226,9 @@ def watch(folder: Path, *, live: bool) -> int:
                 exit_code = event.exit_code
     except KeyboardInterrupt:
         view.close()
-        print_end(INTERRUPTED, f"the run continues; to see it again: easyrl watch {folder}")
+        print_end(
+            INTERRUPTED, f"the run continues; to see it again: easyrl watch {quote(str(folder))}"
+        )
         return INTERRUPTED
     finally:
         view.close()
@@ -298,15 +301,15 @@ class RunFiles:
     """The events of a run, from its folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError if that is no run folder."""
+        """Raises ConfigError if that is no run folder."""
         self.folder = folder
         config, trace = folder / "config.yaml", folder / FILE_NAME
-        refusal = ValueError(
+        refusal = ConfigError(
             f"'{folder}': expected the folder of a run (runs/<time>-<task>) with config.yaml and "
             f"{FILE_NAME} (not damaged), written by EasyRL 0.2 or newer"
         )
         if not folder.is_dir():
-            raise ValueError(f"'{folder}' does not exist (a run that has just begun: yet)")
+            raise ConfigError(f"'{folder}' does not exist (a run that has just begun: yet)")
         if not config.is_file() or not trace.is_file():
             raise refusal
         self._trace = GrowingFile(trace, partial(json.loads, object_hook=decode))

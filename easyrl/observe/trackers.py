@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from easyrl import events
-from easyrl.config import Config
+from easyrl.config import Config, ConfigError
 from easyrl.events import Event, Note
 from easyrl.formatting import install_command
 
@@ -108,10 +108,10 @@ class Trackers:
     """An observer that feeds the trackers of `output.log_to` from a thread."""
 
     def __init__(self, config: Config) -> None:
-        """Raises ValueError if a tracker of `output.log_to` is not installed."""
+        """Raises ConfigError if a tracker of `output.log_to` is not installed."""
         for name in config.output.log_to:
             if importlib.util.find_spec(name) is None:
-                raise ValueError(
+                raise ConfigError(
                     f"output.log_to: '{name}' is not installed; install it with "
                     f"{install_command(name)}, or remove it from output.log_to"
                 )

@@ -39,9 +39,9 @@ from rich.text import Text
 from easyrl import events
 from easyrl.config.devices import count_devices
 from easyrl.events import WORKING, Activity, Event, FromWorker, Span, SpanKind, UnderWay
-from easyrl.formatting import counted, shorten
+from easyrl.formatting import counted, printable, shorten
 from easyrl.observe.report import PROBLEMS, end_table, function_of, print_end, problems_in
-from easyrl.observe.text import clock, printable, safe, say, say_rich, shown
+from easyrl.observe.text import clock, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
 
 REFRESHES_PER_SECOND = 2

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from easyrl.config import ConfigError
@@ -135,30 +136,34 @@ def serving(
 
 
 def request(folder: Path, message: Any, timeout_seconds: float = REPLY_SECONDS) -> Reply:
-    """Send a request to the run in `folder`; return the reply. Raises ValueError if there is no
+    """Send a request to the run in `folder`; return the reply. Raises ConfigError if there is no
     such run, or if it refuses the request or does not answer."""
     try:
         if not (folder / "config.yaml").is_file():
-            raise ValueError(f"expected the folder of a run, got '{folder}'")
+            raise ConfigError(f"expected the folder of a run, got '{folder}'")
         if not is_locked(folder):
-            raise ValueError(f"the run in '{folder}' has ended; see easyrl watch {folder}")
+            raise ConfigError(
+                f"the run in '{folder}' has ended; see easyrl watch {quote(str(folder))}"
+            )
         with _unix_socket() as connection, _address(folder) as address:
             connection.settimeout(timeout_seconds)
             connection.connect(address)
             connection.send(json.dumps(message).encode())
             received = connection.recv(MAX_BYTES)
     except PermissionError:
-        raise ValueError(f"expected a run of your own, got '{folder}': permission denied") from None
+        raise ConfigError(
+            f"expected a run of your own, got '{folder}': permission denied"
+        ) from None
     except OSError:
         received = b""
     if not received:
-        raise ValueError(
+        raise ConfigError(
             f"the run in '{folder}' does not answer: it is starting, ending or stopped (Ctrl-Z), "
             "or its file system has no sockets (then its log says so)"
         )
     reply: Reply = json.loads(received)
     if "error" in reply:
-        raise ValueError(reply["error"])
+        raise ConfigError(reply["error"])
     return reply
 
 

@@ -13,11 +13,11 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from easyrl import devices
 from easyrl.channels.ring_buffer import RingBuffer
+from easyrl.config import ConfigError
 from easyrl.engines.vllm import platforms as vllm_platforms
 from easyrl.events import Failed, Ready, Starting
 from easyrl.model.export import DiskError
@@ -26,8 +26,6 @@ from easyrl.processes import die_with_parent, spin_environment
 from easyrl.rewards.functions import RewardError
 from easyrl.types import BrokenInvariant
 from easyrl.workers.settings import WorkerSettings
-
-PACKAGE = Path(__file__).parent.parent
 
 
 def worker_main(settings: WorkerSettings, ring: RingBuffer | None, control: Connection) -> None:
@@ -79,10 +77,7 @@ def _log_to(file: str | None) -> None:
 def _describe(error: BaseException) -> Failed:
     """Describe the error: for user errors, failed rewards and a full disk the message, otherwise
     also the traceback."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    # Raised on purpose by this package, not by a library that was called wrongly.
-    is_ours = Path(last.filename).is_relative_to(PACKAGE) and str(last.line).startswith("raise ")
-    if isinstance(error, ValueError) and is_ours:
+    if isinstance(error, ConfigError):
         return Failed(str(error), traceback="", is_user_error=True)
     if isinstance(error, RewardError | DiskError):
         return Failed(str(error), traceback="", is_user_error=False)

@@ -50,7 +50,7 @@ class Launcher(AbstractContextManager["Launcher"], Protocol):
 
 
 def make_launcher(config: Config, placement: Placement, notify: Observer) -> Launcher:
-    """Return the launcher for these devices. Raises ValueError if the ring's memory is missing, or
+    """Return the launcher for these devices. Raises ConfigError if the ring's memory is missing, or
     the cluster cannot place the workers."""
     if placement.is_ray:
         from easyrl.runtime.ray.launcher import RayLauncher

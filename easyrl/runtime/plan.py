@@ -75,7 +75,7 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
             lines.append(memory_table(parts, budgets))
             warnings += check_memory(parts, budgets)
         warnings += check_inputs(config)  # last: what is known of the memory is shown first
-    except ValueError as refused:
+    except ConfigError as refused:
         warnings, is_refused = [f"a run would not start: {refused}", *warnings], True
     is_tight = size is not None and not fits(config, placement, size, headroom=1.0)
     changes: Mapping[str, Any] = {}

@@ -1,5 +1,5 @@
 """Resolve and check a run before anything is started: model files, data, rewards, devices, prompts,
-memory, disk. Fast checks come first. Nothing is written, no weights are loaded. Raises ValueError.
+memory, disk. Fast checks come first. Nothing is written, no weights are loaded. Raises ConfigError.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Preflight:
 
 
 def check_run(config: Config, resume: Resume | None = None) -> Preflight:
-    """Resolve and check a run. Raises ValueError, with the key to change, if it cannot start."""
+    """Resolve and check a run. Raises ConfigError, with the key to change, if it cannot start."""
     if resume is None:
         refuse_existing(folder_of(config))
     files = read_model_files(config.model.path)

@@ -13,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
+from shlex import join, quote
 from typing import Any, Self
 
 from easyrl.config import Config, ConfigError, change_config, load_config, to_arguments
@@ -154,8 +154,8 @@ def find_resume(config: Config, folder: Path | None) -> Resume | None:
             why = "" if damaged else " (train.save_every, train.keep_checkpoints)"
             raise ConfigError(
                 f"--resume, runtime.resume: '{folder}' has no whole checkpoint{why}{reasons}\n"
-                f"to start again: easyrl grpo --config {folder / 'config.yaml'} "
-                f"--output {free_name(folder)}"
+                f"to start again: easyrl grpo --config {quote(str(folder / 'config.yaml'))} "
+                f"--output {quote(free_name(folder))}"
             )
     except BaseException:
         os.close(lock)
@@ -188,7 +188,7 @@ def _check_settings(config: Config, state: SavedState, path: Path) -> None:
         and not any(fnmatch(f"{section}.{key}", pattern) for pattern in MAY_CHANGE)
     ]
     if changed:
-        run = Config.model_validate(state.config)
+        run = load_config(None, state.config)
         used, given = _resolved(run), _resolved(config)
         problems = [
             f"{name}: expected {json.dumps(used[name])} as in the run, got "
@@ -234,7 +234,7 @@ def _new_run(config: Config, run: Config, checkpoint: Path) -> str:
         changes["model.path"] = str(checkpoint)
     file = folder / "config.yaml"
     words = to_arguments(change_config(config, changes), load_config(file))
-    return shlex.join(["easyrl", "grpo", "--config", str(file), *words])
+    return join(["easyrl", "grpo", "--config", str(file), *words])
 
 
 def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:

@@ -47,8 +47,8 @@ from easyrl.runtime.supervisor import (
 
 @signals_as_interrupts()
 def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None = None) -> int:
-    """Train; returns the exit code. Raises ValueError for mistakes of the user, and Interrupted for
-    a signal before the run has started.
+    """Train; return the exit code. Raises ConfigError, and Interrupted for a signal before the run
+    has started.
 
     `resume`: run folder to resume. Observers learn of a run only after all checks have passed; they
     get notes before.

@@ -197,15 +197,15 @@ def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, A
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Read a `metrics.jsonl` or `samples.jsonl`, without an incomplete last line. Raises ValueError
-    for a broken line before it."""
+    """Read a `metrics.jsonl` or `samples.jsonl`, without an incomplete last line. Raises
+    ConfigError for a broken line before it."""
     *whole, rest = file.read_bytes().split(b"\n")
     lines = []
     for number, line in enumerate(whole, start=1):
         try:
             lines.append(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{file}:{number}: expected a line of JSON: {error}") from None
+            raise ConfigError(f"{file}:{number}: expected a line of JSON: {error}") from None
     with contextlib.suppress(ValueError):
         lines.append(json.loads(rest))
     return lines

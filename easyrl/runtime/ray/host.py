@@ -35,6 +35,7 @@ from ray.util import get_node_ip_address
 from easyrl import devices
 from easyrl.channels.messages import MAX_UNACKNOWLEDGED, TOKEN, RemoteRing, decode_group
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout, RingPort
+from easyrl.config import ConfigError
 from easyrl.runtime.launch import worker_main
 from easyrl.runtime.ray.cluster import versions
 from easyrl.workers.settings import WorkerSettings
@@ -79,7 +80,7 @@ class WorkerHost:
         ids, address, network_problem = _accelerators(), get_node_ip_address(), ""
         try:
             devices.network_environment(address)
-        except ValueError as error:
+        except ConfigError as error:
             network_problem = str(error)
         return NodeFacts(
             address,

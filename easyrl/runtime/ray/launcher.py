@@ -417,7 +417,7 @@ def _lost(error: Exception) -> Failed:
     """Report an exception of `WorkerHost.run`, or that the actor or its node is gone."""
     if isinstance(error, RayTaskError):
         cause = error.cause
-        is_user_error = isinstance(cause, ValueError)
+        is_user_error = isinstance(cause, ConfigError)
         return Failed(f"{cause}", "", is_user_error=is_user_error, is_replaceable=True)
     cause_text = " ".join(str(error).split())
     return Failed(f"its Ray actor or node is lost: {cause_text:.300}", "", False, True)
