@@ -211,8 +211,7 @@ def test_rows_before_a_failure_are_shown_and_written(tmp_path: Path) -> None:
         yield {"row": "first", "ratio": 2.0}
         raise WorkerFailure("bench, second: exit code 1")
 
-    with (file := tmp_path / "rows.json").open("w") as json_file:
-        assert run_suite("peer", suite(), json_file) == 1
+    assert run_suite("peer", suite(), file := tmp_path / "rows.json") == 1
     assert json.loads(file.read_text())["results"]["first"]["ratio"] == 2.0
 
 
@@ -224,8 +223,7 @@ def test_peer_samples_the_same_lengths_on_both_sides(
     work = dataclasses.replace(peer.ROWS["tiny_short"], iterations=2)
     monkeypatch.setattr(peer, "ROWS", {"tiny_short": work})
     file = tmp_path / "peer.json"
-    with file.open("w") as json_file:
-        assert run_suite("peer", peer.run(rounds=1), json_file) == 0
+    assert run_suite("peer", peer.run(rounds=1), file) == 0
     row = json.loads(file.read_text())["results"]["tiny_short"]
     rates = row["easyrl_tokens_per_second"], row["peer_tokens_per_second"]
     assert row["ratio"] == pytest.approx(rates[0] / rates[1]) and row["ratio"] > 0

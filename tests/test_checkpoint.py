@@ -16,7 +16,7 @@ import torch.multiprocessing
 from safetensors import safe_open
 from torch.distributed.fsdp import fully_shard
 
-from easyrl.config import load_config
+from easyrl.config import ConfigError, load_config
 from easyrl.data.hub import resolve_model
 from easyrl.events import CheckpointSaved, SaveCheckpoint
 from easyrl.model import checkpoint_files
@@ -31,7 +31,7 @@ from easyrl.model.checkpoint_files import (
     read_checkpoint,
     unfinished_name,
 )
-from easyrl.model.export import export_checkpoint, find_model
+from easyrl.model.export import export_checkpoint, find_model, run_of
 from easyrl.model.files import fingerprint
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks
@@ -405,6 +405,51 @@ def test_exported_model_is_that_of_the_checkpoint(tmp_path: Path, kind: str) -> 
     assert names_in(tmp_path / "exported") == names_in(tmp_path / "model")
     if family == "qwen3_moe":
         assert any("experts.3.gate_proj.weight" in name for name in names_in(tmp_path / "again"))
+
+
+def test_export_removes_nothing_that_it_did_not_make(tmp_path: Path) -> None:
+    path, _ = make_checkpoint(tmp_path, "qwen3")
+    folders = [tmp_path / name for name in ("out.old", "out.unfinished", "out.new", "notes")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "mine").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    before = {*tmp_path.iterdir()}
+    export_checkpoint(path, tmp_path / "out")
+    for name, force in (("out", False), ("notes", False), ("notes", True), ("link", True)):
+        with pytest.raises(ConfigError, match=f"/{name}'"):
+            export_checkpoint(path, tmp_path / name, force=force)
+    (tmp_path / "out" / "config.json").write_text("{}")
+    export_checkpoint(path, tmp_path / "out", force=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3"
+    assert {*tmp_path.iterdir()} == before | {tmp_path / "out"}
+    assert all((folder / "mine").exists() for folder in folders)
+
+
+def test_what_a_checkpoint_says_runs_no_code_of_a_model(tmp_path: Path) -> None:
+    path, _ = make_checkpoint(tmp_path, "qwen3")
+    model, state = tmp_path / "model", json.loads((path / "state.json").read_text())["state"]
+    code = "from transformers import {0}Config\nopen({1!r}, 'a').close()\nclass C({0}Config): ..."
+    (model / "c.py").write_text(code.format("Qwen3", str(tmp_path / "was_run")))
+    own_code = {"auto_map": {"AutoConfig": "c.C"}, "model_type": "mine"}
+    config = json.loads((model / "config.json").read_text()) | own_code
+    (model / "config.json").write_text(json.dumps(config))
+    state["config"]["model"]["trust_remote_code"] = True
+    state["identity"]["model.path"] = fingerprint(str(model))
+    path.rename(unfinished_name(path))
+    (unfinished_name(path) / "state.json").unlink()
+    publish(path, state)
+    (path.parent.parent / "config.yaml").write_text("model: {trust_remote_code: true}")
+    with pytest.raises(ConfigError, match="--trust-remote-code"):
+        export_checkpoint(path, tmp_path / "out")
+    with pytest.raises(ConfigError, match="--trust-remote-code"):
+        find_model(str(path)).make(tmp_path / "out")
+    config_of_run = run_of(str(path))
+    assert config_of_run is not None and not config_of_run.model.trust_remote_code
+    assert not (tmp_path / "was_run").exists()
+    with pytest.raises(ConfigError):  # the code makes a configuration, but no model
+        export_checkpoint(path, tmp_path / "out", trust=True)
+    assert (tmp_path / "was_run").exists()
 
 
 def test_export_takes_the_next_checkpoint_where_the_run_deletes_one(

@@ -17,7 +17,8 @@ from typer.testing import CliRunner, Result
 
 import easyrl
 from easyrl import cli
-from easyrl.config import Config, load_config, to_commented_yaml
+from easyrl.config import Config, ConfigError, load_config, to_commented_yaml
+from easyrl.runtime.launch import _describe
 
 ROOT = Path(__file__).parent.parent
 
@@ -133,6 +134,26 @@ def test_exit_code_is_the_runs_or_130_after_ctrl_c(monkeypatch: pytest.MonkeyPat
     assert ended(monkeypatch, lambda *arguments: 3).exit_code == 3
     result = ended(monkeypatch, interrupt)
     assert (result.exit_code, result.stderr) == (130, "")
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("a bug"), ConfigError("a\x1b[2J")])
+def test_only_a_config_error_is_the_users_mistake(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> int:
+        raise error
+
+    result, of_worker = ended(monkeypatch, fail), _describe(error)
+    is_mistake = isinstance(error, ConfigError)
+    assert result.exit_code == (2 if is_mistake else 1) and "\x1b" not in result.stderr
+    assert isinstance(result.exception, SystemExit if is_mistake else type(error))
+    assert of_worker.is_user_error == is_mistake and bool(of_worker.traceback) != is_mistake
+
+
+def test_a_dry_run_prints_no_escapes_of_a_name() -> None:
+    done = CliRunner().invoke(cli.app, ["grpo", "--dry-run", "--model", "a\x1b[2J\nb"])
+    assert "\x1b" not in done.output and 'path: "a\\e[2J\\nb"' in done.output
 
 
 # config

@@ -17,6 +17,7 @@ from easyrl.config import (
     load_config,
     options_by_key,
     settings_markdown,
+    to_arguments,
     to_commented_yaml,
 )
 from easyrl.config.devices import DeviceSet, check_disjoint, parse_device_set
@@ -43,6 +44,37 @@ def error_of(*words: str) -> str:
 
 
 # The layers.
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Q: {q}\nA: ", " {q}", "{q}\t", "'q'{q}", " ", "null ", "[x] {q}", "a\x1b\u202e\x9b{q}"],
+)
+def test_values_keep_their_spaces_as_words_and_in_yaml(text: str, tmp_path: Path) -> None:
+    key, config = "data.prompt_template", load_config(None, {"data.prompt_template": text})
+    [word] = to_arguments(config, Config())
+    assert word.startswith(f"{key}=") and word.isprintable()
+    assert of(word) == config == load_config(write(tmp_path, to_commented_yaml(config)))
+    if text.isprintable() and text[:1] not in "'n":
+        assert of(f"{key}={text}") == config
+
+
+def test_arguments_make_the_config_of_several_environments_again() -> None:
+    words = ['rollout.environment={a: "x y.py:A", b: guess}', "data.dataset=[d 1.jsonl, e]"]
+    config = of(*words)
+    options = to_arguments(config, Config())
+    assert options[:-1] == ["--dataset", "d 1.jsonl", "--dataset", "e"]
+    assert of(options[-1]).rollout == config.rollout
+
+
+@pytest.mark.parametrize(
+    "text", ["a: &a [x, x]\nb: &b [*a, *a]\n", "a: &a [*a]", "a: &a {b: *a}", "[" * 3000]
+)
+def test_aliases_and_nesting_that_grow_without_bound_are_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        load_config(write(tmp_path, text))
+    file = write(tmp_path, "data: {dataset: &rows d.jsonl}\neval: {dataset: *rows}")
+    assert load_config(file).eval.dataset == "d.jsonl"
 
 
 def test_later_layers_win(tmp_path: Path) -> None:

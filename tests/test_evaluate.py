@@ -97,7 +97,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A training run with a checkpoint, whose export is a stub."""
     monkeypatch.setattr(
         "easyrl.model.export.export_checkpoint",
-        lambda checkpoint, folder, verify: shutil.copytree(TINY, folder),
+        lambda checkpoint, folder, **options: shutil.copytree(TINY, folder),
     )
     make_run(tmp_path / "run", {10: {}})
     return tmp_path / "run"
@@ -116,11 +116,11 @@ def test_a_newer_checkpoint_is_taken_where_a_live_run_removes_the_chosen_one(
     run = tmp_path / "run"
     make_run(run, {10: {}})
 
-    def export(checkpoint: Path, folder: Path, *, verify: bool) -> None:
+    def export(checkpoint: Path, folder: Path, **options: bool) -> None:
         if checkpoint.name == "10":  # the run writes the next one, and removes this one
             checkpoint.rename(checkpoint.with_name("20"))
         if not checkpoint.exists():
-            raise ValueError("expected a checkpoint")
+            raise ConfigError("expected a checkpoint")
         shutil.copytree(TINY, folder)
 
     monkeypatch.setattr("easyrl.model.export.export_checkpoint", export)
@@ -161,7 +161,7 @@ def test_model_is_evaluated_by_several_engines(tmp_path: Path) -> None:
     assert results["pass_at_k"]["2"] == sum(map(max, by_problem)) / 8
     assert results["num_engines"] == 2 and results["tokens_per_second"] > 0
     assert f"{results['accuracy']:.3f} ±" in done.stdout
-    assert not (folder / "model").exists()
+    assert not list(folder.glob("model*"))
 
 
 def test_figures_cover_problems_and_completions(workers: Workers, tmp_path: Path) -> None:
@@ -237,10 +237,10 @@ def test_other_settings_are_refused_once_a_problem_is_answered(
     folder, words = tmp_path / "ev", ("--num-samples", "2", *SMALL)
     workers.errors[0] = WorkerFailure("rollout-0 was killed by SIGKILL")
     call(folder, "--model", str(run), *SMALL, code=1)
-    assert (folder / "model").exists()
+    assert list(folder.glob("model*"))
     workers.errors.clear()
     assert evaluated(folder, *words)["model"] == "tiny"
-    assert not (folder / "model").exists()
+    assert not list(folder.glob("model*"))
     for more, key in {
         ("--num-samples", "3"): "num_samples",
         ("--model", str(run)): "model",
@@ -251,6 +251,25 @@ def test_other_settings_are_refused_once_a_problem_is_answered(
     # Settings that change no answer may differ, and so may spellings.
     call(folder, *words, "reward.num_workers=2", "eval.temperature=1.0")
     assert len(workers.asked) == 2
+
+
+def test_a_folder_that_only_looks_like_an_evaluation_is_left_alone(
+    workers: Workers, run: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mine"
+    (folder / "model").mkdir(parents=True)
+    for text in ('{"editor.tabSize": 4}', "{broken"):
+        files = {"settings.json": text, "config.yaml": "mine: 1", "samples.jsonl": ""}
+        for name, content in files.items():
+            (folder / name).write_text(content)
+        assert "output.dir" in call(folder, "--model", str(run), *SMALL, code=2)
+        assert {name: (folder / name).read_text() for name in files} == files
+    (tmp_path / "ev" / "model").mkdir(parents=True)
+    (tmp_path / "ev" / "model").rename(tmp_path / "weights")
+    evaluated(tmp_path / "ev", *SMALL)
+    (tmp_path / "weights").rename(tmp_path / "ev" / "model")
+    evaluated(tmp_path / "ev", *SMALL)
+    assert (tmp_path / "ev" / "model").is_dir() and (folder / "model").is_dir()
 
 
 def test_two_commands_do_not_write_to_one_folder(workers: Workers, tmp_path: Path) -> None:

@@ -112,6 +112,15 @@ def test_a_run_that_never_started_does_not_block_its_folder(tmp_path: Path) -> N
     assert resume_hint(tmp_path / "run").endswith(f"--output {tmp_path}/run-2")
 
 
+def test_a_config_of_the_user_is_not_taken_for_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "run" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text("# my notes\n")
+    with pytest.raises(ConfigError, match=r"output.dir.*exists"):
+        run.run(config_of(tmp_path / "run", "runtime.resume=auto"))
+    assert file.read_text() == "# my notes\n"
+
+
 # -- paths ---------------------------------------------------------------------------------------
 
 

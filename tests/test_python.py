@@ -28,7 +28,7 @@ from easyrl import events
 from easyrl.api.calls import Evaluation, Run, evaluate, train
 from easyrl.cli.eval import evaluate as eval_command
 from easyrl.cli.grpo import grpo
-from easyrl.config import Config
+from easyrl.config import Config, ConfigError
 from easyrl.observe.text import say_rich
 from easyrl.observe.view import NotebookView, notebook_display
 from runs import lines_of
@@ -138,6 +138,16 @@ def test_classes_and_tools_are_environments(tmp_path: Path) -> None:
     )
     assert run.metrics[0]["rewards/environment/mean"] == rate
     assert run.resume(iterations=2, progress=False).summary["iterations"] == 2
+
+
+def test_a_folder_named_inputs_is_not_taken_for_that_of_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "inputs" / "data.jsonl"
+    file.parent.mkdir()
+    file.write_text("mine")
+    for command in (train, evaluate):
+        with pytest.raises(ConfigError, match="output"):
+            command(dataset=ROWS, reward="exact_match", output=tmp_path)
+    assert file.read_text() == "mine"
 
 
 @pytest.mark.parametrize(

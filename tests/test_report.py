@@ -34,7 +34,7 @@ def call(*words: object) -> Result:
 
 def page_of(*runs: Path) -> str:
     file = runs[0] / "page.html"
-    done = call("report", *runs, "-o", file)
+    done = call("report", *runs, "-o", file, "--force")
     assert done.exit_code == 0, done.output
     return file.read_text()
 
@@ -191,6 +191,37 @@ def test_plot_writes_the_format_of_its_name(run: Path) -> None:
     for name, beginning in (("c.svg", b"<?xml"), ("c.png", b"\x89PNG")):
         done = call("plot", run, "-o", run / name)
         assert done.exit_code == 0 and (run / name).read_bytes().startswith(beginning)
+
+
+def test_files_of_others_are_replaced_only_by_force(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = shutil.copytree(run, tmp_path / "other")
+    for words, file in {
+        ("plot", run, "-o", "mine.svg"): "mine.svg",
+        ("report", run, "--csv", "-o", "mine.csv"): "mine.csv",
+        ("report", run, other): "report.html",
+    }.items():
+        Path(file).write_text("mine")
+        assert call(*words).exit_code == 2 and Path(file).read_text() == "mine"
+        assert call(*words, "--force").exit_code == 0 and Path(file).read_text() != "mine"
+    assert [call("plot", run).exit_code for _ in range(2)] == [0, 0]  # the run's own file
+    Path("rates.json").write_text("mine")
+    for words in (("plan", run, "--devices", 4), ("bench", "ring")):
+        assert call(*words, "--json", "rates.json").exit_code == 2
+    assert Path("rates.json").read_text() == "mine"
+
+
+def test_any_name_of_a_run_can_be_drawn(run: Path, tmp_path: Path) -> None:
+    names = "lr$\\q$x", "_hidden", "esc\x1b[2J<b>"
+    runs = [shutil.copytree(run, tmp_path / name) for name in names]
+    assert call("plot", *runs, "-o", tmp_path / "c.svg").exit_code == 0
+    picture, page = (tmp_path / "c.svg").read_text(), page_of(*runs)
+    # Each letter is a path of its own, named in a comment.
+    for shown in ("lr$\\q$x", "_hidden", "esc\N{REPLACEMENT CHARACTER}[2J"):
+        assert f"<!-- {shown}" in picture and shown in text_of(page)
+    assert "\x1b" not in picture + page
 
 
 def test_mistakes_are_user_errors(run: Path, tmp_path: Path) -> None:

@@ -73,6 +73,13 @@ def test_shows_sample_numbers_and_lengths_of_an_evaluation(tmp_path: Path) -> No
     assert "prompt_index 3  sample 2  reward 1  length 7  truncated True  answer 42" in shown
 
 
+def test_names_and_values_of_columns_do_not_reach_the_terminal_as_escapes(tmp_path: Path) -> None:
+    line = SAMPLES[0] | {"\x1b]0;evil\x07\n": "\x9b2J \u202e", "[/x]": ":cat:"}
+    shown = call(write(tmp_path / "run", [line])).output
+    assert "]0;evil" in shown and "[/x] :cat:" in " ".join(shown.split())
+    assert all(c.isprintable() for c in shown.replace("\n", ""))
+
+
 def test_equal_completions_of_a_prompt_are_folded(tmp_path: Path) -> None:
     line = {"iteration": 0, "prompt_index": 0, "prompt": "p", "completion": "c", "reward": 1.0}
     line |= {"rewards": {"right": 1.0, "brief": 0.5}, "truncated": False, "answer": "x" * 99 + "7"}

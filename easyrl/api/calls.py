@@ -30,7 +30,6 @@ from easyrl.processes import UNGUARDED
 from easyrl.runtime.run import run
 from easyrl.runtime.run_folder import (
     folder_of,
-    has_only_inputs,
     is_locked,
     is_unstarted,
     read_lines,
@@ -163,7 +162,7 @@ def train(
             raise ConfigError(f"runtime.restart: expected never in Python, got {restart}")
         folder = folder_of(resolved)
         if inputs and folder.exists() and (is_locked(folder) or not is_unstarted(folder)):
-            refuse_existing(folder)
+            refuse_existing(folder, but_inputs=False)
         ends: list[events.RunEnded] = []
         with inputs.stored(resolved, folder) as stored:
             observers = _observers(stored, ends, progress=progress)
@@ -204,7 +203,7 @@ def evaluate(
         resolved, inputs = _resolve(config, options, settings)
         folder = folder_of(resolved, "eval-")
         is_evaluation = (folder / "settings.json").is_file() or not folder.exists()
-        if inputs and not is_evaluation and not has_only_inputs(folder):
+        if inputs and not is_evaluation:
             raise ConfigError(
                 "output.dir (output): expected a new folder or that of an evaluation, got "
                 f"'{folder}'"

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ QWEN3_06B = {
 }
 
 
-def run_suite(name: str, suite: Iterable[Row], json_file: TextIO | None) -> int:
+def run_suite(name: str, suite: Iterable[Row], json_file: Path | None) -> int:
     """Run the suite; return the exit code. In JSON, rows with a name (`row`) are found by it. If it
     fails or is interrupted, the rows before are shown and written."""
     rows: list[Row] = []
@@ -91,7 +91,8 @@ def run_suite(name: str, suite: Iterable[Row], json_file: TextIO | None) -> int:
         print(*(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
     if json_file is not None:
         results = {row["row"]: row for row in rows} if all("row" in row for row in rows) else rows
-        json.dump({"suite": name, "machine": machine, "results": results}, json_file, indent=2)
+        found = {"suite": name, "machine": machine, "results": results}
+        json_file.write_text(json.dumps(found, indent=2), encoding="utf-8")
     return code
 
 

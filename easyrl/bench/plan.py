@@ -219,10 +219,8 @@ def _read_bench(file: Path, model: str | None) -> Source:
             for row in json.loads(file.read_text())["results"]
             if row["rates"]["iterations"]
         }
-    except OSError as error:
-        raise ConfigError(f"{expected}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{expected}, got another one") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{expected}, got another one: {error!r:.200}") from None
     if not by_model:
         raise ConfigError(f"{expected}, got one without measured iterations")
     if len(by_model) == 1:

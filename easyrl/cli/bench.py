@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from typer import Option
 
-from easyrl.cli.common import InferDevices, TrainDevices, Words, command
+from easyrl.cli.common import Force, InferDevices, TrainDevices, Words, check_new, command
 from easyrl.formatting import ConfigError
 
 Suite = Literal["attention", "engine", "loop", "peer", "pipeline", "ray", "ring", "weights"]
@@ -36,9 +37,9 @@ def bench(
         str | None, Option(metavar="ROW,ROW", help="Rows of `peer`; default: all.")
     ] = None,
     json: Annotated[
-        typer.FileTextWrite | None,
-        Option(metavar="FILE", lazy=False, help="Also write the results here."),
+        Path | None, Option(metavar="FILE", help="Also write the results here.")
     ] = None,
+    force: Force = False,
 ) -> int:
     """Measure a part or whole runs (docs/benchmarks.md).
 
@@ -51,6 +52,7 @@ def bench(
     ring: the ring buffer against a queue;
     weights: a weight update against bare broadcasts (takes devices).
     """
+    check_new("--json", json, force=force)
     from easyrl.bench.harness import run_suite
 
     given = {

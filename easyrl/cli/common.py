@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ RayAddress = Annotated[
     str | None, Option(metavar="HOST:PORT", help="The Ray cluster, for devices like ray:8.")
 ]
 Seed = Annotated[int | None, Option(help="Same seed, same data and sampling.")]
+Force = Annotated[bool, Option("--force", help="Replace what is there.")]
 NoLive = Annotated[bool, Option("--no-live", help="Plain lines instead of the live view.")]
 
 
@@ -73,6 +75,16 @@ class CommandWithSettings(TyperCommand):
 def echo(text: str, **options: Any) -> None:
     """Print text of any origin."""
     typer.echo(printable(text, keep="\n\t"), **options)
+
+
+def check_new(option: str, file: Path | None, *, force: bool) -> None:
+    """Raise ConfigError if the file cannot be written, or exists, unless `force`."""
+    if file is not None and file.is_file() and not force:
+        raise ConfigError(f"{option}: '{file}' exists; use another name, or --force to replace it")
+    if file is not None and not os.access(file.absolute().parent, os.W_OK):
+        raise ConfigError(
+            f"{option}: expected a file in a folder that can be written, got '{file}'"
+        )
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from easyrl.cli.common import command
+from easyrl.cli.common import Force, check_new, command
 from easyrl.cli.reports import write
 from easyrl.formatting import ConfigError
 
@@ -24,6 +24,7 @@ def plan(
             help="Folders of runs, or files of `bench loop --json`; settings to change.",
         ),
     ],
+    *,
     devices: Annotated[int, Option(metavar="N", help="Number of devices to split, 2 to 1024.")],
     model: Annotated[
         str | None, Option(help="Model in a file of `bench loop` that has several.")
@@ -33,9 +34,9 @@ def plan(
         Option("--output", "-o", metavar="FILE", help="Also draw it: .png or .svg."),
     ] = None,
     json: Annotated[
-        typer.FileTextWrite | None,
-        Option(metavar="FILE", lazy=False, help="Also write the predictions here."),
+        Path | None, Option(metavar="FILE", help="Also write the predictions here.")
     ] = None,
+    force: Force = False,
 ) -> None:
     """Predict tokens per second of every split of N devices into engines and trainers, from the
     rates of runs (docs/devices.md)."""
@@ -47,15 +48,15 @@ def plan(
         raise ConfigError("RATES: expected a run's folder or a file of `bench loop --json`")
     if output is not None and output.suffix not in (".png", ".svg"):
         raise ConfigError(f"--output: expected .png or .svg as suffix, got '{output.suffix}'")
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output: expected a file in an existing folder, got '{output}'")
+    check_new("--output", output, force=force)
+    check_new("--json", json, force=force)
     from easyrl.bench.plan import make_plan, to_screen
     from easyrl.observe.text import say_rich
 
     found = make_plan(paths, devices, words, model)
     say_rich(to_screen(found))
     if json is not None:
-        json_format.dump(asdict(found), json, indent=2)
+        write(json, json_format.dumps(asdict(found), indent=2).encode())
     if output is not None:
         from easyrl.observe.plots import draw_splits
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from easyrl.cli.common import ConfigFile, NoLive, command, echo
+from easyrl.cli.common import ConfigFile, Force, NoLive, command, echo
 from easyrl.formatting import ConfigError
 
 
@@ -55,18 +55,22 @@ def export(
             metavar="OWNER/NAME", help="Publish it, with a model card, on the Hugging Face hub."
         ),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+    force: Force = False,
 ) -> None:
     """Write a checkpoint as a model that transformers and vLLM load, or publish it."""
     if push is not None and folder is None:
         from easyrl.observe.model_card import publish
 
-        echo(publish(checkpoint, push))
+        echo(publish(checkpoint, push, trust=trust_remote_code))
         return
     if push is not None or folder is None:
         raise ConfigError("expected either DIR or --push OWNER/NAME")
     from easyrl.model.export import export_checkpoint
 
-    echo(export_checkpoint(checkpoint, folder))
+    echo(export_checkpoint(checkpoint, folder, trust=trust_remote_code, force=force))
 
 
 @command

@@ -244,15 +244,14 @@ def _put(settings: dict[str, Any], name: str, value: Any) -> None:
 
 class _Loader(yaml.SafeLoader):
     """YAML in which a key given twice is an error, and an alias of more than a scalar: a few lines
-    of them can stand for more values than the memory holds."""
+    of those can stand for billions of values."""
 
     yaml_implicit_resolvers = {}  # type: ignore[misc]  # noqa: RUF012
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         is_alias, node = self.check_event(yaml.AliasEvent), super().compose_node(parent, index)
         if is_alias and not isinstance(node, yaml.ScalarNode):
-            problem = "expected no alias of this list or mapping"
-            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark if node else None)
+            raise yaml.YAMLError("expected no alias of a list or a mapping")
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -216,7 +216,7 @@ def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> tuple[in
         return num_tokens, seconds
     if plan.source.kind != "model":
         say("merging the adapter" if plan.source.kind == "adapter" else "exporting the checkpoint")
-    model = plan.source.make(folder.model)
+    model = plan.source.make(folder.model, trust=plan.config.model.trust_remote_code)
     prompts = [prompt for _, prompt in remaining.values()]
     # Closed here, so that no worker outlives an exception.
     with closing(answers_of_workers(plan, model, prompts, folder, view)) as answered:

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -171,8 +172,10 @@ def name_best(folder: Path, version: int) -> None:
 
 
 def discard_unfinished(folder: Path) -> None:
+    """Remove the checkpoints and models that a killed run has left in its folders."""
     for path in folder.glob(f"*{UNFINISHED}"):
-        shutil.rmtree(path, ignore_errors=True)
+        if re.fullmatch(r"\d+|(model|adapter)\.[0-9a-f]{8}", path.stem):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside(path: Path) -> None:

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Literal
 
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.data.hub import BUILT_IN_MODELS, KEY, resolve_model
 from easyrl.formatting import install_command
-from easyrl.model.checkpoint_files import STATE, find_checkpoint
+from easyrl.model.checkpoint_files import STATE, UNFINISHED, find_checkpoint
 from easyrl.model.files import (
     fingerprint,
     load_tokenizer,
@@ -44,46 +46,49 @@ class CheckpointGone(ConfigError):
     """A running run has removed a checkpoint since it was chosen."""
 
 
-class DiskError(OSError):
+class DiskError(ConfigError):
     """A model cannot be written, because the disk is full or read-only, for example."""
 
 
 @contextmanager
-def replace_folder(folder: Path, *, is_writer: bool = True) -> Iterator[Path]:
+def replace_folder(folder: Path, *, is_writer: bool = True, is_new: bool = False) -> Iterator[Path]:
     """Yield a path to write a model to. Afterwards it replaces `folder`, which never holds an
-    incomplete model. One of a sharded model's ranks `is_writer`. Raises DiskError."""
+    incomplete model, and must not exist if `is_new`. One of a sharded model's ranks `is_writer`.
+    Raises DiskError."""
     from safetensors import SafetensorError
 
-    new, old = (folder.with_name(folder.name + end) for end in (".unfinished", ".old"))
-    if is_writer:
-        for left_over in (new, old):
-            shutil.rmtree(left_over, ignore_errors=True)
+    folder = folder.resolve()
+    new, old = (folder.with_name(f"{folder.name}.{token_hex(4)}{UNFINISHED}") for _ in "ab")
     try:
         yield new
+        if is_writer:
+            for file in new.glob("*.safetensors"):  # created with mode 0600 by the library
+                shutil.copymode(next(new.glob("*config.json")), file)
+            if folder.exists() and not is_new:
+                folder.rename(old)
+            new.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(new, ignore_errors=True)
         raise DiskError(f"'{folder}' cannot be written: {error}") from error
-    if is_writer:
-        for file in new.glob("*.safetensors"):  # created with mode 0600 by the library
-            shutil.copymode(next(new.glob("*config.json")), file)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
 
 
-def export_checkpoint(source: Path, folder: Path, *, verify: bool = True) -> str:
+def export_checkpoint(
+    source: Path, folder: Path, *, trust: bool = False, force: bool = False, verify: bool = True
+) -> str:
     """Export a checkpoint, or the newest complete one of a run folder; return a message for the
-    user. `verify` its checksums first. Raises ConfigError for user errors."""
-    if folder.exists():
-        raise ConfigError(f"expected a folder that does not exist, got '{folder}'")
+    user. `trust`: run code that comes with the model, whatever the checkpoint's config says;
+    `force`: replace a model in `folder`; `verify` the checksums first. Raises ConfigError."""
+    if os.path.lexists(folder) and not (force and (folder / "config.json").is_file()):
+        raise ConfigError(f"DIR: expected a new folder (or a model and --force), got '{folder}'")
     checkpoint = find_checkpoint(source, verify=verify)
     from torch.distributed.checkpoint.api import CheckpointException
 
     from easyrl.model.checkpoint import read_tensors
     from easyrl.model.policy import Policy
 
-    config = Config.model_validate(checkpoint.state["config"])
+    own = {"model.trust_remote_code": trust}
+    config = load_config(None, {**checkpoint.state["config"], **own})
     model = config.model
     read_model_files(model.path)
     if checkpoint.state["identity"]["model.path"] != fingerprint(model.path):
@@ -93,7 +98,7 @@ def export_checkpoint(source: Path, folder: Path, *, verify: bool = True) -> str
         )
     quieten_transformers()
     tokenizer = tokenizer_of(config)
-    policy = Policy.load(model.path, trust_remote_code=model.trust_remote_code)
+    policy = Policy.load(model.path, trust_remote_code=trust)
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
     while True:
@@ -104,11 +109,8 @@ def export_checkpoint(source: Path, folder: Path, *, verify: bool = True) -> str
             if checkpoint.path.exists():
                 raise
             checkpoint = find_checkpoint(source)  # a running run has deleted it
-    try:
-        with replace_folder(folder) as new:
-            policy.save(new, tokenizer)
-    except DiskError as error:
-        raise ConfigError(str(error)) from None
+    with replace_folder(folder, is_new=not force) as new:
+        policy.save(new, tokenizer)
     return (
         f"{checkpoint.path}, iteration {checkpoint.state['num_iterations']}, is exported to "
         f"{folder} (weights: sha256 {policy.weights_sha256()})"
@@ -131,7 +133,7 @@ class ModelSource:
         content = (Path(self.path) / name).read_bytes()
         return hashlib.sha256(fingerprint(self.base).encode() + content).hexdigest()
 
-    def make(self, folder: Path) -> str:
+    def make(self, folder: Path, *, trust: bool = False) -> str:
         """Return the path of a complete model, made in `folder` if necessary. Raises ConfigError if
         it cannot be made, CheckpointGone if its run has removed it."""
         if self.kind == "model":
@@ -141,7 +143,8 @@ class ModelSource:
                 self._merge(folder)
                 return str(folder)
             try:
-                export_checkpoint(Path(self.path), folder, verify=False)  # `find_model` did
+                # `find_model` has verified it.
+                export_checkpoint(Path(self.path), folder, trust=trust, verify=False)
             except ConfigError:
                 if Path(self.path).exists():
                     raise
@@ -155,7 +158,9 @@ class ModelSource:
         from transformers import AutoModelForCausalLM
 
         quieten_transformers()
-        base = AutoModelForCausalLM.from_pretrained(resolve_model(self.base), dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(
+            resolve_model(self.base), dtype=torch.float32, trust_remote_code=False
+        )
         try:
             import peft
 
@@ -197,11 +202,13 @@ def find_model(path: str, base: str | None = None) -> ModelSource:
 
 
 def run_of(path: str) -> Config | None:
-    """Return the config of the run that `path` names, or one of whose checkpoints."""
+    """Return the config of the run that `path` names, or one of whose checkpoints. It trusts no
+    code: the run may be somebody else's."""
     folder = Path(path).expanduser()
     run = folder.parent.parent if (folder / STATE).is_file() else folder
     is_run = path not in BUILT_IN_MODELS and (run / "config.yaml").is_file()
-    return load_config(run / "config.yaml") if is_run else None
+    untrusted = {"model.trust_remote_code": False}
+    return load_config(run / "config.yaml", untrusted) if is_run else None
 
 
 def _adapter(folder: Path, base: str | None) -> ModelSource:

@@ -201,7 +201,7 @@ def _load(auto_class: Any, what: str, path: str, trust_remote_code: bool) -> Any
     except Exception as error:  # of many types, depending on the files
         reason = " ".join(str(error).split()) or type(error).__name__
         if "trust_remote_code" in reason:
-            reason += " Set model.trust_remote_code=true if you trust it."
+            reason += " Set model.trust_remote_code=true (--trust-remote-code) if you trust it."
         raise ConfigError(
             f"{KEY}: transformers cannot load the {what} of '{path}': {reason}"
         ) from error

@@ -26,7 +26,7 @@ from easyrl.rewards.loading import reward_specs, reward_weights
 PATHS = ("model.path", "data.dataset", "eval.dataset", "reward.functions", "algorithm.loss_type")
 
 
-def publish(source: Path, repository: str) -> str:
+def publish(source: Path, repository: str, *, trust: bool = False) -> str:
     """Push the model of a run or a checkpoint; return a message to print. Raises ConfigError."""
     check_push(repository)
     model = find_model(str(source))
@@ -36,8 +36,8 @@ def publish(source: Path, repository: str) -> str:
         run.lines = {number: line for number, line in run.lines.items() if number <= last}
         run.summary = {}
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(model.make(Path(scratch) / "model"))
-        address = push_model(path, model_card(run, repository), repository)
+        path = model.make(Path(scratch) / "model", trust=trust)
+        address = push_model(Path(path), model_card(run, repository), repository)
     done = counted(run.num_done, "iteration")
     return f"the model of {source}, after {done}, is published: {address}"
 

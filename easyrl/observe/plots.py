@@ -22,7 +22,6 @@ from matplotlib.patches import Patch
 
 from easyrl.config import ConfigError
 from easyrl.events import WORKING
-from easyrl.formatting import printable
 from easyrl.observe.history import ACCURACY, ERROR, OVERLAP, History
 from easyrl.observe.report import function_of
 from easyrl.observe.view import main_kind
@@ -80,9 +79,7 @@ FORMATS = (".svg", ".png")
 def titles_of(runs: Sequence[History]) -> dict[str, str]:
     """Return the titles of all figures by metric, with those of several reward functions."""
     keys = dict.fromkeys(key for run in runs for line in run.lines.values() for key in line)
-    functions = {
-        key: f"Reward function {printable(name)}" for key in keys if (name := function_of(key))
-    }
+    functions = {key: f"Reward function {name}" for key in keys if (name := function_of(key))}
     return {**RESULTS, **(functions if len(functions) > 1 else {}), **OTHERS}
 
 

@@ -20,7 +20,7 @@ from easyrl import events
 from easyrl.config import Config
 from easyrl.config.devices import range_words
 from easyrl.events import Event, FromWorker
-from easyrl.formatting import counted, shorten
+from easyrl.formatting import counted, printable, shorten
 from easyrl.model.checkpoint_files import CHECKPOINTS
 from easyrl.observe.text import safe, say, say_rich, shown
 from easyrl.runtime.metrics import LAST_ITERATIONS
@@ -112,7 +112,7 @@ class PlainLines:
 def function_of(metric: str) -> str:
     """Return the name of the reward function whose mean the metric is; empty for other metrics."""
     match = re.fullmatch("rewards/(.+)/mean", metric)
-    return match[1] if match else ""
+    return printable(match[1]) if match else ""
 
 
 def with_error(value: float | None, error: float | None, sign: str = "") -> str:

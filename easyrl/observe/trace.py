@@ -226,9 +226,8 @@ def watch(folder: Path, *, live: bool) -> int:
                 exit_code = event.exit_code
     except KeyboardInterrupt:
         view.close()
-        print_end(
-            INTERRUPTED, f"the run continues; to see it again: easyrl watch {quote(str(folder))}"
-        )
+        hint = f"to see it again: easyrl watch {quote(str(folder))}"
+        print_end(INTERRUPTED, f"the run continues; {hint}")
         return INTERRUPTED
     finally:
         view.close()

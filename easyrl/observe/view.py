@@ -517,7 +517,7 @@ def _figures(state: ViewState, width: int) -> list[Text]:
     figures = {name: (metrics.get(key), spec) for name, (key, spec) in FIGURES.items()}
     for key, value in metrics.items():
         if name := function_of(key):
-            figures[shorten(printable(name), width // 2)] = value, ".3f"
+            figures[shorten(name, width // 2)] = value, ".3f"
     lines = [_line()]
     for name, (value, spec) in figures.items():
         if value is None:

@@ -142,18 +142,14 @@ def request(folder: Path, message: Any, timeout_seconds: float = REPLY_SECONDS) 
         if not (folder / "config.yaml").is_file():
             raise ConfigError(f"expected the folder of a run, got '{folder}'")
         if not is_locked(folder):
-            raise ConfigError(
-                f"the run in '{folder}' has ended; see easyrl watch {quote(str(folder))}"
-            )
+            raise ConfigError(f"the run has ended; see easyrl watch {quote(str(folder))}")
         with _unix_socket() as connection, _address(folder) as address:
             connection.settimeout(timeout_seconds)
             connection.connect(address)
             connection.send(json.dumps(message).encode())
             received = connection.recv(MAX_BYTES)
     except PermissionError:
-        raise ConfigError(
-            f"expected a run of your own, got '{folder}': permission denied"
-        ) from None
+        raise ConfigError(f"'{folder}': permission denied; expected a run of your own") from None
     except OSError:
         received = b""
     if not received:

@@ -77,10 +77,9 @@ def _log_to(file: str | None) -> None:
 def _describe(error: BaseException) -> Failed:
     """Describe the error: for user errors, failed rewards and a full disk the message, otherwise
     also the traceback."""
-    if isinstance(error, ConfigError):
-        return Failed(str(error), traceback="", is_user_error=True)
-    if isinstance(error, RewardError | DiskError):
-        return Failed(str(error), traceback="", is_user_error=False)
+    if isinstance(error, ConfigError | RewardError):
+        is_user_error = not isinstance(error, DiskError | RewardError)
+        return Failed(str(error), traceback="", is_user_error=is_user_error)
     message = f"{type(error).__name__}: {error}"
     is_replaceable = not isinstance(error, BrokenInvariant)
     return Failed(

@@ -175,7 +175,8 @@ def _is_begun(folder: Path) -> bool:
     """Return whether a run has begun in this folder. An empty folder counts: a scheduler may have
     created it, or a run may have been killed right after."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"no folder"}
-    return "config.yaml" in names or names <= {"logs", UNFINISHED_CONFIG}
+    has_begun = "config.yaml" in names and not names.isdisjoint({"logs", CHECKPOINTS})
+    return has_begun or names <= {"logs", UNFINISHED_CONFIG}
 
 
 def _check_settings(config: Config, state: SavedState, path: Path) -> None:

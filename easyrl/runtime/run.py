@@ -82,7 +82,8 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
             folder = RunFolder(config, resumed.lock, state.file_sizes, state.num_iterations)
             for path in resumed.damaged:
                 set_aside(path)
-            discard_unfinished(folder.checkpoints)
+            for each in (folder.path, folder.checkpoints):
+                discard_unfinished(each)
         recorder = Recorder()
         controller = Controller(
             config,
@@ -126,7 +127,7 @@ def _make_model(
         # The name shows in reports and model cards where the model comes from.
         is_checkpoint = source.kind == "checkpoint"
         name = "-".join(Path(source.path).absolute().parts[-3 if is_checkpoint else -1 :])
-        path = source.make(folder / INPUTS / name)
+        path = source.make(folder / INPUTS / name, trust=config.model.trust_remote_code)
     except BaseException:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)

@@ -55,7 +55,8 @@ class RunFolder:
         """Create the folder; or open that of a resumed run, locked by `lock`, and cut its growing
         files back to `sizes` (in bytes), and the metrics to `num_iterations`, since lines may have
         been lost. Raises ConfigError if it cannot be created or written."""
-        self.path, is_new = folder_of(config), lock is None
+        self.path = folder_of(config)
+        is_new = not self.path.exists()
         try:
             if lock is None:
                 if not has_only_inputs(self.path):
@@ -266,9 +267,9 @@ def has_only_inputs(folder: Path) -> bool:
     return folder.is_dir() and [path.name for path in folder.iterdir()] == [INPUTS]
 
 
-def refuse_existing(folder: Path) -> None:
-    """Raise ConfigError if the path exists."""
-    if os.path.lexists(folder) and not has_only_inputs(folder):
+def refuse_existing(folder: Path, *, but_inputs: bool = True) -> None:
+    """Raise ConfigError if the path exists, unless it has nothing `but_inputs` of a new run."""
+    if os.path.lexists(folder) and not (but_inputs and has_only_inputs(folder)):
         raise ConfigError(
             f"output.dir (--output): '{folder}' exists; expected a new folder, so that no run is "
             "overwritten (to continue a run: --resume)"
