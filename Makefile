@@ -105,10 +105,10 @@ SHARED_GPU := --infer-devices 0 --train-devices 0
 test-gpu: $(VENV)/test-installed
 	$(BIN)/python -m pytest -m gpu tests/test_gpu.py --durations=15
 	@mkdir -p build
-	$(BIN)/easyrl bench weights $(SHARED_GPU) --dtype bfloat16 --json build/gpu-weights.json
-	$(BIN)/easyrl bench attention --json build/gpu-attention.json
-	$(BIN)/easyrl bench engine --json build/gpu-engine.json
-	$(BIN)/easyrl bench loop $(SHARED_GPU) --json build/gpu-loop.json
+	$(BIN)/easyrl bench weights $(SHARED_GPU) --dtype bfloat16 --force --json build/gpu-weights.json
+	$(BIN)/easyrl bench attention --force --json build/gpu-attention.json
+	$(BIN)/easyrl bench engine --force --json build/gpu-engine.json
+	$(BIN)/easyrl bench loop $(SHARED_GPU) --force --json build/gpu-loop.json
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(NEWEST_VENV) build dist *.egg-info .pytest_cache \

@@ -27,6 +27,5 @@ def shorten(text: str, limit: int) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Replace characters that move the cursor, change colours or reverse the text direction, except
-    those to `keep`."""
+    """Replace characters that a terminal obeys (cursor, colours, direction) but those to `keep`."""
     return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)

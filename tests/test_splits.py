@@ -209,7 +209,7 @@ def test_every_split_of_a_finished_run_and_the_best_one(
     finished_run: Finished, tmp_path: Path
 ) -> None:
     picture, file = tmp_path / "splits.png", tmp_path / "splits.json"
-    words = "train.prompts_per_iteration=16", "-o", str(picture), "--json", str(file)
+    words = "train.prompts_per_iteration=16", "-o", str(picture), "--json", str(file), "--force"
     code, output = plan(str(finished_run.folder), "--devices", "8", *words)
     assert code == 0, output
     found = json.loads(file.read_text())

@@ -202,12 +202,8 @@ def evaluate(
     with _call():
         resolved, inputs = _resolve(config, options, settings)
         folder = folder_of(resolved, "eval-")
-        is_evaluation = (folder / "settings.json").is_file() or not folder.exists()
-        if inputs and not is_evaluation:
-            raise ConfigError(
-                "output.dir (output): expected a new folder or that of an evaluation, got "
-                f"'{folder}'"
-            )
+        if inputs and folder.exists() and not (folder / "settings.json").is_file():
+            raise ConfigError(f"output.dir (output): '{folder}' exists, and is no evaluation")
         quiet = contextlib.nullcontext() if progress else contextlib.redirect_stdout(io.StringIO())
         other = None if compare is None else Path(compare)
         base = None if base is None else os.fspath(base)

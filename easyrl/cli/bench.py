@@ -52,19 +52,11 @@ def bench(
     ring: the ring buffer against a queue;
     weights: a weight update against bare broadcasts (takes devices).
     """
+    given = locals().keys() - {"suite", "json", "force"}
+    options = {name: value for name, value in locals().items() if name in given and value}
     check_new("--json", json, force=force)
     from easyrl.bench.harness import run_suite
 
-    given = {
-        "infer_devices": infer_devices,
-        "train_devices": train_devices,
-        "model": model,
-        "dtype": dtype,
-        "prompts": prompts,
-        "rows": rows,
-        "words": words,
-    }
-    options = {name: value for name, value in given.items() if value}
     run = import_module(f"easyrl.bench.{suite}").run
     if others := options.keys() - inspect.signature(run).parameters.keys():
         named = {name: f"--{name.replace('_', '-')}" for name in others} | {"words": "settings"}

@@ -79,17 +79,14 @@ def echo(text: str, **options: Any) -> None:
 
 def check_new(option: str, file: Path | None, *, force: bool) -> None:
     """Raise ConfigError if the file cannot be written, or exists, unless `force`."""
-    if file is not None and file.is_file() and not force:
-        raise ConfigError(f"{option}: '{file}' exists; use another name, or --force to replace it")
-    if file is not None and not os.access(file.absolute().parent, os.W_OK):
-        raise ConfigError(
-            f"{option}: expected a file in a folder that can be written, got '{file}'"
-        )
+    if file is not None:
+        is_taken = file.is_dir() or (file.is_file() and not force)
+        if is_taken or not os.access(file.absolute().parent, os.W_OK):
+            raise ConfigError(f"{option}: expected a new file (or --force) to write, got '{file}'")
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:
-    """Exit with what the function returns. Print a ConfigError without a traceback; any other
-    exception is a bug."""
+    """Exit with what the function returns. A ConfigError is printed; other exceptions are bugs."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **options: Any) -> None:

@@ -25,13 +25,12 @@ def plan(
         ),
     ],
     *,
-    devices: Annotated[int, Option(metavar="N", help="Number of devices to split, 2 to 1024.")],
+    devices: Annotated[int, Option(min=2, max=1024, metavar="N", help="Devices to split.")],
     model: Annotated[
         str | None, Option(help="Model in a file of `bench loop` that has several.")
     ] = None,
     output: Annotated[
-        Path | None,
-        Option("--output", "-o", metavar="FILE", help="Also draw it: .png or .svg."),
+        Path | None, Option("--output", "-o", metavar="FILE", help="Also draw it: .png or .svg.")
     ] = None,
     json: Annotated[
         Path | None, Option(metavar="FILE", help="Also write the predictions here.")
@@ -42,8 +41,6 @@ def plan(
     rates of runs (docs/devices.md)."""
     paths = [Path(word) for word in arguments if "=" not in word or Path(word).exists()]
     words = [word for word in arguments if "=" in word and not Path(word).exists()]
-    if not 2 <= devices <= 1024:
-        raise ConfigError(f"--devices: expected 2 to 1024, got {devices}")
     if not paths:
         raise ConfigError("RATES: expected a run's folder or a file of `bench loop --json`")
     if output is not None and output.suffix not in (".png", ".svg"):

@@ -9,7 +9,6 @@ import typer
 from typer import Option
 
 from easyrl.cli.common import Force, check_new, command, echo
-from easyrl.formatting import ConfigError
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="The run folders.")]
 
@@ -76,11 +75,6 @@ def _new_file(folders: list[Path], output: Path | None, name: str, *, force: boo
 
 
 def write(file: Path, content: bytes) -> None:
-    """Write the file and print its name. Raises ConfigError if it cannot be written."""
-    try:
-        file.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(
-            f"--output: expected a file that can be written, got '{file}': {error.strerror}"
-        ) from None
+    """Write the file and print its name."""
+    file.write_bytes(content)
     echo(str(file))

@@ -243,15 +243,14 @@ def _put(settings: dict[str, Any], name: str, value: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key given twice is an error, and an alias of more than a scalar: a few lines
-    of those can stand for billions of values."""
+    """YAML in which a key given twice, or an alias of a list or mapping, is an error."""
 
     yaml_implicit_resolvers = {}  # type: ignore[misc]  # noqa: RUF012
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         is_alias, node = self.check_event(yaml.AliasEvent), super().compose_node(parent, index)
         if is_alias and not isinstance(node, yaml.ScalarNode):
-            raise yaml.YAMLError("expected no alias of a list or a mapping")
+            raise yaml.YAMLError("expected no alias of a list or mapping: it may grow endlessly")
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -412,21 +411,20 @@ def _comment(text: str | None, indent: str) -> str:
 
 
 def _yaml_value(value: Any) -> str:
+    is_printable = not re.search(r"\\[xuU]", repr(value))
     if isinstance(value, dict):  # as JSON, which shows what is a string and what a number
-        text = json.dumps(value, ensure_ascii=False)
-    else:
-        text = yaml.dump(
-            value,
-            Dumper=_Dumper,
-            default_flow_style=True,
-            # In double quotes an end of line is written as an escape and stays on its line.
-            default_style='"' if re.search(r"\\[nxuU]", repr(value)) else None,
-            width=2**31,
-            allow_unicode=True,
-        )
-        text = re.sub(r"\n?\.\.\.\n$|\n$", "", text)
-    # What remains that would act on a terminal stands in double quotes.
-    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
+        return json.dumps(value, ensure_ascii=not is_printable)
+    # In double quotes an end of line is written as an escape and stays on its line.
+    style = '"' if re.search(r"\\[nxuU]", repr(value)) else None
+    text = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        default_flow_style=True,
+        default_style=style,
+        width=2**31,
+        allow_unicode=is_printable,
+    )
+    return re.sub(r"\n?\.\.\.\n$|\n$", "", text)
 
 
 def to_arguments(config: Config, base: Config) -> list[str]:

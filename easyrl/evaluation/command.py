@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 from shlex import quote
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from easyrl import __version__, events
@@ -32,7 +33,7 @@ from easyrl.data.datasets import (
 )
 from easyrl.data.presets import eval_sampling, with_long_problems
 from easyrl.evaluation.figures import Answers, Lines, compare, summarize
-from easyrl.evaluation.folder import EvalFolder, differing_settings, read_evaluation
+from easyrl.evaluation.folder import MODEL, EvalFolder, differing_settings, read_evaluation
 from easyrl.evaluation.view import EvalView, show_comparison, show_results
 from easyrl.model.export import CheckpointGone, ModelSource, find_model
 from easyrl.model.files import ModelFiles, read_model_files
@@ -216,15 +217,16 @@ def _answer_the_rest(plan: Plan, folder: EvalFolder, view: EvalView) -> tuple[in
         return num_tokens, seconds
     if plan.source.kind != "model":
         say("merging the adapter" if plan.source.kind == "adapter" else "exporting the checkpoint")
-    model = plan.source.make(folder.model, trust=plan.config.model.trust_remote_code)
-    prompts = [prompt for _, prompt in remaining.values()]
-    # Closed here, so that no worker outlives an exception.
-    with closing(answers_of_workers(plan, model, prompts, folder, view)) as answered:
-        for seconds, answer in answered:
-            problem, prompt = remaining[answer.prompt_index]
-            folder.append(problem, _lines(plan, problem, prompt, answer))
-            num_tokens += sum(answer.completion_lengths)
-            view.show_progress(seconds, folder.answers, num_tokens)
+    prompts, trust = [p for _, p in remaining.values()], plan.config.model.trust_remote_code
+    with TemporaryDirectory(prefix=MODEL, dir=folder.path) as scratch:
+        model = plan.source.make(Path(scratch) / "model", trust=trust)
+        # Closed here, so that no worker outlives an exception.
+        with closing(answers_of_workers(plan, model, prompts, folder, view)) as answered:
+            for seconds, answer in answered:
+                problem, prompt = remaining[answer.prompt_index]
+                folder.append(problem, _lines(plan, problem, prompt, answer))
+                num_tokens += sum(answer.completion_lengths)
+                view.show_progress(seconds, folder.answers, num_tokens)
     return num_tokens, seconds
 
 

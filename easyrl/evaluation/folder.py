@@ -4,19 +4,17 @@ config.yaml     the config, for --config
 settings.json   the settings that must not change once a problem is answered
 samples.jsonl   a line per completion, the lines of a problem together
 logs/           the workers' output
-model-*/        the model that a checkpoint or an adapter is converted into, until the end
+.model-*/       the model that a checkpoint or an adapter is converted into, until the end
 eval.json       the results, written last
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 from easyrl.config import Config, ConfigError, to_commented_yaml
@@ -30,7 +28,7 @@ from easyrl.runtime.run_folder import (
     read_lines,
 )
 
-SETTINGS, SAMPLES = "settings.json", "samples.jsonl"
+SETTINGS, SAMPLES, MODEL = "settings.json", "samples.jsonl", ".model-"
 KEY = "output.dir (--output)"
 MAY_DIFFER = ("model", "model_identity", "dataset", "dataset_identity", "seed", "dtype", "engine")
 """Settings in which two evaluations that are compared may differ without a warning."""
@@ -43,7 +41,6 @@ class EvalFolder:
         """Create the folder, or continue in it. Raises ConfigError if it is not that of an
         evaluation with these settings."""
         self.path = folder_of(config, "eval-")
-        self.model = self.path / f"model-{token_hex(8)}" / "model"
         try:
             self.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             # Without the problem that was being written when the evaluation was killed.
@@ -57,19 +54,22 @@ class EvalFolder:
             self._write(SETTINGS, json.dumps(settings, indent=2) + "\n")
             self._write("config.yaml", to_commented_yaml(config))
             (self.path / "logs").mkdir(exist_ok=True)
-            self._discard_models()
+            for left_over in self.path.glob(f"{MODEL}*"):
+                shutil.rmtree(left_over, ignore_errors=True)
         except OSError as error:
             raise ConfigError(f"{KEY}: cannot write '{self.path}': {error.strerror}") from None
 
     def _read(self, settings: Mapping[str, Any]) -> Answers:
         if not any(self.path.iterdir()) or has_only_inputs(self.path):
             return {}
-        if "model_identity" not in (old := _settings_in(self.path)):
+        file = self.path / SETTINGS
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        if '"model_identity"' not in text:
             raise ConfigError(
                 f"{KEY}: expected a new folder or that of an evaluation, got '{self.path}'"
             )
         answers = _by_problem(read_lines(self.path / SAMPLES))
-        new = json.loads(json.dumps(settings))
+        old, new = json.loads(text), json.loads(json.dumps(settings))
         if answers and old != new:
             differing = [key for key in old | new if old.get(key) != new.get(key)]
             lines = [f"{key}: expected {old.get(key)}, got {new.get(key)}" for key in differing]
@@ -90,23 +90,11 @@ class EvalFolder:
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         self._write("eval.json", json.dumps(finite(results), indent=2, allow_nan=False) + "\n")
-        self._discard_models()
-
-    def _discard_models(self) -> None:
-        for model in self.path.glob("model-" + 16 * "[0-9a-f]"):  # no user's
-            shutil.rmtree(model, ignore_errors=True)
 
     def _write(self, name: str, text: str) -> None:
         new = self.path / f"{name}.unfinished"
         new.write_text(text, encoding="utf-8")
         new.replace(self.path / name)
-
-
-def _settings_in(folder: Path) -> dict[str, Any]:
-    """Return the settings of an evaluation; empty if there is none."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return dict(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
-    return {}
 
 
 def _as_text(lines: Lines) -> str:
@@ -136,10 +124,10 @@ def read_evaluation(path: Path) -> Answers:
 def differing_settings(path: Path, settings: Mapping[str, Any]) -> list[str]:
     """Describe the differences of prompts, sampling and rewards between the evaluation at `path`
     and these settings."""
-    folder = path if path.is_dir() else path.parent
-    old, new = _settings_in(folder), dict(settings)
-    if not old:
-        return [f"how that one was sampled is unknown: there is no {folder / SETTINGS}"]
+    file = (path if path.is_dir() else path.parent) / SETTINGS
+    if not file.is_file():
+        return [f"how that one was sampled is unknown: there is no {file}"]
+    old, new = json.loads(file.read_text(encoding="utf-8")), dict(settings)
     for each in (old, new):  # name the keys that differ
         each |= {f"data.{key}": value for key, value in each.pop("prompt", {}).items()}
     keys = [key for key in old if key not in MAY_DIFFER and old[key] != new.get(key)]

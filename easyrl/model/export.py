@@ -37,6 +37,7 @@ from easyrl.model.files import (
     tokenizer_of,
 )
 
+TRUST = "model.trust_remote_code"  # never taken from the files of a run, which may be another's
 ADAPTER = "adapter"
 """Name of the adapter's folder beside a LoRA run's `model/`."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -87,8 +88,7 @@ def export_checkpoint(
     from easyrl.model.checkpoint import read_tensors
     from easyrl.model.policy import Policy
 
-    own = {"model.trust_remote_code": trust}
-    config = load_config(None, {**checkpoint.state["config"], **own})
+    config = load_config(None, {**checkpoint.state["config"], TRUST: trust})
     model = config.model
     read_model_files(model.path)
     if checkpoint.state["identity"]["model.path"] != fingerprint(model.path):
@@ -202,13 +202,11 @@ def find_model(path: str, base: str | None = None) -> ModelSource:
 
 
 def run_of(path: str) -> Config | None:
-    """Return the config of the run that `path` names, or one of whose checkpoints. It trusts no
-    code: the run may be somebody else's."""
+    """Return the config of the run, or of the checkpoint's run, at `path`. It trusts no code."""
     folder = Path(path).expanduser()
     run = folder.parent.parent if (folder / STATE).is_file() else folder
     is_run = path not in BUILT_IN_MODELS and (run / "config.yaml").is_file()
-    untrusted = {"model.trust_remote_code": False}
-    return load_config(run / "config.yaml", untrusted) if is_run else None
+    return load_config(run / "config.yaml", {TRUST: False}) if is_run else None
 
 
 def _adapter(folder: Path, base: str | None) -> ModelSource:

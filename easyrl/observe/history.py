@@ -129,8 +129,7 @@ def read_history(folder: Path) -> History:
     file = folder / "config.yaml"
     if not file.is_file() or not any((folder / name).is_file() for name in (METRICS, FILE_NAME)):
         raise ConfigError(
-            f"'{folder}': expected the folder of a run of `easyrl grpo` (runs/<time>-<task>), with "
-            f"config.yaml and {METRICS} or {FILE_NAME}"
+            f"'{folder}': expected a run's folder, with config.yaml and {METRICS} or {FILE_NAME}"
         )
     run = History(folder, load_config(file))
     with contextlib.suppress(ValueError):  # no trace, or one of an older version
@@ -139,9 +138,7 @@ def read_history(folder: Path) -> History:
     if (folder / METRICS).is_file():  # has every iteration; a long trace has lost the oldest ones
         for line in GrowingFile(folder / METRICS).read():
             if not isinstance(line, dict) or "iteration" not in line:
-                raise ConfigError(
-                    f"{folder / METRICS}: expected metrics of `easyrl grpo`, got others"
-                )
+                raise ConfigError(f"{folder / METRICS}: expected metrics of `easyrl grpo`")
             known = run.lines.get(line["iteration"] + 1, {})
             run.lines[line["iteration"] + 1] = {**known, **line, OVERLAP: overlap([line])}
     run.lines = dict(sorted(run.lines.items()))

@@ -11,8 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
-from easyrl.config import ConfigError
-from easyrl.formatting import printable, shorten
+from easyrl.formatting import ConfigError, printable, shorten
 from easyrl.observe.text import safe, say_rich
 from easyrl.observe.trace import GrowingFile
 
@@ -45,9 +44,7 @@ def show_samples(
             )
     file = folder / SAMPLES
     if not file.is_file():
-        raise ConfigError(
-            f"'{folder}': expected the folder of an `easyrl grpo` or `easyrl eval`, with {SAMPLES}"
-        )
+        raise ConfigError(f"'{folder}': expected the folder of a run or evaluation, with {SAMPLES}")
 
     def is_wanted(line: Line) -> bool:
         reward = math.nan if line["reward"] is None else line["reward"]
@@ -68,7 +65,7 @@ def show_samples(
         before = prompt
     if before is None:
         raise ConfigError(
-            f"'{file}' has no such sample so far; change --min-reward, --max-reward or --iteration"
+            f"no such sample in '{file}' yet (--min-reward, --max-reward, --iteration)"
         )
 
 

@@ -36,15 +36,12 @@ def safe(text: str, max_length: int = MAX_MESSAGE) -> str:
     return printable(text.expandtabs(4), keep="\n")
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Print text of any origin to standard output or `stream`; if that is closed, print nothing
-    from now on."""
-    _print(printable(text, keep="\n\t"), stream or sys.stdout)
-
-
-def _print(text: str, stream: TextIO) -> None:
+def say(text: str, stream: TextIO | None = None, keep: str = "\n\t") -> None:
+    """Print text of any origin (`printable`) to standard output or `stream`; if that is closed,
+    print nothing from now on."""
+    stream = stream or sys.stdout
     try:
-        print(text, file=stream, flush=True)
+        print(printable(text, keep), file=stream, flush=True)
     except OSError:  # the reader of a pipe is gone, or a disk is full: the run continues
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -58,7 +55,7 @@ def say_rich(renderable: RenderableType, height: int | None = None) -> None:
     with console.capture() as capture:  # Rich itself would end the process on a broken pipe
         console.print(Segments(clean), crop=False)
     text = "\n".join(line.rstrip() for line in capture.get().removesuffix("\n").split("\n"))
-    _print(text if height is None else text.rstrip(), sys.stdout)
+    say(text if height is None else text.rstrip(), keep="\n\x1b")
 
 
 def is_live_terminal() -> bool:

@@ -307,8 +307,6 @@ class RunFiles:
             f"'{folder}': expected the folder of a run (runs/<time>-<task>) with config.yaml and "
             f"{FILE_NAME} (not damaged), written by EasyRL 0.2 or newer"
         )
-        if not folder.is_dir():
-            raise ConfigError(f"'{folder}' does not exist (a run that has just begun: yet)")
         if not config.is_file() or not trace.is_file():
             raise refusal
         self._trace = GrowingFile(trace, partial(json.loads, object_hook=decode))
