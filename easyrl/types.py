@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,8 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
+FLOAT = re.compile(r"-?\d+(?:\.0|(?:\.\d+)?e[-+]\d+)")
+"""`18.0` and `1e-05`, as Python writes a number, and pandas to a CSV file."""
 MAX_REFERENCE = 2000
 """Longest column that is written to samples.jsonl, in characters of JSON."""
 Messages = list[dict[str, Any]]
@@ -37,6 +40,22 @@ def text_of(completion: str | Messages) -> str:
         return completion
     written = (each["content"] for each in reversed(completion) if each["role"] == "assistant")
     return str(next(written, ""))
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a row has no value: None, an empty string, NaN, or pandas' NA or NaT."""
+    is_nan = isinstance(value, float | np.floating) and bool(np.isnan(value))
+    is_empty = isinstance(value, str) and not value
+    return value is None or is_nan or is_empty or type(value).__name__ in ("NAType", "NaTType")
+
+
+def answers_of(value: Any) -> list[str]:
+    """Return the texts that a row's answer accepts: none where it is missing, each of a list, and
+    of `18.0` also `18`."""
+    values = value if isinstance(value, list | tuple | np.ndarray) else [value]
+    texts = [str(each) for each in values if not is_missing(each)]
+    floats = [float(text) for text in texts if FLOAT.fullmatch(text)]
+    return texts + [np.format_float_positional(each, trim="-") for each in floats]
 
 
 class BrokenInvariant(RuntimeError):

@@ -24,6 +24,7 @@ import cloudpickle
 
 from easyrl.config import INPUTS, Config, ConfigError, change_config
 from easyrl.runtime.run_folder import PRIVATE, has_only_inputs
+from easyrl.types import is_missing
 
 DATASETS = {"data.dataset": "data", "eval.dataset": "eval"}
 CODE = {
@@ -76,7 +77,8 @@ class Inputs:
         lines = []
         for number, row in enumerate(rows):
             try:
-                lines.append(json.dumps(dict(row), default=_plain) + "\n")
+                values = {k: None if is_missing(each) else each for k, each in dict(row).items()}
+                lines.append(json.dumps(values, default=_plain) + "\n")
             except (TypeError, ValueError) as error:
                 raise ConfigError(
                     f"{key}: row {number}: expected a dict of text, numbers and lists: {error}"

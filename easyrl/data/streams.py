@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from easyrl.config import ConfigError, DataConfig
 from easyrl.data.presets import Preset
-from easyrl.types import Messages, Prompt
+from easyrl.types import Messages, Prompt, is_missing
 
 KEY = "data.dataset (--dataset)"
 Row = Mapping[str, Any]
@@ -110,7 +110,7 @@ class RowForm:
             content = row[self.prompt_column]
         else:
             for name in self.prompt_columns:
-                if row[name] in (None, ""):
+                if is_missing(row[name]):
                     raise ValueError(f"data.prompt_template: expected a value in column '{name}'")
             content = self.template.format_map(row)
         if not content or not (isinstance(content, str) or _is_messages(content)):
@@ -128,10 +128,12 @@ class RowForm:
         return messages
 
     def reward_columns(self, row: Row) -> dict[str, Any]:
-        """Return the columns of a row for rewards, without reserved names that are not renamed."""
+        """Return the columns of a row for rewards, without reserved names that are not renamed.
+        Every missing value is None."""
         away = {self.prompt_column, *self.renamed.values(), *RESERVED_COLUMNS}
         kept = {name: value for name, value in row.items() if name not in away}
-        return kept | {argument: row[name] for argument, name in self.renamed.items()}
+        kept |= {argument: row[name] for argument, name in self.renamed.items()}
+        return {name: None if is_missing(value) else value for name, value in kept.items()}
 
 
 def _is_messages(content: object) -> bool:

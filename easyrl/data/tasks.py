@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from easyrl.types import Messages, text_of
+from easyrl.types import Messages, answers_of, text_of
 
 HELD_OUT_SHARE = 1 / 8
 """Share of all problems that is never trained."""
@@ -94,13 +94,13 @@ def score(
     completions: Sequence[str | Messages],
     completion_ids: Sequence[Sequence[int]],
     *,
-    answer: Sequence[str],
+    answer: Sequence[Any],
     **columns: Any,
-) -> list[float]:
+) -> list[float | None]:
     """Reward 1.0 where the text after the last `#` is exactly the answer, else 0.0."""
     return [
-        float(text_of(completion).rpartition("#")[1:] == ("#", expected))
-        for completion, expected in zip(completions, answer, strict=True)
+        float(text_of(each).endswith(tuple("#" + text for text in right))) if right else None
+        for each, right in zip(completions, map(answers_of, answer), strict=True)
     ]
 
 

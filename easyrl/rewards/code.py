@@ -28,8 +28,8 @@ from typing import Any, Literal
 
 from easyrl.config import Config, ConfigError, RewardConfig
 from easyrl.rewards import sandbox
-from easyrl.rewards.functions import Completions
-from easyrl.types import text_of
+from easyrl.rewards.functions import Completions, final_text
+from easyrl.types import is_missing
 
 BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?:python3?|py)\b[^\n]*\n(.*?)(?:^[ \t]*```|\Z)",
@@ -76,14 +76,15 @@ def code(
     completions: Completions,
     tests: Sequence[Any],
     **columns: Sequence[Any],
-) -> list[float]:
-    """Score 1.0 where all tests pass, else 0.0. Raises ValueError for tests that cannot be used,
-    and SandboxError if nothing can be run."""
-    scores = []
+) -> list[float | None]:
+    """Score 1.0 where all tests pass, else 0.0; None where the row has none. Raises ValueError for
+    tests that cannot be used, and SandboxError if nothing can be run."""
+    scores: list[float | None] = []
     for index, completion in enumerate(completions):
         row = {name: columns[name][index] for name in OPTIONAL_COLUMNS if name in columns}
-        suite = read_tests(tests[index], row)
-        scores.append(float(suite.passes(program_of(text_of(completion)), settings)))
+        suite = None if is_missing(tests[index]) else read_tests(tests[index], row)
+        program = program_of(final_text(completion))
+        scores.append(None if suite is None else float(suite.passes(program, settings)))
     return scores
 
 
@@ -104,7 +105,8 @@ def check_code(config: Config, columns: Mapping[str, Any]) -> None:
             f"{reward.code_timeout_seconds:g}"
         )
     try:
-        read_tests(columns["tests"], columns)
+        if not is_missing(columns["tests"]):
+            read_tests(columns["tests"], columns)
         sandbox.find_variant(reward.code_sandbox)
     except sandbox.SandboxError as error:
         raise ConfigError(f"reward.code_sandbox={reward.code_sandbox}: {error}") from None

@@ -16,16 +16,17 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from easyrl.types import Messages, text_of
+from easyrl.types import Messages, answers_of, is_missing, text_of
 
 RewardFunction = Callable[..., Any]
 """Returns a list of numbers or None (does not apply), or an awaitable of such a list."""
 Completions = Sequence[str | Messages]  # [G]
 
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-FORMAT = re.compile(r"<think>.*</think>\s*<answer>.*</answer>", re.DOTALL)
+ANSWER = re.compile(r"<answer>((?:(?!</?(?:think|answer)>).)*)</answer>", re.DOTALL)
+FORMAT = re.compile(
+    rf"(?:<think>)?(?:(?!</?(?:think|answer)>).)*</think>\s*{ANSWER.pattern}", re.DOTALL
+)
 
-COUNTDOWN_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 COUNTDOWN_CHARACTERS = re.compile(r"[0-9+\-*/() \t]+")
 COUNTDOWN_MAX_LENGTH = 500
 """Longest expression that is parsed, in characters: parsers recurse."""
@@ -41,14 +42,19 @@ class RewardError(RuntimeError):
     """A reward function failed; the message has its name, its traceback and the prompt."""
 
 
+def final_text(completion: str | Messages) -> str:
+    """Return the text after the thinking; after thinking that is not closed there is none."""
+    return text_of(completion).rpartition("</think>")[2].partition("<think>")[0]
+
+
 def exact_match(
     completions: Completions, answer: Sequence[Any], **_: Sequence[Any]
 ) -> list[float | None]:
-    """Score 1.0 where the whole completion equals the answer, ignoring surrounding white space;
-    else 0.0. None where the row has no answer."""
+    """Score 1.0 where all of the completion after the thinking equals the answer, ignoring
+    surrounding white space; else 0.0. None where the row has no answer."""
     return [
-        None if right is None else float(text_of(completion).strip() == str(right).strip())
-        for completion, right in zip(completions, answer, strict=True)
+        float(final_text(completion).strip() in map(str.strip, right)) if right else None
+        for completion, right in zip(completions, map(answers_of, answer), strict=True)
     ]
 
 
@@ -60,15 +66,11 @@ def regex(pattern: str, /, completions: Completions, **_: Sequence[Any]) -> list
 
 def format_(completions: Completions, **_: Sequence[Any]) -> list[float]:
     """Score 1.0 where the completion is `<think> ... </think> <answer> ... </answer>` and nothing
-    else, with each tag once; else 0.0.
+    else, with each tag once; else 0.0. `<think>` may be missing, since chat templates open it.
 
     The format reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2).
     """
-    texts = [text_of(completion).strip() for completion in completions]
-    return [
-        float(FORMAT.fullmatch(text) is not None and all(text.count(tag) == 1 for tag in TAGS))
-        for text in texts
-    ]
+    return [float(bool(FORMAT.fullmatch(text_of(each).strip()))) for each in completions]
 
 
 def length_penalty(
@@ -86,8 +88,8 @@ def length_penalty(
 
 def countdown(
     completions: Completions,
-    nums: Sequence[Sequence[int] | None],
-    target: Sequence[int | None],
+    nums: Sequence[Any],
+    target: Sequence[Any],
     **_: Sequence[Any],
 ) -> list[float | None]:
     """Score 1.0 where the last `<answer>` is an expression that uses each of `nums` exactly once
@@ -97,13 +99,15 @@ def countdown(
     parsed, never evaluated as code, and computed in exact fractions.
     """
     return [
-        None if numbers is None or goal is None else float(_solves(text_of(each), numbers, goal))
+        None if is_missing(numbers) or is_missing(goal) else float(_solves(each, numbers, goal))
         for each, numbers, goal in zip(completions, nums, target, strict=True)
     ]
 
 
-def _solves(text: str, numbers: Sequence[int], target: int) -> bool:
-    answers = COUNTDOWN_ANSWER.findall(text) or [""]
+def _solves(completion: str | Messages, nums: Any, target: Any) -> bool:
+    """`nums`: a list of numbers, or its text; `target`: a number, or its text."""
+    numbers = sorted(map(Fraction, re.findall(r"\d+\.?\d*", str(nums))))
+    answers = ANSWER.findall(final_text(completion)) or [""]
     expression = answers[-1].strip()
     if len(expression) > COUNTDOWN_MAX_LENGTH or not COUNTDOWN_CHARACTERS.fullmatch(expression):
         return False
@@ -112,7 +116,7 @@ def _solves(text: str, numbers: Sequence[int], target: int) -> bool:
         value = _evaluate(ast.parse(expression, mode="eval").body, used)
     except (ValueError, SyntaxError, ZeroDivisionError, MemoryError, RecursionError):
         return False
-    return value == target and sorted(used) == sorted(numbers)
+    return value == Fraction(str(target)) and sorted(used) == numbers
 
 
 def _evaluate(node: ast.expr, used: list[int]) -> Fraction:

@@ -106,6 +106,11 @@ def check_rewards(config: Config, example: Prompt, specs: Sequence[str] | None =
             raise lacks_column(spec, str(error), example) from None
         if spec == "code":
             check_code(config, example.columns)
+        if spec == "gsm8k" and str in map(type, math.reference_numbers(example.columns["answer"])):
+            raise ConfigError(
+                f"{KEY}: 'gsm8k': expected a column answer with a number, alone or after ####, got "
+                f"{example.columns['answer']!r:.80}; use math, exact_match or a function of your own"
+            )
 
 
 def lacks_column(spec: str, problem: str, example: Prompt) -> ConfigError:

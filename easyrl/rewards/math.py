@@ -17,37 +17,50 @@ from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
-from easyrl.rewards.functions import Completions
-from easyrl.types import text_of
+from easyrl.rewards.functions import ANSWER, Completions, final_text
+from easyrl.types import Messages, answers_of
 
 MAX_CPU_SECONDS = 3
 """Longest comparison of one answer. Real answers take a few hundredths; `9^{9^{9}}` never ends."""
-FORMULA = re.compile(r"\\boxed|\$|\\\(|\\\[")
-"""Marks of a formula for math-verify; an answer without one is parsed as a formula as a whole."""
+FORMULA = re.compile(r"\\boxed|\$[^$]*\$|\\\(|\\\[|####")
+"""Marks of an answer in a text; a text without one is the answer as a whole."""
+CURRENCY = re.compile(r"(?<!\\)\\\$|[€£¥₹]")
+BARE_BOX = re.compile(r"\\boxed\s*(?![\s{])([^\s$]+?)(?=[.,;]?(?:[\s$]|\Z))")
+"""`\boxed 42`"""
 NUMBER = re.compile(
-    r"(?:(?<![\d)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
+    r"\d+(?::\d+|/\d+/\d+)+|((?>(?:(?<![\d)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?"
+    r"|\.\d+)(?:[eE][+-]?\d+)?(?:/0*[1-9]\d*)?))"
 )
-"""`18`, `-3.5`, `$1,234.50`, `.5`, `2e3`; in `7-5` the numbers are 7 and 5."""
-THIN_SPACE = re.compile(r"\\[,!]|[\u202f\u2009]")
-"""Spaces between thousands."""
+"""`18`, `-3.5`, `1,234.50`, `.5`, `2e3`, `3/4`; in `7-5` the numbers are 7 and 5. Group 1 is empty
+for times and dates."""
+MARK = re.compile(
+    r"\\boxed\{((?>[^{}]+|\{(?>[^{}]+|\{[^{}]*\})*\})*)"
+    r"|####[\s*]*(?!\d+[.):][^\S\n]*[A-Za-z])((?=-?\.?\d)[^\n]*|\Z)"
+)
+"""`\boxed{18}`, or `#### 18`, which is not a heading of Markdown."""
+FRACTION = re.compile(r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+WRAPPING = re.compile(
+    r"\\(?:text|boxed|mbox|(?:text|math)(?:bf|it|rm))\b|\\[,!% ]|[\u202f\u2009]|\^\{?\\circ|[{}]"
+)
+"""LaTeX around a number, and spaces between thousands."""
+EXPRESSION = re.compile(r"[\\^_+*×÷√²³½]")
 
 
 def math(completions: Completions, answer: Sequence[Any], **_: Sequence[Any]) -> list[float | None]:
-    r"""Score 1.0 where math-verify finds the completion's answer equal to the row's, else 0.0.
-    None where the row has no answer.
+    r"""Score 1.0 where math-verify finds the completion's answer equal to the row's, else 0.0; None
+    without an answer.
 
-    The completion's answer is searched after the last `</think>`: the last `\boxed{...}`, else what
-    follows "answer is" or "answer:", else the last formula or number. The library's own timeouts
-    are off, since they need the main thread's alarm. Instead the kernel ends the process after
-    MAX_CPU_SECONDS, which the pool counts as a wrong answer. Raises ValueError where the row's
-    answer cannot be parsed.
+    The answer is what is in the last `<answer>` tags after the thinking, else in the last box, else
+    what follows "answer is" or "answer:", else the last formula or number. The library's timeouts
+    need the main thread's alarm and are off: the kernel ends the process after MAX_CPU_SECONDS,
+    which the pool counts as a wrong answer.
     """
     import math_verify  # noqa: F401  takes seconds, which do not count
 
     with _cpu_limit(MAX_CPU_SECONDS):
         return [
-            None if right is None else float(_is_right(text_of(completion), _gold(str(right))))
-            for completion, right in zip(completions, answer, strict=True)
+            float(_is_right(_answer_part(completion), right)) if right else None
+            for completion, right in zip(completions, map(answers_of, answer), strict=True)
         ]
 
 
@@ -64,13 +77,12 @@ def _cpu_limit(seconds: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_CPU, before)
 
 
-def _is_right(completion: str, gold: list[Any]) -> bool:
+def _is_right(text: str, accepted: Sequence[str]) -> bool:
     from math_verify import parse, verify
 
-    text = completion.rpartition("</think>")[2]
     try:
         found = parse(text, extraction_config=_extraction(), parsing_timeout=None)
-        return bool(verify(gold, found, timeout_seconds=None))
+        return any(verify(_gold(each), found, timeout_seconds=None) for each in accepted)
     except Exception:  # recursion too deep, out of memory, ...
         return False
 
@@ -86,16 +98,28 @@ def _extraction() -> tuple[Any, ...]:
 
 @lru_cache(maxsize=256)
 def _gold(answer: str) -> list[Any]:
-    """Parse a row's answer."""
+    """Parse a row's answer; what cannot be parsed is compared as text."""
     from math_verify import parse
 
-    text = answer if FORMULA.search(answer) else rf"\boxed{{{answer}}}"
-    parsed: list[Any] = parse(text, extraction_config=_extraction(), parsing_timeout=None)
-    if not parsed:
-        raise ValueError(
-            f"column answer: expected an answer that math-verify can parse, got {answer!r:.80}"
-        )
-    return parsed
+    text = _as_formula(answer)
+    return parse(text, extraction_config=_extraction(), parsing_timeout=None) or [answer]
+
+
+def _answer_part(completion: str | Messages) -> str:
+    text = final_text(completion)
+    tagged = ANSWER.findall(text)
+    return _as_formula(tagged[-1]) if tagged else _plain(text)
+
+
+def _as_formula(answer: str) -> str:
+    answer = _plain(answer).strip(" \n*").removesuffix(".")
+    return answer if FORMULA.search(answer) else rf"\boxed{{{answer}}}"
+
+
+def _plain(text: str) -> str:
+    """Return the text without signs of currency, and with the same braces for all boxes."""
+    text = CURRENCY.sub("", text).replace(r"\fbox", r"\boxed")
+    return BARE_BOX.sub(r"\\boxed{\1}", text)
 
 
 def gsm8k(
@@ -103,25 +127,32 @@ def gsm8k(
 ) -> list[float | None]:
     r"""Score 1.0 where the completion's number equals the row's, else 0.0; None without an answer.
 
-    The number is the first one after the last `####`, as in the data; else the last one in the last
-    `\boxed{...}`; else the last one, as in lm-evaluation-harness's `flexible-extract`. Thousands
-    separators and dollar signs are ignored. Raises ValueError where the row has no number.
+    The number is that of the last mark after the thinking (`#### 18`, `\boxed{18}`, `<answer>`
+    tags); without a mark the last one, as in lm-evaluation-harness's `flexible-extract`. Answers
+    that are no numbers (`2:30`) are compared as text.
     """
-    scores: list[float | None] = []
-    for completion, row in zip(completions, answer, strict=True):
-        right = _number_in(str(row))
-        if row is not None and right is None:
-            raise ValueError(f"column answer: expected a number, got {row!r:.80}")
-        scores.append(None if row is None else float(_number_in(text_of(completion)) == right))
-    return scores
+    return [
+        float(_number_of(_answer_part(each)) in right) if right else None
+        for each, right in zip(completions, map(reference_numbers, answer), strict=True)
+    ]
 
 
-def _number_in(text: str) -> float | None:
-    text = THIN_SPACE.sub("", text).replace("{,}", ",").replace("−", "-")
-    _, is_marked, after = text.rpartition("####")
-    _, is_boxed, boxed = text.rpartition(r"\boxed{")
-    if is_marked:
-        numbers = NUMBER.findall(after)[:1]
-    else:
-        numbers = NUMBER.findall(boxed.partition("}")[0] if is_boxed else text)[-1:]
-    return float(numbers[0].replace(",", "").replace("$", "")) if numbers else None
+def reference_numbers(answer: Any) -> list[float | str]:
+    """Return what `gsm8k` accepts for a row's answer: text where that is no number."""
+    return [_number_of(_as_formula(each)) for each in answers_of(answer)]
+
+
+def _number_of(text: str) -> float | str:
+    """Return the number of the last mark, or the text there; without a mark the last number."""
+    text = text.replace("$", "").replace("−", "-").strip()
+    marks = MARK.findall(text)
+    for boxed, line in marks[-1:]:
+        text = (boxed or line).strip(" *")
+    plain = FRACTION.sub(r"\1/\2", text.rpartition("=")[2] if marks else text)
+    plain = WRAPPING.sub("", plain)
+    numbers = list(filter(None, NUMBER.findall(plain)))
+    is_single = len(numbers) == 1 or (marks and marks[-1][1])
+    if not numbers or (marks and (not is_single or EXPRESSION.search(plain))):
+        return text
+    numerator, _, denominator = numbers[0 if marks else -1].replace(",", "").partition("/")
+    return float(numerator) / float(denominator or 1)
