@@ -39,6 +39,11 @@ MATH = [
     ("12", r"\boxed{12^\circ}", 1),
     ("12", r"\boxed{\$12}", 1),
     ("12", "The answer is 12 apples.", 1),
+    (r"\$36", r"\boxed{36}", 1),
+    (r"\$18.90", r"The answer is \$18.90.", 1),
+    (r"\$32,\!348", r"\boxed{32348}", 1),
+    (r"\$36", r"\boxed{\$63}", 0),
+    ("€42", r"\boxed{42}", 1),
     (r"50\%", r"\boxed{50\%}", 1),
     ("50%", r"\boxed{0.5}", 1),
     ("50%", r"\boxed{5\%}", 0),
@@ -89,7 +94,25 @@ MATH = [
     ("3", r"At first $\boxed{3}$, but looking again it is $\boxed{4}$.", 0),
     ("4", r"<think>Is it \boxed{5}?</think> The answer is $4$.", 1),
     ("5", r"<think>Is it \boxed{5}?</think> The answer is $4$.", 0),
+    ("5", r"Is it \boxed{4}?</think> \boxed{5}", 1),
+    ("4", r"Is it \boxed{4}?</think> \boxed{5}", 0),
+    ("5", r"<think>Is it \boxed{5}?", 0),
     ("$4$", "#### 4", 1),
+    ("42", r"Three steps give \fbox{42}, in 7 lines.", 1),
+    ("42", r"Three steps give \boxed 42, in 7 lines.", 1),
+    ("42", r"Three steps give \boxed {42} in 7 lines.", 1),
+    # answer tags
+    ("42", "<think>x</think><answer>42</answer>", 1),
+    ("0.5", "<answer>1/2</answer> in 7 steps", 1),
+    (r"\frac{1}{2}", r"<answer>\frac{1}{2}</answer>", 1),
+    ("B", "<answer>B</answer>", 1),
+    ("42", "<answer>The answer is **42**.</answer>", 1),
+    ("42", "<answer>42.</answer>", 1),
+    ("1", "<answer>1</answer> no, <answer>2</answer>", 0),
+    ("42", "42 <answer></answer>", 0),
+    # times
+    ("10:15 a.m.", r"\boxed{10:15 a.m.}", 1),
+    ("10:15 a.m.", r"\boxed{10:15 p.m.}", 0),
     (r"Adding up, we get $2+2=\boxed{4}$.", r"\boxed{4}", 1),
     # no answer
     ("4", "", 0),
@@ -107,6 +130,16 @@ KNOWN = [
     ("1500", "The answer is 1.5e3", 0),
     # Wrong: a point after the number.
     ("7", r"\boxed{7.}", 0),
+    # Wrong: letters are a product.
+    ("BDAC", r"\boxed{ABCD}", 1),
+    ("cat", r"\boxed{act}", 1),
+    # Wrong: the base is dropped.
+    ("1011_2", r"\boxed{1011_3}", 1),
+    # Wrong: numbers are rounded to 6 decimals.
+    (r"6.6\times10^{-34}", r"\boxed{1.4\times10^{-23}}", 1),
+    ("0.0000004", r"\boxed{0.0000003}", 1),
+    # Wrong: fractions of Unicode are text.
+    ("½", r"\boxed{\frac{1}{2}}", 0),
     # Wrong: two signs for the empty set.
     (r"\emptyset", r"\boxed{\varnothing}", 0),
     # Debatable: 50 % is read as both 0.5 and 50.
@@ -164,4 +197,51 @@ GSM8K = [
     (GSM8K_ROW + "1500", "#### 1.5e3", 1),
     (GSM8K_ROW + "18", "#### 1e9999999999999999999999", 0),
     ("18", "#### 18", 1),
+    # headings of Markdown
+    (GSM8K_ROW + "18", "#### Step 1: count\n9\n#### Step 2: multiply\nSo \\boxed{18}.", 1),
+    (GSM8K_ROW + "18", "#### Final answer\nOver 3 days she earns \\boxed{18}.", 1),
+    (GSM8K_ROW + "1", "#### 1. Count\nShe has 18.", 0),
+    (GSM8K_ROW + "18", "\\boxed{17}\n#### **18** (9 * 2)", 1),
+    (GSM8K_ROW + "18", "\\boxed{18}\n#### Notes on 3 steps", 1),
+    # boxes: one number, and no part of an expression
+    (GSM8K_ROW + "18", r"\boxed{\text{Total: }18}", 1),
+    (GSM8K_ROW + "18", r"\fbox{x = 18^\circ} of 20", 1),
+    (GSM8K_ROW + "36", r"\boxed{\frac{36}{2}}", 0),
+    (GSM8K_ROW + "18", r"\boxed{\frac{36}{2}}", 1),
+    (GSM8K_ROW + "10", r"\boxed{2^{10}}", 0),
+    (GSM8K_ROW + "6", r"\boxed{3\times 6}", 0),
+    (GSM8K_ROW + "18", r"\boxed{17, 18}", 0),
+    (GSM8K_ROW + "-18", r"\boxed{-\$18}", 1),
+    # thinking and answer tags
+    (GSM8K_ROW + "18", r"<think>Is it #### 5 or \boxed{6}?</think>She earns 18.", 1),
+    (GSM8K_ROW + "5", "<think>Is it 5?", 0),
+    (GSM8K_ROW + "18", "<answer>18</answer> in 2 days", 1),
+    (GSM8K_ROW + "10", "<answer>2^{10}</answer>", 0),
+    # fractions, and answers that are no numbers
+    ("3/4", r"\boxed{\frac{3}{4}}", 1),
+    ("#### 3/4", "#### 3/5", 0),
+    ("1/2", "The answer is 2", 0),
+    ("2:30", "It starts at 30", 0),
+    ("2:30", "#### 2:30", 1),
+    (GSM8K_ROW + "30", "It starts at 2:30", 0),
+]
+
+NAN = float("nan")
+TYPED = [
+    # (reward, the row's answer, the completion, the score)
+    ("math", 1e-5, r"\boxed{0.00001}", 1),
+    ("math", 1e16, r"\boxed{10000000000000000}", 1),
+    ("math", ["4", 5.0], r"\boxed{5}", 1),
+    ("math", ["4", "5"], r"\boxed{6}", 0),
+    ("math", "}{", r"\boxed{5}", 0),
+    ("math", [None, ""], "5", None),
+    ("gsm8k", 18.0, "#### 18", 1),
+    ("gsm8k", ["17", 18], "#### 18", 1),
+    ("exact_match", 18.0, "18", 1),
+    ("exact_match", 18.0, "18.0", 1),
+    ("exact_match", "1e-05", "0.00001", 1),
+    ("exact_match", "007", "7", 0),
+    ("exact_match", ["a", " b"], "<think>x</think> b", 1),
+    ("easyrl.data.tasks:score", 109.0, "#109", 1),
+    ("easyrl.data.tasks:score", 109, "109", 0),
 ]

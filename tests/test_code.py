@@ -22,12 +22,11 @@ ADD = "def add(a, b):\n    return a + b"
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
 
 
-def score(answer: str, tests: Any, /, **row: Any) -> float:
+def score(answer: str, tests: Any, /, **row: Any) -> float | None:
     function = load_reward("code", config_of("code"))
     columns = {name: [value] for name, value in {"tests": tests, **row}.items()}
     (found,) = function(prompts=["q"], completions=[answer], completion_ids=[[1]], **columns)
-    assert found is not None
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def fenced(code: str) -> str:
@@ -235,6 +234,18 @@ def test_wrong_programs_score_0(name: str) -> None:
     assert score(fenced(wrong), tests, **row) == 0.0
 
 
+@needs_bwrap
+def test_a_draft_in_the_thinking_is_no_program() -> None:
+    draft = f"<think>{fenced(ADD)}"
+    assert score(draft, "assert add(1, 2) == 3") == 0.0
+    assert score(f"{draft}</think>I do not know.", "assert add(1, 2) == 3") == 0.0
+    assert score(f"{draft}</think>{fenced(ADD)}", "assert add(1, 2) == 3") == 1.0
+
+
+def test_rows_without_tests_have_no_score() -> None:
+    assert [score(fenced(ADD), missing) for missing in (None, "", float("nan"))] == [None] * 3
+
+
 def test_the_last_python_block_is_the_program() -> None:
     assert program_of("a = 1") == "a = 1"
     assert program_of("```python\na = 1\n```\nor\n```python\nb = 2\n```\nso.") == "b = 2\n"
@@ -281,6 +292,7 @@ def test_run_is_refused_before_it_starts() -> None:
         check_rewards(config_of("code"), Prompt(0, "q", {"other": "x"}))
     with pytest.raises(ConfigError, match=r"column tests"):
         check_rewards(config_of("code"), Prompt(0, "q", {"tests": "assert add("}))
+    check_rewards(config_of("code"), Prompt(0, "q", {"tests": None}))  # other rows may have some
 
 
 @pytest.mark.parametrize("key", ["reward__timeout_seconds", "runtime__timeout_seconds"])

@@ -8,8 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
+from easyrl.api.inputs import Inputs
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
 from easyrl.data import streams
@@ -77,6 +79,26 @@ def test_blank_lines_are_skipped_and_missing_columns_are_none(tmp_path: Path) ->
     file = jsonl(tmp_path, "\ufeff" + '{"prompt": "a"}', "", "   ", {"prompt": "b", "answer": 1})
     stream = opened(file, "data.shuffle=false")
     assert [stream.prompt(index).columns for index in range(2)] == [{"answer": None}, {"answer": 1}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "rows"])
+def test_missing_values_are_none_in_every_form_of_data(kind: str, tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"prompt": ["a", "b"], "answer": ["x", None], "level": [1.0, None]})
+    file = tmp_path / f"data.{kind}"
+    if kind == "jsonl":
+        jsonl(tmp_path, *frame.to_dict("records"))
+    elif kind == "csv":
+        frame.to_csv(file, index=False)
+    elif kind == "parquet":
+        frame.to_parquet(file)
+    else:
+        rows = frame.convert_dtypes().to_dict("records")
+        jsonl(tmp_path, *Inputs({"data.dataset": rows})._texts["data.jsonl"].splitlines())
+        file = tmp_path / "data.jsonl"
+    stream = opened(file, "data.shuffle=false")
+    assert stream.prompt(0).columns["answer"] == "x"
+    assert stream.prompt(1).columns == {"answer": None, "level": None}
+    assert "'answer'" in error_of(file, "data.prompt_template={prompt}{answer}")
 
 
 def in_parquet(folder: Path) -> Path:

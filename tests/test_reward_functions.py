@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas
 import pytest
 from reward_pools import config_of
 
@@ -23,7 +26,7 @@ from easyrl.rewards.loading import (
     reward_weights,
 )
 from easyrl.types import Prompt
-from math_answers import GSM8K, KNOWN, MATH
+from math_answers import GSM8K, KNOWN, MATH, NAN, TYPED
 
 
 def scores(name: str, completions: list[Any], /, **columns: Any) -> list[float | None]:
@@ -68,6 +71,8 @@ def test_regex_searches_for_the_pattern() -> None:
         ("<think>1</think><answer>2</answer><think>3</think><answer>4</answer>", 0.0),
         ("<answer>2</answer><think>1+1</think>", 0.0),
         ("<think>1+1</think>2", 0.0),
+        ("1+1\n</think>\n<answer>2</answer>", 1.0),  # the template has opened <think>
+        ("1+1</think>1</think><answer>2</answer>", 0.0),
         ("", 0.0),
     ],
 )
@@ -115,6 +120,7 @@ def test_length_penalty_is_that_of_dapo() -> None:
         ("44 +", 0.0),
         ("44(19)(35)", 0.0),
         ("044 + 19 + 35", 0.0),
+        ("</answer></think> 44 + 19 + 35", 0.0),
     ],
 )
 def test_countdown_needs_each_number_once_and_the_target(answer: str, score: float) -> None:
@@ -131,7 +137,10 @@ def test_countdown_is_exact_and_reads_the_last_answer() -> None:
         "3/(1-2/3)",
     ]
     assert scores("countdown", texts, nums=[1, 2, 3, 3], target=9) == [1.0, 1.0, 0.0, 0.0]
-    assert scores("countdown", texts, nums=None, target=9) == [None] * 4
+    for nums, target in ((None, 9), ([1, 2, 3, 3], float("nan")), ("", "9")):
+        assert scores("countdown", texts, nums=nums, target=target) == [None] * 4
+    for nums, target in (([1.0, 2.0, 3.0, 3.0], 9.0), ("[1, 2, 3, 3]", "9"), (list("1233"), 9)):
+        assert scores("countdown", texts[:2], nums=nums, target=target) == [1.0, 1.0]
 
 
 # math, gsm8k; an endless comparison is in test_reward_pool
@@ -167,12 +176,35 @@ def test_rows_of_presets_have_the_scores_checked_by_hand(preset: str, tmp_path: 
         assert function(completions=[chat(text)], **columns) == [score], (answer, text)
 
 
-def test_math_reads_chat_completions_and_skips_rows_without_an_answer() -> None:
-    for name in ("math", "gsm8k"):
-        assert scores(name, [chat("#### 4")], answer=4) == [1.0]
-        assert scores(name, [chat("#### 4")], answer=None) == [None]
-        with pytest.raises(ValueError, match="answer"):
-            scores(name, [r"\boxed{4}"], answer="")
+ANSWERED = ("exact_match", "gsm8k", "math", "easyrl.data.tasks:score")
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_rows_without_an_answer_have_no_score(name: str) -> None:
+    assert scores(name, [chat("#4")], prompts="q", answer=4)[0] is not None
+    for missing in (None, "", NAN, np.float32("nan"), pandas.NA, [], [None]):
+        assert scores(name, [chat("#4")], prompts="q", answer=missing) == [None]
+
+
+@pytest.mark.parametrize(("name", "answer", "text", "score"), TYPED)
+def test_answers_are_compared_whatever_their_type(
+    name: str, answer: Any, text: str, score: float | None
+) -> None:
+    assert scores(name, [text], prompts="q", answer=answer) == [score]
+
+
+def test_gsm8k_refuses_data_whose_answers_are_no_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"'gsm8k'.*answer"):
+        check_rewards(config_of("gsm8k"), Prompt(0, "q", {"answer": "Tom has 2 and Ann has 3"}))
+    check_rewards(config_of("gsm8k"), Prompt(0, "q", {"answer": NAN}))
+
+
+@pytest.mark.parametrize("part", ["1", "1,", "1/", "$ ", "{", "####\n", r"\boxed{", "<answer>"])
+def test_endless_texts_cost_no_time(part: str) -> None:
+    started = time.process_time()
+    for name in ("exact_match", "gsm8k", "format", "countdown"):
+        scores(name, [part * 50_000], answer="1", nums=[1], target=1)
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("reward", ["gsm8k", "easyrl.data.tasks:score"])

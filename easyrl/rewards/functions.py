@@ -22,10 +22,9 @@ RewardFunction = Callable[..., Any]
 """Returns a list of numbers or None (does not apply), or an awaitable of such a list."""
 Completions = Sequence[str | Messages]  # [G]
 
-ANSWER = re.compile(r"<answer>((?:(?!</?(?:think|answer)>).)*)</answer>", re.DOTALL)
-FORMAT = re.compile(
-    rf"(?:<think>)?(?:(?!</?(?:think|answer)>).)*</think>\s*{ANSWER.pattern}", re.DOTALL
-)
+NO_TAG = r"((?:(?!</?(?:think|answer)>).)*)"
+ANSWER = re.compile(rf"<answer>{NO_TAG}</answer>", re.DOTALL)
+FORMAT = re.compile(rf"(?:<think>)?{NO_TAG}</think>\s*{ANSWER.pattern}", re.DOTALL)
 
 COUNTDOWN_CHARACTERS = re.compile(r"[0-9+\-*/() \t]+")
 COUNTDOWN_MAX_LENGTH = 500

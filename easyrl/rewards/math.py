@@ -22,25 +22,24 @@ from easyrl.types import Messages, answers_of
 
 MAX_CPU_SECONDS = 3
 """Longest comparison of one answer. Real answers take a few hundredths; `9^{9^{9}}` never ends."""
-FORMULA = re.compile(r"\\boxed|\$[^$]*\$|\\\(|\\\[|####")
+FORMULA = re.compile(r"\\boxed|\$[^$]*\$|\\\(|\\\[|####|[Aa]nswer\b")
 """Marks of an answer in a text; a text without one is the answer as a whole."""
 CURRENCY = re.compile(r"(?<!\\)\\\$|[€£¥₹]")
-BARE_BOX = re.compile(r"\\boxed\s*(?![\s{])([^\s$]+?)(?=[.,;]?(?:[\s$]|\Z))")
-"""`\boxed 42`"""
+BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?=\{)|([^\s{$][^\s$]*?)(?=[.,;]?(?:[\s$]|\Z)))")
+"""`\fbox{42}`, or `\boxed 42`."""
 NUMBER = re.compile(
     r"\d+(?::\d+|/\d+/\d+)+|((?>(?:(?<![\d)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?"
     r"|\.\d+)(?:[eE][+-]?\d+)?(?:/0*[1-9]\d*)?))"
 )
-"""`18`, `-3.5`, `1,234.50`, `.5`, `2e3`, `3/4`; in `7-5` the numbers are 7 and 5. Group 1 is empty
-for times and dates."""
+"""`18`, `-3.5`, `1,234.50`, `2e3`, `3/4`; of `7-5` 7 and 5. Times and dates have no group 1."""
 MARK = re.compile(
     r"\\boxed\{((?>[^{}]+|\{(?>[^{}]+|\{[^{}]*\})*\})*)"
-    r"|####[\s*]*(?!\d+[.):][^\S\n]*[A-Za-z])((?=-?\.?\d)[^\n]*|\Z)"
+    r"|####[\s*]*(?!\d+[.):][^\S\n]*[A-Za-z])((?=-?\.?\d)[^\n(]*|\Z)"
 )
 """`\boxed{18}`, or `#### 18`, which is not a heading of Markdown."""
 FRACTION = re.compile(r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 WRAPPING = re.compile(
-    r"\\(?:text|boxed|mbox|(?:text|math)(?:bf|it|rm))\b|\\[,!% ]|[\u202f\u2009]|\^\{?\\circ|[{}]"
+    r"\\(boxed|mbox|(text|math)(bf|it|rm)?)\b|\\[,!% ]|[{}\u202f\u2009]|\^\{?\\circ"
 )
 """LaTeX around a number, and spaces between thousands."""
 EXPRESSION = re.compile(r"[\\^_+*×÷√²³½]")
@@ -78,11 +77,12 @@ def _cpu_limit(seconds: int) -> Iterator[None]:
 
 
 def _is_right(text: str, accepted: Sequence[str]) -> bool:
-    from math_verify import parse, verify
+    from math_verify import verify
 
     try:
-        found = parse(text, extraction_config=_extraction(), parsing_timeout=None)
-        return any(verify(_gold(each), found, timeout_seconds=None) for each in accepted)
+        # What cannot be parsed is compared as text.
+        golds = [_parsed(_as_formula(each)) or [each.strip()] for each in accepted]
+        return any(verify(gold, _parsed(text), timeout_seconds=None) for gold in golds)
     except Exception:  # recursion too deep, out of memory, ...
         return False
 
@@ -97,12 +97,10 @@ def _extraction() -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=256)
-def _gold(answer: str) -> list[Any]:
-    """Parse a row's answer; what cannot be parsed is compared as text."""
+def _parsed(text: str) -> list[Any]:
     from math_verify import parse
 
-    text = _as_formula(answer)
-    return parse(text, extraction_config=_extraction(), parsing_timeout=None) or [answer]
+    return list(parse(text, extraction_config=_extraction(), parsing_timeout=None))
 
 
 def _answer_part(completion: str | Messages) -> str:
@@ -112,14 +110,14 @@ def _answer_part(completion: str | Messages) -> str:
 
 
 def _as_formula(answer: str) -> str:
-    answer = _plain(answer).strip(" \n*").removesuffix(".")
+    answer = re.sub(r"(?<=[\d})])\.$", "", _plain(answer).strip(" \n*"))
     return answer if FORMULA.search(answer) else rf"\boxed{{{answer}}}"
 
 
 def _plain(text: str) -> str:
     """Return the text without signs of currency, and with the same braces for all boxes."""
-    text = CURRENCY.sub("", text).replace(r"\fbox", r"\boxed")
-    return BARE_BOX.sub(r"\\boxed{\1}", text)
+    text = CURRENCY.sub("", text)
+    return BOX.sub(lambda match: r"\boxed" + (f"{{{match[1]}}}" if match[1] else ""), text)
 
 
 def gsm8k(
