@@ -41,6 +41,7 @@ def write_files(folder: Path) -> None:
         "chat.jsonl": "".join(json.dumps({"prompt": CHAT, "answer": "2"}) + "\n" for _ in "ab"),
         "long.jsonl": '{"prompt": "1+1=", "answer": "2"}\n\n'
         '{"prompt": "1+1+1+1+1=", "answer": "5"}\n',
+        "half.jsonl": '{"prompt": "1+1= \\ud83d", "answer": "2"}\n',
         "r.py": REWARDS,
         "fails.py": "import math\n\nimport nothing_of_that_name\n",
         "syntax.yaml": "train:\n  iterations: [1\nmodel: {}\n",
@@ -195,7 +196,9 @@ MISTAKES = {
     ),
     "data.chat_template_kwargs={x:\\ 1}": "data.chat_template_kwargs",
     f"{EXACT}/chat.jsonl data.chat_template=none.jinja": "data.chat_template",
-    f"{EXACT}/good.jsonl data.chat_template=abc": "data.chat=true",
+    f"{EXACT}/good.jsonl data.chat_template={{{{x}}}}": "data.chat=true",
+    f"{EXACT}/chat.jsonl data.chat_template=chatml": "data.chat_template",
+    f"{EXACT}/half.jsonl": "half.jsonl:1",
     "data.max_prompt_length=4": "data.max_prompt_length",
     "data.max_prompt_length=9 data.long_prompts=skip": "data.long_prompts",
     # rewards

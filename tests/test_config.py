@@ -148,9 +148,10 @@ def test_short_names_of_dtypes_are_accepted() -> None:
     assert of("model.dtype=bf16") == of("model.dtype=bfloat16")
 
 
-def test_a_chat_template_is_kept_as_text(tmp_path: Path) -> None:
-    (tmp_path / "chat.jinja").write_text("{{ messages }}\n")
-    config = of(f"data.chat_template={tmp_path}/chat.jinja")
+@pytest.mark.parametrize("name", ["chat.jinja", "mine.j2", "template"])
+def test_a_chat_template_is_kept_as_text(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{{ messages }}\n")
+    config = of(f"data.chat_template={tmp_path}/{name}")
     assert config.data.chat_template == "{{ messages }}\n"
     assert load_config(write(tmp_path, to_commented_yaml(config))) == config
 
@@ -174,6 +175,48 @@ def test_string_keys_take_text_that_looks_like_something_else(text: str, tmp_pat
 )
 def test_word_of_a_string_key_is_plain_text_without_its_quotes(word: str, expected: str) -> None:
     assert of(f"data.prompt_template={word}").data.prompt_template == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        *(("chat_template", name) for name in ("chatml", "llama3", "no_such.j2", "Be brief.")),
+        *(("system_prompt", "system.txt"), ("prompt_template", "prompts/math.j2")),
+    ],
+)
+def test_a_name_is_not_taken_for_a_text(key: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.{key}: "):
+        of(f"data.{key}={name}")
+
+
+@pytest.mark.parametrize(
+    ("typed", "text"),
+    [
+        (r"{prompt}\nAnswer:", "{prompt}\nAnswer:"),
+        (r"{prompt}\n\nother steps\n", "{prompt}\n\nother steps\n"),
+        (
+            r"\nabla f, \neq, \nu_1 and \not: \text{{x}}",
+            r"\nabla f, \neq, \nu_1 and \not: \text{{x}}",
+        ),
+        (r"'print(\n)'", r"print(\n)"),
+        (r'"a\\n\n{b}"', "a\\n\n{b}"),
+    ],
+)
+def test_a_typed_end_of_a_line_is_one(typed: str, text: str, tmp_path: Path) -> None:
+    for key in ("prompt_template", "system_prompt"):
+        config = of(f"data.{key}={typed}")
+        assert getattr(config.data, key) == text
+        assert load_config(None, {}, to_arguments(config, Config())) == config
+
+
+@pytest.mark.parametrize("null", ["None", "none", "NULL"])
+def test_null_may_be_written_as_in_python(null: str, tmp_path: Path) -> None:
+    for key in ("data.system_prompt", "data.chat_template", "reward.pattern", "devices.infer"):
+        assert of(f"{key}={null}") == Config()
+    assert load_config(write(tmp_path, f"data: {{preset: {null}, chat: {null}}}")) == Config()
+    typed = of("data.chat_template_kwargs={a: None, b: False}").data.chat_template_kwargs
+    assert typed == {"a": None, "b": False}
+    assert of("algorithm.scale_rewards=none").algorithm.scale_rewards == "none"
 
 
 @pytest.mark.parametrize("null", ["null", "~", ""])

@@ -166,6 +166,7 @@ def test_a_folder_named_inputs_is_not_taken_for_that_of_a_run(tmp_path: Path) ->
         ({"environment": LOCK.acquire}, "another process"),
         ({"reward": [length, 5]}, "reward.functions"),
         ({"dataset": pandas.DataFrame(ROWS)}, "to_dict"),
+        ({"dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset()}, "IterableDataset"),
         ({"dataset": [{"prompt": "1+1=", "answer": datetime.date(2026, 1, 1)}]}, "date"),
         ({"model": object()}, "model.path"),
         ({"learning_rate": 1e-5}, "learning_rate"),

@@ -15,7 +15,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,11 @@ class Inputs:
 
     def _take_rows(self, key: str, name: str, rows: Any) -> str:
         is_dataset = isinstance(getattr(rows, "column_names", None), list)  # and no DatasetDict
-        are_rows = is_dataset or isinstance(rows, Sequence)
+        are_rows = isinstance(rows, Sequence) or (is_dataset and isinstance(rows, Sized))
         if not are_rows or not len(rows):
             raise ConfigError(
                 f"{key}: expected a name, a path, a list of rows (dicts; of a DataFrame: "
-                "df.to_dict('records')) or a datasets.Dataset (one split), got "
+                "df.to_dict('records'); no stream) or a datasets.Dataset (one split), got "
                 f"{'no rows' if are_rows else type(rows)}"
             )
         lines = []

@@ -177,6 +177,8 @@ OPTIONS = {
 """Named options of `easyrl grpo` and arguments of `easyrl.train`, with the keys that they set."""
 EVAL_OPTIONS = {"num_samples": "eval.num_samples", "engine": "rollout.engine"}
 """Those that only `easyrl eval` and `easyrl.evaluate` have."""
+NEWLINE = re.compile(r"(?<!\\)\\n(?!(abla|e|eg|eq|ewline|exists|i|mid|ot|otin|u)(?![A-Za-z]))")
+"""A typed end of a line, and no command of LaTeX."""
 INPUTS = "inputs"
 """Subfolder of a run: objects of Python that it was given, or a model that was made for it."""
 
@@ -267,10 +269,10 @@ class _Dumper(yaml.SafeDumper):
     """Quotes what any reader of YAML could take for something else."""
 
 
-# What a scalar without quotes means: as in JSON, also 1e-6; else a string (no dates, no `yes`).
+# What a scalar without quotes means: as in JSON or Python, also 1e-6; else a string (no dates).
 for kind, pattern in {
-    "null": r"~|null|",
-    "bool": r"true|false",
+    "null": r"~|null|Null|NULL|None|",
+    "bool": r"true|false|True|False",
     "int": r"[-+]?(0|[1-9][0-9_]*)",
     "float": r"[-+]?(?!0[0-9])([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?",
 }.items():
@@ -305,7 +307,7 @@ def _read_word(word: str) -> tuple[str, Any]:
 
     The value is YAML. But for a key that takes a string every text is one, as in
     `reward.pattern=[0-4]$`, except null, text in quotes and, where the key takes them, lists and
-    mappings.
+    mappings. In the section `data`, a typed \\n is a line's end.
     """
     name, equals, text = word.partition("=")
     name, first = name.strip(), text.strip()[:1]
@@ -314,11 +316,12 @@ def _read_word(word: str) -> tuple[str, Any]:
     accepted = kinds(KEYS[name].annotation) if name in KEYS else ()
     is_text = str in accepted and not (
         first in ("'", '"')
-        or ((text.strip() or text) in ("", "~", "null") and NoneType in accepted)
+        or ((text.strip() or text) in ("", "~", "null", "Null", "NULL") and NoneType in accepted)
         or (first == "[" and any(get_origin(each) is list for each in accepted))
         or (first == "{" and any(get_origin(each) is dict for each in accepted))
     )
-    return name, text if is_text else _parse_yaml(text, name)
+    value = text if is_text else _parse_yaml(text, name)
+    return name, NEWLINE.sub("\n", value) if is_text and name.startswith("data.") else value
 
 
 def _problem(details: Any) -> str:

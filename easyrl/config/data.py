@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -12,12 +13,18 @@ from easyrl.formatting import counted
 
 
 def _read_template(text: str | None) -> str | None:
-    if text is None or not text.endswith(".jinja"):
+    if text is None or "{{" in text or "{%" in text:
         return text
     try:
         return Path(text).expanduser().read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"expected a chat template or a file that can be read ({error})") from None
+
+
+def _is_text(text: str | None) -> str | None:
+    if re.fullmatch(r"\S+\.(jinja2?|j2|json|md|txt|ya?ml)", text or ""):
+        raise ValueError("expected the text itself, not a file's name")
+    return text
 
 
 class DataConfig(Section):
@@ -25,7 +32,7 @@ class DataConfig(Section):
 
     dataset: Annotated[str | list[str], EACH_ONCE] = Field(default="arithmetic", min_length=1)
     """A preset (`arithmetic`, `countdown`, `gsm8k`, `math`), a .jsonl, .csv or .parquet file, a
-    folder of `save_to_disk`, or a hub id (`owner/name:subset:split`); a list of them is mixed."""
+    folder of such or of `save_to_disk`, a hub id (`owner/name:subset:split`); a list is mixed."""
     preset: str | None = Field(default=None, min_length=1)
     """A preset whose settings apply to rows of your own that have its columns. Null: none."""
     weights: list[PositiveFloat] | None = Field(default=None, min_length=1)
@@ -33,10 +40,10 @@ class DataConfig(Section):
     prompt_column: str | None = Field(default=None, min_length=1)
     """Column with the prompt: a string, or chat messages. All other columns go to the rewards.
     Null: the preset's, else `prompt`."""
-    prompt_template: str | None = None
+    prompt_template: Annotated[str | None, AfterValidator(_is_text)] = None
     """Template that makes the prompt from columns: "Solve: {question}"; {{ and }} are braces.
     Null: the preset's, else none."""
-    system_prompt: str | None = None
+    system_prompt: Annotated[str | None, AfterValidator(_is_text)] = None
     """System message before a prompt without one; it makes a chat of a string. Null: none."""
     chat: bool | None = None
     """Send a prompt that is a string through the model's chat template, as a user's message. False:
@@ -52,8 +59,8 @@ class DataConfig(Section):
     long_prompts: Literal["stop", "skip"] = "stop"
     """Name a longer prompt and do not start (`stop`), or leave its row out (`skip`)."""
     chat_template: Annotated[str | None, AfterValidator(_read_template)] = None
-    """Chat template (Jinja) for a model without one, or instead of its own: a .jinja file, of which
-    the text is kept, or the text. The trained model is saved with it. Null: the model's."""
+    """Chat template (Jinja) for a model without one, or instead of its own: a file of which the
+    text is kept, or the text. The trained model is saved with it. Null: the model's."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the model's chat template, as in {enable_thinking: false}."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
@@ -25,6 +25,8 @@ class Section(BaseModel):
         annotation = cls.model_fields[info.field_name].annotation
         if value is None and is_section(annotation):
             return {}  # a section whose keys are all commented out
+        if isinstance(value, str) and value.lower() == "none" and NoneType in kinds(annotation):
+            return None  # as Python writes it
         if isinstance(value, bool) and {int, float} & {*kinds(annotation)}:
             raise ValueError("expected a number")
         return value
