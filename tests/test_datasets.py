@@ -1,5 +1,6 @@
 """Data sets: every source gives the same kind of prompts, and errors name file and line."""
 
+import csv
 import gzip
 import json
 import time
@@ -151,6 +152,104 @@ def test_values_of_a_csv_file_are_the_texts_they_are(tmp_path: Path) -> None:
     ]
 
 
+TWO = [("1+1=", {"answer": "2"}), ("2+2=", {"answer": "4"})]
+
+
+def rows_of(path: Path) -> list[tuple[Any, Any]]:
+    stream = opened(path, "data.shuffle=false")
+    prompts = [stream.prompt(i) for i in range(stream.epoch_length or 0)]
+    return [(prompt.content, prompt.columns) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ",prompt,answer\n0,1+1=,2\n1,2+2=,4\n",  # DataFrame.to_csv
+        ",,prompt,answer\na,0,1+1=,2\na,1,2+2=,4\n",
+        "prompt,answer,\n1+1=,2,\n2+2=,4\n",
+        "prompt,answer,,\n1+1=,2,,\n,,,\n2+2=,4,,\n",
+        "prompt,answer\n1+1=,2,\n2+2=,4,,\n",
+        "prompt,answer\n1+1=,2\nprompt,answer\n2+2=,4\n",  # joined files
+        ",prompt,answer,\n0,1+1=,2,\n,,,\n,prompt,answer,\n0,2+2=,4,\n",
+    ],
+)
+def test_csv_files_of_pandas_and_spreadsheets(text: str, tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text(text)
+    assert rows_of(tmp_path / "data.csv") == TWO
+
+
+def test_a_field_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
+    limit = csv.field_size_limit()
+    (tmp_path / "data.csv").write_text(f"prompt,answer\na,{'x' * 140_000}\n")
+    assert rows_of(tmp_path / "data.csv") == [("a", {"answer": "x" * 140_000})]
+    assert csv.field_size_limit() == limit
+
+
+def write_two(folder: Path, *names: str) -> None:
+    """Write the two rows: one in each file, or both in the only one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    frame = pandas.DataFrame({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
+    for number, name in enumerate(names):
+        part = frame if len(names) == 1 else frame[number % 2 :][:1]
+        if ".parquet" in name.lower():
+            part.to_parquet(folder / name)
+        elif ".csv" in name:
+            part.to_csv(folder / name)
+        else:
+            part.to_json(folder / name, orient="records", lines=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train[1].parquet",
+        "[set]/train.parquet",
+        "all*.parquet",
+        "UP.PARQUET",
+        "[a]?.csv",
+        "*.jsonl",
+    ],
+)
+def test_characters_of_patterns_are_part_of_a_name(name: str, tmp_path: Path) -> None:
+    write_two((tmp_path / name).parent, Path(name).name)
+    write_two(tmp_path, "all others.parquet")
+    assert rows_of(tmp_path / name) == TWO
+
+
+TRAIN = ("train-00000-of-00002", "train-00001-of-00002")
+
+
+@pytest.mark.parametrize(
+    ("folder", "names"),
+    [
+        ("shards", [f"{each}.parquet" for each in TRAIN]),
+        ("[all]*", [f"{each}.parquet" for each in (*TRAIN, "test-00000-of-00001")]),
+        ("jsonl", ["part-0.jsonl", "part-1.jsonl", ".part-1.jsonl", "_README.jsonl"]),
+        ("gz", ["latest-0.csv.gz", "latest-1.csv.gz"]),
+        ("spark.parquet", ["part-0.snappy.parquet", "part-1.snappy.parquet", "._x.parquet"]),
+        ("test", ["test.jsonl"]),
+    ],
+)
+def test_a_folder_of_files_is_a_data_set(folder: str, names: list[str], tmp_path: Path) -> None:
+    write_two(tmp_path / folder, *names)
+    (tmp_path / folder / "_SUCCESS").touch()
+    assert rows_of(tmp_path / folder) == TWO
+
+
+@pytest.mark.parametrize(
+    "names", [["a.csv", "b.jsonl"], ["test.jsonl", "validation.jsonl"], ["README.md"]]
+)
+def test_a_folder_of_other_files_is_named(names: list[str], tmp_path: Path) -> None:
+    write_two(tmp_path / "folder", *names)
+    assert error_of(tmp_path / "folder").startswith("data.dataset")
+
+
+def test_a_broken_line_of_a_shard_is_named(tmp_path: Path) -> None:
+    write_two(tmp_path / "shards", "a.jsonl", "b.jsonl")
+    (tmp_path / "shards" / "c.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    assert error_of(tmp_path / "shards").startswith(f"{tmp_path}/shards/c.jsonl:2: ")
+
+
 def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path: Path) -> None:
     fingerprint = opened(jsonl(tmp_path, *ROWS)).fingerprint()
     assert opened(jsonl(tmp_path, "", *ROWS), "runtime.seed=1").fingerprint() == fingerprint
@@ -202,6 +301,8 @@ BROKEN = [
     ("jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', ": expected UTF-8"),
     ("csv", b"prompt,answer\na,b\nc\n", ":3: "),
     ("csv", b'prompt,answer\na,b\n"c"d,e\n', ":3: "),
+    ("csv", b"prompt,answer\na,b\nc,d,e\n", ":3: "),
+    ("csv", b"prompt,answer,answer\na,b,c\n", ":1: "),
     *(
         ("jsonl", b'{"prompt": "a"}\n{"prompt": %s}' % content, ":2: column 'prompt'")
         for content in (b"null", b'""', b"[]", b'[{"role": "user"}]')

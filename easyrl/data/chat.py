@@ -7,8 +7,9 @@ long ends the run when its turn comes. The tokenizer comes from the caller.
 from __future__ import annotations
 
 import heapq
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ from easyrl.types import Messages
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 MAX_CHECKED = 20_000
+TEXT_PARTS = ("text", "input_text", "output_text")
 NO_CHAT_TEMPLATE = (
     "the prompts are chat messages, but the model's tokenizer has no chat template: use a chat "
     "model (model.path), a column with strings (data.prompt_column), or data.chat_template=FILE."
@@ -42,38 +44,99 @@ def check_template(
         raise ConfigError(f"{location}: {NO_CHAT_TEMPLATE}{strings}")
 
 
+def read_messages(given: object) -> Messages:
+    """Return chat messages with text as their contents: parts are joined, and keys that are None,
+    as tables give them to all messages, left out. Raises ValueError, which names the message."""
+    if not isinstance(given, list) or not given:
+        expected = 'a string or chat messages [{"role": ..., "content": ...}], not empty'
+        raise ValueError(f"expected {expected}, got {given!r:.80}")
+    messages: Messages = []
+    for number, message in enumerate(given):
+        try:
+            content, calls = message.get("content"), message.get("tool_calls")
+            content = "" if content is None and calls else _text(content)
+            texts = {"role": _text(message.get("role")), "content": content}
+            messages.append(json.loads(json.dumps(message | texts), object_hook=_plain))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"message {number}, {message!r:.80}: {error}") from None
+    if messages[-1].get("tool_calls"):
+        raise ValueError(f"message {number}: expected the results of its tool calls behind it")
+    return messages
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(map(_text, content))
+    part = content if isinstance(content, dict) else {"text": content}
+    if (part.get("type") or "text") not in TEXT_PARTS or not isinstance(part.get("text"), str):
+        raise ValueError(f"expected text, got {part.get('type', content)!r:.80}")
+    return str(part["text"])
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave None out, and parse the arguments of a call, which OpenAI's API writes as JSON."""
+    if "name" in values and isinstance(values.get("arguments"), str):
+        values["arguments"] = json.loads(values["arguments"])
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def render_prompt(
     content: str | Messages, tokenizer: Any, variables: Mapping[str, Any] = NONE
 ) -> list[int]:
     """Tokenize a prompt, up to where the completion begins.
 
-    A string is tokenized as it is, with the tokenizer's own special tokens. Messages go through the
-    model's chat template with `variables`, up to the beginning of the answer. Raises ConfigError
+    A string is tokenized as it is, after the special tokens with which the tokenizer begins a text.
+    Messages go through the model's chat template with `variables`, up to the beginning of the
+    answer; an assistant's message at their end is the beginning of the answer. Raises ConfigError
     where there is no template, it refuses the messages, or no token is left.
     """
-    is_chat = not isinstance(content, str)
-    if is_chat and not getattr(tokenizer, "chat_template", None):
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    if not template and not isinstance(content, str):
         raise ConfigError(NO_CHAT_TEMPLATE)
     try:
-        ids: list[int] = (
-            tokenizer.apply_chat_template(
+        json.dumps(content, ensure_ascii=False).encode()  # raises for half a surrogate pair
+        if isinstance(content, str):
+            ids = _encode(content, tokenizer)
+        else:
+            is_begun = content[-1]["role"] in ("assistant", "model")
+            shows_calls = "tool_calls" in template and "'content'] is none" not in template
+            if not shows_calls and any(message.get("tool_calls") for message in content):
+                raise ValueError("it does not show tool_calls, which a message has")
+            ids = tokenizer.apply_chat_template(
                 content,
-                add_generation_prompt=True,
+                add_generation_prompt=not is_begun,
+                continue_final_message=is_begun,
                 return_dict=False,  # transformers 5 would return a BatchEncoding
                 **variables,
             )
-            if is_chat
-            else tokenizer(content)["input_ids"]
-        )
     except Exception as error:  # a template is a program and may raise anything
-        what = "tokenizer of the model (model.path)"
-        if is_chat:
-            what = "chat template (data.chat_template, or that of model.path)"
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        source = "chat template (data.chat_template, or that of model.path)"
+        what = "tokenizer of the model (model.path)" if isinstance(content, str) else source
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"the {what} refuses it: {reason}") from error
     if not ids:
         raise ConfigError(f"the prompt {content!r:.200} has no tokens")
     return ids
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    """Tokenize a string without an end token, and with one begin token, also if it has its own."""
+    plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids: list[int] = tokenizer(text)["input_ids"]
+    places = [k for k in range(len(ids)) if ids[k : k + len(plain)] == plain]
+    begin = ids[: places[-1]] if places else []
+    return plain if plain[: len(begin)] == begin else begin + plain
+
+
+def text_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Return a function from the tokens of a completion to its text. Special tokens have no text,
+    except tags in pairs, as <think> and </think>: they belong to the form of an answer."""
+    special = {k: str(each) for k, each in tokenizer.added_tokens_decoder.items() if each.special}
+    names = {*special.values()} - {tokenizer.bos_token, tokenizer.eos_token}
+    ends = {name for name in names if "/" in name and name.replace("/", "", 1) in names}
+    tags = ends | {name.replace("/", "", 1) for name in ends}
+    hidden = {k for k, name in special.items() if name not in tags}
+    return lambda ids: str(tokenizer.decode([k for k in ids if k not in hidden]))
 
 
 def check_prompts(
@@ -109,7 +172,7 @@ def check_prompts(
     if tools:
         variables = {**variables, "tools": tools}
     lengths: dict[str, int] = {}
-    for location in heapq.nlargest(MAX_CHECKED, examples, lambda k: _num_chars(examples[k])):
+    for location in heapq.nlargest(MAX_CHECKED, examples, lambda k: len(str(examples[k]))):
         try:
             lengths[location] = len(render_prompt(examples[location], tokenizer, variables))
         except ConfigError as error:
@@ -123,9 +186,3 @@ def check_prompts(
             f"Use data.max_prompt_length={lengths[longest]}, or data.long_prompts=skip"
         )
     return too_long
-
-
-def _num_chars(content: str | Messages) -> int:
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(str(message["content"])) for message in content)

@@ -5,6 +5,7 @@
     .parquet                   ─┐                                      │
     save_to_disk folder        ─┼─► Hugging Face `datasets`, on disk ──┘
     hub id, a preset's rows    ─┘
+    folder of files            ─► as its files; of several splits, those of `train`
 
 Errors in the data are found when it is opened, before a process is started: ConfigError, within
 seconds also where the hub does not answer. An evaluation's problems are
@@ -16,10 +17,12 @@ seconds also where the hub does not answer. An evaluation's problems are
 from __future__ import annotations
 
 import csv
+import glob
 import gzip
 import hashlib
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -36,9 +39,10 @@ from easyrl.types import Prompt
 
 NumberedRows = Iterator[tuple[int, dict[str, Any]]]
 FORMS = (
-    f"{', '.join(TRAINED)}, a .jsonl, .csv or .parquet file, a folder of save_to_disk, or a hub id "
-    "(owner/name:subset:split)"
+    f"{', '.join(TRAINED)}, a .jsonl, .csv or .parquet file, a folder of such or of save_to_disk, "
+    "or a hub id (owner/name:subset:split)"
 )
+FILE = re.compile(r"\.((jsonl|csv)(\.gz)?|parquet)$", re.IGNORECASE)
 HUB_ID = r"[\w.-]+/[\w.-]+(:[^:]*)?(:[^:]+)?"
 ID_DIGITS = 16
 FORM_KEYS = {"preset", "prompt_column", "prompt_template", "system_prompt", "chat", "columns"}
@@ -90,23 +94,42 @@ def _open(name: str, config: Config, *, is_trained: bool) -> DataSet:
 def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:
     """Open a file, a folder or a hub id."""
     path = Path(name).expanduser()
-    if match := re.search(r"\.(jsonl|csv)(\.gz)?$|\.parquet$", name):
-        if not path.is_file():
-            beside = did_you_mean(path.name, [each.name for each in path.parent.glob("*")])
-            raise ConfigError(f"{KEY}: there is no file '{name}'{beside}")
-        if match[1]:
-            rows, lines = _read_lines(path, _csv_rows if match[1] == "csv" else _json_rows)
-            return DataSet(str(path), rows, form, seed, lines)
-        files = {"data_files": str(path), "split": "train"}
-        loaded = _load(name, lambda datasets: datasets.load_dataset("parquet", **files))
-    elif path.is_dir():
-        split = path / "train" if (path / "dataset_dict.json").is_file() else path
-        loaded = _load(name, lambda datasets: datasets.load_from_disk(str(split)))
+    has_splits = (path / "dataset_dict.json").is_file()
+    if has_splits or (path / "state.json").is_file():
+        saved = str(path / "train" if has_splits else path)
+        loaded = _load(name, lambda datasets: datasets.load_from_disk(saved))
+    elif path.is_dir() or FILE.search(name):
+        files = _files_of(path)
+        if files[0].suffix.lower() != ".parquet":
+            numbered = [(f"{file}:{line}", row) for file in files for line, row in _read(file)]
+            blank = dict.fromkeys(column for _, row in numbered for column in row)
+            rows = [blank | row for _, row in numbered]  # each has every column that any row has
+            return DataSet(name, rows, form, seed, [location for location, _ in numbered])
+        options = {"data_files": [glob.escape(str(file)) for file in files], "split": "train"}
+        loaded = _load(name, lambda datasets: datasets.load_dataset("parquet", **options))
     elif re.fullmatch(HUB_ID, name) and not path.exists():
         loaded = open_hub(name)
     else:
         raise ConfigError(f"{KEY}: expected {FORMS}, got '{name}'{did_you_mean(name, PRESETS)}")
     return DataSet(name, loaded, form, seed)
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return a file, or a folder's files of rows; of several splits, those of `train`."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        beside = did_you_mean(path.name, [each.name for each in path.parent.glob("*")])
+        raise ConfigError(f"{KEY}: there is no file '{path}'{beside}")
+    found = [each for each in sorted(path.glob("[!._]*")) if FILE.search(each.name)]
+    splits = {each: re.findall("train|test|val|dev", each.name.lower())[:1] for each in found}
+    files = [each for each in found if splits[each] == ["train"]] or found
+    if len({(*splits[each], each.suffix) for each in files}) != 1:
+        raise ConfigError(
+            f"{KEY}: expected a folder of save_to_disk, or .parquet, .jsonl or .csv files of one "
+            f"kind and split (or `train`) in '{path}', got {[each.name for each in found[:9]]}"
+        )
+    return files
 
 
 def open_hub(name: str) -> Any:
@@ -135,25 +158,18 @@ def _load(name: str, load: Callable[[Any], Any], advice: str = "") -> Any:
         raise kind(f"{KEY}: '{name}' cannot be loaded: {why}.{advice}") from error
 
 
-def _read_lines(
-    path: Path, parse: Callable[[TextIO], NumberedRows]
-) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the rows of a text file, gzipped or not, and the numbers of their lines.
-
-    Every row gets every column that any row has; None where its line does not have it.
-    """
-    opener: Any = gzip.open if path.suffix == ".gz" else open
+def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Read the rows of a text file, gzipped or not, and the numbers of their lines."""
+    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-            numbered = list(parse(file))
+            return list(_csv_rows(file) if ".csv" in path.name.lower()[-7:] else _json_rows(file))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected UTF-8: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{path}:{error}") from None
     except (OSError, EOFError) as error:
         raise ConfigError(f"{KEY}: '{path}' cannot be read: {error}") from None
-    blank = dict.fromkeys(name for _, row in numbered for name in row)
-    return [blank | row for _, row in numbered], [line for line, _ in numbered]
 
 
 def _json_rows(file: TextIO) -> NumberedRows:
@@ -171,15 +187,23 @@ def _json_rows(file: TextIO) -> NumberedRows:
 
 
 def _csv_rows(file: TextIO) -> NumberedRows:
-    """Yield line numbers and rows. Every value stays text: an answer of 007 is not 7."""
-    reader = csv.DictReader(file, restkey="", strict=True)
+    """Yield line numbers and rows, without columns that have no name, empty rows and the headers of
+    files that were joined. Every value stays text: an answer of 007 is not 7."""
+    reader, limit = csv.DictReader(file, restkey="", strict=True), csv.field_size_limit(sys.maxsize)
     try:
+        names = reader.fieldnames or []
+        if twice := [name for name in names if name and names.count(name) > 1]:
+            raise ValueError(f"{reader.line_num}: expected column '{twice[0]}' only once")
         for row in reader:
-            if "" in row or None in row.values():
+            surplus = row.pop("", "")
+            if None in row.values() or (isinstance(surplus, list) and any(surplus)):
                 raise ValueError(f"{reader.line_num}: expected as many values as in the header")
-            yield reader.line_num, row
+            if any(row.values()) and [*row] != [*row.values()]:
+                yield reader.line_num, row
     except csv.Error as error:
         raise ValueError(f"{reader.reader.line_num}: {error}") from None
+    finally:
+        csv.field_size_limit(limit)
 
 
 # -- the problems of an evaluation -----------------------------------------------------------------

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from easyrl.config import ConfigError, DataConfig
+from easyrl.data.chat import read_messages
 from easyrl.data.presets import Preset
 from easyrl.types import Messages, Prompt, is_missing
 
@@ -71,7 +72,8 @@ class RowForm:
         try:
             names = [name for _, name, _, _ in string.Formatter().parse(template or "")]
         except ValueError as error:
-            raise ConfigError(f"data.prompt_template: {error}, in {template!r}") from None
+            problem = f"{error}, in {template!r}; write braces as {{{{ and }}}}"
+            raise ConfigError(f"data.prompt_template: {problem}") from None
         columns = [name for name in names if name is not None]
         self.prompt_columns = columns if template else [self.prompt_column]
         self.may_lack_prompt = bool(environments) and not (template or data.prompt_column)
@@ -91,7 +93,7 @@ class RowForm:
             if name not in names:
                 raise ConfigError(
                     f"{key}: expected a column of '{dataset}', which are {', '.join(names)}, got "
-                    f"'{name}'"
+                    f"'{name}'" + "; write braces as {{ and }}" * key.endswith("template")
                 )
 
     def content(self, row: Row) -> str | Messages:
@@ -113,16 +115,15 @@ class RowForm:
                 if is_missing(row[name]):
                     raise ValueError(f"data.prompt_template: expected a value in column '{name}'")
             content = self.template.format_map(row)
-        if not content or not (isinstance(content, str) or _is_messages(content)):
-            raise ValueError(
-                f"column '{self.prompt_column}' (data.prompt_column): expected a string or chat "
-                f'messages [{{"role": ..., "content": ...}}], not empty, got {content!r:.80}'
-            )
-        if isinstance(content, str):
+        if isinstance(content, str) and content:
             if not self.is_chat:
                 return content
             content = [{"role": "user", "content": content}]
-        messages: Messages = content
+        try:
+            messages = read_messages(content)
+        except ValueError as error:
+            column = f"column '{self.prompt_column}' (data.prompt_column)"
+            raise ValueError(f"{column}: {error}") from None
         if self.system_prompt and messages[0]["role"] != "system":
             return [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
@@ -134,15 +135,6 @@ class RowForm:
         kept = {name: value for name, value in row.items() if name not in away}
         kept |= {argument: row[name] for argument, name in self.renamed.items()}
         return {name: None if is_missing(value) else value for name, value in kept.items()}
-
-
-def _is_messages(content: object) -> bool:
-    return isinstance(content, list) and all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and message.get("content") is not None
-        for message in content
-    )
 
 
 @lru_cache(maxsize=64)
@@ -161,8 +153,8 @@ class DataSet:
     form: RowForm
     seed: int | None = None
     """Seed of the order; None: the order of the rows."""
-    lines: Sequence[int] | None = None
-    """Lines of a file that the rows are from."""
+    locations: Sequence[str] | None = None
+    """Files and lines that the rows are from."""
     held_out: DataSet | None = None
     """Rows that are never trained."""
     kept: Sequence[int] | None = None
@@ -193,7 +185,7 @@ class DataSet:
 
     def location(self, row: int) -> str:
         """Name a row in error messages."""
-        return f"{self.name}:{self.lines[row]}" if self.lines else f"{self.name}, row {row}"
+        return self.locations[row] if self.locations else f"{self.name}, row {row}"
 
     def prompt(self, index: int) -> Prompt:
         if (length := self.epoch_length) is None:
