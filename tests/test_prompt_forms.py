@@ -7,13 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, models, processors
+from transformers import PreTrainedTokenizerFast
 
 from easyrl.config import Config, ConfigError, load_config
-from easyrl.data.chat import check_prompts, render_prompt
+from easyrl.data.chat import check_prompts, read_messages, render_prompt, text_decoder
 from easyrl.data.datasets import open_prompts
 from easyrl.engines.base import GroupRequest
+from easyrl.engines.sampling import StopStrings
 from easyrl.model.files import load_tokenizer
 from easyrl.types import Prompt
 from easyrl.workers.rollout import RolloutWorker
@@ -58,10 +61,11 @@ def test_a_template_is_filled_from_columns(tmp_path: Path, template: str, prompt
 
 @pytest.mark.parametrize(
     "template",
-    ["{qestion}", "{question.upper}", "{}", "{question"],
+    ["{qestion}", "{question.upper}", "{}", "{question", "{question} in \\boxed{}", '{"a": 1}'],
 )
 def test_a_template_with_anything_but_columns_is_refused(tmp_path: Path, template: str) -> None:
-    assert error_of(tmp_path, prompt_template=template).startswith("data.prompt_template: ")
+    message = error_of(tmp_path, prompt_template=template)
+    assert message.startswith("data.prompt_template: ") and "{{" in message
 
 
 def test_a_row_without_a_column_of_the_template_is_named(tmp_path: Path) -> None:
@@ -89,6 +93,52 @@ def test_a_prompt_is_a_string_or_a_chat(
     tmp_path: Path, row: dict[str, Any], data: dict[str, Any], content: object
 ) -> None:
     assert first(tmp_path, row, **data).content == content
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 17}}}
+OF_OPENAI = {"type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}, "2+3?"),
+        ({"content": [{"type": "text", "text": "2+3?", "image": None}], "name": None}, "2+3?"),
+        ({"content": ["2+", {"text": "3?", "type": None}]}, "2+3?"),
+        ({"content": {"type": "input_text", "text": "2+3?"}}, "2+3?"),
+        ({"content": "2+3?", "tool_calls": None}, "2+3?"),
+        ({"content": []}, ""),
+    ],
+)
+def test_parts_of_a_message_are_joined(tmp_path: Path, given: dict[str, Any], read: str) -> None:
+    row = {"prompt": [{"role": "user"} | given]}
+    assert first(tmp_path, row).content == [{"role": "user", "content": read}]
+
+
+@pytest.mark.parametrize("call", [CALL, OF_OPENAI])
+def test_a_tool_call_needs_no_content(tmp_path: Path, call: dict[str, Any]) -> None:
+    row = {"prompt": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}, *CHAT]}
+    content = [*CHAT, {"role": "assistant", "tool_calls": [CALL], "content": ""}, *CHAT]
+    assert first(tmp_path, row).content == content
+    (tmp_path / "data.jsonl").unlink()
+    assert "message 1" in error_of(tmp_path, {"prompt": row["prompt"][:2]})
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"role": "user", "content": [{"type": "image", "image": "x.png"}]}, "image"),
+        ({"role": "user", "content": [{"type": "text"}]}, "text"),
+        ({"role": "user", "content": None}, "None"),
+        ({"role": "user", "content": 5}, "5"),
+        ({"from": "human", "value": "a"}, "from"),
+        ("2+3?", "2+3?"),
+    ],
+)
+def test_a_message_that_is_no_text_is_named(tmp_path: Path, message: object, named: str) -> None:
+    found = error_of(tmp_path, {"prompt": [*CHAT, message]})
+    assert found.startswith(f"{tmp_path}/data.jsonl:1: column 'prompt'")
+    assert "message 1" in found and named in found
 
 
 # Names.
@@ -137,6 +187,83 @@ def test_a_string_gets_the_tokenizers_special_tokens_and_a_chat_does_not(tokeniz
     assert tokenizer.decode(render_prompt("1+1=", tokenizer)) == "<pad>1+1="
     ids = render_prompt(SUM, tokenizer)
     assert tokenizer.decode(ids) == "1+1=" and all(type(token) is int for token in ids)
+
+
+@pytest.mark.parametrize(
+    ("added", "text", "rendered"),
+    [
+        ("<pad> $A", "<pad>1+1=", "<pad>1+1="),  # the chat template was applied before
+        ("<pad> <unk> $A", "<pad><unk>1+1=", "<pad><unk>1+1="),
+        ("<pad> $A", "1+1=<pad>", "<pad>1+1=<pad>"),
+        ("$A <eos>", "1+1=", "1+1="),
+        ("<pad> $A <eos>", "1+1=", "<pad>1+1="),
+        ("<eos> $A <eos>", "1+1=", "<eos>1+1="),
+        ("<pad> $A <eos>", "<pad>1+1=", "<pad>1+1="),
+    ],
+)
+def test_a_string_begins_once_and_has_no_end(
+    added: str, text: str, rendered: str, tokenizer: Any
+) -> None:
+    tokens = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<pad>", "<eos>", "<unk>")]
+    processor = processors.TemplateProcessing(single=added, special_tokens=tokens)
+    tokenizer.backend_tokenizer.post_processor = processor
+    assert tokenizer.decode(render_prompt(text, tokenizer)) == rendered
+
+
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def characters(template: str) -> Any:
+    """Tokenizer with a token for each character, and tags that are special tokens."""
+    names = ["<pad>", "<bos>", "<eos>", "<think>", "</think>", "<|turn|>", "<unk>"]
+    vocabulary = {name: k for k, name in enumerate([*names, *map(chr, range(10, 127))])}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(names)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", chat_template=template
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "rendered"),
+    [
+        ([("user", "1+1=")], "<user>1+1=<eos><assistant>"),
+        ([("user", "1+1="), ("assistant", "It is\n ")], "<user>1+1=<eos><assistant>It is\n "),
+        ([("user", "1+1="), ("assistant", "")], "<user>1+1=<eos><assistant>"),
+        (
+            [("user", "a"), ("assistant", "b"), ("user", "c")],
+            "<user>a<eos><assistant>b<eos><user>c<eos><assistant>",
+        ),
+    ],
+)
+def test_an_assistants_message_at_the_end_is_continued(
+    messages: list[tuple[str, str]], rendered: str
+) -> None:
+    tokenizer = characters(TURNS)
+    chat = [{"role": role, "content": content} for role, content in messages]
+    assert tokenizer.decode(render_prompt(chat, tokenizer)) == rendered
+
+
+def test_a_template_shows_tool_calls_or_refuses_them() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [OF_OPENAI]}
+    messages = read_messages([*CHAT, call, {"role": "tool", "content": "5"}])
+    tokenizer = characters(TURNS)
+    rendered = tokenizer.decode(render_prompt(messages, tokenizer))
+    assert rendered == '<user>2+3?<eos><assistant>{"a": 17}<eos><tool>5<eos><assistant>'
+    with pytest.raises(ValueError, match="tool_calls"):
+        render_prompt(messages, characters("{{ messages }}"))
+
+
+def test_rewards_see_tags_and_no_other_special_tokens() -> None:
+    tokenizer = characters(TURNS)
+    ids = tokenizer("<bos><think>is it 5?</think>\nIt is 6.<|turn|><eos><pad>")["input_ids"]
+    assert text_decoder(tokenizer)(ids) == "<think>is it 5?</think>\nIt is 6."
+    assert StopStrings(tokenizer, ["</think>"]).is_complete(np.array(ids[:11], np.int32))
 
 
 def test_variables_reach_the_template_wherever_prompts_become_tokens(

@@ -89,6 +89,8 @@ def test_special_tokens_do_not_hide_a_stop_string():
 def test_most_tokens_are_not_decoded():
     class Counting:
         num_decoded = 0
+        added_tokens_decoder = bytes_tokenizer().added_tokens_decoder
+        bos_token, eos_token = "<bos>", "<eos>"
 
         def decode(self, token_ids, **options):
             Counting.num_decoded += 1

@@ -123,8 +123,10 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     """Tokenize a string without an end token, and with one begin token, also if it has its own."""
     plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     ids: list[int] = tokenizer(text)["input_ids"]
-    places = [k for k in range(len(ids)) if ids[k : k + len(plain)] == plain]
-    begin = ids[: places[-1]] if places else []
+    places = [k for k in range(len(ids) - len(plain) + 1) if ids[k : k + len(plain)] == plain]
+    if not places:
+        return ids
+    begin = ids[: places[-1]]
     return plain if plain[: len(begin)] == begin else begin + plain
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from easyrl.data.chat import text_decoder
 from easyrl.types import Float64, Int32
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+        self._decode = text_decoder(tokenizer)
         self._strings = tuple(strings)
         self._last_characters = {string[-1] for string in strings}
         # A token with text has at least one byte. One more token: the first may lose its space.
@@ -82,7 +83,7 @@ class StopStrings:
 
     def is_complete(self, token_ids: Int32) -> bool:
         """Return whether the text of `token_ids` [R] contains a string, given that the text
-        without the last token contains none. Special tokens have no text, as for rewards."""
+        without the last token contains none. The text is that which rewards get."""
         newest = self._text_of(int(token_ids[-1]))
         if self._last_characters.isdisjoint(newest) and INCOMPLETE not in newest:
             return False
@@ -105,6 +106,3 @@ class StopStrings:
         if token not in self._texts:
             self._texts[token] = self._decode([token, token])
         return self._texts[token]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -27,7 +27,7 @@ from easyrl.algorithm.advantages import group_advantages
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.config import Config, ConfigError
 from easyrl.config.rollout import SamplingChoice
-from easyrl.data.chat import render_prompt
+from easyrl.data.chat import render_prompt, text_decoder
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
@@ -93,6 +93,7 @@ class RolloutWorker:
         control.send(events.Starting("loading the model"))
         try:
             self.tokenizer, self.engine = self._load()
+            self._decode = text_decoder(self.tokenizer)
             if self.episodes is not None:
                 self.episodes.bind(self.engine, self.tokenizer)
         except BaseException:
@@ -293,9 +294,7 @@ class RolloutWorker:
         if self.episodes is not None:
             content, completions = self.episodes.finish(group)
         else:
-            completions = self.tokenizer.batch_decode(
-                [each.token_ids for each in group.completions], skip_special_tokens=True
-            )
+            completions = [self._decode(each.token_ids.tolist()) for each in group.completions]
         if key in self._known:
             self._compare(key, group)
             return
