@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,7 +128,8 @@ def _print_plan(
     assumed = None if assume is None else parse_assumed(assume)
     resolved = with_absolute_paths(config, is_resumed=resume is not None)
     planned = resolved if resume else start_from(resolved)[0]
-    plan, has_lora = make_plan(planned, assumed), config.model.lora.rank is not None
+    with redirect_stdout(sys.stderr):  # what the user's loss prints
+        plan, has_lora = make_plan(planned, assumed), config.model.lora.rank is not None
     settings = to_commented_yaml(resolved, only_changes=not full)
     heading = "Settings that differ" if settings else "No setting differs"
     echo(settings if full else f"# {heading} from the defaults (--full: all)\n{settings}")
