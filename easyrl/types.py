@@ -49,6 +49,12 @@ def is_missing(value: Any) -> bool:
     return value is None or is_nan or is_empty or type(value).__name__ in ("NAType", "NaTType")
 
 
+def with_none(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row with None for missing values, except empty strings, which may be meant."""
+    items = dict(row).items()
+    return {k: x if isinstance(x, str) or not is_missing(x) else None for k, x in items}
+
+
 def answers_of(value: Any) -> list[str]:
     """Return the texts that a row's answer accepts: none where it is missing, each of a list, and
     of `18.0` also `18`."""

@@ -24,7 +24,7 @@ import cloudpickle
 
 from easyrl.config import INPUTS, Config, ConfigError, change_config
 from easyrl.runtime.run_folder import PRIVATE, has_only_inputs
-from easyrl.types import is_missing
+from easyrl.types import with_none
 
 DATASETS = {"data.dataset": "data", "eval.dataset": "eval"}
 CODE = {
@@ -77,8 +77,7 @@ class Inputs:
         lines = []
         for number, row in enumerate(rows):
             try:
-                values = {k: None if is_missing(each) else each for k, each in dict(row).items()}
-                lines.append(json.dumps(values, default=_plain) + "\n")
+                lines.append(json.dumps(with_none(row), default=_plain) + "\n")
             except (TypeError, ValueError) as error:
                 raise ConfigError(
                     f"{key}: row {number}: expected a dict of text, numbers and lists: {error}"

@@ -188,7 +188,7 @@ def _json_rows(file: TextIO) -> NumberedRows:
 
 def _csv_rows(file: TextIO) -> NumberedRows:
     """Yield line numbers and rows, without columns that have no name, empty rows and the headers of
-    files that were joined. Every value stays text: an answer of 007 is not 7."""
+    files that were joined. An empty cell is None, every other value stays text: 007 is not 7."""
     reader, limit = csv.DictReader(file, restkey="", strict=True), csv.field_size_limit(sys.maxsize)
     try:
         names = reader.fieldnames or []
@@ -199,7 +199,7 @@ def _csv_rows(file: TextIO) -> NumberedRows:
             if None in row.values() or (isinstance(surplus, list) and any(surplus)):
                 raise ValueError(f"{reader.line_num}: expected as many values as in the header")
             if any(row.values()) and [*row] != [*row.values()]:
-                yield reader.line_num, row
+                yield reader.line_num, {name: text or None for name, text in row.items()}
     except csv.Error as error:
         raise ValueError(f"{reader.reader.line_num}: {error}") from None
     finally:

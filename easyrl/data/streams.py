@@ -26,7 +26,7 @@ import numpy.typing as npt
 from easyrl.config import ConfigError, DataConfig
 from easyrl.data.chat import read_messages
 from easyrl.data.presets import Preset
-from easyrl.types import Messages, Prompt, is_missing
+from easyrl.types import Messages, Prompt, is_missing, with_none
 
 KEY = "data.dataset (--dataset)"
 Row = Mapping[str, Any]
@@ -130,11 +130,11 @@ class RowForm:
 
     def reward_columns(self, row: Row) -> dict[str, Any]:
         """Return the columns of a row for rewards, without reserved names that are not renamed.
-        Every missing value is None."""
+        Every missing value is None, but an empty string may be meant."""
         away = {self.prompt_column, *self.renamed.values(), *RESERVED_COLUMNS}
         kept = {name: value for name, value in row.items() if name not in away}
         kept |= {argument: row[name] for argument, name in self.renamed.items()}
-        return {name: None if is_missing(value) else value for name, value in kept.items()}
+        return with_none(kept)
 
 
 @lru_cache(maxsize=64)
