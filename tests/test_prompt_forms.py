@@ -251,7 +251,7 @@ def test_an_assistants_message_at_the_end_is_continued(
 
 def test_a_template_shows_tool_calls_or_refuses_them() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [OF_OPENAI]}
-    messages = read_messages([*CHAT, call, {"role": "tool", "content": "5"}])
+    messages = read_messages([*CHAT, call, {"role": "tool", "content": "5"}], "prompt")
     tokenizer = characters(TURNS)
     rendered = tokenizer.decode(render_prompt(messages, tokenizer))
     assert rendered == '<user>2+3?<eos><assistant>{"a": 17}<eos><tool>5<eos><assistant>'

@@ -178,7 +178,6 @@ OPTIONS = {
 EVAL_OPTIONS = {"num_samples": "eval.num_samples", "engine": "rollout.engine"}
 """Those that only `easyrl eval` and `easyrl.evaluate` have."""
 NEWLINE = re.compile(r"(?<!\\)\\n(?!(abla|e|eg|eq|ewline|exists|i|mid|ot|otin|u)(?![A-Za-z]))")
-"""A typed end of a line, and no command of LaTeX."""
 INPUTS = "inputs"
 """Subfolder of a run: objects of Python that it was given, or a model that was made for it."""
 
@@ -307,7 +306,7 @@ def _read_word(word: str) -> tuple[str, Any]:
 
     The value is YAML. But for a key that takes a string every text is one, as in
     `reward.pattern=[0-4]$`, except null, text in quotes and, where the key takes them, lists and
-    mappings. In the section `data`, a typed \\n is a line's end.
+    mappings. In the section `data`, a typed \\n ends a line, unless it begins a LaTeX command.
     """
     name, equals, text = word.partition("=")
     name, first = name.strip(), text.strip()[:1]

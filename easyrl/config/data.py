@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -22,7 +21,7 @@ def _read_template(text: str | None) -> str | None:
 
 
 def _is_text(text: str | None) -> str | None:
-    if re.fullmatch(r"\S+\.(jinja2?|j2|json|md|txt|ya?ml)", text or ""):
+    if len((text or "").split()) == 1 and str(text).endswith((".jinja", ".j2", ".md", ".txt")):
         raise ValueError("expected the text itself, not a file's name")
     return text
 

@@ -19,7 +19,7 @@ from easyrl.types import Messages
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 MAX_CHECKED = 20_000
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = (None, "text", "input_text", "output_text")
 NO_CHAT_TEMPLATE = (
     "the prompts are chat messages, but the model's tokenizer has no chat template: use a chat "
     "model (model.path), a column with strings (data.prompt_column), or data.chat_template=FILE."
@@ -44,12 +44,11 @@ def check_template(
         raise ConfigError(f"{location}: {NO_CHAT_TEMPLATE}{strings}")
 
 
-def read_messages(given: object) -> Messages:
+def read_messages(given: object, source: str) -> Messages:
     """Return chat messages with text as their contents: parts are joined, and keys that are None,
     as tables give them to all messages, left out. Raises ValueError, which names the message."""
     if not isinstance(given, list) or not given:
-        expected = 'a string or chat messages [{"role": ..., "content": ...}], not empty'
-        raise ValueError(f"expected {expected}, got {given!r:.80}")
+        raise ValueError(f"{source}: expected text or chat messages, not empty, got {given!r:.80}")
     messages: Messages = []
     for number, message in enumerate(given):
         try:
@@ -58,9 +57,9 @@ def read_messages(given: object) -> Messages:
             texts = {"role": _text(message.get("role")), "content": content}
             messages.append(json.loads(json.dumps(message | texts), object_hook=_plain))
         except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"message {number}, {message!r:.80}: {error}") from None
+            raise ValueError(f"{source}: message {number} {message!r:.80}: {error}") from None
     if messages[-1].get("tool_calls"):
-        raise ValueError(f"message {number}: expected the results of its tool calls behind it")
+        raise ValueError(f"{source}: message {number}: expected the results of its calls behind it")
     return messages
 
 
@@ -68,7 +67,7 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(map(_text, content))
     part = content if isinstance(content, dict) else {"text": content}
-    if (part.get("type") or "text") not in TEXT_PARTS or not isinstance(part.get("text"), str):
+    if part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
         raise ValueError(f"expected text, got {part.get('type', content)!r:.80}")
     return str(part["text"])
 
@@ -135,9 +134,8 @@ def text_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     except tags in pairs, as <think> and </think>: they belong to the form of an answer."""
     special = {k: str(each) for k, each in tokenizer.added_tokens_decoder.items() if each.special}
     names = {*special.values()} - {tokenizer.bos_token, tokenizer.eos_token}
-    ends = {name for name in names if "/" in name and name.replace("/", "", 1) in names}
-    tags = ends | {name.replace("/", "", 1) for name in ends}
-    hidden = {k for k, name in special.items() if name not in tags}
+    ends = {name for name in names if name[1:2] == "/" and name[:1] + name[2:] in names}
+    hidden = {k for k, name in special.items() if not {name, f"{name[:1]}/{name[1:]}"} & ends}
     return lambda ids: str(tokenizer.decode([k for k in ids if k not in hidden]))
 
 

@@ -5,7 +5,6 @@
     .parquet                   ─┐                                      │
     save_to_disk folder        ─┼─► Hugging Face `datasets`, on disk ──┘
     hub id, a preset's rows    ─┘
-    folder of files            ─► as its files; of several splits, those of `train`
 
 Errors in the data are found when it is opened, before a process is started: ConfigError, within
 seconds also where the hub does not answer. An evaluation's problems are
@@ -22,7 +21,6 @@ import gzip
 import hashlib
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -94,10 +92,9 @@ def _open(name: str, config: Config, *, is_trained: bool) -> DataSet:
 def _open_rows(name: str, form: RowForm, seed: int | None) -> DataSet:
     """Open a file, a folder or a hub id."""
     path = Path(name).expanduser()
-    has_splits = (path / "dataset_dict.json").is_file()
-    if has_splits or (path / "state.json").is_file():
-        saved = str(path / "train" if has_splits else path)
-        loaded = _load(name, lambda datasets: datasets.load_from_disk(saved))
+    saved = path / "train" if (path / "dataset_dict.json").is_file() else path
+    if saved != path or (path / "state.json").is_file():
+        loaded = _load(name, lambda datasets: datasets.load_from_disk(str(saved)))
     elif path.is_dir() or FILE.search(name):
         files = _files_of(path)
         if files[0].suffix.lower() != ".parquet":
@@ -189,7 +186,7 @@ def _json_rows(file: TextIO) -> NumberedRows:
 def _csv_rows(file: TextIO) -> NumberedRows:
     """Yield line numbers and rows, without columns that have no name, empty rows and the headers of
     files that were joined. An empty cell is None, every other value stays text: 007 is not 7."""
-    reader, limit = csv.DictReader(file, restkey="", strict=True), csv.field_size_limit(sys.maxsize)
+    reader, limit = csv.DictReader(file, restkey="", strict=True), csv.field_size_limit(2**31)
     try:
         names = reader.fieldnames or []
         if twice := [name for name in names if name and names.count(name) > 1]:

@@ -72,8 +72,7 @@ class RowForm:
         try:
             names = [name for _, name, _, _ in string.Formatter().parse(template or "")]
         except ValueError as error:
-            problem = f"{error}, in {template!r}; write braces as {{{{ and }}}}"
-            raise ConfigError(f"data.prompt_template: {problem}") from None
+            raise ConfigError(f"data.prompt_template: {error}; braces: {{{{ and }}}}") from None
         columns = [name for name in names if name is not None]
         self.prompt_columns = columns if template else [self.prompt_column]
         self.may_lack_prompt = bool(environments) and not (template or data.prompt_column)
@@ -119,11 +118,7 @@ class RowForm:
             if not self.is_chat:
                 return content
             content = [{"role": "user", "content": content}]
-        try:
-            messages = read_messages(content)
-        except ValueError as error:
-            column = f"column '{self.prompt_column}' (data.prompt_column)"
-            raise ValueError(f"{column}: {error}") from None
+        messages = read_messages(content, f"column '{self.prompt_column}' (data.prompt_column)")
         if self.system_prompt and messages[0]["role"] != "system":
             return [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
