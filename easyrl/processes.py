@@ -153,3 +153,7 @@ def maybe_sleep() -> None:
     """Sleep for up to MAX_DELAY_SECONDS now and then: in engine, rewards, ring and trainer."""
     if MAX_DELAY_SECONDS > 0.0 and _RANDOM.random() < 0.25:
         time.sleep(_RANDOM.random() * MAX_DELAY_SECONDS)
+
+
+if __name__ == "__mp_main__":  # in a process of a user's (`user_code.allow_children`)
+    die_with_parent(os.getppid())

@@ -9,7 +9,7 @@ from typing import Any
 from easyrl.config import Config, ConfigError
 from easyrl.data.streams import ENVIRONMENT_COLUMN
 from easyrl.environments.loading import KEY, Interface
-from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost
+from easyrl.environments.pool import FAILURES, EnvironmentPool
 from easyrl.rewards.loading import reward_specs
 from easyrl.types import Prompt
 
@@ -29,9 +29,8 @@ def check_environments(config: Config, example: Prompt | None) -> tuple[Interfac
             (future,) = pool.start((0,), name, row_of(example, name), [0])
             try:
                 pool.wait_for(future)
-            except (CallFailed, HostLost, TimeoutError) as error:
-                reason = str(error) or "took too long (rollout.tool_timeout_seconds)"
-                raise ConfigError(f"{KEY}: reset failed on the first row:\n{reason}") from None
+            except FAILURES as error:
+                raise ConfigError(f"{KEY}: reset failed on the first row:\n{error}") from None
     finally:
         pool.close()
     return interfaces, _check_rewards(config, interfaces)

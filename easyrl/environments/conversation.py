@@ -68,16 +68,20 @@ class Conversations:
         return render_prompt(messages, self._tokenizer, self._variables)
 
     def read_turn(self, token_ids: Sequence[int], prefix: Sequence[int]) -> tuple[str, Calls]:
-        """Return the text of a turn, and its calls. `prefix`: the tokens before it."""
+        """Return the text of a turn, and its calls. `prefix`: a prompt, which ends as what is
+        before the turn does."""
         ids = list(token_ids)
         if ids and ids[-1] in self._end_tokens:
             ids.pop()
         text: str = self._tokenizer.decode(ids)
         if not self._schemas:
             return text, []
+        before = self._tokenizer.decode(list(prefix))
         if self._format == "auto":
-            return text, self._read_by_template(text, self._tokenizer.decode(list(prefix)))
-        return text, read_calls(text, self._format, self._schemas)
+            return text, self._read_by_template(text, before)
+        is_thinking = before.rstrip().endswith(("<think>", "[THINK]"))
+        whole = f"<think>{text}" if is_thinking else text
+        return text, read_calls(whole, self._format, self._schemas)
 
     def _read_by_template(self, text: str, prefix: str) -> Calls:
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from easyrl.environments.tool_calls import BadCall, Calls
 from easyrl.processes import maybe_sleep, set_name
 from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.loading import accepted_arguments
-from easyrl.rewards.worker import Call, Scored, run_call, start
+from easyrl.rewards.worker import Call, Scored, begin_output, run_call, start
 from easyrl.types import Messages
 
 PROCESS_NAME = "easyrl-env"
@@ -42,9 +43,12 @@ class Request(NamedTuple):
     number: int
     method: str  # of `Host`
     arguments: tuple[Any, ...]
+    is_repeated: bool  # those that follow need it
 
 
 class Reply(NamedTuple):
+    """Crosses as JSON."""
+
     number: int
     value: Any
     error: str = ""  # a traceback, or the message of a ConfigError
@@ -93,7 +97,7 @@ class Host:
             return value
         return asyncio.run_coroutine_threadsafe(cast(Any, value), self._loop).result()
 
-    def load(self, with_schemas: bool = False) -> Loaded:
+    def load(self, _: Key = (), with_schemas: bool = False) -> Loaded:
         """Load environments and reward functions. Raises ConfigError."""
         self._environments = load_environments(self._config, with_schemas=with_schemas)
         interfaces = {name: each.interface for name, each in self._environments.items()}
@@ -105,7 +109,7 @@ class Host:
     ) -> str | None:
         """Start episode `index` of a group; return the observation. Instances are constructed once
         and reset often."""
-        if not self._environments:  # `load` failed in this process
+        if not self._environments:  # in a later process
             self.load()
         kind = self._environments[name]
         episode = _Episode(name, None, kind.tools, None)
@@ -188,26 +192,27 @@ def serve(connection: Connection, config: Config, sources: Mapping[str, str]) ->
     set_name(PROCESS_NAME)
     host, sending = Host(config), threading.Lock()
 
+    def send(reply: Reply) -> None:
+        content = json.dumps(reply).encode()
+        with sending:
+            connection.send_bytes(content)
+
     def answer(request: Request) -> None:
         maybe_sleep()
-        with sending:
-            connection.send(Reply(request.number, None, has_started=True))
+        begin_output()
+        send(Reply(request.number, None, has_started=True))
         try:
-            reply = Reply(request.number, getattr(host, request.method)(*request.arguments))
+            send(Reply(request.number, getattr(host, request.method)(*request.arguments)))
         except ConfigError as error:
-            reply = Reply(request.number, None, str(error), is_config_error=True)
+            send(Reply(request.number, None, str(error), is_config_error=True))
         except BaseException as error:  # SystemExit too: the process belongs to the environments
-            reply = Reply(request.number, None, user_traceback(error))
-        with sending:
-            try:
-                connection.send(reply)
-            except (TypeError, AttributeError, ValueError) as error:  # it cannot be pickled
-                connection.send(Reply(request.number, None, f"cannot be sent: {error}"))
+            send(Reply(request.number, None, user_traceback(error)))
 
     num_threads = 1 if config.runtime.deterministic else config.rollout.concurrent_calls
     with ThreadPoolExecutor(num_threads) as threads:
-        answer(connection.recv())  # `load`, which all others need
-        while num_threads == 1:  # in the main thread, where `signal` works
-            answer(connection.recv())
-        while True:
-            threads.submit(answer, connection.recv())
+        answer(connection.recv())  # it loads the environments, which all others need
+        while request := connection.recv():
+            if num_threads == 1 or request.is_repeated:
+                answer(request)  # in the main thread, where `signal` works
+            else:
+                threads.submit(answer, request)

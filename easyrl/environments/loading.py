@@ -77,15 +77,16 @@ def _load(
         raise ConfigError(
             f"{KEY}: '{spec}' failed; it is called without arguments:\n{user_traceback(error)}"
         ) from error
-    public = [
-        name
-        for name, _ in inspect.getmembers(type(instance), inspect.isfunction)
-        if not name.startswith("_")
-    ]
-    if "reset" not in public:
+    if not callable(getattr(instance, "reset", None)):
         raise ConfigError(f"{KEY}: expected '{spec}' to have a method reset")
-    methods = tuple(name for name in public if name not in NOT_TOOLS)
-    is_game = methods == ("step",) and _is_of_game(type(instance).step)
+    methods = tuple(  # as in TRL: class methods, too, but no static ones
+        name
+        for name, value in inspect.getmembers_static(type(instance))
+        if (inspect.isfunction(value) or isinstance(value, classmethod))
+        and not (name.startswith("_") or name in NOT_TOOLS)
+    )
+    step = getattr(instance, "step", None)
+    is_game = callable(step) and {*methods} <= {"step"} and _is_of_game(step)
     if is_game and tools:
         raise ConfigError(
             f"{TOOLS_KEY}: expected none beside '{spec}', which is a game without tools"
@@ -94,7 +95,7 @@ def _load(
         methods = ()
     described = methods if with_schemas else ()
     own = [_schema(KEY, f"{spec}.{name}", getattr(instance, name)) for name in described]
-    interface = Interface(schemas + own, is_game, "get_reward" in public)
+    interface = Interface(schemas + own, is_game, callable(getattr(instance, "get_reward", None)))
     return Environment(make, instance, tools, methods, interface)
 
 

@@ -4,15 +4,19 @@
     finished() ─► answers since the last call, without waiting
 
 A call that takes longer than its limit fails. Its process gets no new groups and is replaced when
-its last group is over, because the call may still run there. A process that dies ends its groups.
+its last group is over, because the call may still run there; a process that starts no calls any
+more is killed. When a process is killed, the calls of its groups are repeated in others, once. A
+process that ends otherwise ends its groups.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,6 +28,8 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.environments.host import Key, Loaded, Reply, Request, serve
+from easyrl.environments.loading import Interface
+from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call
 
 LOAD_SECONDS = 120.0
@@ -38,10 +44,16 @@ class CallFailed(RuntimeError):
     """A call raised an error; the message has its traceback."""
 
 
-@dataclass(slots=True)
-class _Pending:
-    future: Future[Any]
+FAILURES = (HostLost, CallFailed, GroupLost, TimeoutError)
+"""What a future result may raise."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    method: str  # of `host.Host`
+    arguments: tuple[Any, ...]  # the first is the group's key
     limit: float  # seconds
+    future: Future[Any] = field(default_factory=Future)
     started: float | None = None  # None: other calls run before it
 
 
@@ -51,23 +63,36 @@ class _Host:
     connection: Connection
     requests: SimpleQueue[Request | None]
     """Sent by a thread, since a process that hangs reads nothing. None ends it."""
-    groups: set[Key] = field(default_factory=set)
-    pending: dict[int, _Pending] = field(default_factory=dict)
+    pending: dict[int, _Call] = field(default_factory=dict)
     last_heard: float = field(default_factory=time.monotonic)
     is_loaded: bool = False
     is_stuck: bool = False  # a call has taken too long, and may still run
 
 
+@dataclass(slots=True, eq=False)
+class _Group:
+    host: _Host
+    calls: list[_Call] = field(default_factory=list)  # but those that took too long
+    is_repeated: bool = False  # after a kill
+
+
 class EnvironmentPool:
     """Create it in a thread that lives as long as the pool: Linux ends the processes with it."""
 
-    def __init__(self, config: Config, sources: Mapping[str, str]) -> None:
-        self._config, self._sources = config, sources
+    def __init__(
+        self,
+        config: Config,
+        sources: Mapping[str, str],
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`report` is called when calls are repeated."""
+        self._config, self._sources, self.report = config, sources, report
         self._context = get_context("spawn")
-        self._hosts = [self._spawn()]
-        self._of_group: dict[Key, _Host] = {}
+        self._hosts: list[_Host] = []
+        self._groups: dict[Key, _Group] = {}
         self._numbers = count()
-        self._loaded = self._send(self._hosts[0], LOAD_SECONDS, "load", True)
+        self._open(())  # a group without episodes, until all is loaded
+        self._loaded = self._call((), "load", True, limit=LOAD_SECONDS)
 
     def _spawn(self) -> _Host:
         own, theirs = self._context.Pipe()
@@ -83,11 +108,11 @@ class EnvironmentPool:
     def loaded(self) -> Loaded:
         """Wait until the environments are loaded. Raises ConfigError where they cannot be."""
         try:
-            loaded: Loaded = self.wait_for(self._loaded)
-        except (HostLost, TimeoutError) as error:
-            reason = str(error) or f"took longer than {LOAD_SECONDS:g} s"
-            raise ConfigError(f"rollout.environment: cannot be loaded: {reason}") from None
-        return loaded
+            interfaces, reward_functions = self.wait_for(self._loaded)
+        except FAILURES as error:
+            raise ConfigError(f"rollout.environment: cannot be loaded: {error}") from None
+        self.forget(())
+        return Loaded({key: Interface(*each) for key, each in interfaces.items()}, reward_functions)
 
     def wait_for(self, future: Future[Any]) -> Any:
         """Return the result of a call in the first process, when it is there."""
@@ -102,59 +127,62 @@ class EnvironmentPool:
         self, key: Key, name: str, row: Mapping[str, Any], seeds: Sequence[int]
     ) -> list[Future[str | None]]:
         """Start the episodes of a group; return their observations."""
-        host = self._choose()
-        host.groups.add(key)
-        self._of_group[key] = host
+        self._open(key)
         return [
             self._call(key, "reset", index, name, row, seed) for index, seed in enumerate(seeds)
         ]
 
     def act(self, key: Key, index: int, calls: Any) -> Future[Any]:
-        """Send a turn's calls to its episode (`host.Host.act`)."""
+        """Send a turn's calls to its episode; the result has the arguments of `host.Acted`."""
         return self._call(key, "act", index, calls)
 
     def judge(self, key: Key, call: Call) -> Future[Any]:
-        """Score a group by the reward functions that need its environments."""
+        """Score a group by the reward functions that need its environments; the result has the
+        arguments of `Scored`."""
         limit = self._config.reward.timeout_seconds or self._config.runtime.timeout_seconds
-        return self._send(self._of_group.get(key), limit, "judge", key, call)
+        return self._call(key, "judge", call, limit=limit)
 
     def forget(self, key: Key) -> None:
         """End a group."""
-        host = self._of_group.pop(key, None)
-        if host is None:
-            return
-        host.groups.discard(key)
-        self._send(host, float("inf"), "forget", key)
-        if host.is_stuck and not host.groups:
-            self._end(host)
+        if group := self._groups.pop(key, None):
+            self._send(group.host, _Call("forget", (key,), float("inf")))
+            if group.host.is_stuck and not self._keys_of(group.host):
+                self._end(group.host)
 
-    def _choose(self) -> _Host:
-        """Return the process with fewest groups; start one more while all have some."""
-        usable = [host for host in self._hosts if not host.is_stuck]
-        least = min(usable, key=lambda host: len(host.groups), default=None)
-        if least is None or (
-            least.groups and len(usable) < self._config.rollout.environment_workers
-        ):
-            least = self._spawn()
-            self._hosts.append(least)
-            self._send(least, LOAD_SECONDS, "load")
-        return least
+    def _open(self, key: Key) -> None:
+        """Give a group to the process with fewest groups, with the calls that it has had; start one
+        more process while all have some."""
+        num_groups = {host: len(self._keys_of(host)) for host in self._hosts if not host.is_stuck}
+        host = min(num_groups, key=num_groups.__getitem__, default=None)
+        is_full = len(num_groups) >= self._config.rollout.environment_workers
+        if host is None or (num_groups[host] and not is_full):
+            self._hosts.append(host := self._spawn())
+        group = self._groups.setdefault(key, _Group(host))
+        group.host = host
+        for call in group.calls:
+            self._send(host, call)
 
-    def _call(self, key: Key, method: str, *arguments: Any) -> Future[Any]:
-        limit = self._config.rollout.tool_timeout_seconds
-        return self._send(self._of_group.get(key), limit, method, key, *arguments)
+    def _keys_of(self, host: _Host) -> list[Key]:
+        return [key for key, group in self._groups.items() if group.host is host]
 
-    def _send(self, host: _Host | None, limit: float, method: str, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        if host is None:  # it has died
-            future.set_exception(HostLost("the process of its environment has died"))
-            return future
-        number = next(self._numbers)
+    def _call(
+        self, key: Key, method: str, *arguments: Any, limit: float | None = None
+    ) -> Future[Any]:
+        limit = limit or self._config.rollout.tool_timeout_seconds
+        call = _Call(method, (key, *arguments), limit)
+        if group := self._groups.get(key):
+            group.calls.append(call)
+            self._send(group.host, call)
+        else:
+            call.future.set_exception(HostLost("the process of its environment has died"))
+        return call.future
+
+    def _send(self, host: _Host, call: _Call) -> None:
         if not host.pending:
             host.last_heard = time.monotonic()
-        host.pending[number] = _Pending(future, limit)
-        host.requests.put(Request(number, method, arguments))
-        return future
+        number, call.started = next(self._numbers), None
+        host.pending[number] = call
+        host.requests.put(Request(number, call.method, call.arguments, call.future.done()))
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -169,50 +197,72 @@ class EnvironmentPool:
         for host in list(self._hosts):
             try:
                 while host.connection.poll():
-                    self._resolve(host, host.connection.recv())
-            except (EOFError, OSError):
+                    self._resolve(host, Reply(*json.loads(host.connection.recv_bytes())))
+            except (EOFError, OSError, ValueError):
                 self._bury(host)
                 continue
-            for number, call in list(host.pending.items()):
-                # Calls that wait for others start when these are over, so something is heard.
-                since = host.last_heard if call.started is None else call.started
+            running = {n: call for n, call in host.pending.items() if call.started is not None}
+            limit = self._config.rollout.tool_timeout_seconds if host.is_loaded else LOAD_SECONDS
+            if host.pending and not running and now > host.last_heard + limit:
+                host.process.kill()
+            for number, call in running.items():
                 limit = call.limit if host.is_loaded else LOAD_SECONDS
-                if now > since + limit:
-                    del host.pending[number]
+                if number in host.pending and now > (call.started or now) + limit:
                     host.is_stuck = True
-                    call.future.set_exception(TimeoutError())
+                    self._groups[call.arguments[0]].calls.remove(call)
+                    key = "" if call.method == "load" else " (rollout.tool_timeout_seconds)"
+                    error = TimeoutError(f"a call took longer than {limit:g} s{key}")
+                    self._settle(host, number, error)
 
     def _resolve(self, host: _Host, reply: Reply) -> None:
         host.last_heard = time.monotonic()
-        call = host.pending.get(reply.number)
-        if call is None:  # the reply came too late
+        if reply.number not in host.pending:  # it came too late
             return
         if reply.has_started:
-            call.started = host.last_heard
+            host.pending[reply.number].started = host.last_heard
             return
-        del host.pending[reply.number]
         host.is_loaded = True
-        if reply.is_config_error:
-            call.future.set_exception(ConfigError(reply.error))
-        elif reply.error:
-            call.future.set_exception(CallFailed(reply.error))
+        kind = ConfigError if reply.is_config_error else CallFailed
+        self._settle(host, reply.number, kind(reply.error) if reply.error else None, reply.value)
+
+    def _settle(self, host: _Host, number: int, error: Exception | None, value: Any = None) -> None:
+        call = host.pending.pop(number)
+        future = call.future
+        if future.done():  # it is repeated
+            if error or future.exception() or future.result() != value:
+                kind = HostLost if self._config.runtime.deterministic else GroupLost
+                reason = "its process was killed, and repeated calls had other results"
+                self._lose(call.arguments[0], kind(reason))
+        elif error:
+            future.set_exception(error)
         else:
-            call.future.set_result(reply.value)
+            future.set_result(value)
 
     def _bury(self, host: _Host) -> None:
-        host.process.join()
-        self._hosts.remove(host)
-        for key in host.groups:
-            self._of_group.pop(key, None)
+        self._end(host)
         code = host.process.exitcode
-        error = HostLost(f"the process of its environment ended (exit code {code})")
-        for call in host.pending.values():
-            call.future.set_exception(error)
-        host.requests.put(None)
-        host.connection.close()
+        for key in self._keys_of(host):
+            group = self._groups[key]
+            if code == -signal.SIGKILL and (host.is_stuck or not group.is_repeated):
+                self.report("an environment's process was killed; its calls are repeated")
+                group.is_repeated |= not host.is_stuck  # a call that hangs is not repeated
+                self._open(key)
+            else:
+                self._lose(
+                    key, HostLost(f"the process of its environment ended (exit code {code})")
+                )
+
+    def _lose(self, key: Key, error: Exception) -> None:
+        group = self._groups[key]
+        self.forget(key)
+        for number, call in list(group.host.pending.items()):
+            if call in group.calls:
+                del group.host.pending[number]
+                if not call.future.done():
+                    call.future.set_exception(error)
 
     def _end(self, host: _Host) -> None:
-        self._hosts.remove(host)
+        self._hosts = [each for each in self._hosts if each is not host]
         host.process.kill()
         host.process.join()
         host.requests.put(None)
@@ -220,7 +270,7 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """End all processes at once, whatever they are doing."""
-        for host in list(self._hosts):
+        for host in self._hosts:
             self._end(host)
 
 

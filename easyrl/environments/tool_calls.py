@@ -7,7 +7,8 @@
     mistral             [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}], or
                         [TOOL_CALLS]f[ARGS]{"x": 1}
 
-A call that cannot be read is a `BadCall`: the model gets the reason as its result.
+A call that cannot be read is a `BadCall`: the model gets the reason as its result. What the model
+only thinks (`<think>`, Mistral's `[THINK]`) is no call.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 MISTRAL = "[TOOL_CALLS]"
+CALLS_OR_THINKING = re.compile(
+    r"\A(?:(?!<think>|\[THINK\]).)*?(?:</think>|\[/THINK\])"  # the prompt opened it
+    r"|(<tool_call>.*?(?:</tool_call>|\Z)|<function=.*?(?:</function>|\Z)|\[TOOL_CALLS\].*"
+    r"|\A\s*(?:<\|python_tag\|>\s*)?\{.*)"  # arguments may contain such tags
+    r"|(?:<think>|\[THINK\]).*?(?:</think>|\[/THINK\]|\Z)",
+    re.DOTALL,
+)
+"""Calls are group 1."""
 SIGNS = {
     "<function=": "qwen3_coder",
     "<tool_call>": "hermes",
@@ -62,7 +71,7 @@ def read_calls(text: str, tool_format: str, schemas: Sequence[dict[str, Any]]) -
     """Return the calls of a turn, in order. `schemas`: of the tools."""
     split, read = FORMATS[tool_format]
     calls: Calls = []
-    for body in split(text):
+    for body in split(CALLS_OR_THINKING.sub(lambda match: match[1] or "", text)):
         try:
             calls.append(read(body, schemas))
         except (ValueError, KeyError, TypeError, AttributeError) as error:

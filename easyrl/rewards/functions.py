@@ -41,6 +41,10 @@ class RewardError(RuntimeError):
     """A reward function failed; the message has its name, its traceback and the prompt."""
 
 
+class GroupLost(RuntimeError):
+    """A group cannot be scored, though nothing has failed. It ends no run."""
+
+
 def final_text(completion: str | Messages) -> str:
     """Return the text after the thinking; after thinking that is not closed there is none."""
     return text_of(completion).rpartition("</think>")[2].partition("<think>")[0]

@@ -27,13 +27,14 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing import get_context
+from typing import Any
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
 from easyrl.config import Config, ConfigError
 from easyrl.processes import UNGUARDED_MESSAGE
-from easyrl.rewards.functions import RewardError
+from easyrl.rewards.functions import GroupLost, RewardError
 from easyrl.rewards.loading import (
     PER_COMPLETION,
     check_rewards,
@@ -42,7 +43,7 @@ from easyrl.rewards.loading import (
     reward_names,
     reward_specs,
 )
-from easyrl.rewards.worker import Call, Scored, run_call, start, try_function
+from easyrl.rewards.worker import Call, Scored, score, start, try_function
 from easyrl.types import Float32, Prompt
 
 POLL_SECONDS = 1.0
@@ -56,7 +57,7 @@ MAX_RESTARTS = 3
 class _Task:
     call: Call
     completions: slice  # in the group
-    future: Future[Scored]
+    future: Future[Any]  # the arguments of `Scored`
     is_repeated: bool = False  # after a kill
     is_elsewhere: bool = False  # not in this pool
 
@@ -89,7 +90,7 @@ class RewardPool:
         self,
         key: Hashable,
         group: Call,
-        elsewhere: tuple[Sequence[int], Future[Scored]] | None = None,
+        elsewhere: tuple[Sequence[int], Future[Any]] | None = None,
     ) -> None:
         """Score the completions of one prompt by all functions. `elsewhere`: functions that are
         called in another process, and their future result."""
@@ -170,10 +171,10 @@ class RewardPool:
                 if not _is_over(task) and not task.is_elsewhere:
                     task.future = self._schedule(task.call)
 
-    def _schedule(self, call: Call) -> Future[Scored]:
-        future: Future[Scored] = Future()
+    def _schedule(self, call: Call) -> Future[Any]:
+        future: Future[Any] = Future()
         try:
-            future = self._pool.schedule(run_call, (call,), timeout=self._timeout_seconds)
+            future = self._pool.schedule(score, (call,), timeout=self._timeout_seconds)
         except RuntimeError as error:  # the pool is broken, which `finished` will see
             future.set_exception(BrokenProcessPool(str(error)))
         future.add_done_callback(lambda _: self._wake())  # in a thread of the pool
@@ -215,9 +216,12 @@ class RewardPool:
         """The result, or an error for a call that did not return."""
         match task.future.exception():
             case None:
-                return task.future.result()
+                return Scored(*task.future.result())
             case TimeoutError():
                 problem = f"took longer than {self._timeout_seconds:g} s (reward.timeout_seconds)"
+            case GroupLost() as error if self._config.reward.on_error == "stop":
+                self._report(f"{error}; its group's rewards are 0")
+                return Scored([], [], {}, {})
             case ProcessExpired(exitcode=code):
                 if code == -signal.SIGXCPU and task.call.functions != self._per_group:
                     return Scored([], [], {}, {})  # math.MAX_CPU_SECONDS: the score is 0

@@ -18,6 +18,7 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,15 +88,26 @@ class Scored(NamedTuple):
     columns: dict[str, list[Any]]  # from log_extra, [N] each
 
 
+_num_left_of_others = [MAX_OUTPUT_CHARACTERS]
+_num_left: ContextVar[list[int]] = ContextVar("_num_left", default=_num_left_of_others)
+"""Characters that may still be printed: by the current call of an environment and its coroutines,
+and by all others (reward functions, threads of the user's own)."""
+
+
+def begin_output() -> None:
+    """Count the output of a call that begins by itself: calls of environments run together."""
+    _num_left.set([MAX_OUTPUT_CHARACTERS])
+    _num_left_of_others[0] = MAX_OUTPUT_CHARACTERS
+
+
 class _BoundedOutput(io.TextIOWrapper):
     """Standard output or error; both together are bounded."""
 
-    num_left = MAX_OUTPUT_CHARACTERS
-
     def write(self, text: str, /) -> int:
-        if len(text) > _BoundedOutput.num_left:
+        left = _num_left.get()
+        if len(text) > left[0]:
             raise OSError(f"printed more than {MAX_OUTPUT_CHARACTERS // 2**20} MiB in one call")
-        _BoundedOutput.num_left -= len(text)
+        left[0] -= len(text)
         return super().write(text)
 
 
@@ -111,6 +123,7 @@ def start(config: Config, sources: Mapping[str, str]) -> None:
     global _config  # noqa: PLW0603  one process, one run
     _config = config
     user_code.sources.update(sources)
+    user_code.allow_children()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # end at once
     die_with_parent()
     set_name(PROCESS_NAME)
@@ -178,6 +191,11 @@ def run_call(call: Call, environments: Sequence[Any] = ()) -> Scored:
     return result
 
 
+def score(call: Call) -> Any:
+    """Return the result of `run_call` in JSON's types: the rollout worker unpickles no others."""
+    return json.loads(json.dumps(run_call(call)))
+
+
 def try_function(spec: str, example: Prompt | None) -> str:
     """Load a function, check its columns, and call it on dummy completions (`reward.check`).
 
@@ -237,7 +255,7 @@ def _call_all(call: Call, services: Mapping[str, Any]) -> list[Any]:
     data |= {"completion_ids": call.completion_ids, "trainer_state": call.trainer_state}
     returned: list[Any] = []
     for function in (_functions[index] for index in call.functions):
-        _BoundedOutput.num_left = MAX_OUTPUT_CHARACTERS
+        _num_left.get()[0] = MAX_OUTPUT_CHARACTERS
         try:
             arguments = copy.deepcopy(accepted_arguments(function, data))
             arguments |= accepted_arguments(function, services)

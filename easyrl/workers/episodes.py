@@ -30,11 +30,11 @@ from easyrl.environments.check import name_of, row_of
 from easyrl.environments.conversation import make_conversations
 from easyrl.environments.host import Acted
 from easyrl.environments.loading import Interface
-from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost
+from easyrl.environments.pool import FAILURES, EnvironmentPool, HostLost
 from easyrl.environments.tool_calls import Calls, ToolCall
-from easyrl.rewards.functions import RewardError
+from easyrl.rewards.functions import GroupLost, RewardError
 from easyrl.rewards.loading import reward_specs
-from easyrl.rewards.worker import Call, Scored
+from easyrl.rewards.worker import Call
 from easyrl.types import Completion, Messages, Prompt
 
 Key = tuple[int, ...]
@@ -59,18 +59,17 @@ class _Group:
     episodes: list[_Episode]
     resets: list[Future[Any]]
     started: float
-    prompt_ids: list[int] = field(default_factory=list)  # common to all episodes
-    pending: dict[int, tuple[Turn, Future[Acted]]] = field(default_factory=dict)  # by episode
-    error: str = ""  # its environments cannot be used any more
+    prompt_ids: list[int] = field(default_factory=list)  # of the first episode
+    pending: dict[int, tuple[Turn, Future[Any]]] = field(default_factory=dict)  # by episode
+    error: Exception | None = None  # its environments cannot be used any more
 
 
 class Episodes:
     """The open groups of a rollout worker with environments."""
 
-    def __init__(self, config: Config, sources: Mapping[str, str], *, max_open_groups: int) -> None:
-        """`sources`: of the user's files; `max_open_groups`: generated at a time."""
-        self._config, self._max_open = config, max_open_groups
-        self.pool = EnvironmentPool(config, sources)
+    def __init__(self, config: Config, pool: EnvironmentPool, *, max_open_groups: int) -> None:
+        """`max_open_groups`: generated at a time."""
+        self._config, self.pool, self._max_open = config, pool, max_open_groups
         self._queue: deque[tuple[Key, Prompt, int]] = deque()
         self._groups: dict[Key, _Group] = {}
         self._failed: list[FinishedGroup] = []
@@ -140,8 +139,8 @@ class Episodes:
                 ids.append(self._conversations[group.environment].prompt_ids(episode.prompt))
             num_common = common_length(ids)
             self._check_lengths(max(map(len, ids)), num_common)
-        except (HostLost, CallFailed, TimeoutError, ValueError) as error:
-            self._break(group, f"reset: {_reason(error, self._config)}")
+        except (*FAILURES, ValueError) as error:
+            self._break(group, error)
             end = np.array([min(self._engine.end_tokens)], dtype=np.int32)
             zero, nothing = np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.bool_)
             request = GroupRequest(key, end.tolist(), len(resets))
@@ -151,12 +150,12 @@ class Episodes:
         first_tokens = [each[num_common:] for each in ids]
         for episode, tokens in zip(group.episodes, first_tokens, strict=True):
             episode.num_read = len(tokens)
-        group.prompt_ids = ids[0][:num_common]
+        group.prompt_ids = ids[0]
         has_own = any(first_tokens)
         self._engine.submit(
             GroupRequest(
                 key,
-                group.prompt_ids,
+                ids[0][:num_common],
                 len(ids),
                 has_turns=True,
                 first_tokens=first_tokens if has_own else None,
@@ -223,22 +222,21 @@ class Episodes:
                     del group.pending[index]
                     self._answer(group, group.episodes[index], turn, future)
 
-    def _answer(self, group: _Group, episode: _Episode, turn: Turn, future: Future[Acted]) -> None:
+    def _answer(self, group: _Group, episode: _Episode, turn: Turn, future: Future[Any]) -> None:
         try:
-            acted = future.result()
-        except (HostLost, CallFailed, TimeoutError) as error:
-            reason = _reason(error, self._config)
-            is_game = self._interfaces[group.environment].is_game
-            # In deterministic runs the result must not depend on time, and the call that may still
-            # run keeps all others of its process from running.
-            is_deterministic = self._config.runtime.deterministic
-            if is_game or is_deterministic or not isinstance(error, TimeoutError):
-                self._break(group, reason)
+            acted = Acted(*future.result())
+        except FAILURES as error:
+            # In deterministic runs the result must not depend on time.
+            if self._config.runtime.deterministic or not isinstance(error, TimeoutError):
+                self._break(group, error)
                 self._end(turn, episode, "error")
+                return
+            if self._interfaces[group.environment].is_game:
+                self._end(turn, episode, "time")
                 return
             calls = episode.messages[-1].get("tool_calls", ())
             names = [call["function"]["name"] for call in calls] or ["unknown"]
-            result = str({"error": reason})
+            result = str({"error": str(error)})
             messages = [{"role": "tool", "name": name, "content": result} for name in names]
             acted = Acted(messages, False, len(names), len(names))
         episode.messages += acted.messages
@@ -265,11 +263,13 @@ class Episodes:
         episode.ended_by = reason
         self._engine.end(turn, "length" if reason == "length" else "stop")
 
-    def _break(self, group: _Group, reason: str) -> None:
+    def _break(self, group: _Group, error: Exception) -> None:
         """Give a group up: its environments cannot be used any more. Raises RewardError if that is
         to end the run (`reward.on_error`)."""
-        group.error = f"rollout.environment: {reason}"
-        if self._config.reward.on_error == "stop":
+        is_slow = isinstance(error, TimeoutError) and not self._config.runtime.deterministic
+        is_lost = is_slow or isinstance(error, GroupLost)
+        group.error = (GroupLost if is_lost else HostLost)(f"rollout.environment: {error}")
+        if self._config.reward.on_error == "stop" and not is_lost:
             prompt = f"{group.prompt.content!r:.200}"
             raise RewardError(f"{group.error}\nfor the prompt {prompt}")
 
@@ -286,12 +286,12 @@ class Episodes:
                 self._read(own, episode, rest)
         return own.episodes[0].prompt, [episode.messages for episode in own.episodes]
 
-    def judge(self, key: Key, call: Call) -> tuple[Sequence[int], Future[Scored]] | None:
+    def judge(self, key: Key, call: Call) -> tuple[Sequence[int], Future[Any]] | None:
         """Score a group by the reward functions that need environments; return their numbers and
         their future result. If the group is broken, no function can score it."""
-        if reason := self._groups[key].error:
-            future: Future[Scored] = Future()
-            future.set_exception(CallFailed(reason))
+        if error := self._groups[key].error:
+            future: Future[Any] = Future()
+            future.set_exception(error)
             return range(len(reward_specs(self._config))), future
         if not (functions := self._reward_functions):
             return None
@@ -336,10 +336,3 @@ def common_length(sequences: Sequence[list[int]]) -> int:
     shortest = min(map(len, sequences))
     same = (n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
     return min(next(same, shortest), shortest - 1)
-
-
-def _reason(error: BaseException, config: Config) -> str:
-    if isinstance(error, TimeoutError):
-        seconds = config.rollout.tool_timeout_seconds
-        return f"a call took longer than {seconds:g} s (rollout.tool_timeout_seconds)"
-    return str(error)

@@ -31,6 +31,7 @@ from easyrl.data.chat import render_prompt, text_decoder
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
+from easyrl.environments.pool import EnvironmentPool
 from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.processes import maybe_sleep, pin
@@ -79,15 +80,15 @@ class RolloutWorker:
         self.control = control
         self.timeline = Timeline(control.send, settings.clock_offset_seconds)
         self.reward_weights = reward_weights(self.config)
-        self.reward_pool = RewardPool(  # first: it starts meanwhile
-            self.config,
-            settings.sources,
-            lambda text: control.send(events.Note(f"{settings.name}: {text}")),
-        )
+
+        def report(text: str) -> None:
+            control.send(events.Note(f"{settings.name}: {text}"))
+
+        self.reward_pool = RewardPool(self.config, settings.sources, report)  # starts meanwhile
         if self.config.rollout.has_environments:
-            self.episodes = Episodes(
-                self.config, settings.sources or {}, max_open_groups=settings.max_concurrent_groups
-            )
+            pool = EnvironmentPool(self.config, settings.sources or {}, report)
+            num_open = settings.max_concurrent_groups
+            self.episodes = Episodes(self.config, pool, max_open_groups=num_open)
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
         pin(settings.cores)  # after these processes: they may run on any core
         control.send(events.Starting("loading the model"))
