@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted
 from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost
 from easyrl.environments.tool_calls import BadCall, ToolCall, detect_format, read_calls
+from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call, Scored
 from easyrl.types import Prompt
 from tool_models import TEMPLATE, call, chat_tokenizer, example
@@ -97,16 +98,47 @@ class Counter:
         """End the process."""
         os._exit(3)
 
+    @classmethod
+    def shout(cls) -> str:
+        """Print a MiB, and return a subclass of str."""
+        print("x" * 2**20)
+        return Odd("loud")
+
+    @staticmethod
+    def helper():
+        return "no tool, as in TRL"
+
+    @property
+    def broken(self):
+        raise RuntimeError("not to be evaluated")
+
     def get_reward(self) -> float:
         return float(self.count)
 
 
+class Odd(str):
+    def __reduce__(self):
+        return os._exit, (1,)
+
+    def __str__(self):
+        return self
+
+
 class Game:
     def reset(self, seed: int, **columns):
-        self.seed = seed
+        self.seed, self.texts = seed, []
+        return Odd("go")
 
     def step(self, action):  # type hints are not needed
-        return action[::-1], action == "end"
+        if action == "hang":
+            time.sleep(1000)
+        if action == "draw":
+            action = str(time.time_ns())
+        self.texts.append(action)
+        return Odd(action[::-1]), action == "end"
+
+    def get_reward(self):
+        return len(self.texts)
 
 
 class HalfHinted:
@@ -216,7 +248,9 @@ def test_episodes_keep_their_state_and_are_scored_where_it_is(
     loaded = pool.loaded()
     interface = loaded.interfaces[""]
     names = [schema["function"]["name"] for schema in interface.schemas]
-    assert sorted(names) == ["alarm", "die", "draw", "increment", "leave", "made", "sleep", "wait"]
+    assert sorted(names) == [
+        *("alarm", "die", "draw", "increment", "leave", "made", "shout", "sleep", "wait")
+    ]
     assert not interface.is_game and interface.has_reward
     assert loaded.reward_functions == [0, 1]
     assert start(pool, 2, start=5) == [" from 5", " from 5"]
@@ -308,6 +342,88 @@ def test_a_dead_process_ends_its_groups_only(file: Path, pools: list[Environment
     assert acted[0][0]["content"] == "1"
 
 
+def kill(pool: EnvironmentPool, key: tuple[int, ...] = KEY) -> None:
+    os.kill(pool._groups[key].host.process.pid or 0, signal.SIGKILL)
+
+
+def play(pool: EnvironmentPool, *texts: str) -> list[Any]:
+    return [result(pool, pool.act(KEY, 0, text)) for text in texts]
+
+
+def reward_of(pool: EnvironmentPool) -> Any:
+    return Scored(*result(pool, pool.judge(KEY, Call([], [[]], [[1]], {}, functions=[0])))).scores
+
+
+@pytest.fixture
+def game(file: Path, pools: list[EnvironmentPool]) -> Callable[..., EnvironmentPool]:
+    def make(*words: str, reports: list[str] | None = None) -> EnvironmentPool:
+        words = ("reward.functions=[environment]", *words)
+        report = [].append if reports is None else reports.append
+        pools.append(pool := EnvironmentPool(config_of(file, "Game", *words), {}, report))
+        pool.loaded()
+        return pool
+
+    return make
+
+
+Game = Callable[..., EnvironmentPool]
+
+
+@pytest.mark.parametrize("word", ["rollout.concurrent_calls=4", "runtime.deterministic=true"])
+def test_calls_of_a_killed_process_are_repeated_once(game: Game, word: str) -> None:
+    pool = game(word, reports=(reports := []))
+    start(pool)
+    play(pool, "a", "b")
+    kill(pool)
+    assert play(pool, "c")[0][0][0]["content"] == "c" and reward_of(pool) == [[3.0]]
+    assert len(reports) == 1
+    kill(pool)
+    with pytest.raises(HostLost, match="-9"):
+        play(pool, "d")
+
+
+def test_a_killed_environment_that_cannot_be_repeated_is_lost(game: Game) -> None:
+    pool = game()
+    start(pool)
+    play(pool, "draw")
+    kill(pool)
+    with pytest.raises(GroupLost):
+        reward_of(pool)
+
+
+def test_a_process_that_is_killed_while_it_loads_is_replaced(
+    file: Path, pools: list[EnvironmentPool]
+) -> None:
+    pools.append(pool := EnvironmentPool(config_of(file), {}))
+    kill(pool, ())
+    assert pool.loaded().interfaces[""].has_reward
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_a_call_that_hangs_leaves_the_environment_as_it_was(game: Game, num: int) -> None:
+    """With one call at a time its process is killed, and all other calls are repeated."""
+    pool = game("rollout.tool_timeout_seconds=1", f"rollout.concurrent_calls={num}")
+    start(pool)
+    play(pool, "a")
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            play(pool, "hang")
+        assert reward_of(pool) == [[1.0]]
+
+
+def test_output_is_counted_by_call(file: Path, pools: list[EnvironmentPool]) -> None:
+    pools.append(pool := EnvironmentPool(config_of(file), {}))
+    start(pool)
+    results = [act(pool, ToolCall("shout", {})).messages[0]["content"] for _ in range(20)]
+    assert results == ["loud"] * 20
+    assert act(pool, *[ToolCall("shout", {})] * 20).num_errors == 5  # the line ends count
+
+
+def test_where_memory_runs_out_the_kernel_ends_an_environment_first(game: Game) -> None:
+    pid = game()._hosts[0].process.pid
+    assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"
+
+
 def test_deterministic_episodes_have_random_numbers_of_their_own(
     file: Path, pools: list[EnvironmentPool]
 ) -> None:
@@ -328,7 +444,7 @@ def test_a_game_gets_text_and_its_seed(file: Path, pools: list[EnvironmentPool])
     config = config_of(file, "Game", "reward.functions=[length_penalty]")
     pools.append(pool := EnvironmentPool(config, {}))
     assert pool.loaded().interfaces[""].is_game
-    assert start(pool) == [None]
+    assert start(pool) == ["go"]
     acted = Acted(*result(pool, pool.act(KEY, 0, "abc")))
     assert acted.messages == [{"role": "user", "content": "cba"}] and not acted.is_done
     assert Acted(*result(pool, pool.act(KEY, 0, "end"))).is_done
@@ -353,7 +469,7 @@ def test_an_odd_step_is_an_error(file: Path, pools: list[EnvironmentPool]) -> No
         ("BadInit", "rollout.environment", "no licence"),
         ("HalfHinted", "rollout.environment", "tuple[str, bool]"),
         ("Missing", "rollout.environment", "own.py:Counter"),
-        ("Game", "reward.functions", "get_reward"),
+        ("OddStep", "reward.functions", "get_reward"),
     ],
 )
 def test_unusable_environments_are_refused(file: Path, name: str, key: str, word: str) -> None:
@@ -410,6 +526,39 @@ def test_calls_are_read(tool_format: str, text: str) -> None:
     assert read_calls("no call", tool_format, SCHEMAS) == []
 
 
+HERMES = '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("hermes", f"<think>\nOr {HERMES % 9}, no.\n</think>\n{HERMES % 1}"),
+        ("hermes", f"Well. <think>{HERMES % 9}</think>{HERMES % 1}<think>{HERMES % 9}"),
+        ("hermes", f"the prompt opened it {HERMES % 9}</think>{HERMES % 1}"),
+        ("hermes", f"<think>a</think>{HERMES % 1}<think>never closed {HERMES % 9}"),
+        (
+            "qwen3_coder",
+            "<think><function=f><parameter=x>9</parameter></function></think>"
+            "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>",
+        ),
+        ("llama3", '<think>{"name": "f"}</think>\n{"name": "f", "parameters": {"x": 1}}'),
+        (
+            "mistral",
+            '[THINK][TOOL_CALLS]f[ARGS]{"x": 9}[/THINK][TOOL_CALLS][{"name": "f", '
+            '"arguments": {"x": 1}}]',
+        ),
+    ],
+)
+def test_calls_that_are_only_thought_of_are_none(tool_format: str, text: str) -> None:
+    assert read_calls(text, tool_format, SCHEMAS) == [ToolCall("f", {"x": 1})]
+
+
+@pytest.mark.parametrize("tag", ["<think>", "</think>"])
+def test_arguments_may_have_the_tags_of_thinking(tag: str) -> None:
+    text = f'<think>a</think><tool_call>{{"name": "f", "arguments": {{"s": "{tag}b"}}}}</tool_call>'
+    assert read_calls(text, "hermes", SCHEMAS) == [ToolCall("f", {"s": f"{tag}b"})]
+
+
 @pytest.mark.parametrize(
     ("tool_format", "text"),
     [
@@ -458,6 +607,14 @@ def test_tokens_of_a_conversation_are_the_templates_own() -> None:
         text = f"thinks {number} "
         prompt += [{"role": "assistant", "content": text, "tool_calls": [asked]}, message]
     assert ids == talk.prompt_ids(prompt)
+
+
+def test_a_turn_whose_thinking_the_prompt_has_opened_calls_nothing_before_it_ends() -> None:
+    talk, tokenizer = conversations(), chat_tokenizer()
+    text = "hm " + call("f", '{"x": 1}')
+    for prefix, num_calls in (("q", 1), ("q<think>\n", 0), ("q<think>\n\n</think>\n\n", 1)):
+        _, calls = talk.read_turn(tokenizer.encode(text), tokenizer.encode(prefix))
+        assert len(calls) == num_calls
 
 
 def test_an_answer_without_an_end_token_gets_one() -> None:

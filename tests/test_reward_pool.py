@@ -31,7 +31,8 @@ from easyrl.types import Prompt
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 
 FUNCTIONS = """
-import os, signal, sys, time, zlib
+import multiprocessing, os, signal, sys, time, zlib
+from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 
 def arguments(prompts, completions, completion_ids, answer, **columns):
@@ -97,6 +98,46 @@ def prints(completions, **_):
     for _ in range(2**20):
         print("x" * 1000)
     return [1.0] * len(completions)
+
+class Text(str):
+    def __reduce__(self):
+        return os._exit, (1,)
+
+    def __str__(self):
+        return self
+
+def logs_odd_names(completions, log_extra, log_metric, **_):
+    log_extra(Text("column"), [Text("a"), Text("b")])
+    log_metric(Text("metric"), np.float32(0.5))
+    return [1.0, 1.0]
+
+def length(text): return float(len(text))
+def puts(queue, text): queue.put(length(text))
+
+def in_a_pool(completions, **_):
+    with multiprocessing.Pool(2) as pool:
+        return pool.map(length, completions)
+
+def by_spawn(completions, **_):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(length, completions)
+
+def by_forkserver(completions, **_):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+        return list(pool.map(length, completions))
+
+def in_processes(completions, **_):
+    queue = multiprocessing.Queue()
+    for text in completions:
+        multiprocessing.Process(target=puts, args=(queue, text)).start()
+    return [queue.get() for _ in completions]
+
+KEPT = []
+
+def pids_of_pools_that_are_kept(completions, **_):
+    for method in ("fork", "spawn"):
+        KEPT.append(ProcessPoolExecutor(1, multiprocessing.get_context(method)))
+    return [float(pool.submit(os.getpid).result()) for pool in KEPT]
 
 def by_prompt(prompts, completions, **_): return globals()[prompts[0]](completions)
 
@@ -219,6 +260,26 @@ def test_slow_reward_does_not_block(open_pool: Open) -> None:
     assert time.perf_counter() - began < 0.1
     assert len(finished(pool, 1)) == 1
     assert select.select([pool], [], [], 0)[0] == []  # the wake-up is used up
+
+
+def test_results_are_of_plain_types(open_pool: Open) -> None:
+    """Others would be unpickled in the rollout worker."""
+    ((scores, errors, metrics, columns),) = score(open_pool("logs_odd_names"))
+    assert (scores, errors) == ([[1.0, 1.0]], []) and metrics == {"metric": 0.5}
+    assert columns == {"column": ["a", "b"]}
+    assert {type(each) for each in (*metrics, *columns, *columns["column"])} == {str}
+
+
+def test_function_may_start_processes(open_pool: Open) -> None:
+    pool = open_pool("in_a_pool", "by_spawn", "by_forkserver", "in_processes")
+    assert scores_of(pool) == [[1.0, 1.0]] * 4
+
+
+def test_processes_of_a_function_end_with_the_killed_process(open_pool: Open) -> None:
+    pool = open_pool("pids_of_pools_that_are_kept", "pid", reward__num_workers=1)
+    children, (pid, _) = scores_of(pool)
+    os.kill(int(pid), signal.SIGKILL)
+    assert all(ended(int(child)) for child in children)
 
 
 # Failures.
