@@ -155,5 +155,5 @@ def maybe_sleep() -> None:
         time.sleep(_RANDOM.random() * MAX_DELAY_SECONDS)
 
 
-if __name__ == "__mp_main__":  # in a process of a user's (`user_code.allow_children`)
+if __name__ == "__mp_main__":  # in a process that user code has started (`rewards.worker.start`)
     die_with_parent(os.getppid())

@@ -7,7 +7,7 @@ Each trial is one `easyrl grpo` on the CPU with two rollout workers, and one SIG
 later SIGCONT. Its victim, action and moment follow from the seed and its number: a quarter of the
 moments are spread over the start of the workers, the others over the rest of the life of an
 undisturbed run, which is measured first. A run that loses a process of MUST_FINISH has to finish;
-any other has to be resumable, and is resumed.
+any other has to be resumable, and is resumed. Runs whose victim is an environment play a game.
 
 Files of a trial are kept under --folder if it fails.
 """
@@ -33,6 +33,8 @@ from typing import Any
 
 import psutil
 
+from easyrl.environments.host import PROCESS_NAME
+
 from .runs import SMALL, command, lines_of, summary_of
 
 ITERATIONS, PROMPTS, GENERATIONS = 12, 4, 4
@@ -43,13 +45,17 @@ SETTINGS = (
     *("train.eval_every=3", "train.save_every=3", "rollout.max_completion_length=48"),
     *(f"runtime.stall_seconds={STALL_SECONDS}", f"runtime.timeout_seconds={TIMEOUT_SECONDS}"),
 )
+GAME = (
+    *("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess"),
+    "rollout.max_completion_length=80",
+)
 DELAYS = {"EASYRL_RANDOM_DELAYS": "0.04"}
 """Other timings in each trial, and iterations that take long beside the start of the workers."""
 
-VICTIMS = {"rollout": 4, "reward": 2, "train": 2, "controller": 2}
+VICTIMS = {"rollout": 4, "reward": 2, "train": 2, "controller": 2, "environment": 2}
 """Kinds of processes, and how often each is chosen."""
 STARTUP = 0.25
-MUST_FINISH = ("rollout", "reward")
+MUST_FINISH = ("rollout", "reward", "environment")
 PHASES = ("startup", "weights", "generate/train", "checkpoint", "evaluation", "saving")
 SHORT_STOP = 0.5, 4.0  # seconds
 LONG_STOP = STALL_SECONDS + 5.0
@@ -73,9 +79,14 @@ class Plan:
         number, moment, stop_seconds = draw.randrange(12), draw.random(), 0.0
         if draw.random() < 0.4:
             stop_seconds = draw.uniform(*SHORT_STOP)
-            if draw.random() < 0.25 and victim != "reward":  # whose calls have a time limit
+            if draw.random() < 0.25 and victim not in ("reward", "environment"):  # have time limits
                 stop_seconds = LONG_STOP
         return cls(victim, number, moment, stop_seconds)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Arguments of the run, besides SETTINGS."""
+        return GAME if self.victim == "environment" else ()
 
     @property
     def action(self) -> str:
@@ -172,17 +183,21 @@ class Run:
             for n, process in enumerate(workers)
         }
         rollout = {pid for pid, name in roles.items() if name.startswith("rollout")}
-        if kind == "reward":
-            return self._children(processes, rollout)
+        if kind in ("reward", "environment"):
+            return self._children(processes, rollout, are_environments=kind == "environment")
         return [process for process in workers if (process.pid in rollout) == (kind == "rollout")]
 
     @staticmethod
-    def _children(processes: list[psutil.Process], parents: set[int]) -> list[psutil.Process]:
+    def _children(
+        processes: list[psutil.Process], parents: set[int], *, are_environments: bool = False
+    ) -> list[psutil.Process]:
         """Python processes that these have spawned."""
         found = []
         for process in processes:
             try:
-                if process.ppid() in parents and "spawn_main" in " ".join(process.cmdline()):
+                is_spawned = "spawn_main" in " ".join(process.cmdline())
+                is_of_kind = (process.name() == PROCESS_NAME) == are_environments
+                if process.ppid() in parents and is_spawned and is_of_kind:
                     found.append((process.create_time(), process.pid, process))
             except psutil.NoSuchProcess:
                 continue
@@ -245,12 +260,12 @@ class Baseline:
     total: float
 
 
-def measure(folder: Path, jobs: int) -> Baseline:
+def measure(folder: Path, jobs: int, words: tuple[str, ...]) -> Baseline:
     """The times of undisturbed runs, as many at a time as there will be trials."""
-    runs = [Run(folder / f"undisturbed-{n}") for n in range(jobs)]
+    runs = [Run(folder / f"undisturbed-{len(words)}-{n}") for n in range(jobs)]
     try:
         for run in runs:
-            run.start("run")
+            run.start("run", *words)
         times = []
         for run in runs:
             run.wait(300.0)
@@ -270,7 +285,7 @@ def run_trial(plan: Plan, folder: Path, baseline: Baseline) -> Outcome:
     """Run, act, and check. If the run ended before the moment, the moment is put forward."""
     outcome, run = Outcome(plan), Run(folder)
     try:
-        run.start("run")
+        run.start("run", *plan.words)
         acted = _act(run, plan, baseline)
         if acted is None:
             run.kill()
@@ -327,7 +342,7 @@ def _check_end(run: Run, outcome: Outcome, limit: float) -> None:
         if code == 1 and not run.err.read_text().strip():
             problems.append("the run failed without a message")
         outcome.has_resumed = True
-        run.start("resumed", "runtime.resume=auto")
+        run.start("resumed", *plan.words, "runtime.resume=auto")
         if not run.wait(limit):
             problems.append(f"resumed: no end after {limit:.0f} s")
             return
@@ -462,12 +477,14 @@ def main() -> int:
     victims = arguments.victims.split(",") if arguments.victims else VICTIMS
     plans = {n: Plan.of_trial(arguments.seed, n) for n in numbers}
     plans = {n: plan for n, plan in plans.items() if plan.victim in victims}
-    baseline = measure(folder, jobs=min(arguments.jobs, len(plans)))
-    print(f"undisturbed: ready after {baseline.ready:.1f} s, {baseline.total:.1f} s in all")
+    baselines = {}
+    for words in {plan.words for plan in plans.values()}:
+        baselines[words] = each = measure(folder, min(arguments.jobs, len(plans)), words)
+        print(f"undisturbed: ready after {each.ready:.1f} s, {each.total:.1f} s in all")
 
     def one(number: int) -> Outcome:
         plan = plans[number]
-        outcome = run_trial(plan, folder / f"trial-{number}", baseline)
+        outcome = run_trial(plan, folder / f"trial-{number}", baselines[plan.words])
         what = f"{plan.victim} {plan.action} in {outcome.phase}"
         print(f"trial {number}: {what}, {outcome.seconds:.1f} s: {outcome.text}", flush=True)
         return outcome

@@ -11,8 +11,6 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
-import multiprocessing
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -21,7 +19,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 from easyrl.formatting import ConfigError
-from easyrl.processes import die_with_parent
 
 PACKAGE = Path(__file__).parent.parent
 FORMS = "file.py:function or package.module:function"
@@ -92,11 +89,10 @@ def _load(path: str) -> ModuleType:
     sys.path.append(str(file.parent if is_file else Path.cwd()))  # last: it shadows nothing
     if not is_file:
         return importlib.import_module(path)
-    # Processes that it starts import it by its name, unless another module has that.
-    importlib.invalidate_caches()
-    found = importlib.machinery.PathFinder.find_spec(name := file.stem)
-    is_first = found is not None and _file(found.origin or "") == file
-    if name in sys.stdlib_module_names or not is_first:
+    name = file.stem  # by which processes that it starts can import it, unless it is another's
+    found = importlib.machinery.PathFinder.find_spec(name)
+    is_other = found is None or _file(found.origin or "") != file
+    if is_other or name in sys.modules or name in sys.stdlib_module_names:
         name = f"easyrl_user_{name}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # the suffix is .py
@@ -106,15 +102,6 @@ def _load(path: str) -> ModuleType:
     else:
         spec.loader.exec_module(module)
     return module
-
-
-def allow_children() -> None:
-    """Let user code start processes as in any program; they end with this one."""
-    multiprocessing.set_start_method(None, force=True)  # `spawn` is ours
-    multiprocessing.current_process().daemon = False
-    os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
-    # Processes that are not forked import the main module.
-    sys.modules["__main__"].__spec__ = importlib.util.find_spec(die_with_parent.__module__)
 
 
 def user_traceback(error: BaseException) -> str:

@@ -79,9 +79,8 @@ class Conversations:
         before = self._tokenizer.decode(list(prefix))
         if self._format == "auto":
             return text, self._read_by_template(text, before)
-        is_thinking = before.rstrip().endswith(("<think>", "[THINK]"))
-        whole = f"<think>{text}" if is_thinking else text
-        return text, read_calls(whole, self._format, self._schemas)
+        opening = "<think>" if before.rstrip().endswith(("<think>", "[THINK]")) else ""
+        return text, read_calls(opening + text, self._format, self._schemas)
 
     def _read_by_template(self, text: str, prefix: str) -> Calls:
         try:

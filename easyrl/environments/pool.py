@@ -1,7 +1,7 @@
 """The environments of a rollout worker, in processes of their own (`host`).
 
     start(group) ─► a host process; the group stays there ─► act, judge ─► forget
-    finished() ─► answers since the last call, without waiting
+    poll() ─► answers since the last call, without waiting
 
 A call that takes longer than its limit fails. Its process gets no new groups and is replaced when
 its last group is over, because the call may still run there; a process that starts no calls any
@@ -79,14 +79,11 @@ class _Group:
 class EnvironmentPool:
     """Create it in a thread that lives as long as the pool: Linux ends the processes with it."""
 
-    def __init__(
-        self,
-        config: Config,
-        sources: Mapping[str, str],
-        report: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        """`report` is called when calls are repeated."""
-        self._config, self._sources, self.report = config, sources, report
+    report: Callable[[str], None] = staticmethod(print)
+    """Called when processes were killed."""
+
+    def __init__(self, config: Config, sources: Mapping[str, str]) -> None:
+        self._config, self._sources = config, sources
         self._context = get_context("spawn")
         self._hosts: list[_Host] = []
         self._groups: dict[Key, _Group] = {}
@@ -174,7 +171,7 @@ class EnvironmentPool:
             group.calls.append(call)
             self._send(group.host, call)
         else:
-            call.future.set_exception(HostLost("the process of its environment has died"))
+            call.future.set_exception(HostLost("the environment's process has ended"))
         return call.future
 
     def _send(self, host: _Host, call: _Call) -> None:
@@ -248,9 +245,7 @@ class EnvironmentPool:
                 group.is_repeated |= not host.is_stuck  # a call that hangs is not repeated
                 self._open(key)
             else:
-                self._lose(
-                    key, HostLost(f"the process of its environment ended (exit code {code})")
-                )
+                self._lose(key, HostLost(f"the environment's process ended (exit code {code})"))
 
     def _lose(self, key: Key, error: Exception) -> None:
         group = self._groups[key]

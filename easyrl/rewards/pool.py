@@ -43,7 +43,7 @@ from easyrl.rewards.loading import (
     reward_names,
     reward_specs,
 )
-from easyrl.rewards.worker import Call, Scored, score, start, try_function
+from easyrl.rewards.worker import Call, Scored, run_call, start, try_function
 from easyrl.types import Float32, Prompt
 
 POLL_SECONDS = 1.0
@@ -174,7 +174,7 @@ class RewardPool:
     def _schedule(self, call: Call) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future = self._pool.schedule(score, (call,), timeout=self._timeout_seconds)
+            future = self._pool.schedule(run_call, (call,), timeout=self._timeout_seconds)
         except RuntimeError as error:  # the pool is broken, which `finished` will see
             future.set_exception(BrokenProcessPool(str(error)))
         future.add_done_callback(lambda _: self._wake())  # in a thread of the pool

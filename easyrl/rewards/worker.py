@@ -13,6 +13,8 @@ import copy
 import inspect
 import io
 import json
+import multiprocessing
+import os
 import reprlib
 import resource
 import signal
@@ -20,6 +22,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,14 +91,13 @@ class Scored(NamedTuple):
     columns: dict[str, list[Any]]  # from log_extra, [N] each
 
 
-_num_left_of_others = [MAX_OUTPUT_CHARACTERS]
+_num_left_of_others = [MAX_OUTPUT_CHARACTERS]  # of reward functions and the user's threads
 _num_left: ContextVar[list[int]] = ContextVar("_num_left", default=_num_left_of_others)
-"""Characters that may still be printed: by the current call of an environment and its coroutines,
-and by all others (reward functions, threads of the user's own)."""
+"""Characters that an environment's call and its coroutines may still print."""
 
 
 def begin_output() -> None:
-    """Count the output of a call that begins by itself: calls of environments run together."""
+    """Count what the current call of an environment prints: others run at the same time."""
     _num_left.set([MAX_OUTPUT_CHARACTERS])
     _num_left_of_others[0] = MAX_OUTPUT_CHARACTERS
 
@@ -123,7 +125,11 @@ def start(config: Config, sources: Mapping[str, str]) -> None:
     global _config  # noqa: PLW0603  one process, one run
     _config = config
     user_code.sources.update(sources)
-    user_code.allow_children()
+    # User code may start processes as in any program; they end with this one.
+    multiprocessing.set_start_method(None, force=True)  # `spawn` is EasyRL's
+    multiprocessing.current_process().daemon = False
+    os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
+    sys.modules["__main__"].__spec__ = find_spec("easyrl.processes")  # others import it at first
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # end at once
     die_with_parent()
     set_name(PROCESS_NAME)
@@ -188,12 +194,7 @@ def run_call(call: Call, environments: Sequence[Any] = ()) -> Scored:
                 limit = f"\n(reward.memory_limit_gib is {_config.reward.memory_limit_gib})"
             result.errors.append(f"reward '{name}' failed:\n{user_traceback(error)}{limit}")
     result.metrics.update({name: sum(values) / len(values) for name, values in logged.items()})
-    return result
-
-
-def score(call: Call) -> Any:
-    """Return the result of `run_call` in JSON's types: the rollout worker unpickles no others."""
-    return json.loads(json.dumps(run_call(call)))
+    return Scored(*json.loads(json.dumps(result)))  # the caller unpickles nothing of a user's
 
 
 def try_function(spec: str, example: Prompt | None) -> str:

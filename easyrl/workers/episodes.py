@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import numpy as np
@@ -67,9 +66,10 @@ class _Group:
 class Episodes:
     """The open groups of a rollout worker with environments."""
 
-    def __init__(self, config: Config, pool: EnvironmentPool, *, max_open_groups: int) -> None:
-        """`max_open_groups`: generated at a time."""
-        self._config, self.pool, self._max_open = config, pool, max_open_groups
+    def __init__(self, config: Config, sources: Mapping[str, str], *, max_open_groups: int) -> None:
+        """`sources`: of the user's files; `max_open_groups`: generated at a time."""
+        self._config, self._max_open = config, max_open_groups
+        self.pool = EnvironmentPool(config, sources)
         self._queue: deque[tuple[Key, Prompt, int]] = deque()
         self._groups: dict[Key, _Group] = {}
         self._failed: list[FinishedGroup] = []
@@ -89,10 +89,6 @@ class Episodes:
     @property
     def has_work(self) -> bool:
         return bool(self._queue or self._groups)
-
-    @property
-    def connections(self) -> list[Connection]:
-        return self.pool.connections
 
     def submit(self, key: Key, prompt: Prompt, num_generations: int) -> None:
         self._queue.append((key, prompt, num_generations))
@@ -311,9 +307,6 @@ class Episodes:
             "ended_by": [episode.ended_by for episode in episodes],
         }
         return {name: sum(of_all) / len(of_all) for name, of_all in means.items()}, columns
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 def with_observation(content: str | Messages, observation: str | None) -> Messages:

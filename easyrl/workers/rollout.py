@@ -31,7 +31,6 @@ from easyrl.data.chat import render_prompt, text_decoder
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
-from easyrl.environments.pool import EnvironmentPool
 from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.processes import maybe_sleep, pin
@@ -86,9 +85,10 @@ class RolloutWorker:
 
         self.reward_pool = RewardPool(self.config, settings.sources, report)  # starts meanwhile
         if self.config.rollout.has_environments:
-            pool = EnvironmentPool(self.config, settings.sources or {}, report)
-            num_open = settings.max_concurrent_groups
-            self.episodes = Episodes(self.config, pool, max_open_groups=num_open)
+            self.episodes = Episodes(
+                self.config, settings.sources or {}, max_open_groups=settings.max_concurrent_groups
+            )
+            self.episodes.pool.report = report
         self.cores = WorkerCores(settings.num_threads, settings.cores, settings.core_sharing)
         pin(settings.cores)  # after these processes: they may run on any core
         control.send(events.Starting("loading the model"))
@@ -181,7 +181,7 @@ class RolloutWorker:
     def _close_pools(self) -> None:
         self.reward_pool.close()
         if self.episodes is not None:
-            self.episodes.close()
+            self.episodes.pool.close()
 
     def _wait_for_work(self) -> None:
         if self._deferred or (self.engine.can_step and not self._outbox):
@@ -189,7 +189,7 @@ class RolloutWorker:
         wakers: list[Connection | int] = [self.control, self.reward_pool.fileno()]
         is_polling, is_short = bool(self._being_scored), False
         if self.episodes is not None:
-            wakers += self.episodes.connections
+            wakers += self.episodes.pool.connections
             is_short = self.episodes.has_work  # `advance` looks for calls that take too long
             is_polling = is_polling or is_short
         if self._outbox:
