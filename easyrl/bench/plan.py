@@ -220,7 +220,7 @@ def _read_bench(file: Path, model: str | None) -> Source:
             if row["rates"]["iterations"]
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{expected}, got another one: {error!r:.200}") from None
+        raise ConfigError(f"{expected}, got another one: {error}") from None
     if not by_model:
         raise ConfigError(f"{expected}, got one without measured iterations")
     if len(by_model) == 1:

@@ -142,7 +142,7 @@ def read_history(folder: Path) -> History:
             known = run.lines.get(line["iteration"] + 1, {})
             run.lines[line["iteration"] + 1] = {**known, **line, OVERLAP: overlap([line])}
     run.lines = dict(sorted(run.lines.items()))
-    if (folder / SUMMARY).is_file():
+    with contextlib.suppress(OSError, ValueError):  # none, or a damaged one
         run.summary = json.loads((folder / SUMMARY).read_text())
     return run
 
