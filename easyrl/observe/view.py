@@ -381,9 +381,9 @@ def _line(*parts: str | tuple[str, str]) -> Text:
 def _header(state: ViewState, run: events.RunStarted, now: float) -> Iterator[RenderableType]:
     config, devices = run.config, run.devices.values()
     num_devices = count_devices(devices)
-    what = f"  {printable(config.model.path)} on {printable(config.data.shown)} · "
+    what = f"  {config.model.path} on {config.data.shown} · "
     what += f"{counted(num_devices, 'device')} ({', '.join(dict.fromkeys(devices))})"
-    yield _line(("EasyRL", "bold"), what)
+    yield _line(("EasyRL", "bold"), printable(what))
     yield _progress(state, run, now)
     if state.lines and not state.is_starting:
         metrics = state.lines[state.num_done - 1]
