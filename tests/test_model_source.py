@@ -9,6 +9,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -16,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from easyrl.config import ConfigError, load_config
-from easyrl.data.hub import describe_model, model_config_from_hub, resolve_model
+from easyrl.data.datasets import open_hub
+from easyrl.data.hub import describe_model, model_config_from_hub, reach_hub, resolve_model
 from easyrl.model.export import find_model
-from easyrl.model.files import fingerprint, max_positions
+from easyrl.model.files import fingerprint, max_positions, read_model_files
 from easyrl.runtime.preflight import check_run
 from easyrl.runtime.resume import find_resume, with_absolute_paths
 from mistakes import TINY, make_run
@@ -193,6 +195,33 @@ def test_error_of_the_hub_is_reported(
         with pytest.raises(ConfigError, match=rf"model\.path(.|\n)*{reason}"):
             model_config_from_hub("owner/name")
         server.shutdown()
+
+
+def test_a_silent_hub_leaves_its_clients_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EasyRL reads the cache meanwhile, and asks again the next time."""
+    import datasets
+
+    cache = tmp_path / "models--owner--name"
+    shutil.copytree(TINY, cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    before = dict(os.environ)
+    assert read_model_files("owner/name").config["vocab_size"] == 99
+    assert resolve_model("owner/name") == str(cache / "snapshots" / "abc")
+    assert fingerprint("owner/name") == "abc", "the same as that of a hub that answers"
+    for missing, open_it in (("owner/none", read_model_files), ("owner/data", open_hub)):
+        with pytest.raises(ConfigError, match=missing):
+            open_it(missing)
+    assert dict(os.environ) == before, "what child processes see"
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
+    monkeypatch.setattr(huggingface_hub, "get_session", Mock())
+    assert reach_hub() and resolve_model("owner/name") == "owner/name"
 
 
 @pytest.mark.parametrize(

@@ -133,26 +133,32 @@ def open_hub(name: str) -> Any:
     """Open a split of a data set on the hub."""
     repository, _, rest = name.partition(":")
     subset, _, split = rest.partition(":")
-    advice = "" if reach_hub() else " Check the name and the network (HF_ENDPOINT names a mirror)"
     return _load(
         name,
         lambda datasets: datasets.load_dataset(repository, subset or None, split=split or "train"),
-        advice,
+        is_reachable=reach_hub(),
     )
 
 
-def _load(name: str, load: Callable[[Any], Any], advice: str = "") -> Any:
-    """Load rows with `datasets`, without progress bars."""
+def _load(name: str, load: Callable[[Any], Any], *, is_reachable: bool = True) -> Any:
+    """Load rows with `datasets`, without progress bars. Unless the hub `is_reachable`, load them
+    from the cache: its clients would retry for half a minute."""
     import datasets
+    from huggingface_hub import constants
 
     datasets.disable_progress_bars()
+    was_offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = was_offline or not is_reachable
     try:
         return load(datasets)
     except Exception as error:  # datasets and pyarrow raise many kinds
         cause = error if isinstance(error, ConnectionError) else error.__cause__ or error
         why = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
+        advice = "" if is_reachable else " Check name and network (HF_ENDPOINT names a mirror)"
         kind = HubUnreachable if advice else ConfigError
         raise kind(f"{KEY}: '{name}' cannot be loaded: {why}.{advice}") from error
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
 
 
 def _read(path: Path) -> list[tuple[int, dict[str, Any]]]:

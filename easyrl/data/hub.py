@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,8 @@ BUILT_IN_MODELS = {
     for name in ("tiny", "tiny-countdown", "tiny-guess")
 }
 KEY = "model.path (--model)"
+_last_answer: bool | None = None
+"""What `reach_hub` returned last in this process."""
 FORMS = f"use {', '.join(BUILT_IN_MODELS)}, a Hugging Face model folder, or a hub id"
 
 
@@ -25,14 +26,26 @@ class HubUnreachable(ConfigError):
     """Something on the hub is not in the cache and cannot be downloaded now."""
 
 
-def resolve_model(path: str) -> str:
-    """Return the folder of a built-in model or of a local one, or else `path` itself (a hub id).
+def local_folder(path: str) -> Path | None:
+    """Return the folder of a built-in model or of a local one; None for any other path.
 
     A built-in name is the built-in model here: commands have replaced it by the path of a local
     folder of that name, where there is one (`runtime.resume`).
     """
     folder = BUILT_IN_MODELS.get(path) or Path(path).expanduser()
-    return str(folder) if folder.is_dir() else path
+    return folder if folder.is_dir() else None
+
+
+def resolve_model(path: str) -> str:
+    """Return what loads a model: its `local_folder`, or else `path` itself (a hub id).
+
+    If the hub does not answer, it is the folder of the hub's cache (clients would retry for half a
+    minute). Raises ConfigError if the model is not in the cache.
+    """
+    if folder := local_folder(path):
+        return str(folder)
+    is_reachable = reach_hub() if _last_answer is None else _last_answer
+    return path if is_reachable else str(model_config_from_hub(path).parent)
 
 
 def describe_model(path: str) -> str:
@@ -57,7 +70,8 @@ def model_config_from_hub(repository: str) -> Path:
 
     is_reachable, endpoint = reach_hub(), os.environ.get("HF_ENDPOINT")
     try:
-        return Path(huggingface_hub.hf_hub_download(repository, "config.json", endpoint=endpoint))
+        options = {"endpoint": endpoint, "local_files_only": not is_reachable}
+        return Path(huggingface_hub.hf_hub_download(repository, "config.json", **options))
     except Exception as error:
         # The client reports some HTTP errors as "not in the cache", with the real one as cause.
         cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error
@@ -70,23 +84,17 @@ def model_config_from_hub(repository: str) -> Path:
 
 
 def reach_hub() -> bool:
-    """Return whether the hub (or its mirror, HF_ENDPOINT) answers within HUB_TIMEOUT_SECONDS.
-
-    If not, its clients, which would retry for half a minute, use their caches alone from now on, in
-    this process and in its workers.
-    """
+    """Return whether the hub (or its mirror, HF_ENDPOINT) answers within HUB_TIMEOUT_SECONDS."""
+    global _last_answer  # noqa: PLW0603
     import huggingface_hub
 
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     try:
         huggingface_hub.get_session().head(endpoint, timeout=HUB_TIMEOUT_SECONDS)
+        _last_answer = True
     except Exception:  # of httpx or httpx2, depending on the client's version
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
-        if datasets := sys.modules.get("datasets"):
-            datasets.config.HF_HUB_OFFLINE = True
-        return False
-    return True
+        _last_answer = False
+    return _last_answer
 
 
 def check_push(repository: str) -> None:

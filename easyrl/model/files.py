@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from easyrl.config import Config, ConfigError
-from easyrl.data.hub import FORMS, KEY, is_hub_id, model_config_from_hub, resolve_model
+from easyrl.data.hub import (
+    FORMS,
+    KEY,
+    is_hub_id,
+    local_folder,
+    model_config_from_hub,
+    resolve_model,
+)
 
 SAFETENSORS = "model.safetensors"
 PACKED_LAYERS = ("full_attention", "sliding_attention")
@@ -44,8 +51,8 @@ class ModelFiles:
 def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
     """Read the model of `path` (a folder, a hub id or a built-in model). Raises ConfigError if a
     folder lacks config.json or, with `is_whole`, weights or a tokenizer."""
-    folder = Path(resolve_model(path))
-    if not folder.is_dir():
+    folder = local_folder(path)
+    if folder is None:
         if not is_hub_id(path):
             raise ConfigError(f"{KEY}: '{path}' does not exist; {FORMS}")
         folder, is_whole = model_config_from_hub(path).parent, False  # the rest is downloaded later
@@ -63,8 +70,8 @@ def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
 def fingerprint(path: str) -> str:
     """Return an identity of the model's content: a hub revision, or a digest of configuration,
     tokenizer and samples of the weights. Downloads only the configuration; reads a few MB."""
-    folder = Path(resolve_model(path))
-    if not folder.is_dir():
+    folder = local_folder(path)
+    if folder is None:
         return model_config_from_hub(path).parent.name
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     patterns = (*TOKENIZERS, "chat_template*")
@@ -136,7 +143,7 @@ def max_positions(model_config: dict[str, Any]) -> int | None:
 
 def lacks_chat_template(path: str) -> bool:
     """Whether a model's files show that its tokenizer has no chat template."""
-    folder = Path(resolve_model(path))
+    folder = local_folder(path) or Path(path)
     config = folder / "tokenizer_config.json"
     elsewhere = ("*chat_template*", "tekken.json")
     return (
