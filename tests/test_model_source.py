@@ -41,6 +41,33 @@ def test_run_folder_gives_its_final_model_or_else_its_newest_checkpoint(tmp_path
     assert found.make(tmp_path / "made") == found.path and not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "file"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, ""),
+        ({"quantization_config": {"load_in_8bit": True}}, ""),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, ""),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ""),
+        ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, ""),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, ""),
+        ({}, "quantize_config.json"),  # AutoGPTQ, when config.json had no key for it
+        ({}, "hf_quant_config.json"),  # NVIDIA's ModelOpt
+    ],
+)
+def test_quantized_model_is_refused_before_anything_is_loaded(
+    tmp_path: Path, changes: dict[str, Any], file: str
+) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    assert find_model(str(folder)).path == str(folder)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    (folder / (file or "notes")).write_text("{}")
+    for path in (folder, adapter(tmp_path / "adapter", str(folder))):
+        with pytest.raises(ConfigError, match=r"model\.path(.|\n)*quantized"):
+            find_model(str(path))
+
+
 def test_best_checkpoint_is_the_folder_that_it_links_to(tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     make_run(tmp_path / "run", {10: {}, 20: {}})

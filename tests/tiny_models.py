@@ -66,6 +66,17 @@ FAMILIES = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     },
+    # Queries are scaled by their positions, from `original_max_position_embeddings` on.
+    "ministral3": {
+        **GROUPED,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 2,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "phi3": {"num_key_value_heads": 2, "sliding_window": WINDOW},
     # Multi-head latent attention: values are smaller than queries and keys.
     "deepseek_v3": {

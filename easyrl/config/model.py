@@ -46,7 +46,7 @@ class ModelConfig(Section):
 
     path: str = Field(default="tiny", min_length=1)
     """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-countdown`,
-    `tiny-guess`)."""
+    `tiny-guess`). Its weights must not be quantized."""
     dtype: DType = "float32"
     """Data type of the computation. The trainer keeps weights, sums of gradients, optimizer state
     and log-probabilities in float32."""

@@ -10,7 +10,7 @@ from easyrl.config.section import EACH_ONCE, Section
 
 
 class TrainConfig(Section):
-    """Iterations and the optimizer (AdamW)."""
+    """Iterations and the optimizer: AdamW (betas 0.9 and 0.99, epsilon 1e-8, weight decay 0)."""
 
     iterations: int = Field(default=60, ge=1)
     """Iterations of the run: weights out, groups in, `train.updates_per_iteration` steps."""

@@ -70,8 +70,10 @@ def model_config_from_hub(repository: str) -> Path:
 
     is_reachable, endpoint = reach_hub(), os.environ.get("HF_ENDPOINT")
     try:
-        options = {"endpoint": endpoint, "local_files_only": not is_reachable}
-        return Path(huggingface_hub.hf_hub_download(repository, "config.json", **options))
+        file = huggingface_hub.hf_hub_download(
+            repository, "config.json", endpoint=endpoint, local_files_only=not is_reachable
+        )
+        return Path(file)
     except Exception as error:
         # The client reports some HTTP errors as "not in the cache", with the real one as cause.
         cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error

@@ -11,12 +11,14 @@ Shapes: T tokens of the packed row, H the model's width, V tokens of the vocabul
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from easyrl.config import ConfigError
 from easyrl.data.hub import KEY
@@ -30,6 +32,8 @@ SEQUENCES = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [9, 10, 11, 12, 13], [9, 10
 """The tokens of each of its sequences."""
 EAGER = "eager"
 """transformers' plain attention, the definition of what a model computes."""
+EXPERTS = "transformers/integrations/moe.py"
+"""Code that sorts the tokens by their experts and back."""
 NUM_DRAWS = 3
 """Rows of random tokens, one of which must agree: the last bit of a mixture of experts' router may
 send a token to another expert, but no row agrees by chance."""
@@ -69,13 +73,19 @@ def _unsupported_reason(model: Any) -> str | None:
 
 @torch.no_grad()
 def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -> str | None:
-    """Call `reason_of` on the model and rows of random tokens; return None as soon as it does."""
+    """Call `reason_of` on the model and rows of random tokens; return None as soon as it does.
+    Raises ConfigError if the model cannot be run."""
     generator = torch.Generator().manual_seed(0)
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     reason = None
     for _ in range(NUM_DRAWS):
         drawn = torch.randint(vocabulary_size, (SEQUENCES[-1][-1] + 1,), generator=generator)
-        if (reason := reason_of(model, drawn.to(model.device))) is None:
+        try:
+            reason = reason_of(model, drawn.to(model.device))
+        except Exception as error:  # any, depending on what the model's code expects
+            name = f"{model.name_or_path} ({type(model).__name__})"
+            raise ConfigError(f"{KEY}: transformers cannot run {name}: {error}") from error
+        if reason is None:
             break
     return reason
 
@@ -104,15 +114,15 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
     indices = [index for sequence in SEQUENCES for index in sequence]
     with _attending(model, EAGER):
         expected = torch.cat([_logits(model, tokens[sequence]) for sequence in SEQUENCES])
-    layout = RecordingLayout(GROUPS, tokens.device)
+    layout, places = RecordingLayout(GROUPS, tokens.device), _Places(len(tokens))
     try:
-        with _attending(model, ATTENTION_NAME):
+        with _attending(model, ATTENTION_NAME), places:
             got = _logits(model, tokens, position_ids=positions, attention_layout=layout)
     except UnservableLayer as layer:
         return str(layer)
     except Exception as error:  # any, depending on what the model's code expects
         return f"EasyRL's attention does not fit its layers ({type(error).__name__}: {error})"
-    reason = layout.unsupported_reason(model)
+    reason = layout.unsupported_reason(model) or places.used_by
     if reason is None and not _agree(got[indices], expected):
         reason = "a packed row gives other results than its sequences alone"
     return reason
@@ -138,6 +148,26 @@ def _attending(model: Any, name: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(own)
+
+
+class _Places(TorchFunctionMode):
+    """Detect code that numbers the tokens of a row. What it does with their places, which are not
+    their positions, may differ only in rows that are longer than the check's: llama4_text scales
+    queries from place `floor_scale` on, where layers have no RoPE."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self._num_tokens = num_tokens
+        self.used_by: str | None = None
+        """The reason not to pack rows, if there is one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.arange and len(result) == self._num_tokens:
+            caller = sys._getframe(1).f_code
+            if not caller.co_filename.endswith(EXPERTS):
+                self.used_by = f"{caller.co_qualname} goes by a token's place in the row"
+        return result
 
 
 class RecordingLayout(PackedGroups):

@@ -27,6 +27,8 @@ from easyrl.data.hub import (
 SAFETENSORS = "model.safetensors"
 PACKED_LAYERS = ("full_attention", "sliding_attention")
 """Layer types that EasyRL's attention supports."""
+QUANTIZED = ("quantization_config", "compression_config")
+"""Keys of `config.json` that say how weights are quantized."""
 BOUNDED_ROPES = {"default", "llama3", "dynamic", "mrope"}
 """RoPE types with which `max_position_embeddings` bounds the sequence length."""
 NUM_SAMPLES, SAMPLE_BYTES = 32, 4096
@@ -49,14 +51,23 @@ class ModelFiles:
 
 
 def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
-    """Read the model of `path` (a folder, a hub id or a built-in model). Raises ConfigError if a
-    folder lacks config.json or, with `is_whole`, weights or a tokenizer."""
+    """Read the model of `path`: a folder, a hub id or a built-in model. Raises ConfigError if it is
+    quantized, or a folder lacks config.json or, with `is_whole`, weights or a tokenizer."""
     folder = local_folder(path)
     if folder is None:
         if not is_hub_id(path):
             raise ConfigError(f"{KEY}: '{path}' does not exist; {FORMS}")
         folder, is_whole = model_config_from_hub(path).parent, False  # the rest is downloaded later
     config = _read_json(folder / "config.json")
+    parts = (config, config.get("text_config") or {})
+    quantized = [part[key] for part in parts for key in QUANTIZED if part.get(key)]
+    if quantized or any(folder.glob("*quant*_config.json")):
+        method = quantized[0].get("quant_method", "bitsandbytes") if quantized else "GPTQ or FP8"
+        raise ConfigError(
+            f"{KEY}: expected weights in float32, bfloat16 or float16, but '{path}' is quantized "
+            f"({method}): it can be neither trained nor evaluated; use the model that it was made "
+            "from, or save a copy without quantization (model.dequantize() of transformers)"
+        )
     num_weights = _num_weights(folder, config, is_whole=is_whole)
     for what, patterns in (
         (f"weights ({SAFETENSORS})", (f"{SAFETENSORS}*", "pytorch_model.bin*")),
