@@ -15,14 +15,23 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.config import ConfigError, load_config
 from easyrl.data.datasets import open_hub
-from easyrl.data.hub import describe_model, model_config_from_hub, reach_hub, resolve_model
+from easyrl.data.hub import (
+    describe_model,
+    loadable_model,
+    model_config_from_hub,
+    reach_hub,
+    resolve_model,
+)
+from easyrl.evaluate.command import make_plan
 from easyrl.model.export import find_model
 from easyrl.model.files import fingerprint, max_positions, read_model_files
 from easyrl.runtime.preflight import check_run
 from easyrl.runtime.resume import find_resume, with_absolute_paths
+from easyrl.runtime.run import start_from
 from mistakes import TINY, make_run
 
 
@@ -119,6 +128,37 @@ def test_adapter_is_merged_into_its_base_model(tmp_path: Path) -> None:
     assert source.identity() != find_model("tiny").identity()
     other = find_model(str(adapter(tmp_path / "again", None)), base="tiny")
     assert other.identity() == source.identity()
+
+
+def test_adapter_brings_its_own_tokenizer_and_embeddings(tmp_path: Path) -> None:
+    folder, plain = (adapter(tmp_path / name, "tiny") for name in ("own", "plain"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.chat_template = (
+        "{% for message in messages %}<ask>{{ message['content'] }}{% endfor %}"
+    )
+    tokenizer.add_tokens(["<ask>"])
+    tokenizer.save_pretrained(folder)
+    source = find_model(str(folder))
+    assert source.identity() != find_model(str(plain)).identity()
+    # Checks of prompts before the model is made: base `tiny` has no template and no such token.
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    words = (f"model.path={folder}", f"data.dataset={tmp_path}/rows.jsonl", "data.chat=true")
+    rewards = ("reward.functions=[exact_match]", "devices.infer=cpu", "devices.train=cpu")
+    config = load_config(words=[*words, *rewards, "data.max_prompt_length=5"])
+    assert len(make_plan(config).problems) == 1
+    config, started = start_from(config)
+    assert started == source and check_run(config, None, source.tokenizer).num_prompts_skipped == 0
+    with pytest.raises(ConfigError, match=r"--base.*100 tokens"):
+        source.make(tmp_path / "made")  # its embedding is missing
+    file = folder / "adapter_model.safetensors"
+    embeddings = torch.randn(104, 128, generator=torch.Generator().manual_seed(1))
+    save_file(load_file(file) | {"base_model.model.model.embed_tokens.weight": embeddings}, file)
+    made = source.make(tmp_path / "made")
+    weights = AutoModelForCausalLM.from_pretrained(made).state_dict()
+    assert torch.equal(weights["model.embed_tokens.weight"], embeddings)
+    chat = [{"role": "user", "content": "1"}]
+    ids = AutoTokenizer.from_pretrained(made).apply_chat_template(chat, return_dict=False)
+    assert ids == [99, *tokenizer("1")["input_ids"]]
 
 
 def test_adapter_without_its_base_is_refused(tmp_path: Path) -> None:
@@ -240,7 +280,7 @@ def test_a_silent_hub_leaves_its_clients_as_they_are(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     before = dict(os.environ)
     assert read_model_files("owner/name").config["vocab_size"] == 99
-    assert resolve_model("owner/name") == str(cache / "snapshots" / "abc")
+    assert loadable_model("owner/name") == str(cache / "snapshots" / "abc")
     assert fingerprint("owner/name") == "abc", "the same as that of a hub that answers"
     for missing, open_it in (("owner/none", read_model_files), ("owner/data", open_hub)):
         with pytest.raises(ConfigError, match=missing):
@@ -248,7 +288,7 @@ def test_a_silent_hub_leaves_its_clients_as_they_are(
     assert dict(os.environ) == before, "what child processes see"
     assert not huggingface_hub.constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
     monkeypatch.setattr(huggingface_hub, "get_session", Mock())
-    assert reach_hub() and resolve_model("owner/name") == "owner/name"
+    assert reach_hub() and loadable_model("owner/name") == "owner/name"
 
 
 @pytest.mark.parametrize(

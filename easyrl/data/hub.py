@@ -17,8 +17,7 @@ BUILT_IN_MODELS = {
     for name in ("tiny", "tiny-countdown", "tiny-guess")
 }
 KEY = "model.path (--model)"
-_last_answer: bool | None = None
-"""What `reach_hub` returned last in this process."""
+_last_answer: bool | None = None  # of `reach_hub`, in this process
 FORMS = f"use {', '.join(BUILT_IN_MODELS)}, a Hugging Face model folder, or a hub id"
 
 
@@ -26,26 +25,23 @@ class HubUnreachable(ConfigError):
     """Something on the hub is not in the cache and cannot be downloaded now."""
 
 
-def local_folder(path: str) -> Path | None:
-    """Return the folder of a built-in model or of a local one; None for any other path.
+def resolve_model(path: str) -> str:
+    """Return the folder of a built-in model or of a local one, or else `path` itself (a hub id).
 
     A built-in name is the built-in model here: commands have replaced it by the path of a local
     folder of that name, where there is one (`runtime.resume`).
     """
     folder = BUILT_IN_MODELS.get(path) or Path(path).expanduser()
-    return folder if folder.is_dir() else None
+    return str(folder) if folder.is_dir() else path
 
 
-def resolve_model(path: str) -> str:
-    """Return what loads a model: its `local_folder`, or else `path` itself (a hub id).
-
-    If the hub does not answer, it is the folder of the hub's cache (clients would retry for half a
-    minute). Raises ConfigError if the model is not in the cache.
-    """
-    if folder := local_folder(path):
-        return str(folder)
-    is_reachable = reach_hub() if _last_answer is None else _last_answer
-    return path if is_reachable else str(model_config_from_hub(path).parent)
+def loadable_model(path: str) -> str:
+    """Return `resolve_model(path)`, or the hub's cached folder while the hub does not answer: its
+    clients would retry for half a minute. Raises ConfigError if there is none."""
+    path = resolve_model(path)
+    if Path(path).is_dir() or (reach_hub() if _last_answer is None else _last_answer):
+        return path
+    return str(model_config_from_hub(path).parent)
 
 
 def describe_model(path: str) -> str:
@@ -65,15 +61,15 @@ def model_config_from_hub(repository: str) -> Path:
 
     Raises ConfigError, with the hub's own explanation, if there is none.
     """
+    if not is_hub_id(repository):
+        raise ConfigError(f"{KEY}: '{repository}' does not exist; {FORMS}")
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
     is_reachable, endpoint = reach_hub(), os.environ.get("HF_ENDPOINT")
+    options: Any = {"endpoint": endpoint, "local_files_only": not is_reachable}
     try:
-        file = huggingface_hub.hf_hub_download(
-            repository, "config.json", endpoint=endpoint, local_files_only=not is_reachable
-        )
-        return Path(file)
+        return Path(huggingface_hub.hf_hub_download(repository, "config.json", **options))
     except Exception as error:
         # The client reports some HTTP errors as "not in the cache", with the real one as cause.
         cause = error.__cause__ if isinstance(error.__cause__, HfHubHTTPError) else error

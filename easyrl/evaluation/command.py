@@ -109,7 +109,8 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
     interfaces, warnings = check_functions(sampled, next(iter(problems.values())))
     for warning in warnings:
         say(warning)
-    prompts = short_problems(_with_model(config, source.base), problems, interfaces)
+    with_base = _with_model(config, source.base)
+    prompts = short_problems(with_base, problems, interfaces, source.tokenizer)
     placement = place_evaluation(config, len(prompts), sampling.num_samples)
     check_open_files(config, placement.num_rollout_workers)
     placement = _fit_memory(sampled, placement, files)

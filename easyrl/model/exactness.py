@@ -30,10 +30,9 @@ GROUPS = [(3, [2, 4]), (2, [3, 1])]
 """The packed row of the check: for each group its P, and the R of each completion."""
 SEQUENCES = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [9, 10, 11, 12, 13], [9, 10, 14]]
 """The tokens of each of its sequences."""
+NUM_TOKENS = SEQUENCES[-1][-1] + 1
 EAGER = "eager"
 """transformers' plain attention, the definition of what a model computes."""
-EXPERTS = "transformers/integrations/moe.py"
-"""Code that sorts the tokens by their experts and back."""
 NUM_DRAWS = 3
 """Rows of random tokens, one of which must agree: the last bit of a mixture of experts' router may
 send a token to another expert, but no row agrees by chance."""
@@ -79,14 +78,13 @@ def _best_of_draws(reason_of: Callable[[Any, Tensor], str | None], model: Any) -
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     reason = None
     for _ in range(NUM_DRAWS):
-        drawn = torch.randint(vocabulary_size, (SEQUENCES[-1][-1] + 1,), generator=generator)
+        drawn = torch.randint(vocabulary_size, (NUM_TOKENS,), generator=generator)
         try:
-            reason = reason_of(model, drawn.to(model.device))
+            if (reason := reason_of(model, drawn.to(model.device))) is None:
+                break
         except Exception as error:  # any, depending on what the model's code expects
             name = f"{model.name_or_path} ({type(model).__name__})"
             raise ConfigError(f"{KEY}: transformers cannot run {name}: {error}") from error
-        if reason is None:
-            break
     return reason
 
 
@@ -114,7 +112,7 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
     indices = [index for sequence in SEQUENCES for index in sequence]
     with _attending(model, EAGER):
         expected = torch.cat([_logits(model, tokens[sequence]) for sequence in SEQUENCES])
-    layout, places = RecordingLayout(GROUPS, tokens.device), _Places(len(tokens))
+    layout, places = RecordingLayout(GROUPS, tokens.device), _Places()
     try:
         with _attending(model, ATTENTION_NAME), places:
             got = _logits(model, tokens, position_ids=positions, attention_layout=layout)
@@ -122,7 +120,7 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
         return str(layer)
     except Exception as error:  # any, depending on what the model's code expects
         return f"EasyRL's attention does not fit its layers ({type(error).__name__}: {error})"
-    reason = layout.unsupported_reason(model) or places.used_by
+    reason = layout.unsupported_reason(model) or places.reason
     if reason is None and not _agree(got[indices], expected):
         reason = "a packed row gives other results than its sequences alone"
     return reason
@@ -151,22 +149,16 @@ def _attending(model: Any, name: str) -> Iterator[None]:
 
 
 class _Places(TorchFunctionMode):
-    """Detect code that numbers the tokens of a row. What it does with their places, which are not
-    their positions, may differ only in rows that are longer than the check's: llama4_text scales
-    queries from place `floor_scale` on, where layers have no RoPE."""
+    """Find code that numbers the tokens of a row. It may treat places unlike positions only where
+    rows are longer than the check's: llama4_text does so from `floor_scale` on."""
 
-    def __init__(self, num_tokens: int) -> None:
-        super().__init__()
-        self._num_tokens = num_tokens
-        self.used_by: str | None = None
-        """The reason not to pack rows, if there is one."""
+    reason: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.arange and len(result) == self._num_tokens:
-            caller = sys._getframe(1).f_code
-            if not caller.co_filename.endswith(EXPERTS):
-                self.used_by = f"{caller.co_qualname} goes by a token's place in the row"
+        result, caller = func(*args, **(kwargs or {})), sys._getframe(1).f_code
+        sorts_by_experts = caller.co_filename.endswith("transformers/integrations/moe.py")
+        if func is torch.arange and len(result) == NUM_TOKENS and not sorts_by_experts:
+            self.reason = f"{caller.co_qualname} goes by a token's place in the row"
         return result
 
 

@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import Literal
+from typing import Any, Literal
 
 from easyrl.config import Config, ConfigError, load_config
-from easyrl.data.hub import BUILT_IN_MODELS, KEY, resolve_model
+from easyrl.data.hub import BUILT_IN_MODELS, KEY, loadable_model
 from easyrl.formatting import install_command
 from easyrl.model.checkpoint_files import STATE, UNFINISHED, find_checkpoint
 from easyrl.model.files import (
@@ -34,6 +34,7 @@ from easyrl.model.files import (
     load_tokenizer,
     quieten_transformers,
     read_model_files,
+    tokenizer_content,
     tokenizer_of,
 )
 
@@ -123,14 +124,16 @@ class ModelSource:
     path: str
     """The folder or hub id."""
     base: str
-    """The model with its configuration and tokenizer: itself, or the one it was trained from."""
+    """The model with its configuration: itself, or the one it was trained from."""
+    tokenizer: str = ""
+    """An adapter's folder, if it has a tokenizer of its own."""
 
     def identity(self) -> str:
         """Return an identity of the content, which changes if the files change."""
         if self.kind == "model":
             return fingerprint(self.path)
         name = STATE if self.kind == "checkpoint" else ADAPTER_WEIGHTS
-        content = (Path(self.path) / name).read_bytes()
+        content = (Path(self.path) / name).read_bytes() + tokenizer_content(Path(self.path))
         return hashlib.sha256(fingerprint(self.base).encode() + content).hexdigest()
 
     def make(self, folder: Path, *, trust: bool = False) -> str:
@@ -153,17 +156,27 @@ class ModelSource:
         return str(folder)
 
     def _merge(self, folder: Path) -> None:
-        """Write the base model with the adapter merged, in float32."""
+        """Write the base model with the adapter merged, in float32, and the tokenizer."""
         import torch
+        from safetensors.torch import load_file
         from transformers import AutoModelForCausalLM
 
         quieten_transformers()
-        base = AutoModelForCausalLM.from_pretrained(
-            resolve_model(self.base), dtype=torch.float32, trust_remote_code=False
-        )
+        tokenizer = load_tokenizer(self.tokenizer or self.base)
         try:
             import peft
 
+            path, file = loadable_model(self.base), Path(self.path) / ADAPTER_WEIGHTS
+            base: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, trust_remote_code=False
+            )
+            embedding = base.get_input_embeddings()
+            [name] = (name for name, module in base.named_modules() if module is embedding)
+            saved = {key: len(w) for key, w in load_file(file).items() if f".{name}." in key}
+            rows = {length for key, length in saved.items() if key.endswith(".weight")}
+            num_tokens = base.resize_token_embeddings(*rows, mean_resizing=False).num_embeddings
+            if len(tokenizer) > max(num_tokens, len(load_tokenizer(self.base))):
+                raise ValueError(f"{len(tokenizer)} tokens, but {num_tokens} embeddings")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # old names
                 merged = peft.PeftModel.from_pretrained(base, self.path).merge_and_unload()
@@ -175,7 +188,7 @@ class ModelSource:
             ) from error
         with replace_folder(folder) as new:
             merged.save_pretrained(new)
-            load_tokenizer(self.base).save_pretrained(new)
+            tokenizer.save_pretrained(new)
 
 
 def find_model(path: str, base: str | None = None) -> ModelSource:
@@ -221,4 +234,5 @@ def _adapter(folder: Path, base: str | None) -> ModelSource:
             f"{KEY}: the adapter '{folder}' needs its weights and the model that it was trained "
             f"on; use --base MODEL, or the model/ folder of its run\n{error}"
         ) from None
-    return ModelSource("adapter", str(folder), base)
+    tokenizer = str(folder) if tokenizer_content(folder) else ""
+    return ModelSource("adapter", str(folder), base, tokenizer)

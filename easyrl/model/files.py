@@ -15,20 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from easyrl.config import Config, ConfigError
-from easyrl.data.hub import (
-    FORMS,
-    KEY,
-    is_hub_id,
-    local_folder,
-    model_config_from_hub,
-    resolve_model,
-)
+from easyrl.data.hub import FORMS, KEY, loadable_model, model_config_from_hub, resolve_model
 
 SAFETENSORS = "model.safetensors"
 PACKED_LAYERS = ("full_attention", "sliding_attention")
 """Layer types that EasyRL's attention supports."""
-QUANTIZED = ("quantization_config", "compression_config")
-"""Keys of `config.json` that say how weights are quantized."""
 BOUNDED_ROPES = {"default", "llama3", "dynamic", "mrope"}
 """RoPE types with which `max_position_embeddings` bounds the sequence length."""
 NUM_SAMPLES, SAMPLE_BYTES = 32, 4096
@@ -53,20 +44,16 @@ class ModelFiles:
 def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
     """Read the model of `path`: a folder, a hub id or a built-in model. Raises ConfigError if it is
     quantized, or a folder lacks config.json or, with `is_whole`, weights or a tokenizer."""
-    folder = local_folder(path)
-    if folder is None:
-        if not is_hub_id(path):
-            raise ConfigError(f"{KEY}: '{path}' does not exist; {FORMS}")
+    folder = Path(resolve_model(path))
+    if not folder.is_dir():
         folder, is_whole = model_config_from_hub(path).parent, False  # the rest is downloaded later
     config = _read_json(folder / "config.json")
-    parts = (config, config.get("text_config") or {})
-    quantized = [part[key] for part in parts for key in QUANTIZED if part.get(key)]
-    if quantized or any(folder.glob("*quant*_config.json")):
-        method = quantized[0].get("quant_method", "bitsandbytes") if quantized else "GPTQ or FP8"
+    keys, parts = ("quantization_config", "compression_config"), (config, config.get("text_config"))
+    is_quantized = any(part.get(key) for part in parts if part for key in keys)
+    if is_quantized or any(folder.glob("*quant*_config.json")):
         raise ConfigError(
-            f"{KEY}: expected weights in float32, bfloat16 or float16, but '{path}' is quantized "
-            f"({method}): it can be neither trained nor evaluated; use the model that it was made "
-            "from, or save a copy without quantization (model.dequantize() of transformers)"
+            f"{KEY}: '{path}' has quantized weights, which can be neither trained nor evaluated; "
+            "use the model that it was made from, in float32, bfloat16 or float16"
         )
     num_weights = _num_weights(folder, config, is_whole=is_whole)
     for what, patterns in (
@@ -81,14 +68,10 @@ def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
 def fingerprint(path: str) -> str:
     """Return an identity of the model's content: a hub revision, or a digest of configuration,
     tokenizer and samples of the weights. Downloads only the configuration; reads a few MB."""
-    folder = local_folder(path)
-    if folder is None:
+    folder = Path(resolve_model(path))
+    if not folder.is_dir():
         return model_config_from_hub(path).parent.name
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    patterns = (*TOKENIZERS, "chat_template*")
-    for file in sorted({file for pattern in patterns for file in folder.glob(pattern)}):
-        if file.is_file():
-            digest.update(file.name.encode() + file.read_bytes())
+    digest = hashlib.sha256((folder / "config.json").read_bytes() + tokenizer_content(folder))
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
@@ -97,6 +80,13 @@ def fingerprint(path: str) -> str:
                 content.seek(size * number // NUM_SAMPLES)
                 digest.update(content.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def tokenizer_content(folder: Path) -> bytes:
+    """Return the names and contents of the tokenizer's files; empty if the folder has none."""
+    patterns = (*TOKENIZERS, "chat_template*")
+    files = sorted({file for pattern in patterns for file in folder.glob(pattern)})
+    return b"".join(file.name.encode() + file.read_bytes() for file in files if file.is_file())
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -154,14 +144,9 @@ def max_positions(model_config: dict[str, Any]) -> int | None:
 
 def lacks_chat_template(path: str) -> bool:
     """Whether a model's files show that its tokenizer has no chat template."""
-    folder = local_folder(path) or Path(path)
-    config = folder / "tokenizer_config.json"
-    elsewhere = ("*chat_template*", "tekken.json")
-    return (
-        config.is_file()
-        and "chat_template" not in config.read_text(encoding="utf-8", errors="replace")
-        and not any(any(folder.glob(pattern)) for pattern in elsewhere)
-    )
+    content = tokenizer_content(Path(resolve_model(path)))
+    may_have = b"chat_template" in content or b"tekken.json" in content
+    return b"tokenizer_config.json" in content and not may_have
 
 
 def kv_elements_per_token(model_config: dict[str, Any]) -> int:
@@ -185,10 +170,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     return _load(AutoTokenizer, "tokenizer", path, trust_remote_code)
 
 
-def tokenizer_of(config: Config) -> Any:
-    """Load the tokenizer of `model.path`, with `data.chat_template`."""
+def tokenizer_of(config: Config, path: str = "") -> Any:
+    """Load the tokenizer of `path` (by default `model.path`), with `data.chat_template`."""
     model, template = config.model, config.data.chat_template
-    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(path or model.path, trust_remote_code=model.trust_remote_code)
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
@@ -214,8 +199,9 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def _load(auto_class: Any, what: str, path: str, trust_remote_code: bool) -> Any:
+    source = loadable_model(path)
     try:
-        return auto_class.from_pretrained(resolve_model(path), trust_remote_code=trust_remote_code)
+        return auto_class.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many types, depending on the files
         reason = " ".join(str(error).split()) or type(error).__name__
         if "trust_remote_code" in reason:
@@ -230,7 +216,7 @@ def load_eos_token_ids(path: str, model_config: Any) -> list[int]:
     from transformers import GenerationConfig
 
     try:
-        generation_config = GenerationConfig.from_pretrained(resolve_model(path))
+        generation_config = GenerationConfig.from_pretrained(loadable_model(path))
     except OSError:  # there is none
         generation_config = None
     return eos_token_ids(generation_config, model_config)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from easyrl.config import ConfigError
 from easyrl.config.model import LoraConfig
-from easyrl.data.hub import local_folder
+from easyrl.data.hub import resolve_model
 from easyrl.formatting import install_command
 from easyrl.model.files import meta_model
 from easyrl.model.sharding import whole
@@ -77,8 +77,7 @@ class Adapter:
             warnings.simplefilter("ignore")  # old names, and Conv1D's layout
             torch.default_generator.manual_seed(seed)
             self._peft: Any = peft.get_peft_model(model, config)
-        # The folder of the hub's cache, if the hub did not answer, is on this machine alone.
-        self._peft.peft_config["default"].base_model_name_or_path = str(local_folder(path) or path)
+        self._peft.peft_config["default"].base_model_name_or_path = resolve_model(path)
         self._peft.eval()
         self._layers: dict[str, Any] = {
             name: module

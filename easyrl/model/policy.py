@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from easyrl.config import ConfigError
 from easyrl.config.model import AttentionMode, DType, LoraConfig
-from easyrl.data.hub import resolve_model
+from easyrl.data.hub import loadable_model
 from easyrl.model.attention import (
     AttentionLayout,
     PackedGroups,
@@ -82,7 +82,7 @@ class Policy:
         register_attention()
         config = load_model_config(path, trust_remote_code=trust_remote_code)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            resolve_model(path),
+            loadable_model(path),
             config=config,
             dtype=getattr(torch, dtype),
             trust_remote_code=trust_remote_code,

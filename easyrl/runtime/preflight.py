@@ -10,7 +10,6 @@ import resource
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from easyrl.config import Config, ConfigError
@@ -48,8 +47,6 @@ from easyrl.runtime.resume import Resume
 from easyrl.runtime.run_folder import folder_of, refuse_existing
 from easyrl.types import Messages, Prompt
 
-NO_ENVIRONMENTS: Interfaces = MappingProxyType({})
-
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
@@ -65,8 +62,9 @@ class Preflight:
     warnings: Sequence[str]
 
 
-def check_run(config: Config, resume: Resume | None = None) -> Preflight:
-    """Resolve and check a run. Raises ConfigError, with the key to change, if it cannot start."""
+def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "") -> Preflight:
+    """Resolve and check a run. Raises ConfigError, with the key to change, if it cannot start.
+    `tokenizer`: the model's tokenizer, where it is not in `model.path`."""
     if resume is None:
         refuse_existing(folder_of(config))
     files = read_model_files(config.model.path)
@@ -77,9 +75,9 @@ def check_run(config: Config, resume: Resume | None = None) -> Preflight:
     num_rollout = max(placement.num_rollout_workers, config.devices.max_rollout_workers or 0)
     check_open_files(config, num_rollout + placement.train.count)
     check_compiler(config, placement)
-    skipped = too_long_prompts(config, prompts.examples(), interfaces)
+    skipped = too_long_prompts(config, prompts.examples(), interfaces, tokenizer)
     prompts = prompts.without(skipped)
-    held_out, of_eval = _held_out(config, prompts, interfaces)
+    held_out, of_eval = _held_out(config, prompts, interfaces, tokenizer)
     num_trained = count_trained(config)
     size = read_model_size(config, files, num_trained)
     parts = [] if size is None else memory.estimate_memory(config, placement, size)
@@ -205,7 +203,7 @@ def read_model_size(
 
 
 def _held_out(
-    config: Config, prompts: PromptStream, interfaces: Interfaces | None
+    config: Config, prompts: PromptStream, interfaces: Interfaces | None, tokenizer: str = ""
 ) -> tuple[list[Prompt], list[str]]:
     """Open the held-out problems of `eval.dataset`, else of `data.dataset`; with warnings. Without
     `interfaces`, their tokens are not counted."""
@@ -221,42 +219,40 @@ def _held_out(
     other = with_eval_data(config)
     problems = problems_of(open_prompts(other, is_trained=False), other)
     warnings = try_rewards(config, next(iter(problems.values())))
-    kept = [] if interfaces is None else short_problems(other, problems, interfaces)
+    kept = [] if interfaces is None else short_problems(other, problems, interfaces, tokenizer)
     return kept, warnings
 
 
 def short_problems(
-    config: Config, problems: Mapping[str, Prompt], interfaces: Interfaces = NO_ENVIRONMENTS
+    config: Config, problems: Mapping[str, Prompt], interfaces: Interfaces, tokenizer: str
 ) -> list[Prompt]:
     """The problems that are not too long."""
     examples = {location: problem.content for location, problem in problems.items()}
-    skipped = too_long_prompts(config, examples, interfaces)
+    skipped = too_long_prompts(config, examples, interfaces, tokenizer)
     return [problem for location, problem in problems.items() if location not in skipped]
 
 
 def too_long_prompts(
-    config: Config,
-    examples: Mapping[str, str | Messages],
-    interfaces: Interfaces = NO_ENVIRONMENTS,
+    config: Config, examples: Mapping[str, str | Messages], interfaces: Interfaces, tokenizer: str
 ) -> set[str]:
     """Check prompts by their locations as tokens of the model, the model's class on the way, and
     conversations with environments. Return the locations of those to skip."""
-    model, data = config.model, config.data
-    is_demo = model.path in BUILT_IN_MODELS and set(data.datasets) <= set(PRESETS)
+    model, data, path = config.model, config.data, tokenizer or config.model.path
+    is_demo = path in BUILT_IN_MODELS and set(data.datasets) <= set(PRESETS)
     if is_demo and not data.chat_template and not data.chat_template_kwargs:
         # One token per character, so that the demo needs no transformers here.
         longest = data.max_prompt_length
         if all(isinstance(text, str) and len(text) <= longest for text in examples.values()):
             return set()
-    if not data.chat_template and not model.trust_remote_code and lacks_chat_template(model.path):
+    if not data.chat_template and not model.trust_remote_code and lacks_chat_template(path):
         # The tokenizer, which takes seconds to load, would only confirm it.
         check_template(None, examples, data)
-    model_config, tokenizer = _model_config(config), tokenizer_of(config)
+    model_config, loaded = _model_config(config), tokenizer_of(config, path)
     tools = longest_tools(interfaces) if interfaces else []
-    skipped = check_prompts(examples, tokenizer, config, tools)
+    skipped = check_prompts(examples, loaded, config, tools)
     for interface in interfaces.values():
-        end_tokens = {*load_eos_token_ids(model.path, model_config), tokenizer.eos_token_id}
-        make_conversations(config, tokenizer, interface, end_tokens - {None})
+        end_tokens = {*load_eos_token_ids(model.path, model_config), loaded.eos_token_id}
+        make_conversations(config, loaded, interface, end_tokens - {None})
     return skipped
 
 

@@ -348,6 +348,8 @@ class TrainWorker:
         if policy.adapter is not None:
             with replace_folder(folder.with_name(ADAPTER), is_writer=is_writer) as new:
                 policy.adapter.save(new, is_writer=is_writer)
+                if is_writer:
+                    tokenizer.save_pretrained(new)
         weights_sha256 = policy.weights_sha256()  # first: no rank then waits while rank 0 writes
         with replace_folder(folder, is_writer=is_writer) as new:
             policy.save(new, tokenizer, is_writer=is_writer)

@@ -50,7 +50,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from easyrl import devices
 from easyrl.channels.weights import WeightEndpoint
 from easyrl.config import ConfigError
-from easyrl.data.hub import resolve_model
+from easyrl.data.hub import loadable_model
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings, Turn
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
 from easyrl.engines.vllm.platforms import BACKEND, WORKER, cache_bytes, device_arguments
@@ -152,7 +152,7 @@ class VllmEngine(Engine):
         self._cleanup = Cleanup()
         try:
             arguments = AsyncEngineArgs(
-                model=resolve_model(model),
+                model=loadable_model(model),
                 trust_remote_code=trust_remote_code,
                 dtype=dtype,
                 seed=0,
