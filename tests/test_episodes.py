@@ -151,16 +151,32 @@ def test_tools_are_called_and_their_errors_counted(tmp_path: Path) -> None:
         assert sample["reward"] == pytest.approx(good + len(word) / 10)
 
 
-def test_schedules_give_equal_bits_whatever_the_delays(tmp_path: Path) -> None:
+def hosts_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """Wait for processes of environments; return their parents by pid."""
+    ends = time.monotonic() + 60
+    while True:
+        workers = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        if hosts := children_named(PROCESS_NAME, workers):
+            return hosts
+        assert time.monotonic() < ends and process.poll() is None
+        time.sleep(0.1)
+
+
+def test_schedules_give_equal_bits_whatever_the_delays_and_kills(tmp_path: Path) -> None:
     hashes = set()
     for schedule, workers, delays in (("sync", 1, "0"), ("periodic", 3, "0.03")):
-        run = finished(
-            tmp_path / f"{schedule}-{workers}",
-            *GUESS,
+        run = tmp_path / f"{schedule}-{workers}"
+        process = start(
+            *(*GUESS, "--output", str(run)),
             *("--iterations", "2", "--schedule", schedule, "runtime.deterministic=true"),
             *(f"rollout.environment_workers={workers}", "rollout.max_concurrent_groups=4"),
             EASYRL_RANDOM_DELAYS=delays,
         )
+        if workers == 3:
+            wait_for_line(process, "iteration 1/")
+            os.kill(max(hosts_of(process)), signal.SIGKILL)
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, out + err
         hashes.add(summary_of(run)["weights_sha256"])
     assert len(hashes) == 1
 
@@ -187,15 +203,52 @@ def test_a_broken_environment_is_handled_as_rewards_are(tmp_path: Path, word: st
     assert summary_of(run)["groups_trained"] == 8
 
 
+UNLUCKY = """
+import os, random, signal, time
+from pathlib import Path
+
+
+class Game:
+    def reset(self, **columns):
+        self.texts = []
+        if once("reset"):
+            time.sleep(1000)
+
+    def step(self, text):
+        self.texts.append(text)
+        if once("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if once("hang"):
+            time.sleep(1000)
+        return f"{random.random()}", len(self.texts) > 1
+
+    def get_reward(self):
+        return len(self.texts)
+
+
+def once(name):
+    try:
+        Path(__file__).with_name(name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+"""
+
+
+def test_slow_and_killed_environments_do_not_end_a_run(tmp_path: Path) -> None:
+    (tmp_path / "unlucky.py").write_text(UNLUCKY)
+    run = finished(
+        tmp_path / "run",
+        *(*GUESS, "--iterations", "2", "--environment", f"{tmp_path}/unlucky.py:Game"),
+        *("rollout.tool_timeout_seconds=3", "reward.check=false"),
+    )
+    assert all((tmp_path / name).exists() for name in ("reset", "kill", "hang"))
+    assert summary_of(run)["groups_trained"] == 12
+
+
 def test_nothing_is_left_when_a_run_is_killed(tmp_path: Path) -> None:
     process = start(*GUESS, "--iterations", "500", "--output", str(tmp_path / "run"))
-    ends = time.monotonic() + 60
-    hosts: dict[int, int] = {}
-    while not hosts:
-        assert time.monotonic() < ends and process.poll() is None
-        workers = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-        hosts = children_named(PROCESS_NAME, workers)
-        time.sleep(0.1)
+    hosts, ends = hosts_of(process), time.monotonic() + 60
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     while any(psutil.pid_exists(pid) for pid in hosts):

@@ -109,7 +109,7 @@ class Host:
     ) -> str | None:
         """Start episode `index` of a group; return the observation. Instances are constructed once
         and reset often."""
-        if not self._environments:  # in a later process
+        if not self._environments:  # `load` failed in this process
             self.load()
         kind = self._environments[name]
         episode = _Episode(name, None, kind.tools, None)
@@ -186,6 +186,11 @@ class Host:
                 self._spare.setdefault(episode.name, []).append(episode.environment)
 
 
+def num_threads(config: Config) -> int:
+    """Return how many calls run at the same time."""
+    return 1 if config.runtime.deterministic else config.rollout.concurrent_calls
+
+
 def serve(connection: Connection, config: Config, sources: Mapping[str, str]) -> None:
     """Answer requests until the parent ends."""
     start(config, sources)
@@ -208,11 +213,10 @@ def serve(connection: Connection, config: Config, sources: Mapping[str, str]) ->
         except BaseException as error:  # SystemExit too: the process belongs to the environments
             send(Reply(request.number, None, user_traceback(error)))
 
-    num_threads = 1 if config.runtime.deterministic else config.rollout.concurrent_calls
-    with ThreadPoolExecutor(num_threads) as threads:
-        answer(connection.recv())  # it loads the environments, which all others need
+    with ThreadPoolExecutor(num_threads(config)) as threads:
+        answer(connection.recv())  # `load`, which all others need
         while request := connection.recv():
-            if num_threads == 1 or request.is_repeated:
+            if num_threads(config) == 1 or request.is_repeated:
                 answer(request)  # in the main thread, where `signal` works
             else:
                 threads.submit(answer, request)

@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from easyrl.config import Config, ConfigError
-from easyrl.environments.host import Key, Loaded, Reply, Request, serve
+from easyrl.environments.host import Key, Loaded, Reply, Request, num_threads, serve
 from easyrl.environments.loading import Interface
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call
@@ -84,6 +84,7 @@ class EnvironmentPool:
 
     def __init__(self, config: Config, sources: Mapping[str, str]) -> None:
         self._config, self._sources = config, sources
+        self._num_threads = num_threads(config)
         self._context = get_context("spawn")
         self._hosts: list[_Host] = []
         self._groups: dict[Key, _Group] = {}
@@ -154,6 +155,8 @@ class EnvironmentPool:
         is_full = len(num_groups) >= self._config.rollout.environment_workers
         if host is None or (num_groups[host] and not is_full):
             self._hosts.append(host := self._spawn())
+            if key:  # () loads
+                self._send(host, _Call("load", ((),), LOAD_SECONDS))
         group = self._groups.setdefault(key, _Group(host))
         group.host = host
         for call in group.calls:
@@ -200,13 +203,16 @@ class EnvironmentPool:
                 continue
             running = {n: call for n, call in host.pending.items() if call.started is not None}
             limit = self._config.rollout.tool_timeout_seconds if host.is_loaded else LOAD_SECONDS
-            if host.pending and not running and now > host.last_heard + limit:
+            could_start = len(running) < min(len(host.pending), self._num_threads)
+            is_hanging = could_start or (host.is_stuck and host.pending)
+            if is_hanging and now > host.last_heard + limit:
                 host.process.kill()
             for number, call in running.items():
                 limit = call.limit if host.is_loaded else LOAD_SECONDS
                 if number in host.pending and now > (call.started or now) + limit:
                     host.is_stuck = True
-                    self._groups[call.arguments[0]].calls.remove(call)
+                    if group := self._groups.get(call.arguments[0]):
+                        group.calls.remove(call)
                     key = "" if call.method == "load" else " (rollout.tool_timeout_seconds)"
                     error = TimeoutError(f"a call took longer than {limit:g} s{key}")
                     self._settle(host, number, error)
@@ -238,10 +244,11 @@ class EnvironmentPool:
     def _bury(self, host: _Host) -> None:
         self._end(host)
         code = host.process.exitcode
+        if code == -signal.SIGKILL:
+            self.report("an environment's process was killed; its calls are repeated")
         for key in self._keys_of(host):
             group = self._groups[key]
             if code == -signal.SIGKILL and (host.is_stuck or not group.is_repeated):
-                self.report("an environment's process was killed; its calls are repeated")
                 group.is_repeated |= not host.is_stuck  # a call that hangs is not repeated
                 self._open(key)
             else:
