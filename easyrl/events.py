@@ -189,7 +189,13 @@ class Sample(Message):
 
 
 SAMPLE_COLUMNS = ("iteration", "prompt_index", "prompt", "completion", "reward", "advantage")
-"""Keys of every line of samples.jsonl; a reward function's `log_extra` adds more."""
+"""Names that a reward function's `log_extra` cannot use."""
+SAMPLE_KEYS = (*SAMPLE_COLUMNS, "problem", "sample", "rewards", "length", "truncated")
+
+
+def with_columns(line: dict[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Add columns to a line of samples.jsonl, those named like one of its keys as `column/NAME`."""
+    return line | {f"column/{k}" if k in SAMPLE_KEYS else k: v for k, v in columns.items()}
 
 
 class GroupScored(WorkerEvent):

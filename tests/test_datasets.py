@@ -1,6 +1,7 @@
 """Data sets: every source gives the same kind of prompts, and errors name file and line."""
 
 import csv
+import datetime
 import gzip
 import json
 import time
@@ -9,15 +10,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas
 import pytest
+import torch
+from PIL import Image
 
 from easyrl.api.inputs import Inputs
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
 from easyrl.data import streams
-from easyrl.data.datasets import open_prompts
+from easyrl.data.datasets import open_prompts, problem_ids
 from easyrl.data.streams import PromptStream
+from easyrl.types import Prompt
 
 CHAT = [{"role": "user", "content": "What is 1+1?"}]
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(20)]
@@ -265,6 +270,44 @@ def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path: Path) -> Non
     assert len({fingerprint, *prints}) == 1 + len(changed)
     fewer = opened(file := jsonl(tmp_path, *ROWS)).without([f"{file}:4"])
     assert fewer.fingerprint() != fingerprint
+
+
+class Point:
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda k: Image.new("RGB", (4, 4), (k, 0, 0)),
+        lambda k: Image.new("L", (4 + k, 4)),
+        lambda k: {"nested": [Image.new("P", (4, 4), k)]},
+        lambda k: np.arange(5000) == 2500 + k,
+        lambda k: np.full((2, 1500), 0.5 + k, dtype=np.float16),
+        lambda k: torch.tensor([1.0, float(k)], dtype=torch.bfloat16),
+        lambda k: Point(1, [Point(k)]),
+        lambda k: b"bytes" * k,
+        lambda k: [float("nan"), 0.1 + k, None],
+        lambda k: datetime.datetime(2020, 1, 1 + k),
+        np.int64,
+    ],
+)
+def test_identity_is_of_the_content_of_values(make: Callable[[int], Any]) -> None:
+    kept = [[make(k) for k in (1, 1, 2)] for _ in range(2)]  # all have addresses of their own
+    for values in kept:
+        first, second, other = (problem_ids([Prompt(0, "p", {"x": v})])[0] for v in values)
+        assert first == second != other
+
+
+def test_an_image_does_not_change_the_fingerprint(tmp_path: Path) -> None:
+    import datasets
+
+    for folder, colour in (("a", 1), ("b", 1), ("c", 2)):
+        rows = [{"prompt": "p", "image": Image.new("RGB", (2, 2), (colour, 0, 0))}]
+        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / folder))
+    first, second, other = (opened(tmp_path / name).fingerprint() for name in "abc")
+    assert first == opened(tmp_path / "a").fingerprint() == second != other
 
 
 def test_fingerprint_of_many_rows_reads_some(

@@ -30,6 +30,7 @@ from easyrl.evaluation.command import make_plan
 from easyrl.evaluation.figures import compare
 from easyrl.rewards.loading import load_reward
 from easyrl.runtime.metrics import evaluation_metrics
+from easyrl.runtime.resume import settings_of, settings_to_evaluate
 from easyrl.runtime.run_folder import lock_folder
 from easyrl.runtime.supervisor import Interrupted, WorkerFailure
 from hub_rows import put_in_place_of_the_hub
@@ -245,6 +246,9 @@ def test_other_settings_are_refused_once_a_problem_is_answered(
         ("--model", str(run)): "model",
         ("data.num_held_out=5",): "dataset_identity",
         ("--reward", "exact_match"): "reward_functions",
+        ("--reward", "regex", "reward.pattern=1"): "reward.pattern",
+        ("rollout.max_turns=2",): "rollout.max_turns",
+        ("data.chat_template={{ messages }}", "data.chat=true"): "data.chat_template",
     }.items():
         assert f"{key}: expected" in call(folder, *words, *more, code=2)
     # Settings that change no answer may differ, and so may spellings.
@@ -269,6 +273,89 @@ def test_a_folder_that_only_looks_like_an_evaluation_is_left_alone(
     (tmp_path / "weights").rename(tmp_path / "ev" / "model")
     evaluated(tmp_path / "ev", *SMALL)
     assert (tmp_path / "ev" / "model").is_dir() and (folder / "model").is_dir()
+
+
+def test_an_edited_reward_is_another_evaluation(workers: Workers, tmp_path: Path) -> None:
+    file = tmp_path / "r.py"
+    for number in (0, 1):
+        file.write_text(f"def f(completions, **_):\n    return [{number}] * len(completions)\n")
+        words = ("--reward", f"{file}:f", *SMALL)
+        call(tmp_path / f"{number}", *words)
+        if number:
+            assert "reward.functions_identity" in call(tmp_path / "0", *words, code=2)
+            output = call(tmp_path / "1", *words, "--compare", str(tmp_path / "0"))
+            assert "not the same evaluation: reward.functions_identity" in output
+
+
+RUN = """
+model: {dtype: bfloat16, trust_remote_code: true}
+data: {dataset: [a.jsonl, b.jsonl], weights: [1, 2], prompt_template: "{prompt}?", num_held_out: 7}
+reward: {functions: [regex, exact_match], weights: [1, 2], pattern: x, code_sandbox: limits}
+rollout: {max_completion_length: 9, environment: guess, engine: vllm, num_generations: 2}
+eval: {dataset: c.jsonl, num_samples: 3, correct_reward: 2.0}
+train: {iterations: 2}
+devices: {infer: cpu}
+"""
+OF_RUN = {
+    "model.dtype": "bfloat16",
+    "data.dataset": ["a.jsonl", "b.jsonl"],
+    "data.prompt_template": "{prompt}?",
+    "data.num_held_out": 7,
+    "reward.functions": ["regex", "exact_match"],
+    "reward.weights": [1, 2],
+    "rollout.environment": "guess",
+    "rollout.max_completion_length": 9,
+    "eval.dataset": "c.jsonl",
+    "eval.num_samples": 3,
+    "eval.correct_reward": 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "replaced"),
+    [
+        ({}, {}),
+        (
+            {"data.dataset": "d.jsonl"},
+            {"data.num_held_out": None, "eval.dataset": None},
+        ),
+        (
+            {"reward.functions": ["math"]},
+            {"reward.weights": None, "eval.correct_reward": 1.0},
+        ),
+        (
+            {"data.dataset": "gsm8k"},
+            {key: None for key in OF_RUN if key[:4] in ("data", "eval", "rewa")}
+            | {"rollout.environment": None, "eval.correct_reward": 1.0},
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["run", "run/checkpoints/10"])
+def test_a_run_is_evaluated_as_it_was_trained(
+    tmp_path: Path, given: dict[str, Any], replaced: dict[str, Any], name: str
+) -> None:
+    """But for what is given, where it ran, and what opens a sandbox or runs a model's code."""
+    make_run(tmp_path / "run", {10: {}})
+    (tmp_path / "run" / "config.yaml").write_text(RUN)
+    given = {"model.path": str(tmp_path / name), **given}
+    assert settings_to_evaluate(given, tmp_path / "c.yaml").keys() <= {"eval.dataset"}
+    config = load_config(None, settings_to_evaluate(given, None) | given)
+    values = settings_of(config.model_dump(mode="json"), ())
+    expected = OF_RUN | replaced | given
+    assert {key: values[key] for key in expected} == expected
+    assert not config.model.trust_remote_code and config.reward.code_sandbox == "bwrap"
+    assert (config.rollout.engine, config.devices.infer) == ("auto", None)
+
+
+def test_a_runs_model_is_evaluated_on_the_runs_data(
+    workers: Workers, run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    text = f"data: {{dataset: {tmp_path}/d.jsonl}}\nreward: {{functions: [exact_match]}}\n"
+    (run / "config.yaml").write_text(text + "model: {dtype: bfloat16}\n")
+    results = evaluated(tmp_path / "ev", "--model", str(run), *SMALL)
+    names = ("num_problems", "reward_functions", "model.dtype")
+    assert [results[name] for name in names] == [1, ["exact_match"], "bfloat16"]
 
 
 def test_two_commands_do_not_write_to_one_folder(workers: Workers, tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ import pytest
 
 from easyrl import events
 from easyrl.config import Config, ConfigError, load_config
+from easyrl.rewards.loading import digest_code
 from easyrl.runtime import run
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.preflight import check_run
-from easyrl.runtime.resume import find_resume, with_absolute_paths
+from easyrl.runtime.resume import differing, find_resume, with_absolute_paths
 from easyrl.runtime.run_folder import resume_hint
 from mistakes import TINY, make_run
 
@@ -143,13 +144,16 @@ def test_relative_paths_of_a_run_work_from_another_folder(
         run.run(config)
 
 
-@pytest.mark.parametrize("changed", ["data.dataset", "eval.dataset"])
-def test_changed_rows_are_refused(tmp_path: Path, changed: str) -> None:
+@pytest.mark.parametrize("changed", ["data.dataset", "eval.dataset", "reward.functions"])
+def test_changed_rows_and_rewards_are_refused(tmp_path: Path, changed: str) -> None:
     files = {key: tmp_path / f"{key}.jsonl" for key in ("data.dataset", "eval.dataset")}
     for file in files.values():
         file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     words = [f"{key}={file}" for key, file in files.items()]
-    words, folder = [*words, "reward.functions=[exact_match]", *AUTO], tmp_path / "run"
+    files["reward.functions"] = tmp_path / "r.py"
+    files["reward.functions"].write_text("def f(completions, **_):\n    return [0.0] * 5\n")
+    words = [*words, f"reward.functions=[{tmp_path}/r.py:f]", "reward.check=false", *AUTO]
+    folder = tmp_path / "run"
     config = config_of(folder, *words)
     identity = check_run(config).identity
     make_run(folder, {10: {"identity": identity, "config": config.model_dump(mode="json")}})
@@ -161,9 +165,35 @@ def test_changed_rows_are_refused(tmp_path: Path, changed: str) -> None:
         check_run(config, found)
 
     check()
-    files[changed].write_text('{"prompt": "1+1=", "answer": "3"}\n')
+    text = files[changed].read_text()
+    files[changed].write_text(text.replace("2", "3").replace("5", "6"))
     with pytest.raises(ConfigError, match=rf"^{changed}: .*changed"):
         check()
+
+
+def test_identity_has_the_users_files_and_the_modules_beside_them(tmp_path: Path) -> None:
+    files = {
+        "rewards.py": ("reward.functions", "# 3\nfrom helper import score as f\n"),
+        "helper.py": ("reward.functions", "import json  # 3\nfrom pack.inner import score\n"),
+        "pack/inner.py": ("reward.functions", "def score(completions, **_):\n    return 3\n"),
+        "rooms.py": ("rollout.environment", "class Room:\n    size = 3\n"),
+        "tools.py": ("rollout.tools", "def tool():\n    return 3\n"),
+        "loss.py": ("algorithm.loss_type", "def loss(inputs, config):\n    return 3\n"),
+        "unrelated.py": (None, "# 3"),
+    }
+    (tmp_path / "pack").mkdir()
+    for name, (_, text) in files.items():
+        (tmp_path / name).write_text(text)
+    words = [f"reward.functions=[{tmp_path}/rewards.py:f]", f"rollout.tools={tmp_path}/tools.py:f"]
+    words += [f"rollout.environment={{a: guess, b: '{tmp_path}/rooms.py:Room'}}"]
+    config = load_config(words=[*words, f"algorithm.loss_type={tmp_path}/loss.py:loss"])
+    before = digest_code(config)
+    for name, (key, text) in files.items():
+        (tmp_path / name).write_text(text.replace("3", "4"))
+        assert differing(before, digest_code(config)) == ([key] if key else [])
+        (tmp_path / name).write_text(text)
+    assert digest_code(config) == before
+    assert differing({}, before) == [], "of an older release"
 
 
 def test_environments_and_tools_get_absolute_paths(

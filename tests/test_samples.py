@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from easyrl import cli
+from easyrl import cli, events
+from easyrl.observe.samples import columns_of
+from easyrl.runtime.run_folder import sample_line
 
 SAMPLES = [
     {
@@ -90,6 +92,24 @@ def test_equal_completions_of_a_prompt_are_folded(tmp_path: Path) -> None:
     shown = " ".join(call(run).output.split())
     assert shown.count("right 1 brief 0.5 x2") == 1 and "x3" not in shown
     assert "truncated" not in shown and "xx7" in shown  # the end of a long answer
+
+
+TAKEN = ("sample", "problem", "iteration", "rewards", "length", "truncated", "reward", "prompt")
+
+
+def test_columns_may_have_any_name(tmp_path: Path) -> None:
+    """Those of the data and of rewards; of an older version they replaced keys of the line."""
+    columns = dict.fromkeys(TAKEN, "text")
+    sample = events.Sample("c", 1.0, 0.5, {"rewards": 7, "x": 8}, {"f": 1.0, "g": 0.0}, 3)
+    group = events.GroupScored(0, 0, 5, [1.0], [[1.0]], [3], 0, 0.0, prompt="p", columns=columns)
+    line = sample_line(group, sample)
+    assert [line[name] for name in ("iteration", "reward", "length")] == [0, 1.0, 3]
+    assert line["column/sample"] == "text" and line["column/rewards"] == 7 and line["x"] == 8
+    shown = " ".join(call(write(tmp_path / "run", [line])).output.split())
+    assert "iteration 1 prompt_index 5 reward 1" in shown and "column/problem text" in shown
+    older = line | {"sample": "text", "rewards": 7, "problem": 8}
+    assert "sample text" in call(write(tmp_path / "older", [older])).output
+    assert columns_of(older | {"iteration": "text"}, 40)[0] == "iteration text"
 
 
 def test_line_that_is_being_written_is_not_shown(tmp_path: Path) -> None:

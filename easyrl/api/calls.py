@@ -27,6 +27,7 @@ from easyrl.evaluation.view import EvalView
 from easyrl.observe.observers import make_observers
 from easyrl.observe.view import notebook_display
 from easyrl.processes import UNGUARDED
+from easyrl.runtime.resume import settings_to_evaluate
 from easyrl.runtime.run import run
 from easyrl.runtime.run_folder import (
     folder_of,
@@ -197,9 +198,8 @@ def evaluate(
         compare: An evaluation to compare with, or its folder.
     """
     options = options_by_key(locals())
-    if dataset is not None:  # it wins over eval.dataset of the config file
-        settings = {"eval": {"dataset": None}} | settings
     with _call():
+        settings = settings_to_evaluate(options, config) | settings
         resolved, inputs = _resolve(config, options, settings)
         folder = folder_of(resolved, "eval-")
         if inputs and folder.exists() and not (folder / "settings.json").is_file():

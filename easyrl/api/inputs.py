@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import json
+import pickletools
 import re
 import shutil
 import sys
@@ -34,6 +36,7 @@ CODE = {
 }
 """The name of the file, and of the argument."""
 FILE = '''"""What a Python program has given: {names}."""
+# content {digest}
 
 import base64
 import sys
@@ -122,10 +125,12 @@ class Inputs:
         elif is_single and key == "rollout.environment":
             value = specs[0]
         if stored:
+            pickled = cloudpickle.dumps(stored)
             self._texts[f"{file}.py"] = FILE.format(
                 names=", ".join(stored),
                 paths=list(filter(None, sys.path)),
-                pickled=base64.b64encode(cloudpickle.dumps(stored)).decode(),
+                digest=_digest(pickled),
+                pickled=base64.b64encode(pickled).decode(),
             )
             self._values[key] = value
         return value
@@ -170,6 +175,17 @@ class Inputs:
 
     def __bool__(self) -> bool:
         return bool(self._values)
+
+
+def _digest(pickled: bytes) -> str:
+    """Digest all but what differs between processes: memo, order of sets, ids of classes."""
+    varying, content = re.compile(r"\w*GET \d+|SHORT_BINUNICODE [0-9a-f]{32}"), [""]
+    for operation, value, _ in pickletools.genops(pickled):
+        if operation.name in ("ADDITEMS", "FROZENSET"):
+            start = max(n for n, each in enumerate(content) if each == "MARK None")
+            content[start:] = sorted(content[start:])
+        content.append(varying.sub("", f"{operation.name} {value}"))
+    return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -52,11 +52,10 @@ def evaluate(
     from easyrl.evaluation.command import evaluate
     from easyrl.evaluation.view import EvalView
     from easyrl.observe.report import print_end
+    from easyrl.runtime.resume import settings_to_evaluate
 
-    settings = options_by_key(locals())
-    if dataset is not None:  # it wins over eval.dataset of the config file
-        settings["eval.dataset"] = None
-    resolved = load_config(config, settings, words)
+    given = options_by_key(locals())
+    resolved = load_config(config, settings_to_evaluate(given, config) | given, words)
     end = evaluate(resolved, EvalView(live=not no_live), base=base, other=compare)
     if end.message:
         print_end(end.exit_code, end.message)

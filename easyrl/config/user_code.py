@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -76,6 +78,19 @@ def read_files(specs: Iterable[str]) -> dict[str, str]:
     """Read the files of these functions, by path: a worker that starts later must use the same."""
     paths = (spec.rpartition(":")[0] for spec in specs)
     return {path: _file(path).read_text("utf-8") for path in paths if path.endswith(".py")}
+
+
+def digest_files(specs: Iterable[str]) -> str:
+    """Digest the files of these functions and the modules beside them that they import; empty if
+    there are no files."""
+    files, text = [_file(path) for path in read_files(specs)], ""
+    for file in files:  # which grows
+        content = file.read_text("utf-8", "replace")
+        text += next(iter(re.findall(r"^# content \w{64}$", content, re.MULTILINE)), content)
+        modules = re.findall(r"^\s*(?:from|import)\s+\.*([\w.]+)", content, re.MULTILINE)
+        beside = [file.parent / f"{name.replace('.', '/')}.py" for name in modules]
+        files += [each for each in beside if each.is_file() and each not in files]
+    return hashlib.sha256(text.encode()).hexdigest() if files else ""
 
 
 def _file(path: str) -> Path:

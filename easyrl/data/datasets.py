@@ -32,7 +32,7 @@ from easyrl.config import Config, ConfigError, DataConfig
 from easyrl.config.hints import did_you_mean
 from easyrl.data.hub import HubUnreachable, reach_hub
 from easyrl.data.presets import PRESETS, TRAINED, preset_of
-from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm
+from easyrl.data.streams import KEY, DataSet, PromptStream, RowForm, content_of
 from easyrl.types import Prompt
 
 NumberedRows = Iterator[tuple[int, dict[str, Any]]]
@@ -218,13 +218,12 @@ def with_eval_data(config: Config) -> Config:
     A preset that `eval.dataset` names has its own prompts; any other data set is asked as `data`
     says.
     """
-    data = config.data
+    update: dict[str, Any] = {"shuffle": False}
     if config.eval.dataset is not None:
-        data = data.model_copy(update={"dataset": config.eval.dataset, "weights": None})
+        update |= {"dataset": config.eval.dataset, "weights": None}
         if config.eval.dataset in PRESETS:
-            data = data.model_copy(update=DataConfig().model_dump(include=FORM_KEYS))
-    data = data.model_copy(update={"shuffle": False})
-    return config.model_copy(update={"data": data})
+            update |= DataConfig().model_dump(include=FORM_KEYS)
+    return config.model_copy(update={"data": config.data.model_copy(update=update)})
 
 
 def problems_of(stream: PromptStream, config: Config) -> dict[str, Prompt]:
@@ -255,7 +254,8 @@ def problem_ids(problems: Sequence[Prompt]) -> list[str]:
     seen: Counter[str] = Counter()
     ids = []
     for problem in problems:
-        row = json.dumps([problem.content, dict(problem.columns)], sort_keys=True, default=str)
+        values = [problem.content, dict(problem.columns)]
+        row = json.dumps(values, sort_keys=True, default=content_of)
         name = hashlib.sha256(row.encode(errors="backslashreplace")).hexdigest()[:ID_DIGITS]
         seen[name] += 1
         ids.append(name if seen[name] == 1 else f"{name}-{seen[name]}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import string
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
@@ -132,6 +133,18 @@ class RowForm:
         return with_none(kept)
 
 
+def content_of(value: Any) -> Any:
+    """Return JSON with the content of a value of another type: no address, no abridged array."""
+    if getattr(value, "shape", ()):  # an array or a tensor
+        return value.tolist()
+    text = re.sub(" at 0x[0-9a-fA-F]+", "", str(value))
+    if text == str(value):
+        return text
+    if hasattr(value, "tobytes"):  # an image
+        return [text, hashlib.sha256(value.tobytes()).hexdigest()]
+    return [text, getattr(value, "_hf_encoded", getattr(value, "__dict__", None))]
+
+
 @lru_cache(maxsize=64)
 def _order(seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
     """Draw the order of an epoch."""
@@ -234,7 +247,7 @@ class DataSet:
         is_list = isinstance(self.rows, list)
         rows = self.rows[:: digested.step] if is_list else self.rows.select(digested)
         for row in rows:
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+            digest.update(json.dumps(row, sort_keys=True, default=content_of).encode())
         return digest.hexdigest()
 
 

@@ -22,15 +22,9 @@ from typing import Any
 
 from easyrl import __version__, events
 from easyrl.config import Config
+from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.rollout import SamplingChoice
-from easyrl.data.datasets import (
-    FORM_KEYS,
-    identity_of,
-    open_prompts,
-    problem_ids,
-    problems_of,
-    with_eval_data,
-)
+from easyrl.data.datasets import identity_of, open_prompts, problem_ids, problems_of, with_eval_data
 from easyrl.data.presets import eval_sampling, with_long_problems
 from easyrl.evaluation.figures import Answers, Lines, compare, summarize
 from easyrl.evaluation.folder import MODEL, EvalFolder, differing_settings, read_evaluation
@@ -38,7 +32,7 @@ from easyrl.evaluation.view import EvalView, show_comparison, show_results
 from easyrl.model.export import CheckpointGone, ModelSource, find_model
 from easyrl.model.files import ModelFiles, read_model_files
 from easyrl.observe.text import say
-from easyrl.rewards.loading import reward_names, reward_specs, reward_weights
+from easyrl.rewards.loading import digest_code, reward_names, reward_specs, reward_weights
 from easyrl.runtime.dispatch import Dispatcher
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.memory import (
@@ -55,7 +49,7 @@ from easyrl.runtime.preflight import (
     check_positions,
     short_problems,
 )
-from easyrl.runtime.resume import with_absolute_paths
+from easyrl.runtime.resume import NOT_EVALUATED, settings_of, with_absolute_paths
 from easyrl.runtime.run_folder import finite
 from easyrl.runtime.supervisor import (
     FAILED,
@@ -71,8 +65,6 @@ from easyrl.runtime.supervisor import (
 from easyrl.runtime.workers import Workers
 from easyrl.types import Prompt
 
-PROMPT_KEYS = sorted({*FORM_KEYS, "chat_template_kwargs"} - {"columns"})
-"""Keys of `data` that say what is asked about a row."""
 MAX_NEWER = 3
 """Newer checkpoints to try, of a running run that removes the chosen one."""
 
@@ -121,18 +113,16 @@ def make_plan(config: Config, base: str | None = None) -> Plan:
         "model_identity": source.identity(),
         "dataset": config.data.shown,
         "dataset_identity": identity_of(list(by_id)),
-        "prompt": {key: getattr(config.data, key) for key in PROMPT_KEYS},
-        "stop": config.rollout.stop,
-        "reward_functions": [
-            spec.removeprefix(f"{config.output.dir}/") for spec in reward_specs(config)
-        ],
+        "reward_functions": reward_specs(config),
         "reward_weights": reward_weights(config),
         "correct_reward": config.eval.correct_reward,
         **asdict(sampling),
-        "seed": config.runtime.seed,
-        "dtype": config.model.dtype,
         "engine": placement.engine.name,
+        **settings_of(config.model_dump(mode="json"), NOT_EVALUATED),
+        **{f"{key}_identity": v for key, v in digest_code(config).items() if key != LOSS_KEY},
     }
+    home = json.dumps(f"{config.output.dir}/")[:-1]  # inputs of Python, in a folder that may move
+    settings = json.loads(json.dumps(settings).replace(home, '"'))
     return Plan(config, sampled, source, by_id, num_skipped, sampling, placement, settings)
 
 
@@ -286,9 +276,8 @@ def _lines(plan: Plan, problem: str, prompt: Prompt, answer: events.PromptEvalua
             "length": answer.completion_lengths[number],
             "truncated": answer.truncated[number],
         }
-        others = {name: v for name, v in prompt.references().items() if name not in line}
         columns = {name: values[number] for name, values in answer.columns.items()}
-        lines.append(finite({**line, **others, **columns}))
+        lines.append(finite(events.with_columns(line, prompt.references() | columns)))
     return lines
 
 

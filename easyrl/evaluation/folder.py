@@ -19,6 +19,7 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError, to_commented_yaml
 from easyrl.evaluation.figures import Answers, Lines
+from easyrl.runtime.resume import differing
 from easyrl.runtime.run_folder import (
     PRIVATE,
     finite,
@@ -30,8 +31,8 @@ from easyrl.runtime.run_folder import (
 
 SETTINGS, SAMPLES, MODEL = "settings.json", "samples.jsonl", ".model-"
 KEY = "output.dir (--output)"
-MAY_DIFFER = ("model", "model_identity", "dataset", "dataset_identity", "seed", "dtype", "engine")
-"""Settings in which two evaluations that are compared may differ without a warning."""
+MAY_DIFFER = ("model", "dataset", "engine", "runtime.seed")
+"""Settings that begin so may differ without a warning in two evaluations that are compared."""
 
 
 class EvalFolder:
@@ -69,10 +70,9 @@ class EvalFolder:
                 f"{KEY}: expected a new folder or that of an evaluation, got '{self.path}'"
             )
         answers = _by_problem(read_lines(self.path / SAMPLES))
-        old, new = json.loads(text), json.loads(json.dumps(settings))
-        if answers and old != new:
-            differing = [key for key in old | new if old.get(key) != new.get(key)]
-            lines = [f"{key}: expected {old.get(key)}, got {new.get(key)}" for key in differing]
+        old = json.loads(text)
+        if answers and (changed := differing(old, settings)):
+            lines = [f"{key}: expected {old[key]}, got {settings[key]}" for key in changed]
             raise ConfigError(
                 f"{KEY}: '{self.path}' has an evaluation with other settings; repeat its command, "
                 "or choose a new folder\n" + "\n".join(lines)
@@ -127,8 +127,6 @@ def differing_settings(path: Path, settings: Mapping[str, Any]) -> list[str]:
     file = (path if path.is_dir() else path.parent) / SETTINGS
     if not file.is_file():
         return [f"how that one was sampled is unknown: there is no {file}"]
-    old, new = json.loads(file.read_text(encoding="utf-8")), dict(settings)
-    for each in (old, new):  # name the keys that differ
-        each |= {f"data.{key}": value for key, value in each.pop("prompt", {}).items()}
-    keys = [key for key in old if key not in MAY_DIFFER and old[key] != new.get(key)]
-    return [f"{key}: {new.get(key)} here, {old[key]} there" for key in keys]
+    old = json.loads(file.read_text(encoding="utf-8"))
+    keys = [key for key in differing(old, settings) if not key.startswith(MAY_DIFFER)]
+    return [f"{key}: {settings[key]} here, {old[key]} there" for key in keys]

@@ -33,15 +33,12 @@ def show_samples(
 
     `iteration`: `3` or `3-5`, counted from 1.
     """
-    oldest = newest = 0
-    if iteration is not None:
-        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", iteration)
-        if numbers is not None:
-            oldest, newest = int(numbers[1]), int(numbers[2] or numbers[1])
-        if not 1 <= oldest <= newest:
-            raise ConfigError(
-                f"--iteration: expected a number from 1, or a range like 3-5, got '{iteration}'"
-            )
+    numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", iteration or "")
+    oldest, newest = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
+    if iteration is not None and not 1 <= oldest <= newest:
+        raise ConfigError(
+            f"--iteration: expected a number from 1, or a range like 3-5, got '{iteration}'"
+        )
     file = folder / SAMPLES
     if not file.is_file():
         raise ConfigError(f"'{folder}': expected the folder of a run or evaluation, with {SAMPLES}")
@@ -88,11 +85,11 @@ def folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
 def columns_of(line: Line, max_length: int) -> list[str]:
     """Names with values of all columns but the texts, and of several reward functions. Iterations
     and samples are counted from 1."""
-    rewards = line.get("rewards", {})
-    functions = rewards if len(rewards) > 1 else {}  # that of a single one is the reward
+    rewards = line.get("rewards")  # a column of any type in an older folder
+    functions = rewards if isinstance(rewards, dict) and len(rewards) > 1 else {}  # one: reward
     columns = []
     for name, value in {**line, **functions, **line}.items():
-        shown = value + 1 if name in ("iteration", "sample") else value
+        shown = value + 1 if name in ("iteration", "sample") and isinstance(value, int) else value
         text = f"{shown:.3g}" if isinstance(shown, float) else str(shown)
         if name not in LEFT_OUT and (name != "truncated" or value):
             columns.append(printable(f"{name} {shorten(text, max_length)}"))

@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from easyrl.config import Config, ConfigError
+from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.hints import did_you_mean
-from easyrl.config.user_code import load_function, read_files
+from easyrl.config.user_code import digest_files, load_function, read_files
 from easyrl.data.presets import preset_of
 from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.rewards import functions, math
@@ -130,12 +132,24 @@ def load_reward(spec: str, config: Config) -> RewardFunction:
     return functools.partial(_call_verl, function) if is_verl else function
 
 
+def code_of(config: Config) -> dict[str, list[str]]:
+    """The functions and classes that the config names, by key."""
+    return {
+        "reward.functions": reward_specs(config),
+        "rollout.environment": [*filter(None, config.rollout.environments.values())],
+        "rollout.tools": config.rollout.tools,
+        LOSS_KEY: [config.algorithm.loss_type],
+    }
+
+
 def read_sources(config: Config) -> dict[str, str]:
-    """Read the user's files of rewards, loss, environments and tools, by path: all workers use them
-    as they are now."""
-    rollout = config.rollout
-    own = [*filter(None, rollout.environments.values()), *rollout.tools]
-    return read_files([*reward_specs(config), config.algorithm.loss_type, *own])
+    """Read the user's files by path: all workers use them as they are now."""
+    return read_files(chain(*code_of(config).values()))
+
+
+def digest_code(config: Config) -> dict[str, str]:
+    """Digests of the user's files, by the keys that name them; empty where a key names none."""
+    return {key: digest_files(specs) for key, specs in code_of(config).items()}
 
 
 def accepted_arguments(

@@ -4,7 +4,6 @@ memory, disk. Fast checks come first. Nothing is written, no weights are loaded.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import resource
 import shutil
@@ -14,7 +13,7 @@ from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.algorithm import LOSS_KEY
-from easyrl.config.user_code import load_function, read_files
+from easyrl.config.user_code import load_function
 from easyrl.data.chat import check_prompts, check_template
 from easyrl.data.datasets import (
     identity_of,
@@ -40,10 +39,11 @@ from easyrl.model.files import (
     read_model_files,
     tokenizer_of,
 )
+from easyrl.rewards.loading import digest_code
 from easyrl.rewards.pool import try_rewards
 from easyrl.runtime import memory
 from easyrl.runtime.placement import Placement, resolve_placement
-from easyrl.runtime.resume import Resume
+from easyrl.runtime.resume import Resume, differing
 from easyrl.runtime.run_folder import folder_of, refuse_existing
 from easyrl.types import Messages, Prompt
 
@@ -70,7 +70,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     files = read_model_files(config.model.path)
     prompts = open_prompts(config)
     interfaces, warnings = check_functions(config, prompts.prompt(0))
-    loss_identity = _check_loss(config)
+    _check_loss(config)
     placement = resolve_placement(config)  # imports torch where it must look for accelerators
     num_rollout = max(placement.num_rollout_workers, config.devices.max_rollout_workers or 0)
     check_open_files(config, num_rollout + placement.train.count)
@@ -93,14 +93,13 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
         "model.path": fingerprint(config.model.path),
         "data.dataset": prompts.fingerprint(),
         "eval.dataset": identity_of(problem_ids(held_out)),
-        **loss_identity,
+        **digest_code(config),
     }
-    for key, found in identity.items():
-        if resume and resume.state.identity.get(key, found) != found:
-            raise ConfigError(
-                f"{key}: the files have changed since the run in '{resume.folder}' started; "
-                "restore them, or start a new run (--output)"
-            )
+    if resume and (changed := differing(resume.state.identity, identity)):
+        raise ConfigError(
+            f"{', '.join(changed)}: the files have changed since the run in '{resume.folder}' "
+            "started; restore them, or start a new run (--output)"
+        )
     return Preflight(
         prompts,
         len(skipped),
@@ -131,17 +130,13 @@ def check_functions(config: Config, example: Prompt | None) -> tuple[Interfaces,
     return interfaces, warnings + of_environments
 
 
-def _check_loss(config: Config) -> dict[str, str]:
-    """Load and try a loss of the user's own. Return the digest of its file."""
-    if not config.algorithm.has_own_loss:
-        return {}
-    spec = config.algorithm.loss_type
-    load_function(spec, LOSS_KEY)  # before torch is imported, so that a typo is reported at once
-    from easyrl.algorithm.losses import load_loss
+def _check_loss(config: Config) -> None:
+    """Load and try a loss of the user's own."""
+    if config.algorithm.has_own_loss:
+        load_function(config.algorithm.loss_type, LOSS_KEY)  # a typo is reported before torch loads
+        from easyrl.algorithm.losses import load_loss
 
-    load_loss(config)
-    text = "".join(read_files([spec]).values())
-    return {LOSS_KEY: hashlib.sha256(text.encode()).hexdigest()}
+        load_loss(config)
 
 
 def check_open_files(config: Config, num_workers: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
@@ -25,6 +25,7 @@ from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.presets import PRESETS
 from easyrl.formatting import counted
 from easyrl.model.checkpoint_files import CHECKPOINTS, DAMAGED, Checkpoint, newest_checkpoint
+from easyrl.model.export import run_of
 from easyrl.rewards.loading import reward_specs, reward_weights
 from easyrl.runtime.run_folder import (
     UNFINISHED_CONFIG,
@@ -35,42 +36,27 @@ from easyrl.runtime.run_folder import (
 )
 
 MAY_CHANGE = (
-    "model.attention",
-    "reward.check",
-    "reward.code_sandbox",
-    "reward.num_workers",
-    "reward.on_error",
-    "reward.timeout_seconds",
-    "reward.memory_limit_gib",
-    "rollout.concurrent_calls",
-    "rollout.environment_workers",
-    "rollout.max_concurrent_groups",
-    "rollout.memory_fraction",
-    "rollout.ring_slots",
-    "rollout.tool_timeout_seconds",
-    "train.iterations",
-    "train.save_every",
-    "train.keep_checkpoints",
-    "train.eval_every",
-    "train.activation_checkpointing",
-    "train.compile",
-    "train.offload",
-    "train.max_tokens_per_micro_batch",
-    "eval.num_samples",
-    "eval.temperature",
-    "eval.max_completion_length",
-    "devices.*",
-    "output.*",
-    "runtime.schedule",
-    "runtime.resume",
-    "runtime.timeout_seconds",
-    "runtime.stall_seconds",
-    "runtime.max_restarts",
-    "runtime.restart_window_seconds",
-    "runtime.restart",
-    "runtime.autoscale",
+    *("model.attention", "devices.*", "output.*", "train.iterations", "train.save_every"),
+    *("train.keep_checkpoints", "train.eval_every", "train.activation_checkpointing"),
+    *("train.compile", "train.offload", "train.max_tokens_per_micro_batch", "reward.check"),
+    *("reward.code_sandbox", "reward.num_workers", "reward.on_error", "reward.timeout_seconds"),
+    *("reward.memory_limit_gib", "rollout.concurrent_calls", "rollout.environment_workers"),
+    *("rollout.max_concurrent_groups", "rollout.memory_fraction", "rollout.ring_slots"),
+    *("rollout.tool_timeout_seconds", "runtime.schedule", "runtime.resume", "runtime.restart"),
+    *("runtime.timeout_seconds", "runtime.stall_seconds", "runtime.max_restarts"),
+    *("runtime.restart_window_seconds", "runtime.autoscale"),
+    *("eval.num_samples", "eval.temperature", "eval.max_completion_length"),
 )
-"""Settings that decide how long, where and how fast the run is, but not what is trained."""
+"""Settings that decide how long, where and how fast the run is, but not what is trained. All others
+are part of the identity of a run and, but for NOT_EVALUATED, of an evaluation."""
+NOT_EVALUATED = (
+    *(*MAY_CHANGE, "algorithm.*", "train.*", "rollout.num_generations", "runtime.deterministic"),
+    *("model.path", "model.trust_remote_code", "model.lora", "rollout.tensor_parallel_size"),
+    *("data.num_held_out", "data.shuffle", "data.max_prompt_length", "data.long_prompts"),
+    *("eval.*", "data.dataset", "reward.functions", "reward.weights", "rollout.temperature"),
+    *("rollout.max_completion_length", "rollout.top_k", "rollout.top_p", "rollout.engine"),
+)
+"""Settings that no answer of an evaluation depends on, or that `eval.json` has in another form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +165,22 @@ def _is_begun(folder: Path) -> bool:
     return has_begun or names <= {"logs", UNFINISHED_CONFIG}
 
 
+def settings_of(config: Mapping[str, Any], without: Sequence[str] = MAY_CHANGE) -> dict[str, Any]:
+    """Return the values of a dumped config by their full names, without those of these patterns."""
+    values = {f"{name}.{key}": v for name, keys in config.items() for key, v in keys.items()}
+    return {k: v for k, v in values.items() if not any(fnmatch(k, each) for each in without)}
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the keys whose values differ. One that was not there before is of a newer release."""
+    return [key for key, value in now.items() if before.get(key, value) != value]
+
+
 def _check_settings(config: Config, state: SavedState, path: Path) -> None:
     """Raise ConfigError if a setting that decides what is trained has changed."""
-    changed = [
-        f"{section}.{key}"
-        for section, keys in config.model_dump(mode="json").items()
-        for key, value in keys.items()
-        if state.config.get(section, {}).get(key, value) != value
-        and not any(fnmatch(f"{section}.{key}", pattern) for pattern in MAY_CHANGE)
-    ]
-    if changed:
-        run = load_config(None, state.config)
+    before = state.config
+    if changed := differing(settings_of(before), settings_of(config.model_dump(mode="json"))):
+        run = load_config(None, before)
         used, given = _resolved(run), _resolved(config)
         problems = [
             f"{name}: expected {json.dumps(used[name])} as in the run, got "
@@ -210,13 +201,29 @@ def _check_settings(config: Config, state: SavedState, path: Path) -> None:
         )
 
 
+def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, Any]:
+    """Return the settings of an evaluation that come before the `given` ones: without a config
+    `file` those of the run whose model it is, data, rewards, environment, sampling and data type.
+    Not those that a data set or rewards replace: a preset is asked and scored in its own way."""
+    path, dataset = given.get("model.path"), given.get("data.dataset")
+    settings = {} if dataset is None else {"eval.dataset": None}  # of the run or the file
+    run = run_of(os.fspath(path)) if file is None and isinstance(path, str | os.PathLike) else None
+    if run is None:
+        return settings
+    without = ["rollout.engine", "rollout.tensor*", *(k for k in MAY_CHANGE if k[:5] != "eval.")]
+    if dataset is not None:
+        without += ["data.dataset", "data.weights", "data.num_held_out"]
+        if isinstance(dataset, str) and dataset in {*PRESETS} - {*run.data.datasets}:
+            without += ["data.*", "reward.*", "eval.*", "rollout.environment", "rollout.tools"]
+    if "reward.functions" in given:
+        without += ["reward.*", "eval.correct_reward"]
+    values = run.model_dump(mode="json", include={"data", "reward", "rollout", "eval"})
+    return {"model.dtype": run.model.dtype, **settings_of(values, without), **settings}
+
+
 def _resolved(config: Config) -> dict[str, Any]:
     """All values by section and key, with the value that the run uses instead of null."""
-    values = {
-        f"{section}.{key}": value
-        for section, keys in config.model_dump(mode="json").items()
-        for key, value in keys.items()
-    }
+    values = settings_of(config.model_dump(mode="json"), ())
     values["train.learning_rate"] = config.learning_rate
     values["algorithm.epsilon_high"] = config.algorithm.resolved_epsilon_high
     with contextlib.suppress(ConfigError):  # none is given
@@ -246,13 +253,8 @@ def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
     over a built-in model of the same name, but not in the config of a resumed run, whose folders
     are absolute paths already.
     """
-    keys = {
-        "model": ["path"],
-        "data": ["dataset"],
-        "eval": ["dataset"],
-        "reward": ["functions"],
-        "rollout": ["environment", "tools"],
-    }
+    keys = {"model": ["path"], "data": ["dataset"], "eval": ["dataset"], "reward": ["functions"]}
+    keys["rollout"] = ["environment", "tools"]
     if config.algorithm.has_own_loss:
         keys["algorithm"] = ["loss_type"]
     if is_resumed and config.model.path in BUILT_IN_MODELS:
@@ -268,12 +270,10 @@ def with_absolute_paths(config: Config, *, is_resumed: bool = False) -> Config:
 def _absolute(value: Any) -> Any:
     """The absolute path of a file, a folder or `file.py:function`, or those of a list or a mapping.
     Symbolic links are kept, because they may change."""
-    if value is None:
-        return None
     if isinstance(value, dict):
         return {name: _absolute(each) for name, each in value.items()}
     if not isinstance(value, str):
-        return [_absolute(each) for each in value]
+        return [_absolute(each) for each in value] if value else value
     file, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
     path = Path(file).expanduser()
     is_path = path.exists() and value not in PRESETS

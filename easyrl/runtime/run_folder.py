@@ -193,8 +193,7 @@ def sample_line(group: events.GroupScored, sample: events.Sample) -> dict[str, A
         "length": sample.length,
         "truncated": sample.truncated,
     }
-    others = {name: value for name, value in group.columns.items() if name not in line}
-    return {**line, **others, **sample.columns}
+    return events.with_columns(line, {**group.columns, **sample.columns})
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
