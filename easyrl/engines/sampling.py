@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from easyrl.data.chat import text_decoder
+from easyrl.model.logprobs import log_softmax
 from easyrl.types import Float64, Int32
 
 if TYPE_CHECKING:
@@ -39,11 +40,11 @@ def sample(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tupl
     of the whole distribution softmax(logits / temperature), which is what is trained. Temperature 0
     takes the likeliest token; its log-probability is that at temperature 1.
     """
-    logprobs = torch.log_softmax(logits.float() / (settings.temperature or 1.0), dim=-1)  # [N, V]
+    logprobs, probabilities = log_softmax(logits, settings.temperature or 1.0)  # [N, V]
     if settings.temperature == 0.0:
-        tokens = logprobs.argmax(dim=-1)
+        tokens = logits.argmax(dim=-1)
     else:
-        probabilities = logprobs.double().exp_()  # [N, V]
+        probabilities = probabilities.double()  # [N, V]
         if settings.truncates:
             probabilities = _truncated(probabilities, settings.top_k, settings.top_p)
         cumulative = probabilities.cumsum_(dim=-1)
