@@ -358,8 +358,8 @@ def reward_of(pool: EnvironmentPool) -> Any:
 def game(file: Path, pools: list[EnvironmentPool]) -> Callable[..., EnvironmentPool]:
     def make(*words: str, reports: list[str] | None = None) -> EnvironmentPool:
         words = ("reward.functions=[environment]", *words)
-        report = [].append if reports is None else reports.append
-        pools.append(pool := EnvironmentPool(config_of(file, "Game", *words), {}, report))
+        pools.append(pool := EnvironmentPool(config_of(file, "Game", *words), {}))
+        pool.report = ([] if reports is None else reports).append
         pool.loaded()
         return pool
 
