@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import resource
 import shutil
@@ -193,7 +194,7 @@ def test_identity_has_the_users_files_and_the_modules_beside_them(tmp_path: Path
         assert differing(before, digest_code(config)) == ([key] if key else [])
         (tmp_path / name).write_text(text)
     assert digest_code(config) == before
-    assert differing({}, before) == [], "of an older release"
+    assert differing({}, {**before, "x": math.nan}) == [], "of an older release"
 
 
 def test_environments_and_tools_get_absolute_paths(

@@ -173,7 +173,7 @@ def settings_of(config: Mapping[str, Any], without: Sequence[str] = MAY_CHANGE) 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the keys whose values differ. One that was not there before is of a newer release."""
-    return [key for key, value in now.items() if before.get(key, value) != value]
+    return [key for key in now if key in before and before[key] != now[key]]
 
 
 def _check_settings(config: Config, state: SavedState, path: Path) -> None:
