@@ -186,11 +186,6 @@ class Host:
                 self._spare.setdefault(episode.name, []).append(episode.environment)
 
 
-def num_threads(config: Config) -> int:
-    """Return how many calls run at the same time."""
-    return 1 if config.runtime.deterministic else config.rollout.concurrent_calls
-
-
 def serve(connection: Connection, config: Config, sources: Mapping[str, str]) -> None:
     """Answer requests until the parent ends."""
     start(config, sources)
@@ -213,10 +208,11 @@ def serve(connection: Connection, config: Config, sources: Mapping[str, str]) ->
         except BaseException as error:  # SystemExit too: the process belongs to the environments
             send(Reply(request.number, None, user_traceback(error)))
 
-    with ThreadPoolExecutor(num_threads(config)) as threads:
+    num_threads = 1 if config.runtime.deterministic else config.rollout.concurrent_calls
+    with ThreadPoolExecutor(num_threads) as threads:
         answer(connection.recv())  # `load`, which all others need
         while request := connection.recv():
-            if num_threads(config) == 1 or request.is_repeated:
+            if num_threads == 1 or request.is_repeated:
                 answer(request)  # in the main thread, where `signal` works
             else:
                 threads.submit(answer, request)

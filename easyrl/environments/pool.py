@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from easyrl.config import Config, ConfigError
-from easyrl.environments.host import Key, Loaded, Reply, Request, num_threads, serve
+from easyrl.environments.host import Key, Loaded, Reply, Request, serve
 from easyrl.environments.loading import Interface
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call
@@ -84,7 +84,6 @@ class EnvironmentPool:
 
     def __init__(self, config: Config, sources: Mapping[str, str]) -> None:
         self._config, self._sources = config, sources
-        self._num_threads = num_threads(config)
         self._context = get_context("spawn")
         self._hosts: list[_Host] = []
         self._groups: dict[Key, _Group] = {}
@@ -165,9 +164,7 @@ class EnvironmentPool:
     def _keys_of(self, host: _Host) -> list[Key]:
         return [key for key, group in self._groups.items() if group.host is host]
 
-    def _call(
-        self, key: Key, method: str, *arguments: Any, limit: float | None = None
-    ) -> Future[Any]:
+    def _call(self, key: Key, method: str, *arguments: Any, limit: float = 0.0) -> Future[Any]:
         limit = limit or self._config.rollout.tool_timeout_seconds
         call = _Call(method, (key, *arguments), limit)
         if group := self._groups.get(key):
@@ -201,20 +198,17 @@ class EnvironmentPool:
             except (EOFError, OSError, ValueError):
                 self._bury(host)
                 continue
-            running = {n: call for n, call in host.pending.items() if call.started is not None}
             limit = self._config.rollout.tool_timeout_seconds if host.is_loaded else LOAD_SECONDS
-            could_start = len(running) < min(len(host.pending), self._num_threads)
-            is_hanging = could_start or (host.is_stuck and host.pending)
-            if is_hanging and now > host.last_heard + limit:
+            is_idle = all(call.started is None for call in host.pending.values())
+            if host.pending and (is_idle or host.is_stuck) and now > host.last_heard + limit:
                 host.process.kill()
-            for number, call in running.items():
-                limit = call.limit if host.is_loaded else LOAD_SECONDS
-                if number in host.pending and now > (call.started or now) + limit:
+            for number, call in list(host.pending.items()):
+                if now > (call.started or now) + call.limit:
                     host.is_stuck = True
                     if group := self._groups.get(call.arguments[0]):
                         group.calls.remove(call)
                     key = "" if call.method == "load" else " (rollout.tool_timeout_seconds)"
-                    error = TimeoutError(f"a call took longer than {limit:g} s{key}")
+                    error = TimeoutError(f"a call took longer than {call.limit:g} s{key}")
                     self._settle(host, number, error)
 
     def _resolve(self, host: _Host, reply: Reply) -> None:
@@ -231,7 +225,7 @@ class EnvironmentPool:
     def _settle(self, host: _Host, number: int, error: Exception | None, value: Any = None) -> None:
         call = host.pending.pop(number)
         future = call.future
-        if future.done():  # it is repeated
+        if future.done():  # it is repeated, or its group is lost
             if error or future.exception() or future.result() != value:
                 kind = HostLost if self._config.runtime.deterministic else GroupLost
                 reason = "its process was killed, and repeated calls had other results"
@@ -255,11 +249,9 @@ class EnvironmentPool:
                 self._lose(key, HostLost(f"the environment's process ended (exit code {code})"))
 
     def _lose(self, key: Key, error: Exception) -> None:
-        group = self._groups[key]
-        self.forget(key)
-        for number, call in list(group.host.pending.items()):
-            if call in group.calls:
-                del group.host.pending[number]
+        if group := self._groups.get(key):
+            self.forget(key)
+            for call in group.calls:
                 if not call.future.done():
                     call.future.set_exception(error)
 
