@@ -26,7 +26,7 @@ from easyrl.data.hub import (
     reach_hub,
     resolve_model,
 )
-from easyrl.evaluate.command import make_plan
+from easyrl.evaluation.command import make_plan
 from easyrl.model.export import find_model
 from easyrl.model.files import fingerprint, max_positions, read_model_files
 from easyrl.runtime.preflight import check_run
