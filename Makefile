@@ -27,7 +27,7 @@ TESTS := -m pytest -m 'not long and not alone' -n 2 --dist loadfile --no-loadsco
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: install demo check test test-vllm test-vllm-long test-long test-lowest test-newest \
-  test-wheel test-gpu clean
+  test-wheel test-gpu test-gpu-compile clean
 
 install: $(VENV)/installed
 
@@ -100,6 +100,19 @@ test-newest: $(NEWEST_VENV)/installed
 
 test-wheel: $(VENV)/test-installed
 	$(BIN)/python -m pytest -m long tests/test_wheel.py
+
+# torch's version of Triton, without torch: its wheel contains a compiler for NVIDIA's GPUs.
+TRITON := build/triton
+TORCH = $(shell $(BIN)/python -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])")
+$(TRITON)/libguard.so: tests/gpu_guard.cpp constraints.txt | $(VENV)/test-installed
+	@$(BIN)/python $(INSTALL) --no-deps --upgrade --target $(TRITON) -c constraints.txt triton
+	$(CXX) -std=c++20 -O1 -fPIC -shared $< -o $@ -I$(TORCH)/include -L$(TORCH)/lib \
+	  -Wl,-rpath,$(TORCH)/lib -lc10 -ltorch_cpu -ltorch
+
+GPU_COMPILE = GUARD=$(CURDIR)/$(TRITON)/libguard.so PYTHONPATH=$(CURDIR)/$(TRITON) OMP_NUM_THREADS=1 \
+  $(BIN)/python -m pytest -n 2 tests/test_gpu_compile.py
+test-gpu-compile: $(TRITON)/libguard.so
+	$(GPU_COMPILE) -m 'gpu_compile and not long' --durations=6
 
 SHARED_GPU := --infer-devices 0 --train-devices 0
 test-gpu: $(VENV)/test-installed

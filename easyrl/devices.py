@@ -249,6 +249,11 @@ def trains_flex_attention(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def shared_memory_bytes(device: torch.device) -> int:
+    """Return the shared memory that a block of threads can use on a GPU."""
+    return int(device_module("cuda").get_device_properties(device).shared_memory_per_block_optin)
+
+
 def has_graphs(device: torch.device) -> bool:
     """Return whether `capture` supports the device."""
     return device.type == "cuda"

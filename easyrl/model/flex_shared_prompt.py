@@ -19,8 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from easyrl import devices
 from easyrl.model.shared_prompt import AttentionSettings, Groups
 
+LARGE_HEAD_SIZE, LARGE_HEAD_BYTES = 128, 160 * 1024
+"""Kernels for larger heads than this need about this much shared memory with torch's block sizes.
+Consumer cards (RTX 3090 to 5090), L4 and A10 have 99 KiB; A100 has 163, H100 227."""
 PROMPT = -1
 """The segment number of a prompt; completions have theirs in the group."""
 
@@ -47,6 +51,7 @@ class FlexSharedPrompt:
             block_mask=self._mask(settings.sliding_window),
             scale=settings.scaling,
             enable_gqa=q.shape[1] != k.shape[1],
+            kernel_options=_kernel_options(q.shape[-1], devices.shared_memory_bytes(q.device)),
         )
         tokens: Tensor = output[0].transpose(0, 1)
         return tokens
@@ -72,6 +77,17 @@ class FlexSharedPrompt:
             return seen
 
         return mask
+
+
+def _kernel_options(head_size: int, shared_memory_bytes: int) -> dict[str, Any]:
+    """Return options with which the kernels compile, forward and backward."""
+    # The kernel that is otherwise taken for fewer than 128 queries has no valid configuration for
+    # some numbers of them.
+    options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
+    if head_size > LARGE_HEAD_SIZE and shared_memory_bytes < LARGE_HEAD_BYTES:
+        options |= {"num_stages": 1}
+        options |= {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")}
+    return options
 
 
 def _describe_tokens(groups: Groups) -> np.ndarray[Any, np.dtype[np.int32]]:
