@@ -391,6 +391,19 @@ def test_a_killed_environment_that_cannot_be_repeated_is_lost(game: Game) -> Non
         reward_of(pool)
 
 
+def test_a_group_may_end_while_its_calls_are_repeated(game: Game) -> None:
+    pool = game()
+    start(pool)
+    play(pool, "draw")
+    host = pool._groups[KEY].host
+    kill(pool)
+    while pool._groups[KEY].host is host:
+        pool.poll()
+    pool.forget(KEY)
+    start(pool, key=(0, 0, 1))  # in the same process: its answer comes after the repeated ones
+    assert result(pool, pool.act((0, 0, 1), 0, "a"))[0][0]["content"] == "a"
+
+
 def test_a_process_that_is_killed_while_it_loads_is_replaced(
     file: Path, pools: list[EnvironmentPool]
 ) -> None:
