@@ -135,7 +135,7 @@ def test_rule_by_a_tokens_place_in_the_row_is_found_before_it_applies(
     reference.save_pretrained(tmp_path)
     policy = Policy.load(str(tmp_path))
     assert policy.shares_prompts is shares
-    assert shares or "place in the row" in policy.no_packing_reason
+    assert shares or "index in the row" in policy.no_packing_reason
     assert_same_as_alone(reference, policy, draw_sequences(LENGTHS))
 
 

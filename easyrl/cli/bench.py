@@ -52,8 +52,9 @@ def bench(
     ring: the ring buffer against a queue;
     weights: a weight update against bare broadcasts (takes devices).
     """
-    given = locals().keys() - {"suite", "json", "force"}
-    options = {name: value for name, value in locals().items() if name in given and value}
+    options = {name: value for name, value in dict(locals()).items() if value}
+    for name in ("suite", "json", "force"):
+        options.pop(name, None)
     check_new("--json", json, force=force)
     from easyrl.bench.harness import run_suite
 

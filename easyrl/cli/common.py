@@ -81,7 +81,8 @@ def check_new(option: str, file: Path | None, *, force: bool) -> None:
     """Raise ConfigError if the file cannot be written, or exists, unless `force`."""
     if file is not None:
         is_taken = file.is_dir() or (file.is_file() and not force)
-        if is_taken or not os.access(file.absolute().parent, os.W_OK):
+        written = file if file.exists() else file.absolute().parent
+        if is_taken or not os.access(written, os.W_OK):
             raise ConfigError(f"{option}: expected a new file (or --force) to write, got '{file}'")
 
 

@@ -59,7 +59,7 @@ def read_messages(given: object, source: str) -> Messages:
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{source}: message {number} {message!r:.80}: {error}") from None
     if messages[-1].get("tool_calls"):
-        raise ValueError(f"{source}: message {number}: expected the results of its calls behind it")
+        raise ValueError(f"{source}: message {number}: expected the results of its calls after it")
     return messages
 
 
@@ -98,6 +98,7 @@ def render_prompt(
             ids = _encode(content, tokenizer)
         else:
             is_begun = content[-1]["role"] in ("assistant", "model")
+            # Some templates show calls only beside a content of None, which is "" here.
             shows_calls = "tool_calls" in template and "'content'] is none" not in template
             if not shows_calls and any(message.get("tool_calls") for message in content):
                 raise ValueError("it does not show tool_calls, which a message has")
@@ -122,10 +123,10 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     """Tokenize a string without an end token, and with one begin token, also if it has its own."""
     plain: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     ids: list[int] = tokenizer(text)["input_ids"]
-    places = [k for k in range(len(ids) - len(plain) + 1) if ids[k : k + len(plain)] == plain]
-    if not places:
+    starts = [k for k in range(len(ids) - len(plain) + 1) if ids[k : k + len(plain)] == plain]
+    if not starts:
         return ids
-    begin = ids[: places[-1]]
+    begin = ids[: starts[-1]]
     return plain if plain[: len(begin)] == begin else begin + plain
 
 

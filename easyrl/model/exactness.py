@@ -112,15 +112,15 @@ def _difference(model: Any, tokens: Tensor) -> str | None:
     indices = [index for sequence in SEQUENCES for index in sequence]
     with _attending(model, EAGER):
         expected = torch.cat([_logits(model, tokens[sequence]) for sequence in SEQUENCES])
-    layout, places = RecordingLayout(GROUPS, tokens.device), _Places()
+    layout, numbering = RecordingLayout(GROUPS, tokens.device), _NumberingFinder()
     try:
-        with _attending(model, ATTENTION_NAME), places:
+        with _attending(model, ATTENTION_NAME), numbering:
             got = _logits(model, tokens, position_ids=positions, attention_layout=layout)
     except UnservableLayer as layer:
         return str(layer)
     except Exception as error:  # any, depending on what the model's code expects
         return f"EasyRL's attention does not fit its layers ({type(error).__name__}: {error})"
-    reason = layout.unsupported_reason(model) or places.reason
+    reason = layout.unsupported_reason(model) or numbering.reason
     if reason is None and not _agree(got[indices], expected):
         reason = "a packed row gives other results than its sequences alone"
     return reason
@@ -148,9 +148,9 @@ def _attending(model: Any, name: str) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-class _Places(TorchFunctionMode):
-    """Find code that numbers the tokens of a row. It may treat places unlike positions only where
-    rows are longer than the check's: llama4_text does so from `floor_scale` on."""
+class _NumberingFinder(TorchFunctionMode):
+    """Find code that numbers the tokens of a packed row instead of using their positions. It may
+    give other results only in rows longer than the check's: llama4_text from `floor_scale` on."""
 
     reason: str | None = None
 
@@ -158,7 +158,7 @@ class _Places(TorchFunctionMode):
         result, caller = func(*args, **(kwargs or {})), sys._getframe(1).f_code
         sorts_by_experts = caller.co_filename.endswith("transformers/integrations/moe.py")
         if func is torch.arange and len(result) == NUM_TOKENS and not sorts_by_experts:
-            self.reason = f"{caller.co_qualname} goes by a token's place in the row"
+            self.reason = f"{caller.co_qualname} uses a token's index in the row"
         return result
 
 
