@@ -210,7 +210,7 @@ def settings_to_evaluate(given: Mapping[str, Any], file: object) -> dict[str, An
     run = run_of(os.fspath(path)) if file is None and isinstance(path, str | os.PathLike) else None
     if run is None:
         return settings
-    without = ["rollout.engine", "rollout.tensor*", *(k for k in MAY_CHANGE if k[:5] != "eval.")]
+    without = ["rollout.engine", "rollout.tensor*", *(k for k in MAY_CHANGE if "eval." not in k)]
     if dataset is not None:
         without += ["data.dataset", "data.weights", "data.num_held_out"]
         if isinstance(dataset, str) and dataset in {*PRESETS} - {*run.data.datasets}:
