@@ -344,6 +344,7 @@ BROKEN = [
     ("jsonl", b'{"prompt": "a"}\n\n{"prompt": "a"', ":3: "),
     ("jsonl", b'{"prompt": "a"}\n["a"]\n', ":2: "),
     ("jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', ": expected UTF-8"),
+    ("jsonl", b'{"prompt": %s}' % (b"[" * 99_999 + b"]" * 99_999), ":1: expected a JSON object"),
     ("csv", b"prompt,answer\na,b\nc\n", ":3: "),
     ("csv", b'prompt,answer\na,b\n"c"d,e\n', ":3: "),
     ("csv", b"prompt,answer\na,b\nc,d,e\n", ":3: "),
@@ -355,7 +356,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "content", "named"), BROKEN)
+@pytest.mark.parametrize(("kind", "content", "named"), BROKEN, ids=range(len(BROKEN)))
 def test_broken_line_is_named(kind: str, content: bytes, named: str, tmp_path: Path) -> None:
     file = tmp_path / f"data.{kind}"
     file.write_bytes(content)

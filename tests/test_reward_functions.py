@@ -294,6 +294,7 @@ def test_functions_load_from_files_and_modules(
         ("none.py:f", "none.py"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("json.decoder:no_such", "no function 'no_such'"),
+        ("json.decoder:NaN", "no function 'NaN'"),
     ],
 )
 def test_unknown_reward_is_an_error_that_names_what_exists(spec: str, named: str) -> None:

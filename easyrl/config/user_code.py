@@ -41,7 +41,7 @@ def load_function(
         raise ConfigError(f"{key}: expected {forms}, got '{spec}'")
     try:
         function: Callable[..., Any] | None = getattr(_load(path), name, None)
-        if function is not None:
+        if callable(function):
             inspect.signature(function)
             return function
     except (Exception, SystemExit) as error:

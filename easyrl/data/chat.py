@@ -52,11 +52,13 @@ def read_messages(given: object, source: str) -> Messages:
     messages: Messages = []
     for number, message in enumerate(given):
         try:
+            if not isinstance(message, dict):
+                raise TypeError("expected a mapping with role and content")
             content, calls = message.get("content"), message.get("tool_calls")
             content = "" if content is None and calls else _text(content)
             texts = {"role": _text(message.get("role")), "content": content}
             messages.append(json.loads(json.dumps(message | texts), object_hook=_plain))
-        except (AttributeError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{source}: message {number} {message!r:.80}: {error}") from None
     if messages[-1].get("tool_calls"):
         raise ValueError(f"{source}: message {number}: expected the results of its calls after it")

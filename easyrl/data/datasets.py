@@ -183,7 +183,7 @@ def _json_rows(file: TextIO) -> NumberedRows:
                 row = json.loads(text)
                 if not isinstance(row, dict):
                     raise ValueError(f"got {text.strip():.40}")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 reason = getattr(error, "msg", error)  # json's own position counts other lines
                 raise ValueError(f"{line}: expected a JSON object: {reason}") from None
             yield line, row
