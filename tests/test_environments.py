@@ -414,7 +414,7 @@ def test_a_process_that_is_killed_while_it_loads_is_replaced(
 
 @pytest.mark.parametrize("num", [1, 4])
 def test_a_call_that_hangs_leaves_the_environment_as_it_was(game: Game, num: int) -> None:
-    """With one call at a time its process is killed, and all other calls are repeated."""
+    """With one call at a time, its process is killed and all other calls are repeated."""
     pool = game("rollout.tool_timeout_seconds=1", f"rollout.concurrent_calls={num}")
     start(pool)
     play(pool, "a")

@@ -45,7 +45,7 @@ class CallFailed(RuntimeError):
 
 
 FAILURES = (HostLost, CallFailed, GroupLost, TimeoutError)
-"""What a future result may raise."""
+"""Exceptions that the result of a call may raise."""
 
 
 @dataclass(slots=True, eq=False)
