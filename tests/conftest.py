@@ -1,6 +1,7 @@
 """Settings of all tests, and what many of them need."""
 
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,13 @@ for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(
             signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
         )
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of a test's `own.py` is no longer searched by the next test, whose file of that
+    name would be another's."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
 
 
 @pytest.fixture(scope="session")
