@@ -72,7 +72,7 @@ class EvalFolder:
         answers = _by_problem(read_lines(self.path / SAMPLES))
         old = json.loads(text)
         if answers and (changed := differing(old, settings)):
-            lines = [f"{key}: expected {old[key]}, got {settings[key]}" for key in changed]
+            lines = [f"{key}: expected {old[key]!r}, got {settings[key]!r}" for key in changed]
             raise ConfigError(
                 f"{KEY}: '{self.path}' has an evaluation with other settings; repeat its command, "
                 "or choose a new folder\n" + "\n".join(lines)
