@@ -56,6 +56,9 @@ CANN's guide says that such processes may then fail because of each other's port
 SURVIVE_BACKEND_ERRORS = {f"{name}_ASYNC_ERROR_HANDLING": "0" for name in ("TORCH_NCCL", "HCCL")}
 """Set before the weight channel's group is made, after all others: by default, torch ends the
 process if another member is lost."""
+NO_DUMPS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+"""Set before any group is made: by default, torch ends every process nine minutes after a broadcast
+has failed, to write a dump, and dropping its group blocks for a minute."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Also set for deterministic runs."""
 
@@ -188,6 +191,23 @@ def visible_environment(
     seen = environment.get(variable)
     names = map(str, indices) if seen is None else (seen.split(",")[i].strip() for i in indices)
     return {variable: ",".join(names)}
+
+
+def allocator_environment(kind: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment that lets torch extend blocks of a GPU's memory, which leaves fewer holes; empty
+    if `environment` configures it. Not for memory that is passed to `share_memory`."""
+    is_set = "PYTORCH_ALLOC_CONF" in environment or "PYTORCH_CUDA_ALLOC_CONF" in environment
+    return {} if kind != "cuda" or is_set else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def num_usable(kind: str) -> int:
+    """Number of devices that this process can use. After their first use its environment has no
+    effect any more, but `torch.cuda.device_count` may count by it."""
+    import torch
+
+    if kind == "cuda":
+        return int(torch._C._cuda_getDeviceCount())
+    return int(device_module(kind).device_count())
 
 
 def total_memory_bytes(kind: str, index: int) -> int:
