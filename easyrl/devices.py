@@ -17,13 +17,15 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import socket
 import struct
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -158,6 +160,50 @@ def has_driver(kind: str) -> bool:
         ctypes.CDLL(CUDA_DRIVER)
         return True
     return False
+
+
+def unusable_reason() -> str:
+    """Return why torch cannot use the GPUs of this machine, as a driver that is too old; an empty
+    string if it can, or there are none."""
+    import torch
+
+    try:
+        if has_driver("cuda"):
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def has_c_compiler() -> bool:
+    """Return whether Triton finds a compiler, with which it makes a GPU's kernels callable."""
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return any(map(shutil.which, names))
+
+
+def has_peer_access(kind: str, first: int, second: int) -> bool:
+    """Return whether these devices can read each other's memory (assumed of NPUs)."""
+    return kind == ASCEND or bool(device_module(kind).can_device_access_peer(first, second))
+
+
+@cache
+def memory_in_use(kind: str, index: int) -> tuple[int, str]:
+    """Return how many bytes of a GPU other programs hold, and which programs; 0 where that is not
+    known. Call it before workers start; `cache_clear` before each run."""
+
+    def query(what: str) -> list[list[str]]:
+        command = ["nvidia-smi", f"--id=GPU-{uuid}", "--format=csv,noheader,nounits", what]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return [line.split(", ") for line in text.stdout.splitlines()]
+
+    try:
+        uuid = device_module(kind).get_device_properties(index).uuid
+        ((used,),) = query("--query-gpu=memory.used")
+        found = query("--query-compute-apps=pid,process_name,used_memory")
+        programs = [f"{name} (pid {pid}, {mib} MiB)" for pid, name, mib in found]
+        return int(used) * 2**20, ", ".join(programs)
+    except Exception:  # any: of an installation without the program, or of another make
+        return 0, ""
 
 
 def load_backend(kind: str) -> None:

@@ -133,7 +133,7 @@ def estimate_memory(config: Config, placement: Placement, model: ModelSize) -> l
         make_parts = _rollout_parts if is_rollout else _train_parts
         parts += make_parts(config, placement, model, worker, memory)
         if device.startswith(devices.ASCEND):
-            num_groups = not placement.weights_cross_on_cpu
+            num_groups = int(not placement.weights_cross_on_cpu)
             num_groups += (num_devices if is_rollout else placement.train.count) > 1
             parts.append(part("HCCL's buffers", num_groups * num_devices * HCCL_BYTES))
     # An evaluation has no train workers, and no ring.
@@ -344,12 +344,29 @@ def memory_budgets(placement: Placement) -> dict[str, float]:
         if device != "cpu":
             kind, _, numbers = device.partition(":")
             num_bytes = sum(
-                assumed.num_bytes if assumed else devices.total_memory_bytes(kind, int(n))
+                assumed.num_bytes
+                if assumed
+                else devices.total_memory_bytes(kind, int(n))
+                - devices.memory_in_use(kind, int(n))[0]
                 for n in numbers.split(",")
             )
             fraction = placement.memory_fraction(worker.partition("-")[0]) or 1.0
             budgets[_memory_of(worker, device)] = int(fraction * num_bytes)
     return budgets
+
+
+def held_by_others(placement: Placement) -> str:
+    """Describe what other programs hold of the accelerators; an empty string if nothing."""
+    if placement.is_ray or placement.assumed:
+        return ""
+    found = []
+    for device in dict.fromkeys(device_names(placement).values()):
+        kind, _, numbers = device.partition(":")
+        for number in filter(None, numbers.split(",")):
+            num_bytes, programs = devices.memory_in_use(kind, int(number))
+            if num_bytes > CONTEXT_BYTES:  # less is the driver's
+                found.append(f"{_gib(num_bytes)} of {kind}:{number}: {programs or 'unknown'}")
+    return f"; other programs hold {', '.join(found)}" if found else ""
 
 
 def bytes_by_memory(parts: Iterable[Part]) -> Counter[str]:
@@ -359,9 +376,9 @@ def bytes_by_memory(parts: Iterable[Part]) -> Counter[str]:
     return totals
 
 
-def check_memory(parts: Sequence[Part], budgets: Mapping[str, float]) -> list[str]:
+def check_memory(parts: Sequence[Part], budgets: Mapping[str, float], held: str = "") -> list[str]:
     """Return a warning for each memory that the run may not fit. Raises ConfigError if the certain
-    parts alone do not fit."""
+    parts alone do not fit. `held`: see `held_by_others`."""
     warnings = []
     for counted in ([part for part in parts if part.is_certain], parts):
         needs = bytes_by_memory(counted)
@@ -378,8 +395,8 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float]) -> list[st
             message = (
                 f"this run needs{least} {_gib(needed)} of memory on {memory}"
                 f"{f' and {len(others)} more' if others else ''}, but only "
-                f"{_gib(budgets[memory])} are available; the largest parts, and the keys that make "
-                f"them smaller: {'; '.join(largest)}"
+                f"{_gib(budgets[memory])} are available{held}; the largest parts, and keys that "
+                f"make them smaller: {'; '.join(largest)}"
             )
             if counted is not parts:
                 raise ConfigError(message)

@@ -262,9 +262,10 @@ def _check_exist(
         got = f"got '{typed or wanted}'"
         if count:
             raise ConfigError(f"{key}: expected {kind} devices 0-{count - 1}, or cpu, {got}")
+        reason = devices.unusable_reason() or "easyrl doctor"
         raise ConfigError(
-            f"{key}: expected cpu, as this machine has no accelerator that torch can use (easyrl "
-            f"doctor), {got}; to plan for others: easyrl grpo --dry-run --assume 8x80GiB"
+            f"{key}: expected cpu, as this machine has no accelerator that torch can use "
+            f"({reason}), {got}; to plan for others: easyrl grpo --dry-run --assume 8x80GiB"
         )
 
 
