@@ -67,6 +67,8 @@ DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 KNOWN_GIB = {"a100": 79.0, "h100": 79.0, "h200": 139.0, "b200": 178.0, "l4": 22.0, "l40s": 44.0}
 KNOWN_GIB |= {"t4": 14.0, "3090": 23.5, "4090": 23.5, "5090": 31.0, "910b": 60.0}
 """Memory in GiB that torch finds on products, rounded down."""
+COMMUNICATOR_BYTES = {ASCEND: 400 * 2**20}
+"""Buffers of one process group on a device: two of HCCL_BUFFSIZE, by default. NCCL's are small."""
 ASCEND_PRODUCTS = ("910b",)
 
 SIOCGIFADDR = 0x8915  # of Linux's sockios.h
@@ -165,13 +167,13 @@ def has_driver(kind: str) -> bool:
 def unusable_reason() -> str:
     """Return why torch cannot use the GPUs of this machine, as a driver that is too old; an empty
     string if it can, or there are none."""
-    import torch
+    if has_driver("cuda"):
+        import torch
 
-    try:
-        if has_driver("cuda"):
+        try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (AssertionError, RuntimeError) as error:
-        return " ".join(str(error).split())
+        except (AssertionError, RuntimeError) as error:
+            return " ".join(str(error).split())
     return ""
 
 

@@ -203,7 +203,8 @@ def test_accelerators_hold_contexts_buffers_and_scores() -> None:
 
     on_gpu, on_npu = estimate("cuda"), estimate("npu")
     assert on_gpu["driver's context"] == on_npu["driver's context"] == memory.CONTEXT_BYTES
-    assert "HCCL's buffers" not in on_gpu and on_npu["HCCL's buffers"] == memory.HCCL_BYTES
+    buffers = "communication buffers"
+    assert buffers not in on_gpu and on_npu[buffers] == devices.COMMUNICATOR_BYTES["npu"]
     # No fused kernel: in float32, and on NPUs.
     keys = max(config.data.max_prompt_length, config.rollout.max_completion_length)
     scores = memory.TRAINED_SCORE_BYTES * size.num_heads * 4096 * keys

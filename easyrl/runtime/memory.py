@@ -44,10 +44,8 @@ SCORE_BYTES, TRAINED_SCORE_BYTES = 12, 20
 """Of an attention score without a fused kernel: three float32 tensors, or five in backward."""
 CONTEXT_BYTES = GIB // 2
 """What a process takes of each accelerator before its first tensor: driver, kernels, libraries."""
-HCCL_BYTES = 400 * MIB
-"""Buffers of one communicator: two of HCCL_BUFFSIZE, by default."""
 HEADROOM = 0.95
-"""Part of each memory that a proposal may fill: NCCL's buffers and gaps are not estimated."""
+"""Part of each memory that a proposal may fill: gaps between tensors are not estimated."""
 COPIES_TO_SAVE = 3  # in a checkpoint: weights and AdamW's two moments
 
 
@@ -132,10 +130,10 @@ def estimate_memory(config: Config, placement: Placement, model: ModelSize) -> l
         )
         make_parts = _rollout_parts if is_rollout else _train_parts
         parts += make_parts(config, placement, model, worker, memory)
-        if device.startswith(devices.ASCEND):
+        if num_bytes := devices.COMMUNICATOR_BYTES.get(device.partition(":")[0], 0):
             num_groups = int(not placement.weights_cross_on_cpu)
             num_groups += (num_devices if is_rollout else placement.train.count) > 1
-            parts.append(part("HCCL's buffers", num_groups * num_devices * HCCL_BYTES))
+            parts.append(part("communication buffers", num_groups * num_devices * num_bytes))
     # An evaluation has no train workers, and no ring.
     ring_bytes = ring_layout(config, placement).total_bytes if placement.train.count else 0
     num_rewards = placement.num_rollout_workers * config.reward.num_workers
