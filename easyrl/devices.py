@@ -17,13 +17,15 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import socket
 import struct
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,12 +58,17 @@ CANN's guide says that such processes may then fail because of each other's port
 SURVIVE_BACKEND_ERRORS = {f"{name}_ASYNC_ERROR_HANDLING": "0" for name in ("TORCH_NCCL", "HCCL")}
 """Set before the weight channel's group is made, after all others: by default, torch ends the
 process if another member is lost."""
+NO_DUMPS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+"""Set before any group is made: by default, torch ends every process nine minutes after a broadcast
+has failed, to write a dump, and dropping its group blocks for a minute."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Also set for deterministic runs."""
 
 KNOWN_GIB = {"a100": 79.0, "h100": 79.0, "h200": 139.0, "b200": 178.0, "l4": 22.0, "l40s": 44.0}
 KNOWN_GIB |= {"t4": 14.0, "3090": 23.5, "4090": 23.5, "5090": 31.0, "910b": 60.0}
 """Memory in GiB that torch finds on products, rounded down."""
+COMMUNICATOR_BYTES = {ASCEND: 400 * 2**20}
+"""Buffers of one process group on a device: two of HCCL_BUFFSIZE, by default. NCCL's are small."""
 ASCEND_PRODUCTS = ("910b",)
 
 SIOCGIFADDR = 0x8915  # of Linux's sockios.h
@@ -157,6 +164,50 @@ def has_driver(kind: str) -> bool:
     return False
 
 
+def unusable_reason() -> str:
+    """Return why torch cannot use the GPUs of this machine, as a driver that is too old; an empty
+    string if it can, or there are none."""
+    if has_driver("cuda"):
+        import torch
+
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (AssertionError, RuntimeError) as error:
+            return " ".join(str(error).split())
+    return ""
+
+
+def has_c_compiler() -> bool:
+    """Return whether Triton finds a compiler, with which it makes a GPU's kernels callable."""
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return any(map(shutil.which, names))
+
+
+def has_peer_access(kind: str, first: int, second: int) -> bool:
+    """Return whether these devices can read each other's memory (assumed of NPUs)."""
+    return kind == ASCEND or bool(device_module(kind).can_device_access_peer(first, second))
+
+
+@cache
+def memory_in_use(kind: str, index: int) -> tuple[int, str]:
+    """Return how many bytes of a GPU other programs hold, and which programs; 0 where that is not
+    known. Call it before workers start; `cache_clear` before each run."""
+
+    def query(what: str) -> list[list[str]]:
+        command = ["nvidia-smi", f"--id=GPU-{uuid}", "--format=csv,noheader,nounits", what]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return [line.split(", ") for line in text.stdout.splitlines()]
+
+    try:
+        uuid = device_module(kind).get_device_properties(index).uuid
+        ((used,),) = query("--query-gpu=memory.used")
+        found = query("--query-compute-apps=pid,process_name,used_memory")
+        programs = [f"{name} (pid {pid}, {mib} MiB)" for pid, name, mib in found]
+        return int(used) * 2**20, ", ".join(programs)
+    except Exception:  # any: of an installation without the program, or of another make
+        return 0, ""
+
+
 def load_backend(kind: str) -> None:
     """Add this kind of device to torch. Raises ConfigError if its libraries are missing."""
     if kind == "npu":
@@ -188,6 +239,23 @@ def visible_environment(
     seen = environment.get(variable)
     names = map(str, indices) if seen is None else (seen.split(",")[i].strip() for i in indices)
     return {variable: ",".join(names)}
+
+
+def allocator_environment(kind: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment that lets torch extend blocks of a GPU's memory, which leaves fewer holes; empty
+    if `environment` configures it. Not for memory that is passed to `share_memory`."""
+    is_set = "PYTORCH_ALLOC_CONF" in environment or "PYTORCH_CUDA_ALLOC_CONF" in environment
+    return {} if kind != "cuda" or is_set else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def num_usable(kind: str) -> int:
+    """Number of devices that this process can use. After their first use its environment has no
+    effect any more, but `torch.cuda.device_count` may count by it."""
+    import torch
+
+    if kind == "cuda":
+        return int(torch._C._cuda_getDeviceCount())
+    return int(device_module(kind).device_count())
 
 
 def total_memory_bytes(kind: str, index: int) -> int:

@@ -61,6 +61,9 @@ def check() -> Iterator[Line]:
     yield from map(_package, SUPPORTED)
     kind, lines = _accelerators()
     yield from lines
+    if kind not in ("cpu", devices.ASCEND) and not devices.has_c_compiler():
+        text, remedy = "none, but kernels for GPUs need one", "apt install gcc"
+        yield Line("C compiler", "warning", text, remedy)
     yield _vllm(kind)
     available = available_memory_bytes()
     text = f"{_size(available)} available, {num_cores()} CPU cores"
@@ -109,7 +112,9 @@ def _accelerators() -> tuple[str, list[Line]]:
     for kind in devices.VISIBLE_DEVICES:
         if devices.num_device_nodes(kind):
             remedy = "install torch's build and the driver for them (docs/ascend.md for NPUs)"
+            reason = devices.unusable_reason()
             text = f"torch cannot use the devices of kind {kind}: runs use the CPU"
+            text += f" ({reason})" if reason else ""
             return "cpu", [Line("accelerators", "warning", text, remedy)]
     return "cpu", [Line("accelerators", "ok", "none: runs use the CPU")]
 

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 # -- CPU cores ------------------------------------------------------------------------------------
@@ -107,6 +107,21 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the lines above
         os._exit(1)
+
+
+@contextlib.contextmanager
+def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
+    """Give the processes that this thread starts meanwhile these environment variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def set_name(name: str) -> None:

@@ -70,7 +70,7 @@ settings = WorkerSettings(
     config=load_config(), max_concurrent_groups=1, store="", log_file=None,
     device_indices=(2,), memory_fraction=0.25, engine=sys.argv[1],
 )
-launch._set_up_environment(settings)
+launch._set_up_environment(launch.with_environment(settings))
 found = {"visible": os.environ["ASCEND_RT_VISIBLE_DEVICES"]}
 if settings.engine == "embedded":
     import torch, torch_npu

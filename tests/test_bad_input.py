@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib.util
 import os
 import shlex
@@ -21,7 +22,7 @@ from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.data import chat
 from easyrl.model.policy import Policy
-from easyrl.runtime import run
+from easyrl.runtime import memory, run
 from easyrl.runtime.preflight import Preflight, check_run
 from mistakes import MISTAKES, NO_OUTPUT, TINY, change_json, write_files
 
@@ -175,3 +176,93 @@ def test_a_disk_that_cannot_be_written_leaves_nothing(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     assert_names(typed(*words), "output.dir")
     assert not (tmp_path / "parent" / "run").exists()
+
+
+# GPUs, of a machine that has none.
+
+
+class Gpus:
+    """Two GPUs, of which tests change facts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def in_use(kind: str, index: int) -> tuple[int, str]:
+            return self.in_use
+
+        self.total, self.in_use, self.has_peer_access = 2**36, (0, ""), True
+        self.set = monkeypatch.setattr
+        self.set(devices, "accelerator", lambda *, is_asked: ("cuda", 2))
+        self.set(devices, "total_memory_bytes", lambda kind, index: self.total)
+        self.set(devices, "memory_in_use", functools.cache(in_use))
+        self.set(devices, "has_peer_access", lambda kind, *pair: self.has_peer_access)
+        self.set(devices, "has_c_compiler", lambda: True)
+        self.set(memory, "available_memory_bytes", lambda: 2**40)
+        self.output = ""
+
+    def check(self, *words: str) -> Preflight:
+        apart = "devices.infer=0", "devices.train=1"
+        return check_run(load_config(words=[f"output.dir={self.output}", *apart, *words]))
+
+
+SHARED = ("devices.train=0", "model.dtype=bfloat16")
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gpus:
+    made = Gpus(monkeypatch)
+    made.output = str(tmp_path / "run")
+    return made
+
+
+def test_gpus_that_fit_give_no_warning(gpus: Gpus) -> None:
+    assert not gpus.check("model.dtype=bfloat16").warnings
+    assert not gpus.check(*SHARED).warnings
+
+
+def test_gpus_without_peer_access_are_named(gpus: Gpus) -> None:
+    gpus.has_peer_access = False
+    (warning,) = gpus.check().warnings
+    assert "0 and 1" in warning
+    assert not gpus.check(*SHARED).warnings  # it uses one
+
+
+def test_a_missing_c_compiler_is_named_where_kernels_need_it(gpus: Gpus) -> None:
+    gpus.set(devices, "has_c_compiler", lambda: False)
+    gpus.check()  # in float32
+    with pytest.raises(ValueError, match="C compiler"):
+        gpus.check("model.dtype=bfloat16")
+
+
+def test_a_program_that_holds_memory_is_named(gpus: Gpus) -> None:
+    gpus.total, gpus.in_use = 2**34, (2**34 - 2**20, "blender (pid 77, 16383 MiB)")
+    with pytest.raises(ValueError, match=r"blender \(pid 77"):
+        gpus.check()
+
+
+def test_a_shared_device_that_is_too_small_gets_settings_that_fit(gpus: Gpus) -> None:
+    gpus.total = 2**32
+    tight = (*SHARED, "rollout.memory_fraction=0.998")
+    with pytest.raises(ValueError, match=r"fits, by estimate: .*memory_fraction") as refused:
+        gpus.check(*tight)
+    words = shlex.split(str(refused.value).partition("fits, by estimate: ")[2])
+    assert not gpus.check(*SHARED, *words).warnings
+
+
+def test_nvidia_smi_tells_which_programs_hold_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    properties = SimpleNamespace(uuid="8a-9b")
+    module = SimpleNamespace(get_device_properties=lambda index: properties)
+    monkeypatch.setattr(devices, "device_module", lambda kind: module)
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        '#!/bin/sh\ntest "$1" = --id=GPU-8a-9b || exit 6\n'
+        'case "$*" in *.used) echo 3000;; *) printf "12, python, 2900\\n13, X, 90\\n";; esac\n'
+    )
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    devices.memory_in_use.cache_clear()
+    assert devices.memory_in_use("cuda", 0) == (0, "")  # it may not be run
+    devices.memory_in_use.cache_clear()
+    program.chmod(0o755)
+    found = 3000 * 2**20, "python (pid 12, 2900 MiB), X (pid 13, 90 MiB)"
+    assert devices.memory_in_use("cuda", 0) == found
+    devices.memory_in_use.cache_clear()

@@ -196,7 +196,7 @@ settings = WorkerSettings(
     config=load_config(words=["runtime.deterministic=true"]), max_concurrent_groups=1,
     store="", log_file=None,
 )
-launch._set_up_environment(settings)
+launch._set_up_environment(launch.with_environment(settings))
 import torch
 names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"]
 print(json.dumps({
@@ -219,3 +219,75 @@ def test_a_worker_is_bound_to_loopback_and_to_its_threads_before_torch_is_loaded
         "threads": 1,
         "deterministic": True,
     }
+
+
+PROGRAM = """
+import json, os, sys, time
+from pathlib import Path
+from easyrl import devices
+from easyrl.config import load_config
+from own_workers import settings_on_cpu
+
+FILE, NAME = Path("seen.jsonl"), "CUDA_VISIBLE_DEVICES"
+
+def report(where):
+    if __name__ != "__main__":
+        names = NAME, "TORCH_NCCL_DUMP_ON_TIMEOUT", "PYTORCH_ALLOC_CONF"
+        with FILE.open("a") as file:
+            print(json.dumps([where, *map(os.environ.get, names)]), file=file)
+
+def num_usable(kind):
+    report("worker")
+    return 3
+
+report("program")
+os.environ[NAME] = "4,6"
+devices.num_usable = num_usable
+
+if __name__ == "__main__":
+    from easyrl.runtime.launchers import ProcessLauncher
+    from easyrl.runtime.supervisor import Supervisor, WorkerFailure
+
+    before = dict(os.environ)
+    with ProcessLauncher() as launcher, Supervisor() as supervisor:
+        settings = [
+            settings_on_cpu(name, load_config(), device="cuda:0", device_indices=(index,))
+            for name, index in (("rollout-0", 1), ("train-0", 0))
+        ]
+        launcher.start_rollout(supervisor, settings[0])
+        launcher.start_train(supervisor, settings[1:])
+        assert os.environ == before
+        while len(FILE.read_text().splitlines() if FILE.exists() else ()) < 4:
+            time.sleep(0.05)
+        try:
+            while True:
+                supervisor.wait(60)
+        except WorkerFailure as failure:
+            print(failure)
+"""
+
+
+def test_a_program_that_looks_at_devices_when_it_is_imported_sees_the_workers_own(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    paths = os.pathsep.join(map(str, (Path(devices.__file__).parent.parent, Path(__file__).parent)))
+    unset = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={n: v for n, v in os.environ.items() if n not in unset} | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    # The program itself changes the first variable after it has looked.
+    of_workers = ("6", "0", None), ("4", "0", "expandable_segments:True")
+    assert sorted(seen, key=str) == sorted(
+        ([where, *each] for where in ("program", "worker") for each in of_workers), key=str
+    )
+    for words in ("expected 1 device", "got 3", "CUDA_VISIBLE_DEVICES", "__main__"):
+        assert words in done.stdout

@@ -41,6 +41,7 @@ class Machine:
         self.set(sandbox, "find_variant", lambda kind: kind)
         self.set(devices, "accelerator", lambda: ("cpu", 0))
         self.set(devices, "num_device_nodes", lambda kind: 0)
+        self.set(devices, "has_c_compiler", lambda: True)
         self.set(devices, "total_memory_bytes", lambda kind, index: 140 * GIB)
         self.set(devices, "device_label", lambda kind, index: "H200")
         self.set(platforms, "vllm_version", lambda: self.vllm)
@@ -64,6 +65,21 @@ def test_a_healthy_machine_has_no_remedies(machine: Machine) -> None:
     machine.versions |= {"torch": "2.15.0+cu132", "peft": "0.21.2"}
     machine.set(devices, "accelerator", lambda: ("cuda", 1))
     assert all(line.status == "ok" for line in check())
+
+
+def test_a_gpu_without_a_compiler_or_with_an_old_driver_gets_a_warning(machine: Machine) -> None:
+    machine.set(devices, "num_device_nodes", lambda kind: 1)
+    machine.set(devices, "has_driver", lambda kind: True)
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
+
+    machine.set("torch.cuda.init", init)
+    assert "too old (found version 11040)" in machine.line("accelerators").text
+    machine.set(devices, "has_c_compiler", lambda: False)
+    assert all(line.name != "C compiler" for line in check())
+    machine.set(devices, "accelerator", lambda: ("cuda", 1))
+    assert machine.line("C compiler").status == "warning"
 
 
 @pytest.mark.parametrize(

@@ -138,3 +138,16 @@ def test_beside_the_trainer_vllm_gets_a_fixed_cache_size(monkeypatch: pytest.Mon
     assert sizes[0] is None  # without a trainer it measures
     assert sizes[1] == sizes[2] == rows + platforms.EXTRA_CACHE_BYTES
     assert sizes[3] == available < rows
+
+
+@pytest.mark.parametrize(
+    ("train", "engine", "in_flight"), [(0, "vllm", 64), (1, "vllm", 16), (0, "embedded", 16)]
+)
+def test_beside_the_trainer_vllm_starts_all_groups(
+    install, monkeypatch: pytest.MonkeyPatch, train: int, engine: str, in_flight: int
+) -> None:
+    install("0.32.0")
+    monkeypatch.setattr(devices, "accelerator", lambda *, is_asked: ("cuda", 2))
+    words = ("train.prompts_per_iteration=64", f"rollout.engine={engine}")
+    placement = resolve_placement(of("devices.infer=0", f"devices.train={train}", *words))
+    assert placement.max_concurrent_groups == in_flight

@@ -137,7 +137,7 @@ settings = WorkerSettings(
     config=load_config(), max_concurrent_groups=1, store="", log_file=None,
     device_indices=(int(sys.argv[1]),), memory_fraction=0.01,
 )
-launch._set_up_environment(settings)
+launch._set_up_environment(launch.with_environment(settings))
 import torch
 print(torch.cuda.device_count(), torch.cuda.get_device_properties(0).uuid)
 try:

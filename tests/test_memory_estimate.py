@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,12 +20,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from easyrl import devices
 from easyrl.bench.harness import peak_bytes
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import Config, ConfigError, change_config, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.data.hub import resolve_model
 from easyrl.data.packing import Rollout, pack
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.engines.vllm.platforms import cache_bytes
 from easyrl.model import shared_prompt
 from easyrl.model.files import read_model_files
 from easyrl.model.policy import Policy
@@ -37,7 +40,7 @@ from easyrl.runtime.memory import (
     micro_batch_bytes,
     model_size,
 )
-from easyrl.runtime.placement import Placement
+from easyrl.runtime.placement import EngineChoice, Placement
 from easyrl.runtime.plan import make_plan
 from easyrl.runtime.preflight import check_run
 from easyrl.workers.learner import Learner
@@ -188,6 +191,56 @@ def test_estimate_follows_the_settings() -> None:
         assert of(parts, "train-0")["weights being loaded"] == WEIGHTS
 
 
+def test_accelerators_hold_contexts_buffers_and_scores() -> None:
+    config = load_config(words=[*APART, "train.max_tokens_per_micro_batch=4096"])
+    size = model_size(read_model_files("tiny").config, 2**20)
+    assert size is not None
+
+    def estimate(kind: str, dtype: str = "bfloat16", **placed_as: Any) -> dict[str, int]:
+        changed = change_config(config, {"model.dtype": dtype})
+        placement = replace(placed(changed), accelerator=kind, **placed_as)
+        return of(estimate_memory(changed, placement, size), "train-0")
+
+    on_gpu, on_npu = estimate("cuda"), estimate("npu")
+    assert on_gpu["driver's context"] == on_npu["driver's context"] == memory.CONTEXT_BYTES
+    buffers = "communication buffers"
+    assert buffers not in on_gpu and on_npu[buffers] == devices.COMMUNICATOR_BYTES["npu"]
+    # No fused kernel: in float32, and on NPUs.
+    keys = max(config.data.max_prompt_length, config.rollout.max_completion_length)
+    scores = memory.TRAINED_SCORE_BYTES * size.num_heads * 4096 * keys
+    what = "logits, transients"
+    assert on_npu[what] - on_gpu[what] == scores
+    assert estimate("cuda", "float32")[what] > scores
+
+
+def test_the_base_that_lora_freezes_is_counted_in_its_type() -> None:
+    lora = estimated("model.lora.rank=2", "model.dtype=bfloat16", "devices.train=cpu:2")
+    whole = estimated("model.dtype=bfloat16", "devices.train=cpu:2")
+    assert of(lora, "train-0")["weights (bfloat16)"] == pytest.approx(WEIGHTS / 4, rel=0.02)
+    what = "buckets, gathered layers"  # with it, no gradient of the head is gathered
+    assert of(lora, "train-0")[what] < of(whole, "train-0")[what]
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.2, 0.3, 0.5, 0.7])
+def test_a_part_of_a_device_is_refused_just_where_vllm_has_no_cache(
+    fraction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "total_memory_bytes", lambda kind, index: 6 * WEIGHTS)
+    words = (*LEAST, "devices.infer=0", "devices.train=0", f"rollout.memory_fraction={fraction}")
+    config = load_config(words=words)
+    placement = replace(placed(config), engine=EngineChoice("vllm"))
+    size = model_size(read_model_files("tiny").config, WEIGHTS // 4)
+    assert size is not None
+    parts = [p for p in estimate_memory(config, placement, size) if p.process == "rollout-0"]
+    on_device = [part for part in parts if part.memory != "cpu" and part.is_certain]
+    needed = sum(part.num_bytes for part in on_device)
+    how = {"device": "cuda:0", "shared_part": fraction}
+    cache = cache_bytes("tiny", "float32", 1, config.max_sequence_length, **how)
+    (row,) = (part.num_bytes for part in on_device if part.what == "KV cache")
+    assert (needed <= fraction * 6 * WEIGHTS) == (cache is not None and cache >= row)
+    assert (cache is not None and cache >= row) == (fraction >= 0.2)
+
+
 def test_estimated_kv_cache_equals_the_allocated_one() -> None:
     words = ("data.max_prompt_length=50", "rollout.max_completion_length=30")
     parts = of(estimated(*words, "rollout.num_generations=3"), "rollout-0")
@@ -314,15 +367,22 @@ def test_run_that_may_not_fit_gives_a_warning_with_keys(
     assert check_run(load_config(words=words)).warnings == []
 
 
-@pytest.mark.parametrize("softcap", [None, 50.0])
+@pytest.mark.parametrize(("softcap", "is_trained"), [(None, False), (50.0, False), (None, True)])
 def test_attention_without_a_fused_kernel_holds_as_many_bytes_per_score_as_estimated(
-    monkeypatch: pytest.MonkeyPatch, softcap: float | None
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None, is_trained: bool
 ) -> None:
     monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
     heads, length = 8, 512
     layout = shared_prompt.SharedPrompt([(length, ())], torch.device("cpu"))
     settings = shared_prompt.AttentionSettings(0, 1.0, sliding_window=None, softcap=softcap)
-    query, key, value = torch.zeros(3, length, heads, 16)
-    with torch.inference_mode():
-        peak = peak_bytes(lambda: layout.attend(query, key, value, settings), torch.device("cpu"))
-    assert peak / (heads * length**2) == pytest.approx(memory.SCORE_BYTES, rel=TOLERANCE)
+    query, key, value = torch.zeros(3, length, heads, 16, requires_grad=is_trained)
+
+    def attend() -> None:
+        output = layout.attend(query, key, value, settings)
+        if is_trained:
+            output.sum().backward()  # type: ignore[no-untyped-call]
+
+    with torch.inference_mode(not is_trained):
+        peak = peak_bytes(attend, torch.device("cpu"))
+    expected = memory.TRAINED_SCORE_BYTES if is_trained else memory.SCORE_BYTES
+    assert peak / (heads * length**2) == pytest.approx(expected, rel=TOLERANCE)

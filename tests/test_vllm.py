@@ -154,8 +154,7 @@ def test_log_probabilities_are_the_trainers_after_every_update(trained: Trained)
         assert trained.largest_gap(groups) <= TOLERANCE
         drawn.append(tokens_of(groups))
     assert drawn[1] != drawn[2]
-    assert tokens_of(trained.generate()) == drawn[2], "the same seeds give the same tokens"
-    assert len({str(tokens) for tokens in drawn[2][2]}) > 1, "each sample has its own seed"
+    assert len({str(tokens) for tokens in drawn[2][2]}) > 1, "each sample draws its own tokens"
 
 
 @pytest.mark.parametrize("skipped", ["layers.1.mlp.up_proj", "embed_tokens", "norm.weight"])
@@ -342,12 +341,14 @@ def test_logprobs_mode_of_a_sampler_can_be_set_later() -> None:
         assert attrgetter(name)(sampler) == attrgetter(name)(expected) == "processed_logprobs"
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("device", ["cuda:0", "npu:0"])
 def test_npus_get_their_own_arguments_and_logprobs_mode(
-    monkeypatch: pytest.MonkeyPatch, device: str
+    monkeypatch: pytest.MonkeyPatch, device: str, is_shared: bool
 ) -> None:
     from easyrl.engines.vllm import engine as vllm_engine
 
+    monkeypatch.setattr(vllm_engine.devices, "total_memory_bytes", lambda kind, index: 2**35)
     calls = []
 
     async def record(name: str, args: tuple[Any, ...]) -> None:
@@ -360,10 +361,14 @@ def test_npus_get_their_own_arguments_and_logprobs_mode(
 
     monkeypatch.setattr(vllm_engine, "_make_engine", make)
     settings: dict[str, Any] = {"dtype": "bfloat16", "memory_fraction": 0.4, **SIZE}
+    settings["is_device_shared"] = is_shared
     engine = vllm_engine.VllmEngine(resolve_model("tiny"), SAMPLING, device=device, **settings)
     asked = engine._engine.arguments
     engine.close()
-    assert (asked.gpu_memory_utilization, asked.max_num_seqs) == (0.4, 8)
+    # Beside a trainer, vLLM must not ask for memory that is free.
+    fraction = vllm_engine.LEAST_FRACTION if is_shared else 0.4
+    assert (asked.gpu_memory_utilization, asked.max_num_seqs) == (fraction, 8)
+    assert (asked.kv_cache_memory_bytes is not None) == is_shared
     assert not asked.enforce_eager
     on_npus = {"weight_nz_mode": 0, "enable_cpu_binding": False}
     is_npu = device == "npu:0"

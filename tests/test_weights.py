@@ -89,7 +89,7 @@ class Peer:
         signal.signal(signal.SIGUSR1, self.cancel)
         config = Config.model_validate({"runtime": {"timeout_seconds": TIMEOUT_SECONDS}})
         self.settings = settings_on_cpu("rollout-0", config)
-        launch._set_up_environment(self.settings)
+        launch._set_up_environment(launch.with_environment(self.settings))
 
     def cancel(self, *signal):
         self.is_cancelled = True

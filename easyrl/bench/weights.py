@@ -31,8 +31,8 @@ from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import gathered
-from easyrl.processes import pin
-from easyrl.runtime.launch import run_worker
+from easyrl.processes import environment_of_children, pin
+from easyrl.runtime.launch import run_worker, with_environment
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.supervisor import Supervisor
 from easyrl.runtime.workers import worker_settings
@@ -101,8 +101,10 @@ def _spawn(
     workers = []
     for rank, (role, number) in enumerate(names):
         settings = worker_settings(config, placement, role, number, store=store, log_file=None)
+        settings = with_environment(settings)
         member = (__name__, "_Member", settings, settings.weight_endpoint(rank, len(names)), size)
-        workers.append(supervisor.spawn(settings.name, run_worker, *member))
+        with environment_of_children(settings.environment):
+            workers.append(supervisor.spawn(settings.name, run_worker, *member))
 
     def call(method: str) -> list[Any]:
         for worker in workers:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NOTHING_FITS = (
     "nothing that was tried fits: more train devices, smaller micro-batches, bfloat16, activation "
     "checkpointing, offloading, fewer groups in flight; use more or larger devices{}, a smaller "
-    "model or shorter sequences{}"
+    "model or shorter sequences"
 )
 
 
@@ -146,8 +146,7 @@ def _print_plan(
         fitting = " or ".join(f"--assume {each}" for each in plan.larger)
         more = f" (a command fits with {fitting})" if fitting else ""
         more += "" if has_lora else ", LoRA (model.lora.rank)"
-        frozen = " (the trainer keeps the weights that LoRA freezes in float32)" if has_lora else ""
-        lines += ["", NOTHING_FITS.format(more, frozen)]
+        lines += ["", NOTHING_FITS.format(more)]
     for line in lines:  # comments: the whole output is a config file
         echo(f"# {line}".rstrip())
     return 0 if plan.would_start else USER_ERROR

@@ -30,7 +30,8 @@ class RolloutConfig(Section):
     """Sample only from the most probable tokens with this sum of probabilities; 1: all."""
     max_concurrent_groups: int | None = Field(default=None, ge=1)
     """Groups in flight per engine. Null: a quarter of its prompts (half where workers lend each
-    other cores), but at least 16; all with `runtime.schedule=sync`."""
+    other cores), but at least 16; all with `runtime.schedule=sync`, and with vLLM on the train
+    worker's device."""
     ring_slots: int | None = Field(default=None, ge=1)
     """Finished groups that the ring buffer holds; null: `train.prompts_per_iteration`."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"

@@ -1,4 +1,4 @@
-"""Entry points of worker processes: set up the environment, then run the worker.
+"""Entry points of worker processes, and their environment.
 
 This module imports no torch: the environment must be set before torch is loaded.
 """
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -87,32 +88,50 @@ def _describe(error: BaseException) -> Failed:
     )
 
 
-def _set_up_environment(settings: WorkerSettings) -> None:
-    os.environ.update(devices.network_environment(settings.address))
-    os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+def with_environment(settings: WorkerSettings) -> WorkerSettings:
+    """Add the variables that the worker's process must have from its start. It imports the user's
+    program first, which may load torch, and torch and its libraries read them once."""
     kind = settings.device.partition(":")[0]
+    variables = devices.network_environment(settings.address) | devices.NO_DUMPS
+    variables["OMP_NUM_THREADS"] = str(settings.num_threads)
+    variables["TOKENIZERS_PARALLELISM"] = "false"
     if settings.device_indices:
-        os.environ.update(devices.visible_environment(kind, settings.device_indices))
+        variables |= devices.visible_environment(kind, settings.device_indices)
     if settings.memory_fraction is not None:
-        os.environ.update(devices.SHARED_DEVICE_ENVIRONMENT)
-    is_vllm = settings.engine == "vllm" and settings.name.startswith("rollout")
-    if is_vllm:
-        os.environ.update(vllm_platforms.environment(kind))
+        variables |= devices.SHARED_DEVICE_ENVIRONMENT
+    elif settings.name.startswith("train"):
+        variables |= devices.allocator_environment(kind)
+    if _is_vllm(settings):
+        variables |= vllm_platforms.environment(kind)
     elif kind == "cpu":
-        os.environ.update(spin_environment(os.environ))
-    deterministic = settings.config.runtime.deterministic
-    if deterministic:
-        os.environ.update(devices.DETERMINISTIC_ENVIRONMENT)
+        variables |= spin_environment(os.environ)
+    if settings.config.runtime.deterministic:
+        variables |= devices.DETERMINISTIC_ENVIRONMENT
+    return replace(settings, environment=variables)
+
+
+def _is_vllm(settings: WorkerSettings) -> bool:
+    return settings.engine == "vllm" and settings.name.startswith("rollout")
+
+
+def _set_up_environment(settings: WorkerSettings) -> None:
+    os.environ.update(settings.environment)  # the user's program may have changed them
 
     import torch
 
     quieten_transformers()
     torch.set_num_threads(settings.num_threads)
+    kind, expected = settings.device.partition(":")[0], len(settings.device_indices)
     devices.load_backend(kind)
+    if expected and (seen := devices.num_usable(kind)) != expected:
+        raise ConfigError(
+            f"devices: expected {expected} device(s) that {settings.name} can use, got {seen}: the "
+            f"program that started the run changes {devices.VISIBLE_DEVICES[kind]} and uses the "
+            'devices when it is imported; put that under `if __name__ == "__main__":`'
+        )
     if settings.listener is not None:
         devices.serve_store(settings.listener)
-    if settings.memory_fraction is not None and not is_vllm:  # vLLM's own processes have limits
+    if settings.memory_fraction is not None and not _is_vllm(settings):  # vLLM has its own limit
         devices.limit_memory(torch.device(settings.device), settings.memory_fraction)
-    if deterministic:
+    if settings.config.runtime.deterministic:
         torch.use_deterministic_algorithms(True)

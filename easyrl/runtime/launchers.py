@@ -19,7 +19,8 @@ from typing import Protocol, Self
 from easyrl.channels.ring_buffer import RingBuffer
 from easyrl.config import Config
 from easyrl.events import Observer
-from easyrl.runtime.launch import worker_main
+from easyrl.processes import environment_of_children
+from easyrl.runtime.launch import with_environment, worker_main
 from easyrl.runtime.placement import Placement, ring_layout
 from easyrl.runtime.supervisor import Supervisor, Worker
 from easyrl.workers.settings import WorkerSettings
@@ -80,9 +81,7 @@ class ProcessLauncher:
             self._ring.close()
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
-        return supervisor.spawn(
-            settings.name, worker_main, settings, self._ring, is_replaceable=True
-        )
+        return self._start(supervisor, settings, is_replaceable=True)
 
     def start_train(
         self, supervisor: Supervisor, settings: Sequence[WorkerSettings]
@@ -90,7 +89,7 @@ class ProcessLauncher:
         pairs = [Pipe() for _ in settings[1:]]  # train rank 0 and each other rank
         pipes = [tuple(ours for ours, _ in pairs), *((theirs,) for _, theirs in pairs)]
         workers = [
-            supervisor.spawn(each.name, worker_main, replace(each, pipes=own), self._ring)
+            self._start(supervisor, replace(each, pipes=own))
             for each, own in zip(settings, pipes, strict=False)  # no rank at all in an evaluation
         ]
         # Workers have descriptors of their own. A rank would not notice the death of another one
@@ -99,6 +98,11 @@ class ProcessLauncher:
             for end in pair:
                 end.close()
         return workers
+
+    def _start(self, supervisor: Supervisor, settings: WorkerSettings, **options: bool) -> Worker:
+        settings = with_environment(settings)
+        with environment_of_children(settings.environment):
+            return supervisor.spawn(settings.name, worker_main, settings, self._ring, **options)
 
     def reclaim(self, owner_ids: Sequence[int]) -> None:
         if self._ring is not None:

@@ -2,9 +2,9 @@
 headers of its weight files.
 
 The estimate assumes the largest micro-batch (`train.max_tokens_per_micro_batch`) and prompts and
-completions of full length. A process on the CPU includes Python and torch; contexts of accelerators
-are not counted. A run whose certain parts (weights, optimizer, KV cache, ring) do not fit is
-refused; the whole estimate only warns. Tests compare the formula of a micro-batch with measured
+completions of full length. A process includes Python and torch, on an accelerator the driver's
+context. A run whose certain parts (weights, optimizer, KV cache, ring) do not fit is refused; the
+whole estimate only warns. Tests compare the formula of a micro-batch with measured
 allocations, and the estimate with measured peaks, to 15 %.
 """
 
@@ -25,6 +25,7 @@ from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
 from easyrl.channels.memory import available_memory_bytes
 from easyrl.config import Config, ConfigError
 from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
+from easyrl.engines.vllm.platforms import STEP_FRACTION
 from easyrl.model import CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, PACKED_LAYERS, ModelFiles
@@ -39,9 +40,12 @@ HEAP_FACTOR = 3.9
 of the same size. So transient tensors take this many times their size. Measured with models of 13,
 42 and 92 million weights."""
 SAMPLE_BYTES = 16  # of a logit while a token is drawn: also log-probability, float64 probability
-SCORE_BYTES = 12  # of an attention score without a fused kernel: three float32 tensors
+SCORE_BYTES, TRAINED_SCORE_BYTES = 12, 20
+"""Of an attention score without a fused kernel: three float32 tensors, or five in backward."""
+CONTEXT_BYTES = GIB // 2
+"""What a process takes of each accelerator before its first tensor: driver, kernels, libraries."""
 HEADROOM = 0.95
-"""Part of each memory that a proposal may fill: contexts of accelerators are not estimated."""
+"""Part of each memory that a proposal may fill: gaps between tensors are not estimated."""
 COPIES_TO_SAVE = 3  # in a checkpoint: weights and AdamW's two moments
 
 
@@ -113,12 +117,23 @@ class Part:
 
 
 def estimate_memory(config: Config, placement: Placement, model: ModelSize) -> list[Part]:
-    """Estimate every process, rollout workers first. For vLLM only its weights and KV cache are
-    counted, not what its own processes take besides."""
+    """Estimate every process, rollout workers first. Of vLLM's processes the host's memory is not
+    counted."""
     parts = []
     for worker, device in device_names(placement).items():
-        make_parts = _rollout_parts if worker.startswith("rollout") else _train_parts
-        parts += make_parts(config, placement, model, worker, _memory_of(worker, device))
+        is_rollout, memory = worker.startswith("rollout"), _memory_of(worker, device)
+        part, num_devices = partial(Part, worker, memory), device.count(",") + 1
+        parts.append(
+            part("Python and torch", WORKER_BYTES)
+            if memory == "cpu"
+            else part("driver's context", num_devices * CONTEXT_BYTES)
+        )
+        make_parts = _rollout_parts if is_rollout else _train_parts
+        parts += make_parts(config, placement, model, worker, memory)
+        if num_bytes := devices.COMMUNICATOR_BYTES.get(device.partition(":")[0], 0):
+            num_groups = int(not placement.weights_cross_on_cpu)
+            num_groups += (num_devices if is_rollout else placement.train.count) > 1
+            parts.append(part("communication buffers", num_groups * num_devices * num_bytes))
     # An evaluation has no train workers, and no ring.
     ring_bytes = ring_layout(config, placement).total_bytes if placement.train.count else 0
     num_rewards = placement.num_rollout_workers * config.reward.num_workers
@@ -164,6 +179,11 @@ def _rollout_parts(
         copied = (cached + prompts) * per_token // (2 * model.num_layers)
         step = 2 * step + SCORE_BYTES * scores + copied
     step += prefill * dtype_bytes * (2 * model.width + 3 * model.mlp_width)
+    kept_free = 0  # by vLLM, of an accelerator, for its step and graphs
+    if not is_embedded and not on_cpu:
+        fraction = 1.0 if placement.shares_device else rollout.memory_fraction or 0.9
+        budget = memory_budgets(placement).get(memory, 0)
+        step, kept_free = 0, int((1.0 - (1.0 - STEP_FRACTION) * fraction) * budget)
     if not (on_cpu and is_embedded):  # else weights are received into their own memory
         step += min(NUM_BUCKETS * BUCKET_BYTES, weights)
     is_copied = on_cpu and is_batched and dtype == "float32"  # engines.fused_decoder
@@ -172,7 +192,6 @@ def _rollout_parts(
     model_keys = "model.path, model.dtype, rollout.memory_fraction, --infer-devices"
     cache_keys = f"{in_flight}, rollout.num_generations, rollout.max_completion_length"
     return [
-        part("Python and torch", WORKER_BYTES if on_cpu else 0),
         part(f"weights ({dtype})", weights, model_keys, is_certain=True),
         part(
             "KV cache",
@@ -183,6 +202,7 @@ def _rollout_parts(
         part(
             "prompts in the KV cache", prompts * per_token, f"{in_flight}, data.max_prompt_length"
         ),
+        part("vLLM's step, reserve", kept_free, is_certain=placement.shares_device),
         part("engine's step, buckets", step, in_flight),
         part("weights for decoding", copied, "model.path"),
         Part(worker, "cpu", "weights being loaded", 0 if on_cpu else weights),
@@ -194,16 +214,19 @@ def _train_parts(
 ) -> list[Part]:
     train, ranks, on_cpu = config.train, placement.train.count, memory == "cpu"
     dtype_bytes, is_cast = DTYPE_BYTES[config.model.dtype], config.model.dtype != "float32"
-    whole, is_lora = FLOAT_BYTES * model.num_weights, model.num_trained is not None
+    is_lora = model.num_trained is not None
+    # LoRA's frozen base is kept in the type of the computation.
+    whole = (dtype_bytes if is_lora else FLOAT_BYTES) * model.num_weights
     trained = FLOAT_BYTES * (model.num_trained or 0) // ranks if is_lora else whole // ranks
     weights = whole // ranks + (trained if is_lora else 0)
+    kept_as = config.model.dtype if is_lora else "float32"
     has_reference = config.algorithm.beta > 0.0 and not is_lora
     has_old = train.updates_per_iteration > 1
     part, on_host = partial(Part, worker, memory), partial(Part, worker, "cpu")
-    parts = [part("Python and torch", WORKER_BYTES if on_cpu else 0)]
+    parts = []
     model_keys = "model.path, rollout.memory_fraction, --train-devices"
     for what, num_bytes, keys, group in (
-        ("weights (float32)", weights, model_keys, "optimizer"),
+        (f"weights ({kept_as})", weights, model_keys, "optimizer"),
         ("gradients (float32)", trained, "model.lora.rank", "optimizer"),
         ("AdamW's two moments", 2 * trained, "model.lora.rank", "optimizer"),
         ("reference policy", trained if has_reference else 0, "algorithm.beta", "reference"),
@@ -222,12 +245,17 @@ def _train_parts(
         buffers += min(NUM_BUCKETS * BUCKET_BYTES, dtype_bytes * model.num_weights)
     if ranks > 1 or is_cast or ("optimizer" in train.offload and not on_cpu):
         # Of a sharded model the outer weights, the layer that computes and the next are whole, and
-        # the largest gradient, which is summed in float32.
+        # the largest gradient, which is summed in float32; LoRA has gradients of adapters only.
         outer, layer = model.outer_weights, model.layer_weights
         buffers += dtype_bytes * (outer + 2 * layer)
-        buffers += (dtype_bytes + FLOAT_BYTES) * max(outer, layer)
+        buffers += 0 if is_lora else (dtype_bytes + FLOAT_BYTES) * max(outer, layer)
     num_tokens, num_targets = _micro_batch_tokens(config, ranks)
     kept, transient = micro_batch_bytes(config, model, num_tokens, num_targets)
+    if not on_cpu and (not is_cast or placement.accelerator == devices.ASCEND):
+        # No fused kernel (`model.attention`): the scores of a layer's backward.
+        lengths = config.data.max_prompt_length, config.rollout.max_completion_length
+        num_keys = sum(lengths) if config.model.attention == "repeated" else max(lengths)
+        transient += TRAINED_SCORE_BYTES * model.num_heads * num_tokens * min(num_tokens, num_keys)
     keys = f"train.max_tokens_per_micro_batch={config.max_tokens_per_micro_batch}"
     if not train.activation_checkpointing:
         keys += ", train.activation_checkpointing=true"
@@ -314,12 +342,29 @@ def memory_budgets(placement: Placement) -> dict[str, float]:
         if device != "cpu":
             kind, _, numbers = device.partition(":")
             num_bytes = sum(
-                assumed.num_bytes if assumed else devices.total_memory_bytes(kind, int(n))
+                assumed.num_bytes
+                if assumed
+                else devices.total_memory_bytes(kind, int(n))
+                - devices.memory_in_use(kind, int(n))[0]
                 for n in numbers.split(",")
             )
             fraction = placement.memory_fraction(worker.partition("-")[0]) or 1.0
             budgets[_memory_of(worker, device)] = int(fraction * num_bytes)
     return budgets
+
+
+def held_by_others(placement: Placement) -> str:
+    """Describe what other programs hold of the accelerators; an empty string if nothing."""
+    if placement.is_ray or placement.assumed:
+        return ""
+    found = []
+    for device in dict.fromkeys(device_names(placement).values()):
+        kind, _, numbers = device.partition(":")
+        for number in filter(None, numbers.split(",")):
+            num_bytes, programs = devices.memory_in_use(kind, int(number))
+            if num_bytes > CONTEXT_BYTES:  # less is the driver's
+                found.append(f"{_gib(num_bytes)} of {kind}:{number}: {programs or 'unknown'}")
+    return f"; other programs hold {', '.join(found)}" if found else ""
 
 
 def bytes_by_memory(parts: Iterable[Part]) -> Counter[str]:
@@ -329,9 +374,9 @@ def bytes_by_memory(parts: Iterable[Part]) -> Counter[str]:
     return totals
 
 
-def check_memory(parts: Sequence[Part], budgets: Mapping[str, float]) -> list[str]:
+def check_memory(parts: Sequence[Part], budgets: Mapping[str, float], held: str = "") -> list[str]:
     """Return a warning for each memory that the run may not fit. Raises ConfigError if the certain
-    parts alone do not fit."""
+    parts alone do not fit. `held`: see `held_by_others`."""
     warnings = []
     for counted in ([part for part in parts if part.is_certain], parts):
         needs = bytes_by_memory(counted)
@@ -348,8 +393,8 @@ def check_memory(parts: Sequence[Part], budgets: Mapping[str, float]) -> list[st
             message = (
                 f"this run needs{least} {_gib(needed)} of memory on {memory}"
                 f"{f' and {len(others)} more' if others else ''}, but only "
-                f"{_gib(budgets[memory])} are available; the largest parts, and the keys that make "
-                f"them smaller: {'; '.join(largest)}"
+                f"{_gib(budgets[memory])} are available{held}; the largest parts, and keys that "
+                f"make them smaller: {'; '.join(largest)}"
             )
             if counted is not parts:
                 raise ConfigError(message)

@@ -233,12 +233,16 @@ def _place(
     can_lend = has_own_cores and train.count > 0 and not config.runtime.deterministic
     lends_cores = can_lend and num_workers <= num_cores()
     borrows = lends_cores and engine.name == "embedded"
+    # Generating and training in turn is faster on one device, and vLLM queues what does not fit.
+    starts_all = engine.name == "vllm" and not is_on_cpu and infer == train
     return Placement(
         infer=infer,
         train=train,
         accelerator=kind,
         num_threads=config.devices.threads or num_threads,
-        max_concurrent_groups=max_concurrent_groups(config, num_engines, borrows=borrows),
+        max_concurrent_groups=max_concurrent_groups(
+            config, num_engines, borrows=borrows, starts_all=starts_all
+        ),
         engine=engine,
         infer_memory_fraction=config.rollout.memory_fraction or 0.5,
         cores=split_cores(num_workers) if has_own_cores else (),
@@ -258,9 +262,10 @@ def _check_exist(
         got = f"got '{typed or wanted}'"
         if count:
             raise ConfigError(f"{key}: expected {kind} devices 0-{count - 1}, or cpu, {got}")
+        reason = devices.unusable_reason() or "easyrl doctor"
         raise ConfigError(
-            f"{key}: expected cpu, as this machine has no accelerator that torch can use (easyrl "
-            f"doctor), {got}; to plan for others: easyrl grpo --dry-run --assume 8x80GiB"
+            f"{key}: expected cpu, as this machine has no accelerator that torch can use "
+            f"({reason}), {got}; to plan for others: easyrl grpo --dry-run --assume 8x80GiB"
         )
 
 
@@ -409,14 +414,17 @@ def max_open_groups(in_flight: int) -> int:
     return in_flight + max(1, in_flight // 2)
 
 
-def max_concurrent_groups(config: Config, num_engines: int, *, borrows: bool = False) -> int:
+def max_concurrent_groups(
+    config: Config, num_engines: int, *, borrows: bool = False, starts_all: bool = False
+) -> int:
     """Return the groups in flight per engine: enough for an efficient engine, few enough that
     groups finish one by one, more if it `borrows` cores; at most its share of the prompts."""
     per_engine = -(-config.train.prompts_per_iteration // num_engines)
     if config.rollout.max_concurrent_groups is not None:
         return min(config.rollout.max_concurrent_groups, per_engine)
-    if config.runtime.schedule == "sync" and not config.runtime.deterministic:
-        return per_engine  # no trainer waits for the first group
+    is_sync = config.runtime.schedule == "sync" and not config.runtime.deterministic
+    if is_sync or starts_all:  # no trainer waits for the first group
+        return per_engine
     return max(min(per_engine, 16), per_engine // (2 if borrows else 4))
 
 

@@ -25,6 +25,7 @@ from easyrl.runtime.memory import (
     check_memory,
     estimate_memory,
     fits,
+    held_by_others,
     memory_budgets,
     memory_table,
 )
@@ -73,7 +74,7 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
         else:
             parts, budgets = estimate_memory(config, placement, size), memory_budgets(placement)
             lines.append(memory_table(parts, budgets))
-            warnings += check_memory(parts, budgets)
+            warnings += check_memory(parts, budgets, held_by_others(placement))
         warnings += check_inputs(config)  # last: what is known of the memory is shown first
     except ConfigError as refused:
         warnings, is_refused = [f"a run would not start: {refused}", *warnings], True

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
-from easyrl.config import Config, ConfigError
+from easyrl import devices
+from easyrl.config import Config, ConfigError, change_config, to_arguments
 from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.user_code import load_function
 from easyrl.data.chat import check_prompts, check_template
@@ -81,8 +84,13 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     num_trained = count_trained(config)
     size = read_model_size(config, files, num_trained)
     parts = [] if size is None else memory.estimate_memory(config, placement, size)
+    devices.memory_in_use.cache_clear()
     budgets = memory.memory_budgets(placement)
-    warnings += [*of_eval, *sampling_warnings(config), *memory.check_memory(parts, budgets)]
+    warnings += [*of_eval, *sampling_warnings(config), *peer_warnings(placement)]
+    try:
+        warnings += memory.check_memory(parts, budgets, memory.held_by_others(placement))
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_what_fits(config, placement, size)}") from None
     check_positions(config, files)
     # A resumed run has its checkpoints already; those of adapters are small.
     has_checkpoint = resume is not None and resume.checkpoint is not None
@@ -153,7 +161,17 @@ def check_open_files(config: Config, num_workers: int) -> None:
 
 
 def check_compiler(config: Config, placement: Placement) -> None:
-    """Raise ConfigError if layers are to be compiled for the CPU without a C++ compiler."""
+    """Raise ConfigError if layers are to be compiled for the CPU without a C++ compiler, or kernels
+    for GPUs without a C compiler."""
+    uses_kernels = config.train.compile or config.model.dtype != "float32"
+    is_on_gpu = placement.train.kind == "accelerator" and uses_kernels
+    is_on_gpu |= placement.infer.kind == "accelerator" and placement.engine.name == "vllm"
+    is_on_gpu &= placement.accelerator != devices.ASCEND and not placement.is_ray
+    if is_on_gpu and not devices.has_c_compiler():
+        raise ConfigError(
+            "devices: expected a C compiler, which kernels for GPUs need at run time, got none. "
+            "Install one (Debian: apt install gcc), or name it in CC"
+        )
     compiler = os.environ.get("CXX", "g++")
     is_local_cpu = placement.train.kind == "cpu" and not placement.is_ray
     if config.train.compile and is_local_cpu and shutil.which(compiler) is None:
@@ -161,6 +179,36 @@ def check_compiler(config: Config, placement: Placement) -> None:
             f"train.compile: expected a C++ compiler, got none: '{compiler}' is not installed. "
             "Install one (Debian: apt install g++), name it in CXX, or set train.compile to false"
         )
+
+
+def peer_warnings(placement: Placement) -> list[str]:
+    """Warn of GPUs that cannot read each other's memory."""
+    if placement.is_ray or placement.accelerator == "cpu":
+        return []
+    sets = (each for each in (placement.infer, placement.train) if each.kind == "accelerator")
+    used = sorted({index for each in sets for index in each.indices})
+    apart = [
+        f"{first} and {second}"
+        for first, second in combinations(used, 2)
+        if not devices.has_peer_access(placement.accelerator, first, second)
+    ]
+    if not apart:
+        return []
+    return [
+        f"warning: {placement.accelerator} devices {', '.join(apart)} cannot read each other's "
+        "memory: weights and gradients go through the host's memory, which is slower"
+    ]
+
+
+def _what_fits(config: Config, placement: Placement, size: memory.ModelSize | None) -> str:
+    """Name settings with which a run that is refused for its memory fits, as text to append."""
+    if placement.accelerator == "cpu" or placement.is_ray or size is None:
+        return ""
+    from easyrl.runtime.plan import propose_changes
+
+    changes = propose_changes(config, placement, size)
+    words = shlex.join(to_arguments(change_config(config, changes), config))
+    return f"; this fits, by estimate: {words}" if changes else "; nothing that was tried fits"
 
 
 def check_positions(config: Config, model: ModelFiles, *, section: str = "rollout") -> None:

@@ -155,6 +155,7 @@ class RolloutWorker:
             tensor_parallel_size=settings.tensor_parallel_size,
             log_file=settings.log_file,
             is_deterministic=self.config.runtime.deterministic,
+            number=settings.owner_id,
         )
 
     def run(self) -> None:

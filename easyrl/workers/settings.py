@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from socket import socket
 from typing import TYPE_CHECKING, Literal
@@ -29,6 +29,8 @@ class WorkerSettings:
     store: str  # over which process groups are made (`devices.open_store`)
     log_file: str | None  # for the worker's output; None: the terminal
     device_indices: tuple[int, ...] = ()  # the user's numbers of its accelerators
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the worker's process (`launch.with_environment`)."""
     memory_fraction: float | None = None
     """This worker's part of the memory of a device that both roles use; None: it has its own."""
     cores: tuple[int, ...] = ()  # CPU cores that the worker is pinned to; empty: it is not

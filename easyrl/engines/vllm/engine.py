@@ -7,8 +7,8 @@
 
 vLLM works in processes of its own, also between two calls of `step`; its client needs an event
 loop, which runs in a thread. Which sequences share a forward pass depends on when requests arrive,
-so the last bits of a result may differ between runs although sampling is seeded. With
-`is_deterministic` requests are handed over all at once, while vLLM is idle and paused.
+so results may differ between runs. With `is_deterministic` requests are handed over all at once,
+while vLLM is idle and paused, and each has a seed (some devices sample such rows one by one).
 
 Log-probabilities are those of the whole distribution at the sampling temperature, which is what is
 trained. vLLM reports them at temperature 1, or after all changes to the distribution. So with top-k
@@ -70,6 +70,9 @@ SHUTDOWN_SECONDS = 1.0
 EXTENSION = f"{WORKER}.WorkerExtension"
 COMPLETIONS_HAVE_VERSIONS = hasattr(CompletionOutput, "weight_versions")
 """From vLLM 0.32 on each completion names the weight versions of its tokens."""
+LEAST_FRACTION = 0.01
+"""vLLM refuses to start unless its fraction of the memory is free. With a given size of the cache
+it does not use the fraction for anything else."""
 USE_EMBEDDED = "use rollout.engine=embedded"
 T = TypeVar("T")
 
@@ -115,12 +118,14 @@ class VllmEngine(Engine):
         tensor_parallel_size: int = 1,
         log_file: str | None = None,
         is_deterministic: bool = False,
+        number: int = 0,
     ) -> None:
         """Start vLLM's processes and load the model.
 
         `stop_at`: a token that ends completions, besides the model's own. `memory_fraction`: part
         of an accelerator's memory for weights and KV cache; `is_device_shared`: the trainer uses it
-        too. `log_file`: the file that this process's output goes to.
+        too. `log_file`: the file that this process's output goes to. `number`: engines with one
+        seed and different numbers draw different samples.
 
         Raises ConfigError if vLLM does not support the model or has too little memory for it."""
         super().__init__(sampling)
@@ -155,7 +160,7 @@ class VllmEngine(Engine):
                 model=loadable_model(model),
                 trust_remote_code=trust_remote_code,
                 dtype=dtype,
-                seed=0,
+                seed=_seed_of(sampling.seed, (number,)) % 2**32,
                 max_model_len=max_tokens,
                 max_num_seqs=num_rows,
                 generation_config="vllm",  # ignore the model's own sampling defaults
@@ -171,7 +176,7 @@ class VllmEngine(Engine):
                     device=device,
                     shared_part=memory_fraction if is_device_shared else None,
                 ),
-                gpu_memory_utilization=memory_fraction,
+                gpu_memory_utilization=LEAST_FRACTION if is_device_shared else memory_fraction,
                 tensor_parallel_size=tensor_parallel_size,
                 distributed_executor_backend=f"{WORKER}.{executor}",
                 worker_extension_cls=EXTENSION,
@@ -304,7 +309,12 @@ class VllmEngine(Engine):
         n: int = 1,
     ) -> None:
         maybe_sleep()
-        parameters = SamplingParams(**self._parameters, n=n, max_tokens=max_tokens, seed=seed)
+        parameters = SamplingParams(
+            **self._parameters,
+            n=n,
+            max_tokens=max_tokens,
+            seed=seed if self._is_deterministic else None,
+        )
         prompt = {"prompt_token_ids": list(prompt_ids)}
         outputs = await self._engine.add_request(name, prompt, parameters)
         self._num_in_flight += 1
@@ -483,6 +493,11 @@ class EngineLog:
             text = re.split(r"\. | \[type=|\n", text)[0]
             return ConfigError(f"model.path: vLLM cannot serve '{model}': {text}; {USE_EMBEDDED}")
         reason = self._reason(str(error))
+        if reason.startswith("Free memory"):
+            return ConfigError(
+                f"rollout.memory_fraction: expected so much free memory, got less: {reason}; end "
+                "the programs that use the device, or use a smaller fraction"
+            )
         if "memory" in reason.lower() or "KV cache" in reason:
             return ConfigError(
                 f"rollout.memory_fraction: too little memory for '{model}' and a KV cache: "

@@ -36,7 +36,8 @@ from easyrl import devices
 from easyrl.channels.messages import MAX_UNACKNOWLEDGED, TOKEN, RemoteRing, decode_group
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout, RingPort
 from easyrl.config import ConfigError
-from easyrl.runtime.launch import worker_main
+from easyrl.processes import environment_of_children
+from easyrl.runtime.launch import with_environment, worker_main
 from easyrl.runtime.ray.cluster import versions
 from easyrl.workers.settings import WorkerSettings
 
@@ -132,13 +133,15 @@ class WorkerHost:
             ring = RemoteRing(layout, pipe_to("ring"))
             for _ in range(MAX_UNACKNOWLEDGED):
                 self._pipes["ring"].send_bytes(TOKEN)
+        settings = with_environment(settings)
         process = context.Process(
             target=worker_main, args=(settings, ring, control), name=settings.name
         )
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # else the child imports Ray's program
         try:
-            process.start()
+            with environment_of_children(settings.environment):
+                process.start()
         finally:
             sys.modules["__main__"] = main
         for child in children:
