@@ -98,7 +98,7 @@ def test_micro_batch_formula_equals_measured_allocations(
     size = model_size(model_config.to_dict(), num_weights=0)
     assert size is not None
     num_tokens = len(batch.input_ids), len(batch.targets)
-    expected = micro_batch_bytes(config, size, *num_tokens)
+    expected = micro_batch_bytes(config, size, *num_tokens, on_cpu=True)
     assert sum(expected) == pytest.approx(taken, rel=TOLERANCE)
 
 

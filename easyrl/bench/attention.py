@@ -135,7 +135,12 @@ def packed(
         layout = PackedGroups(batch.groups, policy.device)
         hidden = policy.hidden_states(input_ids, positions, layout, at=logits_at)
         logprobs, _ = chunked_token_logprobs(
-            policy.head, hidden, targets, temperature=1.0, vocabulary_size=policy.vocabulary_size
+            policy.head,
+            hidden,
+            targets,
+            temperature=1.0,
+            weights=policy.trained_parameters(),
+            vocabulary_size=policy.vocabulary_size,
         )
         return _backward(logprobs, weights, policy.model)
 

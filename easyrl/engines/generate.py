@@ -98,6 +98,7 @@ class GenerateEngine(PolicyEngine):
             hidden,
             ids[targets],
             self.sampling.temperature or 1.0,  # see `sample`
+            weights=(),
             vocabulary_size=self.policy.vocabulary_size,
         )
         got = np.concatenate([completion.logprobs for completion in completions])

@@ -127,6 +127,7 @@ class _Forward(nn.Module):
             hidden,
             packed.targets,
             self._temperature,
+            weights=self._policy.trained_parameters(),
             vocabulary_size=self._policy.vocabulary_size,
             entropy_gradient=self._entropy_gradient,
         )

@@ -25,7 +25,7 @@ from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
 from easyrl.channels.memory import available_memory_bytes
 from easyrl.config import Config, ConfigError
 from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
-from easyrl.model import CHUNK_BYTES
+from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, PACKED_LAYERS, ModelFiles
 from easyrl.runtime.placement import Placement, device_names, ring_layout
@@ -227,7 +227,7 @@ def _train_parts(
         buffers += dtype_bytes * (outer + 2 * layer)
         buffers += (dtype_bytes + FLOAT_BYTES) * max(outer, layer)
     num_tokens, num_targets = _micro_batch_tokens(config, ranks)
-    kept, transient = micro_batch_bytes(config, model, num_tokens, num_targets)
+    kept, transient = micro_batch_bytes(config, model, num_tokens, num_targets, on_cpu=on_cpu)
     keys = f"train.max_tokens_per_micro_batch={config.max_tokens_per_micro_batch}"
     if not train.activation_checkpointing:
         keys += ", train.activation_checkpointing=true"
@@ -252,7 +252,7 @@ def _micro_batch_tokens(config: Config, ranks: int) -> tuple[int, int]:
 
 
 def micro_batch_bytes(
-    config: Config, model: ModelSize, num_tokens: int, num_targets: int
+    config: Config, model: ModelSize, num_tokens: int, num_targets: int, *, on_cpu: bool
 ) -> tuple[int, int]:
     """Return the bytes that all layers keep of a packed row when backward begins, and those of the
     largest transient tensors. `num_targets`: tokens whose logits are computed.
@@ -282,17 +282,18 @@ def micro_batch_bytes(
     per_layer = dtype_bytes * model.width if checkpointing else layer
     kept = num_tokens * (model.num_layers * per_layer + ends)
 
-    num_chunks = -(-num_targets * model.vocabulary_size * FLOAT_BYTES // CHUNK_BYTES)
+    most = CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES
+    num_chunks = -(-num_targets * model.vocabulary_size * FLOAT_BYTES // most)
     chunk = -(-num_targets // num_chunks) * model.vocabulary_size * FLOAT_BYTES
-    head = 0  # bytes of the head's gradient
-    if model.num_trained is None:
-        head = dtype_bytes * model.vocabulary_size * model.width
+    is_trained = model.num_trained is None
+    head = model.vocabulary_size * model.width if is_trained else 0  # elements of its gradient
     stream = dtype_bytes * (model.width + 2 * model.mlp_width) + (layer if checkpointing else 0)
     return kept, max(  # three moments that never coincide
         3 * chunk,  # the logits of a chunk (`logprobs`), forward
-        2 * chunk + 2 * head,  # backward: with the sum of the chunks' gradients, and one of them
+        # Backward: with the sum of the chunks' gradients, and one of them.
+        2 * chunk + (FLOAT_BYTES + dtype_bytes) * head,
         # The first MLP in backward; a tied head's gradient waits for the embedding's.
-        num_tokens * stream + (head if model.is_tied else 0),
+        num_tokens * stream + (dtype_bytes * head if model.is_tied else 0),
     )
 
 
