@@ -206,7 +206,7 @@ def test_head_of_qwen3_is_read_10_times_per_16384_tokens(trains_head):
             hidden,
             targets,
             1.0,
-            weights=[weight],
+            weights=[weight] if trains_head else [],
             vocabulary_size=vocabulary,
         )
     with HeadReads(vocabulary * width) as backward:
