@@ -124,6 +124,8 @@ class Learner:
             outputs = self._functions.policy_loss(inputs, self.config)
             outputs.loss.backward()  # type: ignore[no-untyped-call]
         except torch._dynamo.exc.TorchDynamoException as error:
+            if not self.config.train.compile:
+                raise
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(
                 "train.compile: expected false, because torch.compile cannot compile this model's "

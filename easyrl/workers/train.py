@@ -30,6 +30,7 @@ from easyrl import devices, events
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config, user_code
+from easyrl.model import attention
 from easyrl.model.export import ADAPTER, replace_folder
 from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
@@ -306,6 +307,8 @@ class TrainWorker:
             num_new, num_groups = reader.num_read - num_groups, reader.num_read
             busy_seconds += self.timeline.add("train", started, num_groups=num_new, **counts)
         self.timeline.report()
+        while attention.notes:
+            self._report(events.Note(attention.notes.pop()))
         if reader.num_duplicates:
             dropped = f"{reader.num_duplicates} groups that had been delivered before were dropped"
             self._report(events.Note(f"iteration {iteration + 1}: {dropped}"))
