@@ -87,9 +87,11 @@ class Learner:
         self._zero_gradients()
         self.begin_iteration(0)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self, earlier: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return a copy of the training state for a checkpoint (`model.checkpoint`)."""
-        return copy_of_training(self.policy.model, self.optimizer)
+        copy = copy_of_training(self.policy.model, self.optimizer, earlier)
+        devices.synchronize(self.policy.device)
+        return copy
 
     def restore(self, checkpoint: Path, policy_version: int) -> None:
         """Load a checkpoint. The reference stays the model at the run's start."""

@@ -69,7 +69,7 @@ class TrainWorker:
         self.ranks = self._join_ranks()
         keep = self.config.train.keep_checkpoints
         self.saver = CheckpointSaver(self._report, keep=keep, ranks=self.ranks)
-        self._state_before_updates: tuple[int, Mapping[str, Tensor]] | None = None
+        self._state_before_updates: tuple[int, dict[str, Tensor]] | None = None
         """Policy version and state, kept while updates move the policy away from them."""
         with self.ranks.naming_failures():
             self.learner = self._load()
@@ -180,6 +180,7 @@ class TrainWorker:
         """Return the state at the newest boundary, even if the next iteration has begun."""
         kept = self._state_before_updates
         if kept is not None and kept[0] == policy_version:
+            self._state_before_updates = None  # it is no longer overwritten
             return kept[1]
         assert self.learner.policy_version == policy_version
         return self.learner.state()
@@ -268,7 +269,9 @@ class TrainWorker:
         self._iteration_version = version
         # `Halt` may drop later updates; the checkpoint then needs the state before the first one.
         keeps_state = train.updates_per_iteration > 1 and train.keep_checkpoints > 0
-        self._state_before_updates = (version, self._state_at(version)) if keeps_state else None
+        if keeps_state:
+            _, earlier = self._state_before_updates or (0, {})
+            self._state_before_updates = version, self.learner.state(earlier)
         try:
             self._report(self._train(iteration))
         except Dropped:
