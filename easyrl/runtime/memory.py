@@ -16,14 +16,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 from easyrl import devices
 from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
 from easyrl.channels.memory import available_memory_bytes
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config, ConfigError, change_config
 from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
@@ -42,6 +42,7 @@ SAMPLE_BYTES = 16  # of a logit while a token is drawn: also log-probability, fl
 SCORE_BYTES = 12  # of an attention score without a fused kernel: three float32 tensors
 HEADROOM = 0.95
 """Part of each memory that a proposal may fill: contexts of accelerators are not estimated."""
+MICRO_BATCH_TOKENS = (32_768, 16_384, 8_192)  # instead of 4,096, where they fit
 COPIES_TO_SAVE = 3  # in a checkpoint: weights and AdamW's two moments
 
 
@@ -222,9 +223,13 @@ def _train_parts(
         buffers += min(NUM_BUCKETS * BUCKET_BYTES, dtype_bytes * model.num_weights)
     if ranks > 1 or is_cast or ("optimizer" in train.offload and not on_cpu):
         # Of a sharded model the outer weights, the layer that computes and the next are whole, and
-        # the largest gradient, which is summed in float32.
+        # the largest gradient, which is summed in float32; or all of them.
         outer, layer = model.outer_weights, model.layer_weights
-        buffers += dtype_bytes * (outer + 2 * layer)
+        if train.reshard is False:
+            num_trained = model.num_trained or model.num_weights
+            buffers += dtype_bytes * model.num_weights + FLOAT_BYTES * num_trained
+        else:
+            buffers += dtype_bytes * (outer + 2 * layer)
         buffers += (dtype_bytes + FLOAT_BYTES) * max(outer, layer)
     num_tokens, num_targets = _micro_batch_tokens(config, ranks)
     kept, transient = micro_batch_bytes(config, model, num_tokens, num_targets, on_cpu=on_cpu)
@@ -368,6 +373,23 @@ def fits(
         return not check_memory(parts, budgets)
     except ConfigError:
         return False
+
+
+def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> Config:
+    """Choose what `train.reshard` and `train.max_tokens_per_micro_batch` leave open: on this node's
+    accelerators what fits. The sums of a deterministic run do not depend on memory."""
+    train, least = config.train, config.max_tokens_per_micro_batch
+    has_choice = placement.train.kind != "cpu" and not placement.is_ray and size is not None
+    if size is None or not has_choice or config.runtime.deterministic:
+        return config
+    more = [] if train.max_tokens_per_micro_batch else [n for n in MICRO_BATCH_TOKENS if n > least]
+    reshard = (False, True) if train.reshard == "auto" else (train.reshard,)
+    for values in product(reshard, (*more, least)):
+        keys = ("train.reshard", "train.max_tokens_per_micro_batch")
+        changed = change_config(config, dict(zip(keys, values, strict=True)))
+        if fits(changed, placement, size):
+            return changed
+    return config
 
 
 def _alike(needs: Mapping[str, int], budgets: Mapping[str, float]) -> list[list[str]]:

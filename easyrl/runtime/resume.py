@@ -38,7 +38,13 @@ from easyrl.runtime.run_folder import (
 MAY_CHANGE = (
     *("model.attention", "devices.*", "output.*", "train.iterations", "train.save_every"),
     *("train.keep_checkpoints", "train.eval_every", "train.activation_checkpointing"),
-    *("train.compile", "train.offload", "train.max_tokens_per_micro_batch", "reward.check"),
+    *(
+        "train.compile",
+        "train.offload",
+        "train.reshard",
+        "train.max_tokens_per_micro_batch",
+        "reward.check",
+    ),
     *("reward.code_sandbox", "reward.num_workers", "reward.on_error", "reward.timeout_seconds"),
     *("reward.memory_limit_gib", "rollout.concurrent_calls", "rollout.environment_workers"),
     *("rollout.max_concurrent_groups", "rollout.memory_fraction", "rollout.ring_slots"),

@@ -248,6 +248,7 @@ class TrainWorker:
             self._report(events.WeightsExchanged(version, "the iteration is over"))
             return
         self._close_temporary_channel()
+        self.ranks.drop_gathered()
         with self.timeline.measure("weights"):
             channel, error = self._join_channel(command.world_size, command.generation)
             if not error:
@@ -275,6 +276,7 @@ class TrainWorker:
         try:
             self._report(self._train(iteration))
         except Dropped:
+            self.ranks.drop_gathered()
             if self.is_first_rank:
                 self.pipes.dispatch(events.Halt())
                 self._send(events.Halted())
