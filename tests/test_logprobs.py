@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,13 @@ def make_policy(family: str) -> Policy:
     return Policy(model, torch.device("cpu"))
 
 
+def head_alone(head, vocabulary_size, weights):
+    """A policy of which only the head is needed."""
+    return SimpleNamespace(
+        head=head, vocabulary_size=vocabulary_size, trained_parameters=lambda: weights
+    )
+
+
 def plain_logprobs(logits, targets, temperature):
     """Log-probabilities and entropies by definition, in float64."""
     every = torch.log_softmax(logits.double() / temperature, dim=-1)
@@ -91,12 +99,10 @@ def test_chunks_change_neither_numbers_nor_gradients(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("easyrl.model.logprobs.CPU_CHUNK_BYTES", rows_per_chunk * 41 * 4)
         got = chunked_token_logprobs(
-            lambda rows: rows @ weight.T,
+            head_alone(lambda rows: rows @ weight.T, 41, [weight]),
             hidden,
             targets,
             temperature,
-            weights=[weight],
-            vocabulary_size=41,
             entropy_gradient=bonus > 0,
         )
     assert got[1].requires_grad == (bonus > 0)
@@ -120,7 +126,7 @@ def test_chunks_are_as_few_as_the_bound_allows(monkeypatch):
         monkeypatch.setattr("easyrl.model.logprobs.CPU_CHUNK_BYTES", num_bytes)
         rows = torch.zeros(12, 2, requires_grad=True)
         logprobs, _ = chunked_token_logprobs(
-            head, rows, torch.zeros(12, dtype=torch.int64), 1.0, weights=(), vocabulary_size=10
+            head_alone(head, 10, []), rows, torch.zeros(12, dtype=torch.int64), 1.0
         )
         logprobs.sum().backward()
         return list(sizes)
@@ -202,12 +208,10 @@ def test_head_of_qwen3_is_read_10_times_per_16384_tokens(trains_head):
         targets = torch.empty(num_tokens, dtype=torch.int64)
     with HeadReads(vocabulary * width) as forward:
         logprobs, _ = chunked_token_logprobs(
-            lambda rows: rows @ weight.T,
+            head_alone(lambda rows: rows @ weight.T, vocabulary, [weight] if trains_head else []),
             hidden,
             targets,
             1.0,
-            weights=[weight] if trains_head else [],
-            vocabulary_size=vocabulary,
         )
     with HeadReads(vocabulary * width) as backward:
         logprobs.sum().backward()
@@ -228,12 +232,10 @@ def test_many_chunks_add_the_gradient_of_a_bfloat16_head_without_rounding(monkey
         monkeypatch.setattr("easyrl.model.logprobs.CPU_CHUNK_BYTES", num_rows * 512 * 4)
         weight.requires_grad_()
         logprobs, _ = chunked_token_logprobs(
-            lambda rows: rows.to(weight.dtype) @ weight.T,
+            head_alone(lambda rows: rows.to(weight.dtype) @ weight.T, 512, [weight]),
             hidden,
             targets,
             1.0,
-            weights=[weight],
-            vocabulary_size=512,
         )
         (logprobs * wanted).sum().backward()
         return weight.grad.double()
@@ -264,14 +266,7 @@ def test_chunks_run_the_whole_head_of_the_model(family, monkeypatch):
 
     monkeypatch.setattr("easyrl.model.logprobs.CPU_CHUNK_BYTES", 5 * VOCABULARY * 4)
     hidden = policy.hidden_states(ids, positions, layout, at=chosen)
-    got, _ = chunked_token_logprobs(
-        policy.head,
-        hidden,
-        targets,
-        0.8,
-        weights=policy.trained_parameters(),
-        vocabulary_size=policy.vocabulary_size,
-    )
+    got, _ = chunked_token_logprobs(policy, hidden, targets, 0.8)
     got.cumsum(0).sum().backward()
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
     got_weights = {n: p.grad for n, p in policy.named_weights() if n in of_weights}
@@ -325,8 +320,7 @@ def train(num_tokens):
         ids, positions, PackedGroups([(8, lengths)]), at=torch.arange(7, 7 + num_tokens)
     )
     got, _ = chunked_token_logprobs(
-        policy.head, hidden, ids[8:], 0.9, weights=policy.trained_parameters(),
-        vocabulary_size=policy.vocabulary_size,
+        policy, hidden, ids[8:], 0.9
     )
     got.sum().backward()
 

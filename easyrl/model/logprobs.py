@@ -14,8 +14,8 @@ Shapes: K tokens, n of them in a chunk, H the model's width, V tokens of the voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,34 +23,34 @@ from torch.autograd.function import once_differentiable
 
 from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
 
+if TYPE_CHECKING:
+    from easyrl.model.policy import Policy
+
 LEAST_LOGPROB = -1e30
 """Log-probability of a token of probability 0: finite, so that 0 times it is 0."""
 
 
 def chunked_token_logprobs(
-    head: Callable[[Tensor], Tensor],
+    policy: Policy,
     hidden: Tensor,
     targets: Tensor,
     temperature: float,
     *,
-    weights: Sequence[Tensor],
-    vocabulary_size: int,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `token_logprobs(head(hidden), targets, temperature)` of hidden states [K, H] and
-    targets [K], a chunk at a time.
-
-    `head` maps [n, H] to logits [n, V], row by row. `weights` may get a gradient through it. If all
-    logits fit a chunk it is called once, and nothing is computed twice.
+    """Compute `token_logprobs(policy.head(hidden), targets, temperature)` of hidden states [K, H]
+    and targets [K], a chunk at a time. If all logits fit one, nothing is computed twice.
     """
 
     chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
-    num_chunks = -(-len(targets) * vocabulary_size * 4 // chunk_bytes)
+    num_chunks = -(-len(targets) * policy.vocabulary_size * 4 // chunk_bytes)
     if num_chunks <= 1:
-        return token_logprobs(head(hidden), targets, temperature, entropy_gradient=entropy_gradient)
+        logits = policy.head(hidden)
+        return token_logprobs(logits, targets, temperature, entropy_gradient=entropy_gradient)
     num_rows = -(-len(targets) // num_chunks)
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        head, num_rows, targets, temperature, entropy_gradient, hidden, *weights
+        *(policy.head, num_rows, targets, temperature, entropy_gradient, hidden),
+        *policy.trained_parameters(),  # that the head does not use get no gradient
     )
     return logprobs, entropies
 

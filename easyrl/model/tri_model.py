@@ -139,12 +139,10 @@ class _Forward(nn.Module):
             packed.input_ids, packed.position_ids, packed.layout, at=packed.logits_at
         )
         logprobs, entropy = chunked_token_logprobs(
-            self._policy.head,
+            self._policy,
             hidden,
             packed.targets,
             self._temperature,
-            weights=self._policy.trained_parameters(),
-            vocabulary_size=self._policy.vocabulary_size,
             entropy_gradient=self._entropy_gradient,
         )
         return logprobs.clone(), entropy  # not a view: FSDP registers a hook on it

@@ -379,15 +379,14 @@ def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> 
     """Choose what `train.reshard` and `train.max_tokens_per_micro_batch` leave open: on this node's
     accelerators what fits. The sums of a deterministic run do not depend on memory."""
     train, least = config.train, config.max_tokens_per_micro_batch
-    has_choice = placement.train.kind != "cpu" and not placement.is_ray and size is not None
+    has_choice = placement.train.kind != "cpu" and not placement.is_ray
     if size is None or not has_choice or config.runtime.deterministic:
         return config
     more = [] if train.max_tokens_per_micro_batch else [n for n in MICRO_BATCH_TOKENS if n > least]
     reshard = (False, True) if train.reshard == "auto" else (train.reshard,)
-    for values in product(reshard, (*more, least)):
-        keys = ("train.reshard", "train.max_tokens_per_micro_batch")
-        changed = change_config(config, dict(zip(keys, values, strict=True)))
-        if fits(changed, placement, size):
+    for drops, tokens in product(reshard, (*more, least)):
+        changes = {"train.reshard": drops, "train.max_tokens_per_micro_batch": tokens}
+        if fits(changed := change_config(config, changes), placement, size):
             return changed
     return config
 
