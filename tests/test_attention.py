@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl import devices
-from easyrl.model.attention import ATTENTION_NAME, SMALLEST_FLEX_HEAD_SIZE, PackedGroups
+from easyrl.model import flex_shared_prompt
+from easyrl.model.attention import ATTENTION_NAME, SMALLEST_FLEX_HEAD_SIZE, PackedGroups, notes
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import (
@@ -306,10 +307,24 @@ def test_it_is_chosen_where_it_can_train(monkeypatch, how, is_chosen):
     trains_flex, head_size, softcap, dtype = how
     monkeypatch.setattr(devices, "trains_flex_attention", lambda device: trains_flex)
     monkeypatch.setattr(FlexSharedPrompt, "attend", lambda *_: None)
+    monkeypatch.setattr(flex_shared_prompt, "trains", lambda *_: True)
     row = torch.zeros(5, 2, head_size, dtype=dtype)
     attention = AttentionSettings(0, 1.0, None, softcap)
     output = PackedGroups([(2, [2, 1])]).attend(row, row, row, attention)
     assert (output is None) == is_chosen
+
+
+def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypatch):
+    """Here on the CPU, for which it has no backward."""
+    monkeypatch.setattr(devices, "trains_flex_attention", lambda device: True)
+    flex_shared_prompt.trains.cache_clear()
+    query = torch.randn(5, 4, SIZE).bfloat16()
+    key, settings = query[:, :2], AttentionSettings(0, 1.0, None, None)
+    with torch.no_grad():
+        for _ in range(2):
+            got = PackedGroups([(2, [2, 1])]).attend(query, key, key, settings)
+    assert torch.equal(got, SharedPrompt([(2, [2, 1])], "cpu").attend(query, key, key, settings))
+    assert "FlexAttention" in notes.pop() and not notes
 
 
 # -- loading and saving ---------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from easyrl.config import Config, ConfigError, change_config, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.data.hub import resolve_model
 from easyrl.data.packing import Rollout, pack
+from easyrl.devices import parse_assumed
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.vllm.platforms import cache_bytes
@@ -39,8 +40,9 @@ from easyrl.runtime.memory import (
     memory_budgets,
     micro_batch_bytes,
     model_size,
+    use_memory,
 )
-from easyrl.runtime.placement import EngineChoice, Placement
+from easyrl.runtime.placement import EngineChoice, Placement, resolve_placement
 from easyrl.runtime.plan import make_plan
 from easyrl.runtime.preflight import check_run
 from easyrl.workers.learner import Learner
@@ -81,6 +83,39 @@ def save_model(
     return config
 
 
+QWEN3 = {  # 1.7B
+    "num_hidden_layers": 28,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "head_dim": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("devices", "words", "reshard", "tokens"),
+    [
+        ("8x140GiB", (), False, 32_768),
+        ("8x48GiB", (), False, 4_096),
+        ("8x140GiB", ("train.reshard=true",), True, 32_768),
+        ("8x140GiB", ("train.max_tokens_per_micro_batch=5000",), False, 5_000),
+        ("8x140GiB", ("runtime.deterministic=true",), "auto", 4_096),
+    ],
+)
+def test_trainer_uses_the_memory_that_there_is(
+    devices: str, words: tuple[str, ...], reshard: bool | str, tokens: int
+) -> None:
+    split = ("devices.infer=0-3", "devices.train=4-7", "model.dtype=bfloat16")
+    lengths = ("data.max_prompt_length=512", "rollout.max_completion_length=2048")
+    config = load_config(words=[*split, *lengths, "train.prompts_per_iteration=64", *words])
+    size = model_size(QWEN3, num_weights=1_720_574_976)
+    changed = use_memory(config, resolve_placement(config, parse_assumed(devices)), size)
+    assert (changed.train.reshard, changed.max_tokens_per_micro_batch) == (reshard, tokens)
+
+
 # -- the formula of a micro-batch
 
 
@@ -101,7 +136,7 @@ def test_micro_batch_formula_equals_measured_allocations(
     size = model_size(model_config.to_dict(), num_weights=0)
     assert size is not None
     num_tokens = len(batch.input_ids), len(batch.targets)
-    expected = micro_batch_bytes(config, size, *num_tokens)
+    expected = micro_batch_bytes(config, size, *num_tokens, on_cpu=True)
     assert sum(expected) == pytest.approx(taken, rel=TOLERANCE)
 
 

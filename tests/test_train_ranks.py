@@ -31,12 +31,15 @@ from test_updates import (  # noqa: F401
     whole_gradients,
 )
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from easyrl.channels.ring_buffer import RingBuffer, RingPort
 from easyrl.config import load_config
 from easyrl.devices import LOOPBACK, network_environment
+from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part, whole
 from easyrl.types import MicroBatch, RolloutGroup
+from easyrl.workers.batches import EMPTY
 from easyrl.workers.learner import Learner
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.train import TrainWorker
@@ -72,10 +75,12 @@ def run_case(case: Case, settings: WorkerSettings, port: RingPort, producer: Rin
     worker = TrainWorker(replace(settings, config=config), port, control)
     learner, step = worker.learner, worker.learner.optimizer.step
     accumulate, first = learner.accumulate, dict[str, Tensor]()
+    sums_once = config.train.reshard is False
 
     def note_first(batch: MicroBatch) -> None:
         accumulate(batch)
-        first.update(first or whole_gradients(learner.policy))
+        if not sums_once:
+            first.update(first or whole_gradients(learner.policy))
 
     learner.accumulate = note_first  # type: ignore[method-assign]
     trained = train_iteration(worker, producer, arrivals)
@@ -217,6 +222,64 @@ def test_two_ranks_have_the_gradients_of_one_with_lora(ranks: Ranks, lora: str) 
             assert largest_gradient_gap(got, one) <= 1e-5
         for name in ("kl", "loss", "grad_norm"):
             assert outcome.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    "words", [("model.lora.rank=3",), (), ("model.dtype=bfloat16",)], ids=["LoRA", "", "bfloat16"]
+)
+def test_ranks_that_gather_once_per_update_have_the_gradients_of_others(
+    ranks: Ranks, words: tuple[str, ...]
+) -> None:
+    """With a reference, an old policy, several micro-batches, and an update without a gradient."""
+    words = (*HARDER, "train.updates_per_iteration=6", BUDGETS[0], *words)
+    expected = ranks.train(*words)
+    for outcome, other in zip(ranks.train(*words, "train.reshard=false"), expected, strict=True):
+        assert len(outcome.gradients) == 6
+        for got, one in zip(outcome.gradients, other.gradients, strict=True):
+            if any(bool(gradient.any()) for gradient in one.values()):
+                assert largest_gradient_gap(got, one) <= 1e-5
+            else:
+                assert not any(bool(gradient.any()) for gradient in got.values())
+        assert outcome.owned_bytes == other.owned_bytes
+        for name in ("kl", "loss", "grad_norm"):
+            assert outcome.metrics[name] == pytest.approx(other.metrics[name], rel=1e-4), name
+
+
+def gathers_and_reductions(ranks: TrainRanks) -> list[dict[str, int]]:
+    """Count the collectives of one update of three micro-batches, without and with gathered
+    weights that are kept."""
+    counts = []
+    for reshard in ("true", "false"):
+        words = (f"model.path={test_updates.MODEL}", f"train.reshard={reshard}")
+        config = load_config(words=[*BASE, *words])
+        learner = Learner(Policy.load(config.model.path), config, copy.copy(ranks))
+        with CollectiveCounts() as counted:
+            for _ in range(3):
+                learner.accumulate(EMPTY)
+            learner.step(num_completions=1, num_tokens=1)
+        counts.append({"modules": 1 + len(learner.policy.blocks), **counted.counts})
+    return counts
+
+
+class CollectiveCounts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"gathers": 0, "reductions": 0}
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.counts["gathers"] += "allgather" in str(operator)
+        self.counts["reductions"] += "reduce_scatter" in str(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+def test_kept_weights_are_gathered_and_summed_once_per_update(ranks: Ranks) -> None:
+    for dropped, kept in ranks.each_does(gathers_and_reductions):
+        num = kept["modules"]
+        assert kept == {"modules": num, "gathers": num, "reductions": num}
+        layers = num - 1  # the root's weights stay from forward to backward
+        assert dropped["gathers"] == 3 * (2 * layers + 1) and dropped["reductions"] == 3 * num
 
 
 def test_a_rank_that_dies_while_the_others_load_is_named(

@@ -134,9 +134,7 @@ def packed(
         policy.model.zero_grad(set_to_none=False)  # so that gradients are no part of the peak
         layout = PackedGroups(batch.groups, policy.device)
         hidden = policy.hidden_states(input_ids, positions, layout, at=logits_at)
-        logprobs, _ = chunked_token_logprobs(
-            policy.head, hidden, targets, temperature=1.0, vocabulary_size=policy.vocabulary_size
-        )
+        logprobs, _ = chunked_token_logprobs(policy, hidden, targets, temperature=1.0)
         return _backward(logprobs, weights, policy.model)
 
     return forward_and_backward

@@ -30,7 +30,8 @@ class TrainConfig(Section):
     """The gradient's norm is clipped to this."""
     max_tokens_per_micro_batch: int | None = Field(default=None, ge=1)
     """Tokens trained at a time, a group's prompt counted once. It does not change the result. Null:
-    4096, or the longest prompt + completion if that is more."""
+    4096, or the longest prompt + completion if that is more; on accelerators up to 32768 if its
+    memory allows, unless the run is deterministic."""
     activation_checkpointing: bool = False
     """Compute each layer again in the backward pass: far less memory for a third more time. It does
     not change the result."""
@@ -44,6 +45,10 @@ class TrainConfig(Section):
     """List of what to keep in host memory, which costs time: weights of the `reference` (with
     algorithm.beta) and of the `old` policy (updates_per_iteration over 1); the `optimizer`, which
     then steps on the CPU, with gradients and the policy's float32 weights."""
+    reshard: Literal["auto"] | bool = "auto"
+    """Drop weights that train devices gathered as soon as a layer has computed, and sum gradients
+    over the devices after each micro-batch. False: once per update, which is faster and takes the
+    memory of the whole model and its gradient. Auto: false on accelerators where that fits."""
     save_every: int | None = Field(default=10, ge=1)
     """Iterations between checkpoints; null: none in between. The last iteration of a run, also of a
     stopped one, is always saved."""

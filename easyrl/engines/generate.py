@@ -93,13 +93,8 @@ class GenerateEngine(PolicyEngine):
         hidden = self.policy.hidden_states(
             ids, positions, PackedGroups.of_sequences(lengths, device), at=targets - 1
         )
-        expected, _ = chunked_token_logprobs(
-            self.policy.head,
-            hidden,
-            ids[targets],
-            self.sampling.temperature or 1.0,  # see `sample`
-            vocabulary_size=self.policy.vocabulary_size,
-        )
+        temperature = self.sampling.temperature or 1.0  # see `sample`
+        expected, _ = chunked_token_logprobs(self.policy, hidden, ids[targets], temperature)
         got = np.concatenate([completion.logprobs for completion in completions])
         tolerance = CACHE_TOLERANCE * torch.finfo(self.policy.model.dtype).eps ** 0.5
         return bool(np.abs(expected.cpu().numpy() - got).max() <= tolerance)

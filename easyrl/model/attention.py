@@ -30,6 +30,10 @@ SMALLEST_FLEX_HEAD_SIZE = 16
 """The smallest that FlexAttention's kernels support."""
 
 
+notes: list[str] = []
+"""For the user, until a worker reports them."""
+
+
 class UnservableLayer(Exception):
     """EasyRL's attention cannot compute a layer exactly; the message is a clause that names the
     layer and the reason. Raised, and handled in `exactness`, only while a model is loaded."""
@@ -113,6 +117,7 @@ class PackedGroups:
             and query.shape[-1] >= SMALLEST_FLEX_HEAD_SIZE
             and settings.softcap is None  # it compiles no kernel for all lengths then
             and devices.trains_flex_attention(self._device)
+            and self._trains_flex(query, key, settings.sliding_window)
         )
         layout = self._flex if uses_flex else self._blocks
         return layout.attend(query, key, value, settings)
@@ -120,6 +125,11 @@ class PackedGroups:
     @cached_property
     def _blocks(self) -> SharedPrompt:
         return SharedPrompt(self._groups, self._device)
+
+    def _trains_flex(self, query: Tensor, key: Tensor, window: int | None) -> bool:
+        from easyrl.model.flex_shared_prompt import trains  # slow to import
+
+        return trains(self._device, query.dtype, query.shape[1:], key.shape[1:], window)
 
     @cached_property
     def _flex(self) -> AttentionLayout:

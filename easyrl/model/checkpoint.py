@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from easyrl.model.checkpoint_files import FILE_BYTES
+from easyrl.model.sharding import own_part
 
 # One rank is intended. Set globally: checkpoints are written in a thread, filters are global.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -36,10 +37,20 @@ warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.10's 
 
 
 @torch.no_grad()
-def copy_of_training(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Copy the tensors, or this rank's parts of them, to the CPU."""
+def copy_of_training(
+    model: nn.Module, optimizer: Optimizer, earlier: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Copy the tensors, or this rank's parts of them, to the CPU. An `earlier` copy is overwritten;
+    an empty one asks for memory that an accelerator copies to fast, over and over."""
     tensors = _training(model, optimizer)
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    if earlier is None or earlier.keys() != tensors.keys():
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        for part in map(own_part, copies.values() if earlier is not None else ()):
+            part.data = part.pin_memory() if torch.accelerator.is_available() else part
+        return copies
+    for name, tensor in tensors.items():
+        own_part(earlier[name]).copy_(own_part(tensor), non_blocking=True)
+    return earlier
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: Any = None) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from easyrl import devices
+from easyrl.model.attention import notes
 from easyrl.model.shared_prompt import AttentionSettings, Groups
 
 LARGE_HEAD_SIZE, LARGE_HEAD_BYTES = 128, 160 * 1024
@@ -77,6 +78,26 @@ class FlexSharedPrompt:
             return seen
 
         return mask
+
+
+@cache
+def trains(
+    device: torch.device, dtype: torch.dtype, query: torch.Size, key: torch.Size, window: int | None
+) -> bool:
+    """Try the kernels of such layers once, on three tokens; note why they fail (no C compiler, too
+    little shared memory). `query` and `key`: number and size of their heads."""
+    q, k = (
+        torch.zeros(3, *s, dtype=dtype, device=device, requires_grad=True) for s in (query, key)
+    )
+    layout = FlexSharedPrompt([(2, (1,))], device)
+    try:
+        with torch.enable_grad():
+            layout.attend(q, k, k, AttentionSettings(0, 1.0, window, None)).sum().backward()
+    except Exception as error:  # of Inductor, Triton or the driver
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        notes.append(f"attention without FlexAttention, exact but slower: {reason}")
+        return False
+    return True
 
 
 def _kernel_options(head_size: int, shared_memory_bytes: int) -> dict[str, Any]:

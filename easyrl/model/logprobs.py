@@ -6,54 +6,53 @@ through the model's head and is reduced to two numbers per token; backward recom
 
     hidden [K, H] ─► chunk [n, H] ─► head ─► logits [n, V] ─► logprobs [n], entropy [n]
 
+Each chunk reads the head's weight, and adds to its gradient. So chunks are large on accelerators,
+and the gradient is added in float32: in bfloat16 every addition would round the sum.
+
 Shapes: K tokens, n of them in a chunk, H the model's width, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
-from easyrl.model import CHUNK_BYTES
+from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from easyrl.model.policy import Policy
 
 LEAST_LOGPROB = -1e30
 """Log-probability of a token of probability 0: finite, so that 0 times it is 0."""
 
 
 def chunked_token_logprobs(
-    head: Callable[[Tensor], Tensor],
+    policy: Policy,
     hidden: Tensor,
     targets: Tensor,
     temperature: float,
     *,
-    vocabulary_size: int,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `token_logprobs(head(hidden), targets, temperature)` of hidden states [K, H] and
-    targets [K], a chunk at a time.
-
-    `head` maps [n, H] to logits [n, V], row by row. If all logits fit CHUNK_BYTES it is called
-    once, and nothing is computed twice.
+    """Compute `token_logprobs(policy.head(hidden), targets, temperature)` of hidden states [K, H]
+    and targets [K], a chunk at a time. If all logits fit one, nothing is computed twice.
     """
 
-    def chunk_logprobs(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(head(hidden), targets, temperature, entropy_gradient=entropy_gradient)
-
-    num_chunks = -(-len(targets) * vocabulary_size * 4 // CHUNK_BYTES)
+    chunk_bytes = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
+    num_chunks = -(-len(targets) * policy.vocabulary_size * 4 // chunk_bytes)
     if num_chunks <= 1:
-        return chunk_logprobs(hidden, targets)
+        logits = policy.head(hidden)
+        return token_logprobs(logits, targets, temperature, entropy_gradient=entropy_gradient)
     num_rows = -(-len(targets) // num_chunks)
-    chunks = [
-        checkpoint(chunk_logprobs, *rows, use_reentrant=False, preserve_rng_state=False)
-        for rows in zip(torch.split(hidden, num_rows), torch.split(targets, num_rows), strict=True)
-    ]
-    logprobs, entropies = zip(*chunks, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        *(policy.head, num_rows, targets, temperature, entropy_gradient, hidden),
+        *policy.trained_parameters(),  # that the head does not use get no gradient
+    )
+    return logprobs, entropies
 
 
 def token_logprobs(
@@ -65,7 +64,7 @@ def token_logprobs(
     entropies have a gradient only with `entropy_gradient`, which an entropy bonus needs.
     """
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits, targets, temperature, entropy_gradient
+        lambda rows: rows, max(1, len(targets)), targets, temperature, entropy_gradient, logits
     )
     return logprobs, entropies
 
@@ -74,50 +73,86 @@ def log_softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Logits [K, V] -> log-probabilities and probabilities [K, V] of softmax(logits / temperature),
     in float32. (On the CPU torch.log_softmax loses part of a long tail: with 262,144 words its
     log-probabilities are 4e-5 too high.)"""
-    # Large tensors are changed in place: a copy costs memory and, on accelerators, time.
-    scores = logits.to(torch.float32, copy=True).div_(temperature)
-    scores.sub_(scores.amax(dim=-1, keepdim=True))
+    scores = _scores(logits, temperature)
     probabilities = scores.exp()
     total = probabilities.sum(dim=-1, keepdim=True)
     return scores.sub_(total.log()), probabilities.div_(total)
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """Log-probability and entropy. With p = softmax(logits / T), H = -Σ p log p, target t:
+def _scores(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits / temperature [K, V] in float32, shifted so that the largest of a row is 0."""
+    # Such tensors are read and written as seldom as possible: on accelerators that is the time.
+    scores = torch.sub(logits, logits.amax(dim=-1, keepdim=True).float()).float()
+    return scores if temperature == 1.0 else scores.div_(temperature)
 
-    d log p_t / d logits = (1[target] - p) / T;   dH / d logits = -p (log p + H) / T.
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Log-probabilities and entropies. The logits head(hidden) exist a chunk at a time, and again
+    in backward. With scores s, t = Σ exp(s), p = exp(s) / t, target y:
+
+    log p_y = s_y - log t;      d log p_y / d logits = (1[y] - p) / T
+    H = log t - Σ exp(s) s / t;          d H / d logits = -p (log p + H) / T
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        head: Callable[[Tensor], Tensor],
+        num_rows: int,
+        targets: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+        hidden: Tensor,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        all_logprobs, probabilities = log_softmax(logits, temperature)
-        logprobs = all_logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)
-        all_logprobs.clamp_(min=LEAST_LOGPROB)  # 0 · log 0 is 0
-        entropies = probabilities.mul_(all_logprobs).sum(dim=-1).neg_()
+        chunks = []
+        for rows, chosen in zip(hidden.split(num_rows), targets.split(num_rows), strict=True):
+            scores = _scores(head(rows), temperature)
+            exponentials = scores.exp()
+            total = exponentials.sum(dim=-1)
+            logprobs = scores.gather(1, chosen.unsqueeze(1)).squeeze(1) - total.log()
+            weighted = exponentials.mul_(scores).nansum(dim=-1)  # 0 · log 0 is 0
+            chunks.append((logprobs, total.log() - weighted / total, total.log()))
+        logprobs, entropies, log_totals = map(torch.cat, zip(*chunks, strict=True))
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(all_logprobs, targets, entropies)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.save_for_backward(hidden, targets, entropies, log_totals)
+        ctx.head, ctx.num_rows, ctx.temperature, ctx.weights = head, num_rows, temperature, weights
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(
         ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None]:
-        all_logprobs, targets, entropies = ctx.saved_tensors
+    ) -> tuple[Tensor | None, ...]:
+        hidden, targets, entropies, log_totals = ctx.saved_tensors
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(entropies)
-        chosen = (of_logprobs / ctx.temperature).unsqueeze(1)  # [K, 1]
-        gradient = all_logprobs.exp()
-        if of_entropies is None:
-            gradient.mul_(-chosen)
-        else:
-            slopes = all_logprobs + entropies.unsqueeze(1)
-            slopes.mul_((of_entropies / ctx.temperature).unsqueeze(1)).add_(chosen)
-            gradient.mul_(slopes.neg_())
-        gradient.scatter_add_(1, targets.unsqueeze(1), chosen)
-        return gradient.to(ctx.dtype), None, None, None
+        of_hidden = torch.empty_like(hidden)
+        of_weights: list[Tensor | None] = [None] * len(ctx.weights)
+        for start in reversed(range(0, len(targets), ctx.num_rows)):
+            chunk = slice(start, start + ctx.num_rows)
+            with torch.enable_grad():
+                rows = hidden[chunk].detach().requires_grad_()
+                logits = ctx.head(rows)
+            scores = _scores(logits.detach(), ctx.temperature)
+            scores.sub_(log_totals[chunk].unsqueeze(1))
+            chosen = (of_logprobs[chunk] / ctx.temperature).unsqueeze(1)  # [n, 1]
+            if of_entropies is None:
+                gradient = scores.exp_().mul_(-chosen)
+            else:
+                gradient = scores.exp()
+                slopes = scores.clamp_(min=LEAST_LOGPROB).add_(entropies[chunk].unsqueeze(1))
+                slopes.mul_((of_entropies[chunk] / ctx.temperature).unsqueeze(1)).add_(chosen)
+                gradient.mul_(slopes.neg_())
+            gradient.scatter_add_(1, targets[chunk].unsqueeze(1), chosen)
+            of_hidden[chunk], *of_chunk = torch.autograd.grad(
+                logits, (rows, *ctx.weights), gradient.to(logits.dtype), allow_unused=True
+            )
+            for number, added in enumerate(of_chunk):
+                if added is not None and (total := of_weights[number]) is not None:
+                    total.add_(added)
+                elif added is not None:
+                    of_weights[number] = added.to(torch.float32, copy=True)
+        return None, None, None, None, None, of_hidden, *of_weights

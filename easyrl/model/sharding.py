@@ -3,7 +3,8 @@
 Weights, gradients and optimizer state are divided along their first dimension, a part for each
 rank. A layer's weights are gathered before it computes and dropped afterwards, in forward and again
 in backward; then its gradient is summed over the ranks and each keeps its part. So a rank holds at
-most one whole layer, besides the weights outside of layers (embeddings, head).
+most one whole layer, besides the weights outside of layers (embeddings, head). Where memory allows
+(`train.reshard=false`), weights are gathered once per update, and gradients summed once at its end.
 
     rank 0   gather layer 1 ─► compute ─► gather layer 2 ─► …      each gather and each sum waits
     rank 1   gather layer 1 ─► compute ─► gather layer 2 ─► …      for all ranks, in the same order
@@ -43,6 +44,10 @@ class TrainRanks:
     group_for_files: dist.ProcessGroup | None = None
     """The process group for checkpoints, which may be written while training; None: this rank is
     alone."""
+    keeps_gathered = False
+    """Whether weights stay gathered, and gradients whole, until the update ends. Set before
+    `shard`."""
+    _parts: Sequence[Any] = ()  # the sharded modules
     _timeout_seconds = 0.0
 
     @classmethod
@@ -86,19 +91,22 @@ class TrainRanks:
         precision = fsdp.MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
         )
-        for part in (*layers, module):
-            sharded: Any = fsdp.fully_shard(
-                part, mesh=self.mesh, mp_policy=precision, offload_policy=kept
-            )
+        self._parts = (*layers, module)
+        for sharded in self._parts:
+            fsdp.fully_shard(sharded, mesh=self.mesh, mp_policy=precision, offload_policy=kept)
             # Gradients are sums over the update's groups on all ranks, never means.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             _reduce_unused(sharded)
+        if self.keeps_gathered:
+            sharded.set_reshard_after_forward(False)
+            sharded.set_reshard_after_backward(False)
+            sharded.set_requires_gradient_sync(False)
 
-    def drop_gathered(self, module: nn.Module) -> None:
-        """Free the weights that a forward without gradient has left gathered."""
-        if self.mesh is not None:
-            module.reshard()  # type: ignore[operator]
+    def drop_gathered(self) -> None:
+        """Free gathered weights, before weights are read or written part by part."""
+        for part in self._parts:
+            part.reshard()
 
     def reduce(self, values: Sequence[float], operation: Any = dist.ReduceOp.SUM) -> list[float]:
         """Reduce each value over the ranks."""

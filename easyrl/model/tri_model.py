@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,10 +102,25 @@ class TriModel:
     ) -> Tensor | None:
         if weights is None:
             return None
+        drops = isinstance(weights, OtherWeights) or not self._ranks.keeps_gathered
+        if drops:
+            self._ranks.drop_gathered()
         with weights.in_place():
             logprobs: Tensor = self._forward(packed)[0]
-            self._ranks.drop_gathered(self._forward)
+            if drops:
+                self._ranks.drop_gathered()
         return logprobs
+
+    def finish_gradients(self, empty: PackedInput) -> None:
+        """Sum the gradients over the ranks if that is still to be done, in the backward pass of a
+        micro-batch that adds nothing: when the last one runs, none knows that it is the last."""
+        if self._ranks.keeps_gathered:
+            root: Any = self._forward
+            root.set_requires_gradient_sync(True)
+            logprobs, _ = self._forward(empty)
+            logprobs.backward(torch.zeros_like(logprobs))
+            root.set_requires_gradient_sync(False)
+            self._ranks.drop_gathered()
 
 
 class _Forward(nn.Module):
@@ -123,11 +139,10 @@ class _Forward(nn.Module):
             packed.input_ids, packed.position_ids, packed.layout, at=packed.logits_at
         )
         logprobs, entropy = chunked_token_logprobs(
-            self._policy.head,
+            self._policy,
             hidden,
             packed.targets,
             self._temperature,
-            vocabulary_size=self._policy.vocabulary_size,
             entropy_gradient=self._entropy_gradient,
         )
         return logprobs.clone(), entropy  # not a view: FSDP registers a hook on it

@@ -16,17 +16,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 from easyrl import devices
 from easyrl.channels import BUCKET_BYTES, NUM_BUCKETS
 from easyrl.channels.memory import available_memory_bytes
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config, ConfigError, change_config
 from easyrl.engines import MAX_PREFILL_TOKENS, padded, row_cells
 from easyrl.engines.vllm.platforms import STEP_FRACTION
-from easyrl.model import CHUNK_BYTES
+from easyrl.model import CHUNK_BYTES, CPU_CHUNK_BYTES
 from easyrl.model.checkpoint_files import FILE_BYTES
 from easyrl.model.files import DTYPE_BYTES, FLOAT_BYTES, PACKED_LAYERS, ModelFiles
 from easyrl.runtime.placement import Placement, device_names, ring_layout
@@ -46,6 +46,7 @@ CONTEXT_BYTES = GIB // 2
 """What a process takes of each accelerator before its first tensor: driver, kernels, libraries."""
 HEADROOM = 0.95
 """Part of each memory that a proposal may fill: gaps between tensors are not estimated."""
+MICRO_BATCH_TOKENS = (32_768, 16_384, 8_192)  # instead of 4,096, where they fit
 COPIES_TO_SAVE = 3  # in a checkpoint: weights and AdamW's two moments
 
 
@@ -245,12 +246,17 @@ def _train_parts(
         buffers += min(NUM_BUCKETS * BUCKET_BYTES, dtype_bytes * model.num_weights)
     if ranks > 1 or is_cast or ("optimizer" in train.offload and not on_cpu):
         # Of a sharded model the outer weights, the layer that computes and the next are whole, and
-        # the largest gradient, which is summed in float32; LoRA has gradients of adapters only.
+        # the largest gradient, which is summed in float32, or all of them; LoRA has gradients of
+        # adapters only.
         outer, layer = model.outer_weights, model.layer_weights
-        buffers += dtype_bytes * (outer + 2 * layer)
+        if train.reshard is False:
+            num_trained = model.num_trained or model.num_weights
+            buffers += dtype_bytes * model.num_weights + FLOAT_BYTES * num_trained
+        else:
+            buffers += dtype_bytes * (outer + 2 * layer)
         buffers += 0 if is_lora else (dtype_bytes + FLOAT_BYTES) * max(outer, layer)
     num_tokens, num_targets = _micro_batch_tokens(config, ranks)
-    kept, transient = micro_batch_bytes(config, model, num_tokens, num_targets)
+    kept, transient = micro_batch_bytes(config, model, num_tokens, num_targets, on_cpu=on_cpu)
     if not on_cpu and (not is_cast or placement.accelerator == devices.ASCEND):
         # No fused kernel (`model.attention`): the scores of a layer's backward.
         lengths = config.data.max_prompt_length, config.rollout.max_completion_length
@@ -280,7 +286,7 @@ def _micro_batch_tokens(config: Config, ranks: int) -> tuple[int, int]:
 
 
 def micro_batch_bytes(
-    config: Config, model: ModelSize, num_tokens: int, num_targets: int
+    config: Config, model: ModelSize, num_tokens: int, num_targets: int, *, on_cpu: bool
 ) -> tuple[int, int]:
     """Return the bytes that all layers keep of a packed row when backward begins, and those of the
     largest transient tensors. `num_targets`: tokens whose logits are computed.
@@ -310,17 +316,18 @@ def micro_batch_bytes(
     per_layer = dtype_bytes * model.width if checkpointing else layer
     kept = num_tokens * (model.num_layers * per_layer + ends)
 
-    num_chunks = -(-num_targets * model.vocabulary_size * FLOAT_BYTES // CHUNK_BYTES)
+    most = CPU_CHUNK_BYTES if on_cpu else CHUNK_BYTES
+    num_chunks = -(-num_targets * model.vocabulary_size * FLOAT_BYTES // most)
     chunk = -(-num_targets // num_chunks) * model.vocabulary_size * FLOAT_BYTES
-    head = 0  # bytes of the head's gradient
-    if model.num_trained is None:
-        head = dtype_bytes * model.vocabulary_size * model.width
+    is_trained = model.num_trained is None
+    head = model.vocabulary_size * model.width if is_trained else 0  # elements of its gradient
     stream = dtype_bytes * (model.width + 2 * model.mlp_width) + (layer if checkpointing else 0)
     return kept, max(  # three moments that never coincide
         3 * chunk,  # the logits of a chunk (`logprobs`), forward
-        2 * chunk + 2 * head,  # backward: with the sum of the chunks' gradients, and one of them
+        # Backward: with the sum of the chunks' gradients, and one of them.
+        2 * chunk + (FLOAT_BYTES + dtype_bytes) * head,
         # The first MLP in backward; a tied head's gradient waits for the embedding's.
-        num_tokens * stream + (head if model.is_tied else 0),
+        num_tokens * stream + (dtype_bytes * head if model.is_tied else 0),
     )
 
 
@@ -412,6 +419,22 @@ def fits(
         return not check_memory(parts, budgets)
     except ConfigError:
         return False
+
+
+def use_memory(config: Config, placement: Placement, size: ModelSize | None) -> Config:
+    """Choose what `train.reshard` and `train.max_tokens_per_micro_batch` leave open: on this node's
+    accelerators what fits. The sums of a deterministic run do not depend on memory."""
+    train, least = config.train, config.max_tokens_per_micro_batch
+    has_choice = placement.train.kind != "cpu" and not placement.is_ray
+    if size is None or not has_choice or config.runtime.deterministic:
+        return config
+    more = [] if train.max_tokens_per_micro_batch else [n for n in MICRO_BATCH_TOKENS if n > least]
+    reshard = (False, True) if train.reshard == "auto" else (train.reshard,)
+    for drops, tokens in product(reshard, (*more, least)):
+        changes = {"train.reshard": drops, "train.max_tokens_per_micro_batch": tokens}
+        if fits(changed := change_config(config, changes), placement, size):
+            return changed
+    return config
 
 
 def _alike(needs: Mapping[str, int], budgets: Mapping[str, float]) -> list[list[str]]:

@@ -28,6 +28,7 @@ from easyrl.runtime.memory import (
     held_by_others,
     memory_budgets,
     memory_table,
+    use_memory,
 )
 from easyrl.runtime.placement import Placement, describe, resolve_placement
 from easyrl.runtime.preflight import (
@@ -68,6 +69,7 @@ def make_plan(config: Config, assumed: AssumedDevices | None = None) -> Plan:
         if num_trained is not None and find_spec("peft") is None:
             warnings.append(f"the run itself needs peft: {install_command('lora')}")
         size = read_model_size(config, files, num_trained)
+        config = use_memory(config, placement, size)
         if size is None:
             path = config.model.path
             lines.append(f"memory: unknown, as the config.json of '{path}' gives no sizes")

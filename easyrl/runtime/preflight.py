@@ -55,6 +55,7 @@ from easyrl.types import Messages, Prompt
 class Preflight:
     """A checked run, ready to launch."""
 
+    config: Config  # with what fits the memory
     prompts: PromptStream  # without those that `data.long_prompts` skips
     num_prompts_skipped: int
     placement: Placement
@@ -83,6 +84,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
     held_out, of_eval = _held_out(config, prompts, interfaces, tokenizer)
     num_trained = count_trained(config)
     size = read_model_size(config, files, num_trained)
+    config = memory.use_memory(config, placement, size)
     parts = [] if size is None else memory.estimate_memory(config, placement, size)
     devices.memory_in_use.cache_clear()
     budgets = memory.memory_budgets(placement)
@@ -109,6 +111,7 @@ def check_run(config: Config, resume: Resume | None = None, tokenizer: str = "")
             "started; restore them, or start a new run (--output)"
         )
     return Preflight(
+        config,
         prompts,
         len(skipped),
         placement,

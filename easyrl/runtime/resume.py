@@ -38,14 +38,14 @@ from easyrl.runtime.run_folder import (
 MAY_CHANGE = (
     *("model.attention", "devices.*", "output.*", "train.iterations", "train.save_every"),
     *("train.keep_checkpoints", "train.eval_every", "train.activation_checkpointing"),
-    *("train.compile", "train.offload", "train.max_tokens_per_micro_batch", "reward.check"),
+    *("train.compile", "train.offload", "train.reshard", "train.max_tokens_per_micro_batch"),
     *("reward.code_sandbox", "reward.num_workers", "reward.on_error", "reward.timeout_seconds"),
     *("reward.memory_limit_gib", "rollout.concurrent_calls", "rollout.environment_workers"),
     *("rollout.max_concurrent_groups", "rollout.memory_fraction", "rollout.ring_slots"),
     *("rollout.tool_timeout_seconds", "runtime.schedule", "runtime.resume", "runtime.restart"),
     *("runtime.timeout_seconds", "runtime.stall_seconds", "runtime.max_restarts"),
     *("runtime.restart_window_seconds", "runtime.autoscale"),
-    *("eval.num_samples", "eval.temperature", "eval.max_completion_length"),
+    *("eval.num_samples", "eval.temperature", "eval.max_completion_length", "reward.check"),
 )
 """Settings that decide how long, where and how fast the run is, but not what is trained. All others
 are part of the identity of a run and, but for NOT_EVALUATED, of an evaluation."""

@@ -68,6 +68,7 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         config, source = start_from(config)
     start_resource_tracker()  # before the reward functions' processes start another one
     checked = check_run(config, resumed, source.tokenizer if source else "")
+    config = checked.config
     if source is not None and source.kind != "model":
         config, checked = _make_model(config, checked, source)
     if checked.placement.is_ray:  # nodes have other working directories

@@ -28,6 +28,7 @@ from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part
 from easyrl.model.tri_model import PackedInput, TriModel
 from easyrl.types import MicroBatch
+from easyrl.workers.batches import EMPTY
 
 # Metric of the iteration -> the sum over its tokens whose mean it is.
 MEANS = {
@@ -52,6 +53,7 @@ class Learner:
         sharded over `ranks`."""
         self.policy = policy
         self.ranks = ranks or TrainRanks()
+        self.ranks.keeps_gathered = config.train.reshard is False and self.ranks.mesh is not None
         self.policy_version = 0
         """Number of optimizer updates, dropped ones included."""
         self.config = config
@@ -87,9 +89,11 @@ class Learner:
         self._zero_gradients()
         self.begin_iteration(0)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self, earlier: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return a copy of the training state for a checkpoint (`model.checkpoint`)."""
-        return copy_of_training(self.policy.model, self.optimizer)
+        copy = copy_of_training(self.policy.model, self.optimizer, earlier)
+        devices.synchronize(self.policy.device)
+        return copy
 
     def restore(self, checkpoint: Path, policy_version: int) -> None:
         """Load a checkpoint. The reference stays the model at the run's start."""
@@ -124,6 +128,8 @@ class Learner:
             outputs = self._functions.policy_loss(inputs, self.config)
             outputs.loss.backward()  # type: ignore[no-untyped-call]
         except torch._dynamo.exc.TorchDynamoException as error:
+            if not self.config.train.compile:
+                raise
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(
                 "train.compile: expected false, because torch.compile cannot compile this model's "
@@ -140,21 +146,10 @@ class Learner:
 
     def _loss_inputs(self, batch: MicroBatch) -> LossInputs:
         """Move a micro-batch to the device and compute the log-probabilities that are needed."""
-        device = self.policy.device
-
-        def moved(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
+        moved = self._moved
         rollout_logprobs, advantages = moved(batch.rollout_logprobs), moved(batch.advantages)
         loss_mask, completions = moved(batch.loss_mask), moved(batch.completion_of_token)
-        packed = PackedInput(
-            moved(batch.input_ids),
-            moved(batch.position_ids),
-            PackedGroups(batch.groups, device),
-            moved(batch.logits_at),
-            moved(batch.targets),
-        )
-        models = self._tri_model.logprobs(packed, policy_is_old=not self._updates)
+        models = self._tri_model.logprobs(self._packed(batch), policy_is_old=not self._updates)
         return LossInputs(
             logprobs=models.logprobs,
             old_logprobs=models.old_logprobs,
@@ -167,12 +162,25 @@ class Learner:
             num_completions=batch.num_completions,
         )
 
+    def _moved(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.policy.device)
+
+    def _packed(self, batch: MicroBatch) -> PackedInput:
+        return PackedInput(
+            self._moved(batch.input_ids),
+            self._moved(batch.position_ids),
+            PackedGroups(batch.groups, self.policy.device),
+            self._moved(batch.logits_at),
+            self._moved(batch.targets),
+        )
+
     def step(self, *, num_completions: int, num_tokens: int) -> None:
         """Step the optimizer with the accumulated gradient over the update's `loss_denominator`.
 
         A gradient or loss that is not finite is dropped and counted.
         """
         train = self.config.train
+        self._tri_model.finish_gradients(self._packed(EMPTY))
         denominator = self._functions.loss_denominator(
             self.config, num_completions=num_completions, num_tokens=num_tokens
         )

@@ -30,6 +30,7 @@ from easyrl import devices, events
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
 from easyrl.config import Config, user_code
+from easyrl.model import attention
 from easyrl.model.export import ADAPTER, replace_folder
 from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
@@ -68,7 +69,7 @@ class TrainWorker:
         self.ranks = self._join_ranks()
         keep = self.config.train.keep_checkpoints
         self.saver = CheckpointSaver(self._report, keep=keep, ranks=self.ranks)
-        self._state_before_updates: tuple[int, Mapping[str, Tensor]] | None = None
+        self._state_before_updates: tuple[int, dict[str, Tensor]] | None = None
         """Policy version and state, kept while updates move the policy away from them."""
         with self.ranks.naming_failures():
             self.learner = self._load()
@@ -179,6 +180,7 @@ class TrainWorker:
         """Return the state at the newest boundary, even if the next iteration has begun."""
         kept = self._state_before_updates
         if kept is not None and kept[0] == policy_version:
+            self._state_before_updates = None  # it is no longer overwritten
             return kept[1]
         assert self.learner.policy_version == policy_version
         return self.learner.state()
@@ -246,6 +248,7 @@ class TrainWorker:
             self._report(events.WeightsExchanged(version, "the iteration is over"))
             return
         self._close_temporary_channel()
+        self.ranks.drop_gathered()
         with self.timeline.measure("weights"):
             channel, error = self._join_channel(command.world_size, command.generation)
             if not error:
@@ -267,10 +270,13 @@ class TrainWorker:
         self._iteration_version = version
         # `Halt` may drop later updates; the checkpoint then needs the state before the first one.
         keeps_state = train.updates_per_iteration > 1 and train.keep_checkpoints > 0
-        self._state_before_updates = (version, self._state_at(version)) if keeps_state else None
+        if keeps_state:
+            _, earlier = self._state_before_updates or (0, {})
+            self._state_before_updates = version, self.learner.state(earlier)
         try:
             self._report(self._train(iteration))
         except Dropped:
+            self.ranks.drop_gathered()
             if self.is_first_rank:
                 self.pipes.dispatch(events.Halt())
                 self._send(events.Halted())
@@ -306,6 +312,8 @@ class TrainWorker:
             num_new, num_groups = reader.num_read - num_groups, reader.num_read
             busy_seconds += self.timeline.add("train", started, num_groups=num_new, **counts)
         self.timeline.report()
+        while attention.notes:
+            self._report(events.Note(attention.notes.pop()))
         if reader.num_duplicates:
             dropped = f"{reader.num_duplicates} groups that had been delivered before were dropped"
             self._report(events.Note(f"iteration {iteration + 1}: {dropped}"))
