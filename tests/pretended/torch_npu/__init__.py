@@ -64,6 +64,8 @@ class Event:
         pass
 
 
+npu_fusion_attention = None  # transformers imports it
+
 npu = ModuleType("torch.npu")
 npu.Stream, npu.Event = Stream, Event
 npu.is_available = npu.is_initialized = lambda: bool(_visible())
