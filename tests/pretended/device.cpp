@@ -90,6 +90,26 @@ struct Memory final : c10::DeviceAllocator {
 static Memory memory;
 REGISTER_ALLOCATOR(DEVICE, &memory);
 
+// Memory of the host from which an accelerator could copy by itself. FSDP asks whether memory is.
+struct PinnedMemory final : Allocator {
+  std::mutex mutex;
+  std::set<const void*> pinned;
+  DataPtr allocate(size_t size) override;
+  void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
+};
+static PinnedMemory pinned_memory;
+DataPtr PinnedMemory::allocate(size_t size) {
+  void* data = nullptr;
+  TORCH_CHECK(posix_memalign(&data, ALIGNMENT, size) == 0);
+  std::lock_guard guard(mutex);
+  pinned.insert(data);
+  return {data, data, [](void* data) {
+    std::lock_guard guard(pinned_memory.mutex);
+    pinned_memory.pinned.erase(data);
+    free(data);
+  }, kCPU};
+}
+
 static void* mapped(int fd, size_t size) {
   void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   TORCH_CHECK(data != MAP_FAILED, "mmap: ", strerror(errno));
@@ -158,7 +178,11 @@ struct Hooks final : PrivateUse1HooksInterface {
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return num_devices; }
   DeviceIndex getCurrentDevice() const override { return current_device; }
-  Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+  bool isPinnedPtr(const void* data) const override {
+    std::lock_guard guard(pinned_memory.mutex);
+    return pinned_memory.pinned.count(data);
+  }
   void resizePrivateUse1Bytes(const Storage& storage, size_t size) const override {
     auto data = memory.allocate(size);
     if (size && storage.nbytes()) memcpy(data.get(), storage.data(), std::min(size, storage.nbytes()));
@@ -302,6 +326,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", TORCH_FN(native::view));
   m.impl("_reshape_alias", TORCH_FN(native::_reshape_alias));
   m.impl("unfold", TORCH_FN(native::unfold));
+  // Otherwise torch computes it from other operations, as on no device that has kernels.
+  m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
@@ -330,6 +356,10 @@ struct OverHost final : c10d::Backend {
   intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
     auto on = views({output, input});
     return host->_allgather_base(on[0], on[1], options);
+  }
+  intrusive_ptr<Work> allgather_into_tensor_coalesced(std::vector<Tensor>& outputs, std::vector<Tensor>& inputs, const c10d::AllgatherOptions& options) override {
+    auto to = views(outputs), from = views(inputs);
+    return host->allgather_into_tensor_coalesced(to, from, options);
   }
   intrusive_ptr<Work> _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
     auto on = views({output, input});

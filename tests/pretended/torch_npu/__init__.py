@@ -89,7 +89,9 @@ npu.set_per_process_memory_fraction = lambda fraction, _: device.limit(int(fract
 
 def _share(storage):
     """The parts of a handle as torch's: index, handle, bytes, offset, file of the counter, …"""
-    shared = torch.empty(0, dtype=torch.uint8, device="npu").set_(storage, 0, (storage.nbytes(),), (1,))
+    shared = torch.empty(0, dtype=torch.uint8, device="npu").set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
     path = f"/proc/{os.getpid()}/fd/{device.share(shared)}"
     return 0, path.encode(), storage.nbytes(), 0, b"/torch_pretended", 0, b"", True
 
