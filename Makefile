@@ -7,6 +7,8 @@
 # make test-newest  the tests with the newest ones, in their own environment (without a CPU build of
 #                   torch at hand: 6 GB)
 # make test-wheel   build the wheel, install it into an empty environment and run the demo there
+# make test-gpu-compile  compile the trainer's kernels for NVIDIA GPUs; no GPU is needed
+# make test-pretended    whole runs on a pretended accelerator; no accelerator is needed
 # make test-gpu     on a machine with NVIDIA GPUs: the GPU tests, and figures in build/gpu-*.json
 # make clean        remove what these have created
 
@@ -27,7 +29,7 @@ TESTS := -m pytest -m 'not long and not alone' -n 2 --dist loadfile --no-loadsco
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: install demo check test test-vllm test-vllm-long test-long test-lowest test-newest \
-  test-wheel test-gpu test-gpu-compile clean
+  test-wheel test-gpu test-gpu-compile test-pretended clean
 
 install: $(VENV)/installed
 
@@ -109,10 +111,25 @@ $(TRITON)/libguard.so: tests/gpu_guard.cpp constraints.txt | $(VENV)/test-instal
 	$(CXX) -std=c++20 -O1 -fPIC -shared $< -o $@ -I$(TORCH)/include -L$(TORCH)/lib \
 	  -Wl,-rpath,$(TORCH)/lib -lc10 -ltorch_cpu -ltorch
 
-GPU_COMPILE = GUARD=$(CURDIR)/$(TRITON)/libguard.so PYTHONPATH=$(CURDIR)/$(TRITON) OMP_NUM_THREADS=1 \
-  $(BIN)/python -m pytest -n 2 tests/test_gpu_compile.py
-test-gpu-compile: $(TRITON)/libguard.so
+# Without a C++ compiler the tests that need it are skipped.
+HAS_CXX := $(shell command -v $(CXX))
+GPU_COMPILE = $(if $(HAS_CXX),GUARD=$(CURDIR)/$(TRITON)/libguard.so) PYTHONPATH=$(CURDIR)/$(TRITON) \
+  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_gpu_compile.py
+test-gpu-compile: $(if $(HAS_CXX),$(TRITON)/libguard.so,$(VENV)/test-installed)
 	$(GPU_COMPILE) -m 'gpu_compile and not long' --durations=6
+
+# An accelerator for torch, in memory of the host.
+PRETENDED := build/pretended
+PYTHON_HEADERS = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('include'))")
+$(PRETENDED)/pretended_device.so: tests/pretended/device.cpp constraints.txt | $(VENV)/test-installed
+	@mkdir -p $(PRETENDED)
+	$(CXX) -std=c++20 -O1 -fPIC -shared $< -o $@ -I$(TORCH)/include \
+	  -I$(TORCH)/include/torch/csrc/api/include -I$(PYTHON_HEADERS) -L$(TORCH)/lib \
+	  -Wl,-rpath,$(TORCH)/lib -lc10 -ltorch_cpu -ltorch -ltorch_python
+
+test-pretended: $(if $(HAS_CXX),$(PRETENDED)/pretended_device.so,$(VENV)/test-installed)
+	PRETENDED=$(if $(HAS_CXX),$(CURDIR)/$(PRETENDED)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	  -m 'pretended and not long' tests/test_pretended.py --durations=6
 
 SHARED_GPU := --infer-devices 0 --train-devices 0
 test-gpu: $(VENV)/test-installed

@@ -3,6 +3,7 @@
     LOSE=rollout-0@weights:0,rollout-1@iteration:3 python altered_run.py --output RUN ...
     STEP_SECONDS=0.2 COMPLETION_SECONDS=0.4 python altered_run.py --output RUN ...
     RATES='[[0.05, 0.001, 0.02], [0.1, 0.0005, 0.05]]' python altered_run.py --output RUN ...
+    PLAIN_KERNELS=1 GRAPHS=1 python altered_run.py --output RUN ...
 
 LOSE: a worker kills itself once in the middle of receiving weights version 0 (`weights:0`), or of
 its work for iteration 3 (`iteration:3`) or evaluation round 0 (`evaluation:0`); `rollout-0` is the
@@ -27,6 +28,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from easyrl.runtime import launch
@@ -46,6 +48,10 @@ def alter(settings: WorkerSettings) -> None:
     for name, _, point in (each.partition("@") for each in os.environ.get("LOSE", "").split(",")):
         if name == settings.name:
             _lose(point, settings.name, output)
+    if os.environ.get("PLAIN_KERNELS"):
+        _leave_out_fused_kernels()
+    if os.environ.get("GRAPHS"):
+        _record_steps()
     engine, trainer = json.loads(os.environ.get("RATES", "[null, null]"))
     if settings.name.startswith("rollout"):
         if engine is not None:
@@ -55,6 +61,25 @@ def alter(settings: WorkerSettings) -> None:
         if trainer is not None:
             _sleep_in_trainer(*trainer)
         _slow_training(float(os.environ.get("COMPLETION_SECONDS", "0")))
+
+
+def _leave_out_fused_kernels() -> None:
+    from easyrl.engines import embedded
+    from easyrl.model import shared_prompt
+
+    shared_prompt.is_fused = lambda block, settings: False
+    embedded.fused_decoder = lambda policy, max_length: None
+
+
+def _record_steps() -> None:
+    import recorded_graphs
+
+    def capture(*arguments: Any) -> Any:
+        captured = recorded_graphs.capture(*arguments)
+        print("captured a decode step", flush=True)
+        return captured
+
+    recorded_graphs.install(SimpleNamespace(setattr=setattr), capture)
 
 
 def _lose(point: str, worker: str, output: Path) -> None:

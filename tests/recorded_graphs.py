@@ -29,7 +29,10 @@ class _RefuseReads(TorchDispatchMode):
         by_mask = [x for x in _tensors(args[1:]) if x.dtype == torch.bool]
         if func._schema.name in READS or (func._schema.name == "aten::index" and by_mask):
             raise RuntimeError(f"{func} is a synchronizing operation")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if len({x.device for x in _tensors((args, kwargs, result)) if x.dim()}) > 1:
+            raise RuntimeError(f"{func} copies between host and device")
+        return result
 
 
 class _Recorder(_RefuseReads):
@@ -56,7 +59,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def _capture(function: Callable[[], Any], _: Any) -> tuple[Callable[[], None], Any]:
+def capture(function: Callable[[], Any], _: Any) -> tuple[Callable[[], None], Any]:
     with _Recorder() as recorder:
         drawn = function()
     for result in drawn:
@@ -64,7 +67,7 @@ def _capture(function: Callable[[], Any], _: Any) -> tuple[Callable[[], None], A
     return recorder.replay, drawn
 
 
-def install(monkeypatch: Any, capture: Any = _capture) -> None:
+def install(monkeypatch: Any, capture: Any = capture) -> None:
     """Let engines on the CPU capture their steps."""
     monkeypatch.setattr(devices, "has_graphs", lambda device: True)
     monkeypatch.setattr(devices, "graph_pool", lambda: None)

@@ -14,7 +14,9 @@ import pytest
 
 pytestmark = [
     pytest.mark.gpu_compile,
-    pytest.mark.skipif("GUARD" not in os.environ, reason="make test-gpu-compile"),
+    pytest.mark.skipif(
+        "GUARD" not in os.environ, reason="make test-gpu-compile; needs a C++ compiler"
+    ),
 ]
 
 TOKENS, HEAD_SIZES, RATIOS = (70, 100, 128, 4096), (64, 128, 256), (1, 2, 4, 7, 8)

@@ -1,0 +1,191 @@
+"""Whole runs on a pretended accelerator (`make test-pretended`): see `pretended/device.cpp`.
+
+It computes with the CPU's kernels. So a run on it must end in the bits of the same run on the CPU,
+if the CPU leaves out its fused kernels, which accelerators do not have (`altered_run.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_lost_workers import bits_of
+from test_memory_estimate import FULL, SIZES, save_model
+from test_runs import HARDER
+
+from runs import SMALL, finish, summary_of
+
+TESTS = Path(__file__).parent
+LIBRARY = os.environ.get("PRETENDED", "")  # the folder of the compiled device.cpp
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(map(str, (TESTS / "pretended", LIBRARY, TESTS.parent))),
+    "PLAIN_KERNELS": "1",
+}
+WORDS = (*SMALL, "--no-live", "runtime.deterministic=true", "train.lr_scheduler_type=constant")
+
+pytestmark = [
+    pytest.mark.pretended,
+    pytest.mark.skipif(not LIBRARY, reason="make test-pretended; needs a C++ compiler"),
+]
+
+
+@pytest.fixture(autouse=True)
+def reward(tmp_path: Path) -> None:
+    """Completions of a group differ in this reward, so that every group has a gradient."""
+    (tmp_path / "own.py").write_text(
+        "def hashed(completion_ids, **_):\n"
+        "    return [float(sum(ids) % 7) for ids in completion_ids]\n"
+    )
+
+
+def run(*words: str, **environment: str) -> str:
+    code, out, err = finish(*words, altered=True, **ENVIRONMENT, **environment)
+    assert (code, err) == (0, "")
+    return out
+
+
+def on(infer: str, train: str, folder: Path) -> tuple[str, ...]:
+    where = ("--infer-devices", infer, "--train-devices", train, "--output", str(folder))
+    return *where, f"reward.functions=[{folder.parent}/own.py:hashed]", *WORDS
+
+
+def log_of(folder: Path, worker: str) -> str:
+    return (folder / f"logs/{worker}.log").read_text()
+
+
+def test_a_tensor_of_the_cpu_and_too_much_memory_are_refused() -> None:
+    script = """
+import torch, torch_npu
+weight = torch.ones(4, 4, device="npu")
+number, other = torch.tensor(1.0), torch.ones(4, 4)
+for operation in (lambda: weight @ other, lambda: weight.add_(other), lambda: other + weight):
+    try:
+        operation()
+    except RuntimeError as error:
+        print("refused" if "device" in str(error) else error)
+print((weight + number).sum().item(), torch.npu.memory_allocated())
+del weight
+print(torch.npu.memory_allocated(), torch.npu.max_memory_allocated())
+try:
+    torch.empty(2**40, device="npu")
+except torch.OutOfMemoryError:
+    print("out of memory")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **ENVIRONMENT},
+    )
+    expected = ["refused"] * 3 + ["32.0 64", "0 132", "out of memory"]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
+def test_two_engines_and_two_trainers_resumed_with_workers_killed(tmp_path: Path) -> None:
+    """FSDP2 and the weight channel over HCCL, a reference, an old policy, checkpoints; both
+    schedules; one worker dies in a broadcast and one while it generates."""
+    cpu, npu = tmp_path / "cpu", tmp_path / "npu"
+    words = (*HARDER, "train.prompts_per_iteration=6")
+    run(*on("cpu:2", "cpu:2", cpu), *words, "--iterations", "4", "--schedule", "sync")
+    run(*on("0-1", "2-3", npu), *words, "--iterations", "2", "--schedule", "periodic")
+    lost = "rollout-0@weights:6,rollout-1@iteration:3"
+    out = run("--resume", str(npu), "--iterations", "4", "--no-live", LOSE=lost)
+    assert "rollout-1: npu:1" in out and "train-1: npu:3" in out
+    assert summary_of(npu)["worker_restarts"] == 2
+    assert bits_of(npu) == bits_of(cpu)
+
+
+def test_a_shared_device_with_offloading_and_recorded_steps(tmp_path: Path) -> None:
+    """Weights cross in memory of the device that both processes open."""
+    ends: list[Any] = []
+    for device in ("0", "cpu"):
+        folder = tmp_path / device
+        words = (*HARDER, "train.offload=[optimizer,reference,old]", "--iterations", "3")
+        out = run(*on(device, device, folder), *words, GRAPHS="1")
+        assert "copied through the CPU" not in out
+        assert "captured a decode step" in log_of(folder, "rollout-0")
+        assert "without CUDA graphs" not in log_of(folder, "rollout-0")
+        ends.append(bits_of(folder))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("infer", "train", "words"),
+    [
+        ("0", "1", ("model.lora.rank=4", "algorithm.beta=0.05")),
+        ("cpu", "0", ("model.dtype=bfloat16", "train.activation_checkpointing=true")),
+    ],
+    ids=["LoRA", "bfloat16, engine on the CPU"],
+)
+def test_other_models_and_devices(
+    tmp_path: Path, infer: str, train: str, words: tuple[str, ...]
+) -> None:
+    for name, where in (("npu", (infer, train)), ("cpu", ("cpu", "cpu"))):
+        run(*on(*where, tmp_path / name), *words, "--iterations", "3")
+    assert bits_of(tmp_path / "npu") == bits_of(tmp_path / "cpu")
+
+
+ESTIMATED = {
+    "separate": ("0", "1", ()),
+    "shared": ("0", "0", ()),
+    "LoRA": ("0", "1", ("model.lora.rank=8",)),
+    "two train ranks": ("0", "1-2", ()),
+    "longer completions": ("0", "1", ("rollout.max_completion_length=240",)),
+    "several updates": ("0", "1", ("train.updates_per_iteration=2", "algorithm.beta=0.1")),
+}
+ESTIMATE = """
+import json, sys
+from easyrl.config import load_config
+from easyrl.runtime.memory import estimate_memory
+from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.preflight import count_trained, read_model_files, read_model_size
+totals = {}
+for words in json.load(sys.stdin):
+    config = load_config(words=words)
+    size = read_model_size(config, read_model_files(config.model.path), count_trained(config))
+    for part in estimate_memory(config, resolve_placement(config), size):
+        if part.memory != "cpu":
+            name = f"{config.output.dir}/{part.process}"
+            totals.setdefault(name, {})[part.what] = part.num_bytes
+print(json.dumps(totals))
+"""
+
+
+@pytest.mark.long
+def test_estimates_equal_the_peaks_of_the_allocator(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", SIZES["13M"], is_tied=False)
+    rows = [json.dumps({"prompt": f"{number:064d}"}) for number in range(8)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    every = []
+    for name, (infer, train, words) in ESTIMATED.items():
+        own = [f"model.path={tmp_path}/model", f"data.dataset={tmp_path}/data.jsonl"]
+        own += [f"reward.functions=[{tmp_path}/own.py:hashed]", f"output.dir={tmp_path / name}"]
+        every.append([*own, f"devices.infer={infer}", f"devices.train={train}", *FULL, *words])
+        counters = tmp_path / name / "logs"
+        counters.mkdir(parents=True)
+        run(*every[-1], "--no-live", PRETENDED_COUNTERS=str(counters))
+    done = subprocess.run(
+        [sys.executable, "-c", ESTIMATE],
+        check=True,
+        capture_output=True,
+        text=True,
+        input=json.dumps(every),
+        env={**os.environ, **ENVIRONMENT},
+    )
+    ratios = {}
+    for path, parts in json.loads(done.stdout).items():
+        folder, worker = os.path.split(path)
+        _, peak = struct.unpack("qq", Path(folder, "logs", worker).read_bytes())
+        name, estimate = Path(folder).name, sum(parts.values())
+        ratios[f"{name}, {worker}"] = estimate / peak
+        sizes = f"{estimate / 2**20:8.1f} MiB estimated{peak / 2**20:8.1f} MiB taken"
+        print(f"{name:20}{worker:10}{sizes}")
+        print("   ", ", ".join(f"{what} {size / 2**20:.1f}" for what, size in parts.items()))
+    assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=0.1)
