@@ -24,11 +24,11 @@ PROMPT, COMPLETION, GROUP = 256, 1024, 8
 READ = 0.75
 """Part of the bandwidth that large products reach."""
 COMPUTE, TRAIN_COMPUTE = 0.6, 0.4
-"""Part of the peak that a decode step's products reach, and a training step as a whole (its MFU)."""
+"""Part of the peak that products of a decode step reach, and a whole training step (its MFU)."""
 GAP = {"embedded": 1.5e-6, "vLLM": 1.5e-6}
 """Seconds between two kernels of a replayed CUDA graph."""
 HOST = {"embedded": 1e-3, "vLLM": 2e-3}
-"""Seconds of a step in which the device waits for the host: finished rows, the next step's input."""
+"""Seconds of a step in which the device waits for the host: finished rows, the next input."""
 LOGIT_BYTES = 2 + 4 * 4
 """Bytes moved per logit: written in bfloat16, four passes of the sampling in float32."""
 BYTES_PER_TRAINED_WEIGHT = 18
@@ -129,7 +129,9 @@ def decode_step(
     """The embedded engine reads a prompt's keys once per group, vLLM once per row."""
     prompts = rows / group if engine == "embedded" else rows
     cells = rows * completion / 2 + prompts * prompt
-    num_bytes = 2 * model.read_weights + model.kv_bytes * cells + LOGIT_BYTES * rows * model.vocabulary
+    num_bytes = (
+        2 * model.read_weights + model.kv_bytes * cells + LOGIT_BYTES * rows * model.vocabulary
+    )
     attention = 4 * model.layers * model.heads * model.head_size * (prompt + completion / 2)
     operations = rows * (2 * model.read_weights + attention)
     num_kernels = model.num_kernels[engine]
@@ -210,4 +212,7 @@ def compare(file: Path) -> Iterator[str]:
 
 if __name__ == "__main__":
     files = map(Path, sys.argv[1:])
-    print(*((line for file in files for line in compare(file)) if sys.argv[1:] else tables()), sep="\n")
+    print(
+        *((line for file in files for line in compare(file)) if sys.argv[1:] else tables()),
+        sep="\n",
+    )
