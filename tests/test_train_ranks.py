@@ -250,8 +250,7 @@ def gathers_and_reductions(ranks: TrainRanks) -> list[dict[str, int]]:
     weights that are kept."""
     counts = []
     for reshard in ("true", "false"):
-        words = (f"model.path={test_updates.MODEL}", f"train.reshard={reshard}")
-        config = load_config(words=[*BASE, *words])
+        config = load_config(words=[*BASE, "model.path=tiny", f"train.reshard={reshard}"])
         learner = Learner(Policy.load(config.model.path), config, copy.copy(ranks))
         with CollectiveCounts() as counted:
             for _ in range(3):

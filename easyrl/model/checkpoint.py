@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from easyrl.model.checkpoint_files import FILE_BYTES
-from easyrl.model.sharding import own_part
+from easyrl.model.sharding import is_sharded, own_part
 
 # One rank is intended. Set globally: checkpoints are written in a thread, filters are global.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -45,8 +45,10 @@ def copy_of_training(
     tensors = _training(model, optimizer)
     if earlier is None or earlier.keys() != tensors.keys():
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        for part in map(own_part, copies.values() if earlier is not None else ()):
-            part.data = part.pin_memory() if torch.accelerator.is_available() else part
+        for name, copy in copies.items():
+            if earlier is not None and tensors[name].device.type != "cpu":
+                part = copy.to_local() if is_sharded(copy) else copy  # the tensor itself
+                part.data = part.pin_memory()
         return copies
     for name, tensor in tensors.items():
         own_part(earlier[name]).copy_(own_part(tensor), non_blocking=True)
