@@ -31,6 +31,7 @@ from test_updates import (  # noqa: F401
     whole_gradients,
 )
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from easyrl.channels.ring_buffer import RingBuffer, RingPort
 from easyrl.config import load_config
@@ -217,6 +218,20 @@ def test_two_ranks_have_the_gradients_of_one_with_lora(ranks: Ranks, lora: str) 
             assert largest_gradient_gap(got, one) <= 1e-5
         for name in ("kl", "loss", "grad_norm"):
             assert outcome.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4), name
+
+
+@pytest.mark.parametrize("lora", [(), LORA["all layers"]])
+def test_weights_stored_in_bfloat16_are_sharded_without_loss(
+    ranks: Ranks, lora: tuple[str, ...], tmp_path: Path
+) -> None:
+    stored = AutoModelForCausalLM.from_pretrained(test_updates.MODEL, dtype=torch.bfloat16)
+    stored.save_pretrained(tmp_path)
+    words = (f"model.path={tmp_path}", *HARDER, *lora)
+    expected = train(*words)
+    for outcome in ranks.train(*words):
+        for got, one in zip(outcome.gradients, expected.gradients, strict=True):
+            assert all(gradient.dtype == torch.float32 for gradient in got.values())
+            assert largest_gradient_gap(got, one) <= 1e-5
 
 
 def test_a_rank_that_dies_while_the_others_load_is_named(

@@ -162,7 +162,5 @@ class WeightExchange:
         self._num_refused[worker] += bool(self._errors)
         if self._num_refused[worker] == MAX_FAILURES:
             worker.kill(f"was killed: it could not get the weights: {self._errors[0]}")
-        if self._errors:
-            return None
-        self._holders.add(worker)
-        return worker
+        self._holders |= set() if self._errors else {worker}
+        return None if self._errors else worker
