@@ -1,7 +1,9 @@
 """Settings of all tests, and what many of them need."""
 
+import os
 import signal
 import sys
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -10,6 +12,10 @@ from runs import SMALL, Finished, finish
 
 settings.register_profile("easyrl", deadline=None)  # machines are noisy: time proves nothing here
 settings.load_profile("easyrl")
+
+# Not the user's cache. All processes of a session share it, and its models are checked once.
+_cache = tempfile.TemporaryDirectory(prefix="easyrl-cache-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 # Where the tests run in the background (`&`, nohup) these signals are ignored, here and in every
 # run that they start, which then ignores the ones that a test sends.

@@ -8,6 +8,7 @@ import torch
 
 from easyrl.config import ConfigError
 from easyrl.model import exactness
+from easyrl.model import policy as policy_module
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.exactness import attend_packed
 from easyrl.model.files import max_positions
@@ -156,6 +157,61 @@ def test_difference_in_one_row_only_is_no_reason(monkeypatch):
     monkeypatch.setattr(exactness, "_difference", difference)
     assert attend_packed(model) is None
     assert len(rows) == 2 and rows[0] != rows[1]
+
+
+def test_model_is_checked_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    paths = []
+
+    def counted(model):
+        paths.append(model.name_or_path)
+        return attend_packed(model)
+
+    monkeypatch.setattr(policy_module, "attend_packed", counted)
+    for kind, changes in (("qwen3", {}), ("bloom", UNSHARED["bloom"][0])):
+        folder = tmp_path / kind
+        tiny_model(kind, None, **changes).save_pretrained(folder)
+        first, second = Policy.load(str(folder)), Policy.load(str(folder), dtype="bfloat16")
+        assert paths.count(str(folder)) == 1
+        assert first.no_packing_reason == second.no_packing_reason
+        assert (first.no_packing_reason is None) == (kind == "qwen3")
+        kernels = {policy.model.config._attn_implementation for policy in (first, second)}
+        assert len(kernels) == 1 and (kernels == {ATTENTION_NAME}) == (kind == "qwen3")
+    with pytest.raises(ValueError, match=r"model\.attention"):
+        Policy.load(str(folder), attention="shared_prompt")
+
+
+def test_failed_check_is_repeated_and_so_is_that_of_other_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    tiny_model("qwen3", None).save_pretrained(folder)
+    outcomes = []
+
+    def failing(model):
+        outcomes.append("failed" if len(outcomes) < 2 else attend_packed(model))
+        if outcomes[-1] == "failed":
+            raise ConfigError("transformers cannot run it")
+        return outcomes[-1]
+
+    monkeypatch.setattr(policy_module, "attend_packed", failing)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="cannot run"):
+            Policy.load(str(folder))
+    for _ in range(2):
+        assert Policy.load(str(folder)).no_packing_reason is None
+    assert outcomes == ["failed", "failed", None]
+    model = tiny_model("qwen3", None)
+    model.model.norm.weight.data += 1.0
+    model.save_pretrained(folder)
+    Policy.load(str(folder))
+    assert len(outcomes) == 4
+    for entry in (tmp_path / "cache/easyrl/checked").iterdir():
+        entry.write_text("[nul")  # its process was killed while it wrote
+    Policy.load(str(folder))
+    assert len(outcomes) == 5
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # no cache
+    Policy.load(str(folder))
+    assert len(outcomes) == 6
 
 
 # -- trained exactly ------------------------------------------------------------------------------

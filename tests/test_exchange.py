@@ -82,21 +82,40 @@ def test_channel_is_made_once_and_again_when_its_members_change() -> None:
     workers = StubWorkers(2, num_train=2)
     exchange, (one, two) = exchange_of(workers), workers.rollout
 
-    def go() -> None:
+    def go(version: int) -> None:
         members = [*workers.train, *workers.rollout]
-        exchange.exchange(7, Script(exchange, [(worker, DONE) for worker in members]))
+        exchange.exchange(version, Script(exchange, [(worker, DONE) for worker in members]))
 
-    go()
+    go(7)
     assert one.commands[0] == events.InitWeightChannel(1, 3, 0)
     assert one.taken() == two.taken() == workers.rank0.taken() == FIRST
     assert workers.train[1].taken() == [], "it takes part through rank 0"
     assert one.state == two.state == "working"
-    go()
+    go(8)
     assert one.taken() == workers.rank0.taken() == ["ExchangeWeights"]
     workers.rollout[1] = StubWorker("rollout-1")
-    go()
+    go(9)
     assert workers.rank0.commands[0] == events.InitWeightChannel(0, 3, 1)
     assert one.taken() == FIRST
+
+
+def test_version_that_all_have_is_not_sent_again() -> None:
+    workers = StubWorkers(2)
+    exchange, (one, two) = exchange_of(workers), workers.rollout
+    exchange.exchange(7, Script(exchange, [(worker, DONE) for worker in (workers.rank0, one, two)]))
+    newcomer = StubWorker("rollout-2")
+    workers.rollout.append(newcomer)
+    exchange.admit(7)
+    for worker in (workers.rank0, newcomer):
+        exchange.on_event(worker, DONE)
+    for worker in (workers.rank0, one, two, newcomer):
+        worker.taken()
+    exchange.exchange(7, Script(exchange, []))
+    assert not any(worker.commands for worker in (workers.rank0, one, two, newcomer))
+    workers.rollout[1] = StubWorker("rollout-1")  # a replacement has nothing
+    members = [workers.rank0, *workers.rollout]
+    exchange.exchange(7, Script(exchange, [(worker, DONE) for worker in members]))
+    assert all(worker.taken() == FIRST for worker in members)
 
 
 def test_death_of_a_member_cancels_the_exchange_and_it_is_repeated_without_it() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,13 +17,14 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from easyrl.config import ConfigError, load_config
-from easyrl.config.model import LoraConfig
+from easyrl.config.model import DType, LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
 from easyrl.model.export import export_checkpoint
-from easyrl.model.lora import check_lora
+from easyrl.model.lora import PARTS, check_lora
 from easyrl.model.policy import Policy
 from easyrl.model.tri_model import OtherWeights, PackedInput, TriModel
+from easyrl.types import Weight, WeightPiece
 from easyrl.workers.learner import Learner
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 from tiny_models import (
@@ -63,9 +66,9 @@ def saved(kind: str, folder: Path) -> Path:
     return folder / kind
 
 
-def adapted(path: Path, lora: LoraConfig = LORA, seed: int = 0) -> Policy:
+def adapted(path: Path, lora: LoraConfig = LORA, seed: int = 0, dtype: DType = "float32") -> Policy:
     """A policy whose adapters differ from their initial values."""
-    policy = Policy.load(str(path))
+    policy = Policy.load(str(path), dtype=dtype)
     policy.add_adapter(lora, path=str(path), seed=seed)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -76,7 +79,8 @@ def adapted(path: Path, lora: LoraConfig = LORA, seed: int = 0) -> Policy:
 
 def plain_model(path: Path, weights: dict[str, Tensor] | None = None) -> Any:
     """transformers' own model, with other weights if given."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    how: Any = {"attn_implementation": "eager", "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(path, **how)
     if weights is not None:
         missing, unexpected = model.load_state_dict(weights, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}  # tied: it has one name
@@ -243,6 +247,9 @@ def test_initial_adapters_change_nothing_and_depend_on_the_seed() -> None:
         policy.add_adapter(LORA, path="tiny", seed=seed)
         assert policy.weights_sha256() == before
     assert torch.equal(torch.rand(3), expected)  # the global generator is unaffected
+    narrow = Policy.load("tiny", dtype="bfloat16")
+    narrow.add_adapter(LORA, path="tiny", seed=1)
+    assert all(map(torch.equal, narrow.trained_parameters(), policies[0].trained_parameters()))
     first, same, other = (
         torch.cat([weight.flatten() for weight in policy.trained_parameters()])
         for policy in policies
@@ -251,6 +258,57 @@ def test_initial_adapters_change_nothing_and_depend_on_the_seed() -> None:
 
 
 # -- what is sent ---------------------------------------------------------------------------------
+
+
+def pieces_of(weights: list[Weight], size: int = 7) -> Iterator[WeightPiece]:
+    """Each weight in pieces of `size` elements, in memory that is overwritten by the next."""
+    for weight in weights:
+        for number, values in enumerate(weight.materialize().detach().flatten().split(size)):
+            buffer = values.clone()
+            yield WeightPiece(weight.name, number * size, buffer, tuple(weight.reference.shape))
+            buffer.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "gpt2"])
+def test_engine_merges_adapters_to_the_trainers_bits(
+    kind: str, dtype: DType, tmp_path: Path
+) -> None:
+    path = saved(kind, tmp_path)
+    policy, engine = adapted(path, dtype=dtype), Policy.load(str(path), dtype=dtype)
+    frozen = dict(engine.model.named_parameters())
+
+    def check() -> None:
+        expected = dict(policy.named_weights())
+        assert frozen.keys() == expected.keys()
+        for name, weight in frozen.items():
+            assert weight.dtype == getattr(torch, dtype) and torch.equal(weight, expected[name])
+
+    with torch.no_grad():
+        for weight in policy.model.parameters():
+            if not weight.requires_grad:
+                weight.mul_(1.5)  # so that the engine needs them
+    engine.load_weights(pieces_of(policy.weights(merge=False)))
+    check()
+    for _ in range(2):  # each starts from the frozen weights, not from the merged ones
+        for weight in policy.trained_parameters():
+            weight.data.mul_(-0.5)
+        engine.load_weights(pieces_of(policy.weights(only_trained=True, merge=False)))
+        check()
+    # An exchange that broke off is repeated in full.
+    every = policy.weights(merge=False)
+    engine.load_weights(islice(pieces_of(every), 500))
+    engine.load_weights(pieces_of(every))
+    check()
+
+
+def test_only_adapters_are_sent_again(tmp_path: Path) -> None:
+    policy = adapted(saved("qwen3", tmp_path))
+    again = policy.weights(only_trained=True, merge=False)
+    num_trained = sum(weight.numel() for weight in policy.trained_parameters())
+    num_layers = sum(weight.name.endswith(PARTS[0]) for weight in again)
+    assert sum(weight.reference.numel() for weight in again) == num_trained + num_layers
+    assert num_layers == 3 * len(LAYERS)
 
 
 def test_only_trained_weights_need_to_be_sent_again(tmp_path: Path) -> None:
@@ -308,16 +366,18 @@ def test_preflight_counts_what_the_trainer_will_train() -> None:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def assert_model_and_adapter_were_trained(folder: Path) -> None:
+def assert_model_and_adapter_were_trained(folder: Path, dtype: DType = "float32") -> None:
     """Check `model/` by its hash, and `adapter/` by its logits on the run's initial model."""
     from peft import PeftModel
 
-    policy = Policy.load(str(folder / "model"))
+    policy = Policy.load(str(folder / "model"), dtype=dtype)
     assert policy.weights_sha256() == summary_of(folder)["weights_sha256"]
     before, after = (load_file(path / "model.safetensors") for path in (TINY, folder / "model"))
     assert before.keys() == after.keys()
     for name, tensor in after.items():
-        assert torch.equal(tensor, before[name]) != name.endswith("_proj.weight"), name
+        assert tensor.dtype == getattr(torch, dtype)
+        is_frozen = torch.equal(tensor, before[name].to(tensor.dtype))
+        assert is_frozen != name.endswith("_proj.weight"), name
     base, merged = plain_model(TINY), plain_model(folder / "model")
     prompt = [torch.tensor([21, 22, 15, 23, 24, 33])]  # 12+34=
     with torch.no_grad():
@@ -325,7 +385,8 @@ def assert_model_and_adapter_were_trained(folder: Path) -> None:
         assert float((of_model - of_base).abs().max()) > 1e-4
         adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()
         of_adapter = separate_logits(adapted, prompt)
-    torch.testing.assert_close(of_adapter, of_model, rtol=0.0, atol=2e-5)
+    largest = {"float32": 2e-5, "bfloat16": 0.1}[dtype]  # the model's weights are rounded
+    torch.testing.assert_close(of_adapter, of_model, rtol=0.0, atol=largest)
 
 
 @pytest.mark.long
@@ -367,7 +428,7 @@ def test_one_rank_reads_lora_weights_of_two_ranks_in_bfloat16(tmp_path: Path) ->
     assert (code, err) == (0, "")
     metrics = lines_of(folder / "metrics.jsonl")[-1]
     assert metrics["kl"] > 0 and metrics["num_updates_not_finite"] == 0
-    assert_model_and_adapter_were_trained(folder)
+    assert_model_and_adapter_were_trained(folder, "bfloat16")
     message = export_checkpoint(folder, tmp_path / "exported")
     assert summary_of(folder)["weights_sha256"] in message  # merged from the stored adapters
 

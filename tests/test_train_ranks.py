@@ -32,6 +32,7 @@ from test_updates import (  # noqa: F401
 )
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from easyrl.channels.ring_buffer import RingBuffer, RingPort
 from easyrl.config import load_config
@@ -279,6 +280,20 @@ def test_kept_weights_are_gathered_and_summed_once_per_update(ranks: Ranks) -> N
         assert kept == {"modules": num, "gathers": num, "reductions": num}
         layers = num - 1  # the root's weights stay from forward to backward
         assert dropped["gathers"] == 3 * (2 * layers + 1) and dropped["reductions"] == 3 * num
+
+
+@pytest.mark.parametrize("lora", [(), LORA["all layers"]])
+def test_weights_stored_in_bfloat16_are_sharded_without_loss(
+    ranks: Ranks, lora: tuple[str, ...], tmp_path: Path
+) -> None:
+    stored = AutoModelForCausalLM.from_pretrained(test_updates.MODEL, dtype=torch.bfloat16)
+    stored.save_pretrained(tmp_path)
+    words = (f"model.path={tmp_path}", *HARDER, *lora)
+    expected = train(*words)
+    for outcome in ranks.train(*words):
+        for got, one in zip(outcome.gradients, expected.gradients, strict=True):
+            assert all(gradient.dtype == torch.float32 for gradient in got.values())
+            assert largest_gradient_gap(got, one) <= 1e-5
 
 
 def test_a_rank_that_dies_while_the_others_load_is_named(

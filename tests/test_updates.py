@@ -420,7 +420,7 @@ def test_other_ranks_wait_for_rank_0_weight_by_weight(monkeypatch: pytest.Monkey
     config, ring = load_config(words=[f"model.path={MODEL}"]), make_ring(1)
     worker = TrainWorker(settings_on_cpu("train-1", config), ring.attach(0), control)
     weights = [Weight(n, torch.zeros(2), partial(make, n), is_trained=True) for n in "ab"]
-    monkeypatch.setattr(worker.learner.policy, "weights", lambda only_trained: weights)
+    monkeypatch.setattr(worker.learner.policy, "weights", lambda **_: weights)
     monkeypatch.setattr(devices, "synchronize", lambda device: log.append("synchronize"))
     worker._exchange_weights(0)
     assert log == ["a", "synchronize", "b", "synchronize"]

@@ -11,9 +11,14 @@ Shapes: T tokens of the packed row, H the model's width, V tokens of the vocabul
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +26,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from easyrl.config import ConfigError
-from easyrl.data.hub import KEY
+from easyrl.data.hub import KEY, loadable_model
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, UnservableLayer
-from easyrl.model.files import PACKED_LAYERS
+from easyrl.model.files import PACKED_LAYERS, fingerprint
 from easyrl.model.shared_prompt import AttentionSettings, Groups
 
 GROUPS = [(3, [2, 4]), (2, [3, 1])]
@@ -36,6 +41,32 @@ EAGER = "eager"
 NUM_DRAWS = 3
 """Rows of random tokens, one of which must agree: the last bit of a mixture of experts' router may
 send a token to another expert, but no row agrees by chance."""
+
+
+def checked_once(path: str, check: Callable[[], Any]) -> Any:
+    """Return the outcome of `check` on the model of `path`, in JSON's types. It is run once for the
+    same files, code and libraries; other processes wait meanwhile. An error is not kept."""
+    import transformers
+
+    key = f"{fingerprint(loadable_model(path))} {torch.__version__} {transformers.__version__}"
+    code = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    name = hashlib.sha256(key.encode() + code).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "easyrl", "checked")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        file = (cache / f"{name}.json").open("a+")
+    except OSError:  # there is no place for it
+        return check()
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        file.seek(0)
+        try:
+            outcome = json.load(file)
+        except ValueError:  # it is new, or its process was killed
+            outcome = check()
+            file.truncate(0)
+            json.dump(outcome, file)
+        return outcome
 
 
 def attend_packed(model: Any) -> str | None:

@@ -99,7 +99,8 @@ def export_checkpoint(
         )
     quieten_transformers()
     tokenizer = tokenizer_of(config)
-    policy = Policy.load(model.path, trust_remote_code=trust)
+    dtype = "float32" if model.lora.rank is None else model.dtype  # as in the trainer
+    policy = Policy.load(model.path, trust_remote_code=trust, dtype=dtype)
     if model.lora.rank is not None:
         policy.add_adapter(model.lora, path=model.path, seed=config.runtime.seed)
     while True:

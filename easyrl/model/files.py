@@ -25,6 +25,7 @@ BOUNDED_ROPES = {"default", "llama3", "dynamic", "mrope"}
 NUM_SAMPLES, SAMPLE_BYTES = 32, 4096
 """The samples of a weights file that its fingerprint hashes."""
 FLOAT_BYTES = 4
+NARROW_DTYPES = {"BF16": "bfloat16", "F16": "float16"}  # safetensors' names
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 TOKENIZERS = ("token*", "vocab*", "*.tiktoken", "*.model", "tekken.json")
 
@@ -39,6 +40,8 @@ class ModelFiles:
     num_weights: int | None
     """Elements of all weights, tied ones once; None if unknown (not downloaded yet, or not in
     safetensors)."""
+    stored_dtype: str
+    """torch's name of the dtype of all weights; float32 if they differ, or if it is unknown."""
 
 
 def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
@@ -55,14 +58,14 @@ def read_model_files(path: str, *, is_whole: bool = True) -> ModelFiles:
             f"{KEY}: '{path}' has quantized weights, which can be neither trained nor evaluated; "
             "use the model that it was made from, in float32, bfloat16 or float16"
         )
-    num_weights = _num_weights(folder, config, is_whole=is_whole)
+    num_weights, stored_dtype = _weights(folder, config, is_whole=is_whole)
     for what, patterns in (
         (f"weights ({SAFETENSORS})", (f"{SAFETENSORS}*", "pytorch_model.bin*")),
         ("tokenizer (tokenizer.json)", TOKENIZERS),  # transformers would make an empty one
     ):
         if is_whole and not any(any(folder.glob(pattern)) for pattern in patterns):
             raise ConfigError(f"{KEY}: the folder '{path}' has no {what}; {FORMS}")
-    return ModelFiles(path, config, num_weights)
+    return ModelFiles(path, config, num_weights, stored_dtype)
 
 
 def fingerprint(path: str) -> str:
@@ -96,24 +99,25 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{KEY}: '{file}' cannot be read: {error}; {FORMS}") from None
 
 
-def _num_weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> int | None:
-    """Count the elements of all weights; None if they are not in safetensors. Unless `is_whole`,
-    files may be missing."""
+def _weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> tuple[int | None, str]:
+    """Return `num_weights` and `stored_dtype`. Unless `is_whole`, files may be missing."""
     from safetensors import SafetensorError, safe_open
 
     files, index = [folder / SAFETENSORS], folder / f"{SAFETENSORS}.index.json"
     if not files[0].is_file():
-        if not index.is_file():
-            return None
-        files = [folder / name for name in set(_read_json(index).get("weight_map", {}).values())]
-    if not is_whole and not all(file.is_file() for file in files):
-        return None
+        names = _read_json(index).get("weight_map", {}) if index.is_file() else {}
+        files = [folder / name for name in set(names.values())]
+    if not files or not (is_whole or all(file.is_file() for file in files)):
+        return None, "float32"
     sizes: dict[str, int] = {}
+    dtypes: set[str] = set()
     for file in files:
         try:
             with safe_open(file, framework="numpy") as tensors:  # checks the file's length
                 for name in tensors.keys():  # noqa: SIM118
-                    sizes[name] = math.prod(tensors.get_slice(name).get_shape())
+                    header = tensors.get_slice(name)
+                    sizes[name] = math.prod(header.get_shape())
+                    dtypes.add(NARROW_DTYPES.get(header.get_dtype(), "float32"))
         except (SafetensorError, OSError) as error:
             raise ConfigError(
                 f"{KEY}: '{file}' is not a complete safetensors file: {error}; download or save "
@@ -121,7 +125,7 @@ def _num_weights(folder: Path, config: dict[str, Any], *, is_whole: bool) -> int
             ) from None
     if config.get("tie_word_embeddings"):
         sizes.pop("lm_head.weight", None)
-    return sum(sizes.values())
+    return sum(sizes.values()), dtypes.pop() if len(dtypes) == 1 else "float32"
 
 
 def max_positions(model_config: dict[str, Any]) -> int | None:

@@ -2,9 +2,10 @@
 
     layer(x) = W x + (alpha / rank) B A x       A [rank, in] random, B [out, rank] zero at first
 
-peft puts them into the model's own modules, whose code is unchanged. Only the trainer knows about
-adapters: a weight leaves it merged, under its name without an adapter. The model without its
-adapters is the reference, which therefore needs no memory.
+peft puts them into the trainer's modules, whose code is unchanged. A weight leaves the trainer
+merged, under its name without an adapter, or in parts that the embedded engine merges: W once, and
+A, B and the factor with each update. The model without its adapters is the reference, which
+therefore needs no memory.
 
 Adapters and frozen weights of a sharded model (`sharding`) are sharded alike. Merging a weight and
 saving the adapter are collective: all ranks call them together.
@@ -32,7 +33,10 @@ from easyrl.data.hub import resolve_model
 from easyrl.formatting import install_command
 from easyrl.model.files import meta_model
 from easyrl.model.sharding import whole
-from easyrl.types import Weight
+from easyrl.types import Weight, WeightPiece
+
+PARTS = (".lora_A", ".lora_B", ".lora_scaling")
+"""The ends of the names of an adapter's parts, in the order in which they are sent."""
 
 
 def check_lora(
@@ -77,30 +81,41 @@ class Adapter:
             warnings.simplefilter("ignore")  # old names, and Conv1D's layout
             torch.default_generator.manual_seed(seed)
             self._peft: Any = peft.get_peft_model(model, config)
+            self._layers: dict[str, Any] = {
+                name: module
+                for name, module in model.named_modules()
+                if isinstance(module, peft.tuners.lora.LoraLayer)
+            }
+            # peft has rounded them to the dtype of the frozen weights.
+            torch.default_generator.manual_seed(seed)
+            for layer in self._layers.values():
+                layer.lora_A["default"].reset_parameters()
+                layer.lora_B["default"].reset_parameters()
+                layer.reset_lora_parameters("default", True)
         self._peft.peft_config["default"].base_model_name_or_path = resolve_model(path)
         self._peft.eval()
-        self._layers: dict[str, Any] = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, peft.tuners.lora.LoraLayer)
-        }
         assert all(isinstance(layer, peft.tuners.lora.Linear) for layer in self._layers.values())
 
-    def weights(self, named: Iterable[tuple[str, Tensor]]) -> list[Weight]:
-        """Turn the module's parameters into the weights of the model without adapters; adapted ones
-        are merged when they are materialized."""
+    def weights(self, named: Iterable[tuple[str, Tensor]], *, merge: bool = True) -> list[Weight]:
+        """Turn the module's parameters into the weights of the model without adapters. Adapted ones
+        are merged when they are materialized; unless `merge`, adapters are added in parts."""
         weights = []
         for name, tensor in named:
             of_layer, _, kind = name.rpartition(".base_layer.")
             if of_layer in self._layers:
                 plain = f"{of_layer}.{kind}"
-                if kind == "weight":
+                if kind == "weight" and merge:
                     merged = partial(_merged, self._layers[of_layer])
                     weights.append(Weight(plain, tensor, merged, is_trained=True))
                 else:
                     weights.append(Weight.stored(plain, tensor, is_trained=False))
             elif name.rpartition(".lora_")[0] not in self._layers:
                 weights.append(Weight.stored(name, tensor, is_trained=False))
+        for layer, module in self._layers.items() if not merge else ():
+            parts = [part["default"].weight for part in (module.lora_A, module.lora_B)]
+            parts.append(torch.tensor([module.scaling["default"]], device=parts[0].device))
+            names = [f"{layer}.weight{part}" for part in PARTS]  # sorted, after the weight
+            weights += map(partial(Weight.stored, is_trained=True), names, parts)
         return weights
 
     @contextmanager
@@ -126,16 +141,47 @@ class Adapter:
             self._peft.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
 
+class Merger:
+    """Merge adapters into an engine's weights as their parts arrive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.base: dict[str, Tensor] = {}  # adapted weights, as received
+        self._parts: dict[str, Tensor] = {}  # of the adapter that is arriving
+
+    @torch.no_grad()
+    def load(self, piece: WeightPiece) -> None:
+        """Take a piece of an adapter; merge the adapter once it is complete."""
+        name, _, part = piece.name.rpartition(".lora_")
+        layer: Any = self._model.get_submodule(name.removesuffix(".weight"))
+        weight = layer.weight.data
+        if piece.start == 0:
+            self._parts[part] = weight.new_empty(piece.shape, dtype=piece.values.dtype)
+        end = piece.start + len(piece.values)
+        self._parts[part].view(-1)[piece.start : end] = piece.values
+        if f".lora_{part}" == PARTS[-1]:  # it has one element
+            if name not in self.base:
+                self.base[name] = weight.clone()
+            _merge(self.base[name], self._parts.values(), not isinstance(layer, nn.Linear), weight)
+
+
+def _merge(weight: Tensor, parts: Iterable[Any], is_transposed: bool, out: Tensor) -> Tensor:
+    """Write W + (alpha / rank) B A, in the layout and dtype of W, into `out`."""
+    a, b, scaling = parts
+    delta = (b @ a).mul_(scaling)  # [out, in]
+    return torch.add(weight, delta.T if is_transposed else delta, out=out)
+
+
 @torch.no_grad()
 def _merged(layer: Any) -> Tensor:
-    """Return W + (alpha / rank) B A, in the layout and dtype of W.
+    """Return the merged weight of one of peft's layers.
 
     A sharded model's tensors are gathered first: a product of parts could have other last bits.
     """
     weight: Tensor = whole(layer.base_layer.weight)
     a, b = whole(layer.lora_A["default"].weight), whole(layer.lora_B["default"].weight)
-    delta: Tensor = b @ a * layer.scaling["default"]  # [out, in]
-    return weight + (delta.T if layer.fan_in_fan_out else delta)
+    parts = a, b, layer.scaling["default"]
+    return _merge(weight, parts, layer.fan_in_fan_out, torch.empty_like(weight))
 
 
 def _targets(model: Any, lora: LoraConfig, path: str) -> list[str]:

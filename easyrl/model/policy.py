@@ -31,9 +31,9 @@ from easyrl.model.attention import (
     compile_around_attention,
     register_attention,
 )
-from easyrl.model.exactness import attend_packed, check_causal
-from easyrl.model.files import eos_token_ids, load_model_config
-from easyrl.model.lora import Adapter
+from easyrl.model.exactness import attend_packed, check_causal, checked_once
+from easyrl.model.files import eos_token_ids, load_model_config, read_model_files
+from easyrl.model.lora import Adapter, Merger
 from easyrl.model.sharding import whole
 from easyrl.types import Weight, WeightPiece
 
@@ -57,6 +57,7 @@ class Policy:
         self.shares_prompts = no_packing_reason is None and attention != "repeated"
         """Whether the trainer packs a group's prompt once."""
         self.adapter: Adapter | None = None
+        self._merger = Merger(model)
         self.eos_token_ids = eos_token_ids(model.generation_config, model.config)
         self._layers = next(iter(_layers_of(model)), model)
         self._base_output: Any = None  # the class of the layers' output, once they have run
@@ -69,45 +70,37 @@ class Policy:
         *,
         trust_remote_code: bool = False,
         attention: AttentionMode = "auto",
-        dtype: DType = "float32",
+        dtype: DType | None = "float32",
     ) -> Policy:
-        """Load a folder, a hub id or a built-in model, with its weights in `dtype`.
-
-        It is checked in float32, on the CPU where `dtype` is narrower. Raises ConfigError if
-        weights are missing, if it is no causal language model, or if `attention` asks for
-        shared prompts that it cannot compute exactly.
+        """Load a folder, a hub id or a built-in model, with its weights in `dtype`; None: as they
+        are stored, for `TrainRanks.shard`. Where nothing is converted, processes share the pages of
+        the files. A model is checked once, in float32 on the CPU. Raises ConfigError if weights are
+        missing, if it is no causal language model, or if `attention` asks for shared prompts that
+        it cannot compute exactly.
         """
-        from transformers import AutoModelForCausalLM
-
         register_attention()
-        config = load_model_config(path, trust_remote_code=trust_remote_code)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            loadable_model(path),
-            config=config,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported by _check_complete
-        )
-        model, found = loaded
-        _check_complete(path, found)
-        for weight in model.parameters():  # transformers keeps some weights in float32
-            weight.data = weight.data.to(getattr(torch, dtype))
-        if dtype == "float32":
-            model = model.to(device)
-        with _in_float32(model, getattr(torch, dtype)):
-            reason = attend_packed(model)
-            if reason is not None:
-                check_causal(model, path)
-                if attention == "shared_prompt":
-                    raise ConfigError(
-                        "model.attention: expected auto or repeated, because prompts cannot be "
-                        f"shared exactly: {reason} ({path}); got shared_prompt"
-                    )
-            policy = cls(model, model.device, no_packing_reason=reason, attention=attention)
-            policy._check_head(path)
+        model = _load(path, dtype, trust_remote_code=trust_remote_code)
+
+        def check() -> tuple[str | None, str, int]:
+            with _in_float32(model):
+                reason = attend_packed(model)
+                if reason is not None:
+                    check_causal(model, path)
+                layers = cls(model, model.device, no_packing_reason=reason)._check_head(path)
+                return reason, model.config._attn_implementation, layers
+
+        # A model's own code is not part of its fingerprint.
+        reason, kernel, layers = check() if trust_remote_code else checked_once(path, check)
+        if reason is not None and attention == "shared_prompt":
+            raise ConfigError(
+                "model.attention: expected auto or repeated, because prompts cannot be "
+                f"shared exactly: {reason} ({path}); got shared_prompt"
+            )
+        if kernel != model.config._attn_implementation:
+            model.set_attn_implementation(kernel)
         model.to(device)
-        policy.device = torch.device(device)
+        policy = cls(model, torch.device(device), no_packing_reason=reason, attention=attention)
+        policy._layers = _layers_of(model)[layers]
         return policy
 
     def checkpoint_activations(self) -> None:
@@ -197,18 +190,18 @@ class Policy:
         return int(self.model.config.get_text_config().vocab_size)
 
     @torch.no_grad()
-    def _check_head(self, path: str) -> None:
+    def _check_head(self, path: str) -> int:
         """Check that layers and head apart equal the model: log-probabilities are computed in
-        chunks."""
+        chunks. Return which of `_layers_of` are the layers."""
         tokens = torch.arange(min(4, self.vocabulary_size), device=self.device)
         layout = PackedGroups.of_sequences([len(tokens)], self.device)
         expected = self.forward(tokens, tokens, layout, logits_at=tokens)
-        for layers in _layers_of(self.model):
+        for index, layers in enumerate(_layers_of(self.model)):
             self._layers = layers
             with suppress(Exception):  # any, depending on what the model's code expects
                 got = self.head(self.hidden_states(tokens, tokens, layout, at=tokens))
                 if torch.allclose(got, expected, rtol=1e-5, atol=1e-5):
-                    return
+                    return index
         raise ConfigError(
             f"model.path: the logits of {type(self.model).__name__} ({path}) are not a function of "
             "its last hidden states alone, as computing them in chunks requires; use another model"
@@ -226,17 +219,17 @@ class Policy:
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def weights(self, *, only_trained: bool = False) -> list[Weight]:
+    def weights(self, *, only_trained: bool = False, merge: bool = True) -> list[Weight]:
         """Return every weight once (tied ones under their first name), in name order, with
-        adapters merged. `only_trained`: only those that training changes."""
-        every = self._merged(self.model.named_parameters())
+        adapters merged or beside them. `only_trained`: only those that training changes."""
+        every = self._exported(self.model.named_parameters(), merge=merge)
         chosen = [weight for weight in every if weight.is_trained or not only_trained]
         return sorted(chosen, key=lambda weight: weight.name)
 
-    def _merged(self, named: Iterable[tuple[str, Tensor]]) -> list[Weight]:
+    def _exported(self, named: Iterable[tuple[str, Tensor]], *, merge: bool = True) -> list[Weight]:
         """Turn the module's tensors into the weights of the model without adapters."""
         if self.adapter is not None:
-            return self.adapter.weights(named)
+            return self.adapter.weights(named, merge=merge)
         return [
             Weight.stored(name, tensor, is_trained=tensor.requires_grad) for name, tensor in named
         ]
@@ -246,8 +239,13 @@ class Policy:
         return ((weight.name, weight.materialize()) for weight in self.weights())
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
+        """Overwrite weights, or merge adapters into them, piece by piece."""
         own = dict(self.flat_weights())
         for piece in pieces:
+            if piece.name not in own:
+                self._merger.load(piece)
+                continue
+            self._merger.base.pop(piece.name, None)
             target = own[piece.name][piece.start : piece.start + len(piece.values)]
             if target.data_ptr() != piece.values.data_ptr():  # else it was received in place
                 target.copy_(piece.values)
@@ -272,7 +270,7 @@ class Policy:
         """
         gathered: dict[int, Tensor] = {}  # by id of the parameter: tied weights share one
         state = {}
-        for weight in self._merged(self.model.state_dict(keep_vars=True).items()):
+        for weight in self._exported(self.model.state_dict(keep_vars=True).items()):
             parameter = id(weight.reference)
             if parameter not in gathered:
                 values = whole(weight.materialize())
@@ -303,25 +301,49 @@ def _blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(lists[sizes.index(max(sizes))]) if lists else []
 
 
-@contextmanager
-def _in_float32(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Run the model in float32 although its weights are kept in a narrower `dtype`: those of a
-    decoder layer are float32 only while it runs, all others (embeddings, head) throughout.
-    """
+def _load(path: str, dtype: DType | None, *, trust_remote_code: bool) -> Any:
+    """Load a model onto the CPU in `dtype`, or as stored."""
+    from transformers import AutoModelForCausalLM
 
-    def cast(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-        for weight in weights:
-            weight.data = weight.data.to(dtype)
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    name = dtype or read_model_files(path, is_whole=False).stored_dtype
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loadable_model(path),
+        config=config,
+        dtype=getattr(torch, name),
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported by _check_complete
+    )
+    model, found = loaded
+    _check_complete(path, found)
+    rounded = {torch.bfloat16, torch.float16} & {buffer.dtype for buffer in model.buffers()}
+    if dtype is None and rounded:  # a constant of the model (Gemma's scale of embeddings)
+        return _load(path, "float32", trust_remote_code=trust_remote_code)
+    for weight in model.parameters():  # transformers keeps some weights in float32
+        weight.data = weight.data.to(getattr(torch, name))
+    return model
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Run the model in float32 although its weights may be narrower: those of a decoder layer are
+    float32 only while it runs, all others (embeddings, head) throughout.
+    """
+    kept = {weight: weight.data for weight in model.parameters()}
 
     def widen(block: nn.Module, _: Any) -> None:
-        cast(block.parameters(), torch.float32)
+        for weight in block.parameters():
+            weight.data = weight.data.float()
 
     def narrow(block: nn.Module, *_: Any) -> None:
-        cast(block.parameters(), dtype)
+        for weight in block.parameters():
+            weight.data = kept[weight]
 
     blocks = _blocks_of(model)
     in_blocks = {weight for block in blocks for weight in block.parameters()}
-    cast((weight for weight in model.parameters() if weight not in in_blocks), torch.float32)
+    for weight in kept.keys() - in_blocks:
+        weight.data = weight.data.float()
     hooks = [block.register_forward_pre_hook(widen) for block in blocks]
     hooks += [block.register_forward_hook(narrow, always_call=True) for block in blocks]
     try:
@@ -329,7 +351,7 @@ def _in_float32(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        cast(model.parameters(), dtype)
+        narrow(model)
 
 
 def _layers_of(model: Any) -> list[Any]:

@@ -9,8 +9,8 @@ most one whole layer, besides the weights outside of layers (embeddings, head). 
     rank 0   gather layer 1 ─► compute ─► gather layer 2 ─► …      each gather and each sum waits
     rank 1   gather layer 1 ─► compute ─► gather layer 2 ─► …      for all ranks, in the same order
 
-With a narrower `dtype` weights are kept in float32 and gathered in `dtype`; gradients are summed in
-float32. The caller ensures that all ranks run equally many forwards and backwards.
+With a narrower `dtype` trained weights are kept in float32 and gathered in `dtype`; gradients are
+summed in float32. The caller ensures that all ranks run equally many forwards and backwards.
 
 Source: torch.distributed.fsdp.fully_shard; PyTorch FSDP (arXiv 2304.11277).
 """
@@ -80,8 +80,8 @@ class TrainRanks:
         offload: bool = False,
     ) -> None:
         """Shard the parameters of `module` and move them to the device: those of each of `layers`
-        are gathered together, and all others. With `offload` the parts stay on the CPU, and with
-        them gradients and optimizer state."""
+        are gathered together, and all others. Their parts become float32, or `dtype` if frozen.
+        With `offload` they stay on the CPU, and with them gradients and optimizer state."""
         if self.mesh is None:
             return
         from torch.distributed import fsdp
@@ -102,6 +102,12 @@ class TrainRanks:
             sharded.set_reshard_after_forward(False)
             sharded.set_reshard_after_backward(False)
             sharded.set_requires_gradient_sync(False)
+
+        def convert(tensor: Tensor) -> Tensor:
+            wanted = torch.float32 if tensor.requires_grad else dtype
+            return tensor.to(wanted) if is_sharded(tensor) else tensor  # a buffer
+
+        module._apply(convert)  # type: ignore[no-untyped-call]
 
     def drop_gathered(self) -> None:
         """Free gathered weights, before weights are read or written part by part."""

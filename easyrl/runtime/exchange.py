@@ -52,6 +52,8 @@ class WeightExchange:
         self._awaited: set[Worker] = set()  # whose answers are missing
         self._errors: list[str] = []  # of those who have answered
         self._admitted: Worker | None = None
+        self._newest = -1  # version that was broadcast
+        self._holders: set[Worker] = set()  # who have it
         self._num_refused: Counter[Worker] = Counter()
 
     @property
@@ -59,17 +61,21 @@ class WeightExchange:
         return bool(self._awaited)
 
     def exchange(self, policy_version: int, next_event: Callable[[], Any]) -> None:
-        """Broadcast the trainer's weights to all rollout workers that are ready."""
+        """Broadcast the trainer's weights to all rollout workers that are ready, unless all of them
+        have this version (after an evaluation)."""
         num_failures = 0
         while num_failures < MAX_FAILURES:
             while self._admitted is not None or not self._are_ready():
                 next_event()
             members = self._ready()
+            if policy_version == self._newest and self._holders.issuperset(members):
+                return
             self._begin_broadcast(policy_version, members)
             while self._awaited:
                 next_event()
             is_living = [worker in self._workers.rollout for worker in members]
             if not self._errors:
+                self._newest, self._holders = policy_version, {*members}
                 return
             self._members = []
             num_failures += all(is_living)
@@ -156,4 +162,5 @@ class WeightExchange:
         self._num_refused[worker] += bool(self._errors)
         if self._num_refused[worker] == MAX_FAILURES:
             worker.kill(f"was killed: it could not get the weights: {self._errors[0]}")
+        self._holders |= set() if self._errors else {worker}
         return None if self._errors else worker

@@ -107,6 +107,7 @@ class TrainWorker:
             self.device if self.ranks.mesh is None else "cpu",  # it is sharded onto the devices
             trust_remote_code=model.trust_remote_code,
             attention=model.attention,
+            dtype="float32" if self.ranks.mesh is None else None,
         )
         if policy.no_packing_reason is not None:
             slower = "exact, but slower (the embedded engine completes prompts one by one)"
@@ -225,8 +226,10 @@ class TrainWorker:
     ) -> str:
         """Rank 0 sends the weights; the other ranks gather the same ones, in the same order. Return
         the error if the channel fails."""
-        weights = self.learner.policy.weights(only_trained=only_trained)
-        dtype = getattr(torch, self.config.model.dtype)  # the engines'
+        policy, merge = self.learner.policy, self.settings.engine == "vllm"
+        weights = policy.weights(only_trained=only_trained, merge=merge)
+        # The engines' dtype, which LoRA's frozen weights have. Adapters stay float32.
+        dtype = None if policy.adapter else getattr(torch, self.config.model.dtype)
         if channel is not None:
             try:
                 channel.send(version, weights, dtype=dtype, gather=gathered)
@@ -234,7 +237,7 @@ class TrainWorker:
                 return str(error)
             return ""
         for weight in weights:
-            gathered(weight.materialize(), dtype)
+            gathered(weight.materialize(), dtype or weight.reference.dtype)
             # Otherwise a device queues all gathers, and the last times out while rank 0 waits for
             # engines.
             devices.synchronize(self.device)
