@@ -56,6 +56,8 @@ CANN's guide says that such processes may then fail because of each other's port
 SURVIVE_BACKEND_ERRORS = {f"{name}_ASYNC_ERROR_HANDLING": "0" for name in ("TORCH_NCCL", "HCCL")}
 """Set before the weight channel's group is made, after all others: by default, torch ends the
 process if another member is lost."""
+NO_PEER_ACCESS = "NCCL_P2P_DISABLE=1"
+"""Environment variable: GPUs copy to each other through the host's memory."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Also set for deterministic runs."""
 

@@ -150,7 +150,7 @@ class Learner:
         packed = PackedInput(
             moved(batch.input_ids),
             moved(batch.position_ids),
-            PackedGroups(batch.groups, device),
+            PackedGroups(batch.groups, device, may_use_flex=self.policy.may_use_flex),
             moved(batch.logits_at),
             moved(batch.targets),
         )
