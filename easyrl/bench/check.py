@@ -11,16 +11,16 @@ import torch
 from easyrl import devices, events
 from easyrl.bench import weights
 from easyrl.bench.attention import Shape, compare
-from easyrl.bench.harness import SMALL, record, spread
+from easyrl.bench.harness import SMALL, record
 from easyrl.config import load_config
 
 SHAPES, HEAD_SIZES = (Shape(20, 5, 25, 2), Shape(300, 50, 200, 4)), (64, 128)
 SIZE = SMALL | {"num_hidden_layers": 2}
 MAX_LOGPROB_ERROR, MAX_GRAD_ERROR = 0.05, 0.1
-"""Of SIZE against float64. Those of bfloat16 are 0.01 and 0.03."""
+"""Of SIZE against float64. Those of bfloat16 on a CPU are 0.007 and 0.023."""
 MAX_GAP, LEARNING_RATE = 0.02, 0.003
-"""With this learning rate an engine that keeps its first weights has a larger mean difference of
-log-probabilities from the trainer."""
+"""Mean difference of log-probabilities between engine and trainer. It is 0.07 after an update with
+this learning rate if the engine keeps its first weights."""
 
 
 def check_attention(words: list[str]) -> None:
@@ -35,19 +35,21 @@ def check_attention(words: list[str]) -> None:
 
 def check_run(infer: str, train: str, engine: str, words: list[str]) -> None:
     """Train; compare the engines' log-probabilities with the trainer's, also after an update."""
-    gaps = []
+    gaps, norms = [], []
 
     def observe(event: events.Event) -> None:
         if isinstance(event, events.IterationFinished):
             gaps.append(event.metrics["sampling/sampling_logp_difference/mean"])
+            norms.append(event.metrics["grad_norm"])
 
     dtype = "float32" if train == "cpu" else "bfloat16"
     flags = {"devices.infer": infer, "devices.train": train, "rollout.engine": engine}
-    flags |= {"model.dtype": dtype, "reward.functions": [f"{spread.__module__}:spread"]}
-    flags |= {"rollout.max_completion_length": 64, "train.learning_rate": LEARNING_RATE}
+    flags |= {"model.dtype": dtype, "reward.functions": ["length_penalty"]}
+    flags |= {"rollout.max_completion_length": 100, "train.learning_rate": LEARNING_RATE}
     record(engine, flags, words, iterations=1, observers=[observe])
-    for gap in gaps:
-        _expect_at_most(MAX_GAP, gap, "gap between engine and trainer")
+    if not min(norms) > 0.0:
+        raise ValueError(f"expected gradients above 0, got {norms}")
+    _expect_at_most(MAX_GAP, max(gaps), "gap between engine and trainer")
 
 
 def _expect_at_most(bound: float, got: float, what: str) -> None:

@@ -73,8 +73,8 @@ def check_all() -> Iterator[Result]:
     kind, count = devices.accelerator()
     yield from check_devices(kind, range(count))
     half = max(1, count // 2)
-    sets = range_words(range(half)), range_words(range(half, count) or [0])
-    sets = sets if count else ("cpu", "cpu")
+    on_each_half = [range_words(range(half)), range_words(range(half, count) or [0])]
+    sets = on_each_half if count else ["cpu", "cpu"]
     yield _check("embedded", sets, "rollout.graphs=false")
     if vllm_version() and unsupported_reason(kind, "bfloat16") is None:
         yield _check("vllm", sets, "rollout.engine=embedded")
@@ -82,7 +82,7 @@ def check_all() -> Iterator[Result]:
 
 def check_devices(kind: str, indices: Sequence[int]) -> list[Result]:
     """Test these accelerators, or the CPU if there are none."""
-    first, *others = map(str, indices or ["cpu"])
+    first, *others = [*map(str, indices)] or ["cpu"]
     sets = [",".join(others) or first, first]
     each_alone = [devices.visible_environment(kind, [index]) for index in indices] or [{}]
     results = [
@@ -133,5 +133,6 @@ def _error(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"no answer in {limit:g} s"
-    lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
-    return lines[-1] if done.returncode else ""
+    if done.returncode <= 0:
+        return f"killed by signal {-done.returncode}" if done.returncode else ""
+    return (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
