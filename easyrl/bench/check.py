@@ -14,7 +14,7 @@ from easyrl.bench.attention import Shape, compare
 from easyrl.bench.harness import SMALL, record
 from easyrl.config import load_config
 
-SHAPES, HEAD_SIZES = (Shape(20, 5, 25, 2), Shape(300, 50, 200, 4)), (64, 128)
+SHAPES, HEAD_SIZES = (Shape(20, 5, 25, 2), Shape(200, 40, 130, 3)), (64, 128)
 SIZE = SMALL | {"num_hidden_layers": 2}
 MAX_LOGPROB_ERROR, MAX_GRAD_ERROR = 0.05, 0.1
 """Of SIZE against float64. Those of bfloat16 on a CPU are 0.007 and 0.023."""
@@ -35,21 +35,22 @@ def check_attention(words: list[str]) -> None:
 
 def check_run(infer: str, train: str, engine: str, words: list[str]) -> None:
     """Train; compare the engines' log-probabilities with the trainer's, also after an update."""
-    gaps, norms = [], []
+    measured: list[tuple[float, float]] = []
 
     def observe(event: events.Event) -> None:
         if isinstance(event, events.IterationFinished):
-            gaps.append(event.metrics["sampling/sampling_logp_difference/mean"])
-            norms.append(event.metrics["grad_norm"])
+            gap = event.metrics["sampling/sampling_logp_difference/mean"]
+            measured.append((gap, event.metrics["grad_norm"]))
 
     dtype = "float32" if train == "cpu" else "bfloat16"
     flags = {"devices.infer": infer, "devices.train": train, "rollout.engine": engine}
     flags |= {"model.dtype": dtype, "reward.functions": ["length_penalty"]}
     flags |= {"rollout.max_completion_length": 100, "train.learning_rate": LEARNING_RATE}
     record(engine, flags, words, iterations=1, observers=[observe])
-    if not min(norms) > 0.0:
-        raise ValueError(f"expected gradients above 0, got {norms}")
-    _expect_at_most(MAX_GAP, max(gaps), "gap between engine and trainer")
+    for gap, norm in measured:
+        if not norm > 0.0:  # also NaN
+            raise ValueError(f"expected a gradient, got one of norm {norm}")
+        _expect_at_most(MAX_GAP, gap, "gap between engine and trainer")
 
 
 def _expect_at_most(bound: float, got: float, what: str) -> None:

@@ -52,7 +52,7 @@ def before_run(
     try:
         text = _cache_file(placement.accelerator, indices).read_text()
         results = [Result(*each) for each in json.loads(text)]
-    except (OSError, ValueError, TypeError):
+    except (OSError, RuntimeError, ValueError, TypeError):
         notify(events.Note("testing the devices, once: about 20 seconds (easyrl doctor --test)"))
         results = check_devices(placement.accelerator, indices)
     warnings = []
@@ -90,7 +90,7 @@ def check_devices(kind: str, indices: Sequence[int]) -> list[Result]:
         _check("attention", sets, "model.attention=without_flex", each_alone),
     ]
     if indices and all(each.safe or not each.error for each in results):
-        with suppress(OSError):  # then the next run tests them again
+        with suppress(OSError, RuntimeError):  # then the next run tests them again
             file = _cache_file(kind, indices)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(results))
