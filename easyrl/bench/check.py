@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -43,9 +44,10 @@ def check_run(infer: str, train: str, engine: str, words: list[str]) -> None:
             measured.append((gap, event.metrics["grad_norm"]))
 
     dtype = "float32" if train == "cpu" else "bfloat16"
-    flags = {"devices.infer": infer, "devices.train": train, "rollout.engine": engine}
+    flags: dict[str, Any] = {"devices.infer": infer, "devices.train": train}
     flags |= {"model.dtype": dtype, "reward.functions": ["length_penalty"]}
-    flags |= {"rollout.max_completion_length": 100, "train.learning_rate": LEARNING_RATE}
+    flags |= {"rollout.engine": engine, "rollout.max_completion_length": 100}
+    flags |= {"train.learning_rate": LEARNING_RATE}
     record(engine, flags, words, iterations=1, observers=[observe])
     for gap, norm in measured:
         if not norm > 0.0:  # also NaN
@@ -60,7 +62,8 @@ def _expect_at_most(bound: float, got: float, what: str) -> None:
 
 if __name__ == "__main__":
     part, infer, train, *words = sys.argv[1:]
-    os.environ.update(word.split("=") for word in words if "." not in word)
+    for key, _, value in (word.partition("=") for word in words if "." not in word):
+        os.environ[key] = value
     words = [word for word in words if "." in word]
     if part == "weights":
         list(weights.run(infer, train, repetitions=1, size=SMALL))
