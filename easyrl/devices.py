@@ -61,6 +61,8 @@ process if another member is lost."""
 NO_DUMPS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
 """Set before any group is made: by default, torch ends every process nine minutes after a broadcast
 has failed, to write a dump, and dropping its group blocks for a minute."""
+NO_PEER_ACCESS = "NCCL_P2P_DISABLE=1"
+"""Environment variable: GPUs copy to each other through the host's memory."""
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Also set for deterministic runs."""
 

@@ -23,6 +23,7 @@ from easyrl.channels.memory import available_memory_bytes
 from easyrl.engines.vllm import platforms
 from easyrl.processes import num_cores
 from easyrl.rewards import sandbox
+from easyrl.runtime import self_test
 
 SUPPORTED = {"torch": ">=2.10,<2.16", "transformers": ">=5.14", "peft": ">=0.21"}
 """Lower bounds as in pyproject.toml; the upper bound is above the newest version tested."""
@@ -40,19 +41,24 @@ class Line:
     remedy: str = ""
 
 
-def run_doctor(*, as_json: bool) -> int:
-    """Print the report; return the exit code: 1 if no run can start."""
+def run_doctor(*, as_json: bool, has_test: bool) -> int:
+    """Print the report; return the exit code: 1 if no run can start or a part of the test fails."""
     lines = list(check())
     can_run = all(line.status != "failed" for line in lines)
+    for part, seconds, error, safe in self_test.check_all() if has_test and can_run else ():
+        remedy = f"passes with {safe}" if safe else "use other devices"
+        text = f"{error or 'passed'} ({seconds:.0f} s)"
+        lines.append(Line(part, "failed", text, remedy) if error else Line(part, "ok", text))
+    exit_code = int(any(line.status == "failed" for line in lines))
     if as_json:
         print(json.dumps({"can_run": can_run, "lines": [asdict(line) for line in lines]}, indent=2))
-        return 0 if can_run else 1
+        return exit_code
     for line in lines:
         print(f"{line.status:<8} {line.name:<13} {line.text}")
         if line.remedy:
             print(f"{'':<22} -> {line.remedy}")
     print("runs can start" if can_run else "no run can start before each failed line is fixed")
-    return 0 if can_run else 1
+    return exit_code
 
 
 def check() -> Iterator[Line]:

@@ -29,6 +29,7 @@ from easyrl.bench.harness import (
     take_turns,
     timed,
 )
+from easyrl.config.model import AttentionMode
 from easyrl.data.packing import Rollout, pack, split_group
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.logprobs import chunked_token_logprobs
@@ -62,7 +63,13 @@ def run(repetitions: int = 5) -> Iterator[Row]:
 
 
 def compare(
-    shape: Shape, size: Mapping[str, Any], dtype: torch.dtype, kind: str, repetitions: int
+    shape: Shape,
+    size: Mapping[str, Any],
+    dtype: torch.dtype,
+    kind: str,
+    repetitions: int,
+    *,
+    attention: AttentionMode = "auto",
 ) -> Row:
     """Measure one shape. Errors are in nats, and relative to max(|g|, 1e-4 |all g|) for gradients;
     memory is that beside the model and its gradients."""
@@ -70,7 +77,8 @@ def compare(
     register_attention()
     with device:
         model = random_model(size, attn_implementation=ATTENTION_NAME).to(dtype).eval()
-    policy, group = Policy(model, device), draw_rollouts(shape, size["vocab_size"])
+    policy = Policy(model, device, attention=attention)
+    group = draw_rollouts(shape, size["vocab_size"])
     ways = {"shared": True, "repeated": False}
     rows = {name: packed(group, policy, shares_prompts=shared) for name, shared in ways.items()}
     expected = each_alone(group, policy)
@@ -132,7 +140,7 @@ def packed(
 
     def forward_and_backward() -> Result:
         policy.model.zero_grad(set_to_none=False)  # so that gradients are no part of the peak
-        layout = PackedGroups(batch.groups, policy.device)
+        layout = PackedGroups(batch.groups, policy.device, may_use_flex=policy.may_use_flex)
         hidden = policy.hidden_states(input_ids, positions, layout, at=logits_at)
         logprobs, _ = chunked_token_logprobs(policy, hidden, targets, temperature=1.0)
         return _backward(logprobs, weights, policy.model)

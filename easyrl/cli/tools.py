@@ -114,8 +114,11 @@ def print_config(
 @command
 def doctor(
     json: Annotated[bool, Option("--json", help="Print the lines as JSON.")] = False,
+    test: Annotated[
+        bool, Option("--test", help="Also test the devices, in about two minutes.")
+    ] = False,
 ) -> int:
     """Check what EasyRL can use on this machine, and how to fix the rest."""
     from easyrl.doctor import run_doctor
 
-    return run_doctor(as_json=json)
+    return run_doctor(as_json=json, has_test=test)

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from easyrl.config.hints import SHORT_DTYPES
 from easyrl.config.section import EACH_ONCE, Section
 
-AttentionMode = Literal["auto", "shared_prompt", "repeated"]
+AttentionMode = Literal["auto", "without_flex", "shared_prompt", "repeated"]
 DType = Annotated[
     Literal["float32", "bfloat16"], BeforeValidator(lambda text: SHORT_DTYPES.get(str(text), text))
 ]
@@ -54,5 +54,6 @@ class ModelConfig(Section):
     """Run Python code that comes with the model. Only for sources you trust."""
     attention: AttentionMode = "auto"
     """Train a group's prompt once for all completions (`shared_prompt`) or once for each
-    (`repeated`), with the same result. `auto`: shared where the model's layers support it."""
+    (`repeated`), with the same result. `auto`: shared where the model's layers support it.
+    `without_flex`: as `auto`, but FlexAttention is not used, which is slower on NVIDIA GPUs."""
     lora: LoraConfig = LoraConfig()

@@ -99,8 +99,11 @@ class PackedGroups:
     FlexAttention in half precision on devices that can train it, else `shared_prompt`.
     """
 
-    def __init__(self, groups: Groups, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, groups: Groups, device: torch.device | str = "cpu", *, may_use_flex: bool = True
+    ) -> None:
         self._groups, self._device = groups, torch.device(device)
+        self._may_use_flex = may_use_flex
 
     @classmethod
     def of_sequences(
@@ -113,7 +116,8 @@ class PackedGroups:
         self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
         uses_flex = (
-            query.dtype in (torch.bfloat16, torch.float16)
+            self._may_use_flex
+            and query.dtype in (torch.bfloat16, torch.float16)
             and query.shape[-1] >= SMALLEST_FLEX_HEAD_SIZE
             and settings.softcap is None  # it compiles no kernel for all lengths then
             and devices.trains_flex_attention(self._device)

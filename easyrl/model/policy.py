@@ -56,6 +56,7 @@ class Policy:
         """Reason why its layers cannot attend in packed rows exactly; None: they can."""
         self.shares_prompts = no_packing_reason is None and attention != "repeated"
         """Whether the trainer packs a group's prompt once."""
+        self.may_use_flex = attention != "without_flex"
         self.adapter: Adapter | None = None
         self._merger = Merger(model)
         self.eos_token_ids = eos_token_ids(model.generation_config, model.config)

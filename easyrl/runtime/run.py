@@ -19,6 +19,7 @@ from easyrl.model.checkpoint_files import discard_unfinished, set_aside
 from easyrl.model.export import ModelSource, find_model, run_of
 from easyrl.model.files import fingerprint
 from easyrl.rewards.loading import reward_names
+from easyrl.runtime import self_test
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.placement import describe, device_names
@@ -68,7 +69,10 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
         config, source = start_from(config)
     start_resource_tracker()  # before the reward functions' processes start another one
     checked = check_run(config, resumed, source.tokenizer if source else "")
-    config = checked.config
+    config, notes = self_test.before_run(
+        checked.config, checked.placement, combine_observers(observers)
+    )
+    checked = replace(checked, config=config, warnings=[*checked.warnings, *notes])
     if source is not None and source.kind != "model":
         config, checked = _make_model(config, checked, source)
     if checked.placement.is_ray:  # nodes have other working directories

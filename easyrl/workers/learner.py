@@ -169,7 +169,7 @@ class Learner:
         return PackedInput(
             self._moved(batch.input_ids),
             self._moved(batch.position_ids),
-            PackedGroups(batch.groups, self.policy.device),
+            PackedGroups(batch.groups, self.policy.device, may_use_flex=self.policy.may_use_flex),
             self._moved(batch.logits_at),
             self._moved(batch.targets),
         )

@@ -1,0 +1,170 @@
+"""`easyrl doctor --test` on this machine's CPU, and how a run on accelerators uses its result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easyrl import devices
+from easyrl.config import Config, load_config
+from easyrl.config.devices import DeviceSet
+from easyrl.runtime import run as run_module
+from easyrl.runtime import self_test
+from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.preflight import Preflight
+
+WRONG_ATTENTION = """
+import sys
+if "easyrl.bench.check" in sys.orig_argv:
+    from easyrl.model.attention import PackedGroups
+    attend = PackedGroups.attend
+    def attend_wrongly(self, query, key, value, settings):
+        if self._may_use_flex:
+            value = value.clone()
+            value[1] = 0
+        return attend(self, query, key, value, settings)
+    PackedGroups.attend = attend_wrongly
+"""
+"""One of a prompt's tokens has no value, as by a kernel with a wrong mask."""
+
+
+def environment_with(folder: Path, customize: str) -> dict[str, str]:
+    """Return an environment in which every Python process runs this code first."""
+    (folder / "sitecustomize.py").write_text(customize)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_wrong_kernel_is_named_with_the_setting_that_passes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "easyrl", "doctor", "--test"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+        env={**os.environ, **environment_with(tmp_path, WRONG_ATTENTION)},
+    )
+    lines = done.stdout.splitlines()
+    status = {line.split()[1]: line.split()[0] for line in lines if line[0] != " "}
+    assert [status[part] for part in ("weights", "attention", "embedded")] == [
+        *("ok", "failed", "ok")
+    ], done.stdout + done.stderr
+    failed = next(number for number, line in enumerate(lines) if line.startswith("failed"))
+    assert "model.attention=without_flex" in lines[failed + 1]
+    assert done.returncode == 1 and "runs can start" in done.stdout
+
+
+def test_crash_and_hang_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crash = environment_with(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    assert self_test._error(["weights", "cpu", "cpu"], crash) == "killed by signal 9"
+    monkeypatch.setattr(self_test, "PART_SECONDS", 0.5)
+    hang = environment_with(tmp_path, "import time; time.sleep(60)")
+    assert self_test._error(["weights", "cpu", "cpu"], hang) == "no answer in 0.5 s"
+
+
+class Machine:
+    """Two GPUs on which parts fail unless they run with a safe setting."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.errors: dict[str, str] = {}  # the part that fails: the setting with which it passes
+        self.label = "H100"
+        self.ran: list[tuple[str, Mapping[str, str]]] = []
+        self.notes: list[Any] = []
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        monkeypatch.setenv("NCCL_P2P_DISABLE", "0")  # restored afterwards
+        monkeypatch.setattr(self_test, "_error", self._run)
+        monkeypatch.setattr(devices, "device_label", lambda *_: self.label)
+
+    def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+        part, *words = arguments
+        self.ran.append((part, environment))
+        return "" if self.errors.get(part, "") in {*words, ""} else "wrong values"
+
+    def start(self, config: Config | None = None) -> tuple[Config, list[str]]:
+        return self_test.before_run(config or load_config(), gpus(0, 1), self.notes.append)
+
+
+def gpus(infer: int, train: int) -> Placement:
+    return replace(
+        resolve_placement(load_config(None, ON_CPU)),
+        accelerator="cuda",
+        infer=DeviceSet("accelerator", (infer,)),
+        train=DeviceSet("accelerator", (train,)),
+    )
+
+
+ON_CPU = {"devices.infer": "cpu", "devices.train": "cpu"}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_devices_are_tested_once_for_their_versions(machine: Machine) -> None:
+    config = load_config()
+    assert machine.start(config) == (config, [])
+    seen = [environment.get("CUDA_VISIBLE_DEVICES") for _, environment in machine.ran]
+    assert [part for part, _ in machine.ran] == ["weights", "attention", "attention"]
+    assert seen == [None, "0", "1"] and len(machine.notes) == 1
+    assert machine.start(config) == (config, []) and len(machine.ran) == 3
+    machine.label = "H200"
+    machine.start(config)
+    assert len(machine.ran) == 6
+
+
+def test_run_uses_what_passes_and_says_so(machine: Machine) -> None:
+    machine.errors = {
+        "weights": "NCCL_P2P_DISABLE=1",
+        "attention": "model.attention=without_flex",
+    }
+    for _ in range(2):  # the second time from the cache
+        os.environ["NCCL_P2P_DISABLE"] = "0"
+        config, warnings = machine.start()
+        assert config.model.attention == "without_flex"
+        assert os.environ["NCCL_P2P_DISABLE"] == "1"
+        for setting, warning in zip(machine.errors.values(), warnings, strict=True):
+            assert setting in warning
+    assert len(machine.notes) == 1
+
+
+def test_part_that_never_passes_is_tested_again(machine: Machine) -> None:
+    machine.errors = {"attention": "no such setting"}
+    for _ in range(2):
+        config, (warning,) = machine.start()
+        assert config == load_config() and "attention" in warning
+    assert len(machine.notes) == 2
+
+
+def test_cpu_is_not_tested(machine: Machine) -> None:
+    config = load_config(None, ON_CPU)
+    assert self_test.before_run(config, resolve_placement(config), print) == (config, [])
+    assert not machine.ran
+
+
+def test_controller_gets_the_safe_settings(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.errors = {"attention": "model.attention=without_flex"}
+    before_run = self_test.before_run
+
+    class Reached(Exception):
+        pass
+
+    def controller(config: Config, checked: Preflight, **_: Any) -> None:
+        raise Reached(config.model.attention, checked.warnings)
+
+    monkeypatch.setattr(run_module, "Controller", controller)
+    monkeypatch.setattr(
+        self_test, "before_run", lambda config, _, notify: before_run(config, gpus(0, 1), notify)
+    )
+    with pytest.raises(Reached) as reached:
+        run_module.run(load_config(None, {**ON_CPU, "output.dir": str(tmp_path / "run")}))
+    attention, warnings = reached.value.args
+    assert attention == "without_flex" and "model.attention" in warnings[-1]
