@@ -48,8 +48,8 @@ class ModelConfig(Section):
     """A Hugging Face folder, a hub id, or a built-in model (`tiny`, `tiny-countdown`,
     `tiny-guess`). Its weights must not be quantized."""
     dtype: DType = "float32"
-    """Data type of the computation. The trainer keeps weights, sums of gradients, optimizer state
-    and log-probabilities in float32."""
+    """Data type of the computation. The trainer keeps trained weights, sums of gradients, optimizer
+    state and log-probabilities in float32."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
     attention: AttentionMode = "auto"
