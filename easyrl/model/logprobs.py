@@ -106,7 +106,7 @@ class _TokenLogprobs(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         chunks = []
-        for rows, chosen in zip(hidden.split(num_rows), targets.split(num_rows), strict=True):
+        for rows, chosen in zip(*(torch.split(x, num_rows) for x in (hidden, targets)), strict=True):
             scores = _scores(head(rows), temperature)
             exponentials = scores.exp()
             total = exponentials.sum(dim=-1)
