@@ -106,7 +106,8 @@ class _TokenLogprobs(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         chunks = []
-        for rows, chosen in zip(*(torch.split(x, num_rows) for x in (hidden, targets)), strict=True):
+        parts = torch.split(hidden, num_rows), torch.split(targets, num_rows)
+        for rows, chosen in zip(*parts, strict=True):
             scores = _scores(head(rows), temperature)
             exponentials = scores.exp()
             total = exponentials.sum(dim=-1)
