@@ -422,7 +422,7 @@ def test_every_sampling_key_reaches_the_engine() -> None:
     others = {"num_generations", "max_concurrent_groups", "ring_slots", "engine"}
     others |= {"tensor_parallel_size", "memory_fraction", "environment", "tools", "tool_format"}
     others |= {"max_turns", "tool_timeout_seconds", "episode_timeout_seconds"}
-    others |= {"environment_workers", "concurrent_calls", "graphs"}
+    others |= {"environment_workers", "concurrent_calls"}
     assert set(Config().rollout.model_dump()) == set(changes) | others
     assert sampling_settings(of("runtime.seed=7")).seed == 7 != default.seed
 

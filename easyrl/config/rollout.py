@@ -37,8 +37,6 @@ class RolloutConfig(Section):
     engine: Literal["auto", "embedded", "vllm"] = "auto"
     """Inference engine: `vllm`, or EasyRL's own engine over transformers' model code (`embedded`).
     `auto`: vLLM on accelerators where a suitable one is installed; the run prints which."""
-    graphs: bool = True
-    """Let the embedded engine replay its decode steps as CUDA graphs on NVIDIA GPUs."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that one vLLM engine spans: a divisor of the number of inference devices."""
     memory_fraction: float | None = Field(default=None, gt=0.0, le=1.0)

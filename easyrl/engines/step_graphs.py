@@ -104,7 +104,7 @@ class StepGraphs:
         self._pool: Any = None
         self._prompts_size = (0, 0)
         self._can_compute: bool | None = None  # None: not tried
-        self.captures = True
+        self._captures = True
         self.num_replays = 0
 
     def step(self, tokens: Ints, uniforms: Float64, rows: np.ndarray[Any, Any]) -> Drawn | None:
@@ -137,7 +137,7 @@ class StepGraphs:
             on_device = integers.to(self._policy.device)
             drawn = self._compute(sizes, on_device)
             self._num_seen[sizes] += 1
-            if self.captures and self._num_seen[sizes] >= CAPTURED_AT:
+            if self._captures and self._num_seen[sizes] >= CAPTURED_AT:
                 graph = self._capture(sizes, on_device, drawn)
         if graph is not None:
             self._graphs[sizes] = graph
@@ -198,7 +198,7 @@ class StepGraphs:
             _warn("a replayed step differs")
         except Exception as error:  # any: out of memory, or a kernel that cannot be captured
             _warn(error.__context__ or error)  # the end of the capture raises one more error
-        self.captures = False
+        self._captures = False
         self._graphs.clear()
         return None
 

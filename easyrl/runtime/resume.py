@@ -46,7 +46,6 @@ MAY_CHANGE = (
     *("runtime.timeout_seconds", "runtime.stall_seconds", "runtime.max_restarts"),
     *("runtime.restart_window_seconds", "runtime.autoscale"),
     *("eval.num_samples", "eval.temperature", "eval.max_completion_length", "reward.check"),
-    "rollout.graphs",
 )
 """Settings that decide how long, where and how fast the run is, but not what is trained. All others
 are part of the identity of a run and, but for NOT_EVALUATED, of an evaluation."""

@@ -134,10 +134,7 @@ class RolloutWorker:
                 )
             return tokenizer, GenerateEngine(policy, sampling, tokenizer=tokenizer)
         num_rows = self.settings.max_concurrent_groups * self.sampling.num_samples
-        engine = EmbeddedEngine(policy, sampling, num_rows=num_rows, tokenizer=tokenizer)
-        if engine.graphs is not None:
-            engine.graphs.captures = self.config.rollout.graphs
-        return tokenizer, engine
+        return tokenizer, EmbeddedEngine(policy, sampling, num_rows=num_rows, tokenizer=tokenizer)
 
     def _start_vllm(self, tokenizer: Any, sampling: SamplingSettings) -> Engine:
         from easyrl.engines.vllm.engine import VllmEngine
