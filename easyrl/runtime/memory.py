@@ -124,11 +124,8 @@ def estimate_memory(config: Config, placement: Placement, model: ModelSize) -> l
     for worker, device in device_names(placement).items():
         is_rollout, memory = worker.startswith("rollout"), _memory_of(worker, device)
         part, num_devices = partial(Part, worker, memory), device.count(",") + 1
-        parts.append(
-            part("Python and torch", WORKER_BYTES)
-            if memory == "cpu"
-            else part("driver's context", num_devices * CONTEXT_BYTES)
-        )
+        programs = "driver's context", num_devices * CONTEXT_BYTES
+        parts.append(part(*(("Python and torch", WORKER_BYTES) if memory == "cpu" else programs)))
         make_parts = _rollout_parts if is_rollout else _train_parts
         parts += make_parts(config, placement, model, worker, memory)
         if num_bytes := devices.COMMUNICATOR_BYTES.get(device.partition(":")[0], 0):
@@ -348,13 +345,12 @@ def memory_budgets(placement: Placement) -> dict[str, float]:
     for worker, device in device_names(placement).items():
         if device != "cpu":
             kind, _, numbers = device.partition(":")
-            num_bytes = sum(
-                assumed.num_bytes
-                if assumed
-                else devices.total_memory_bytes(kind, int(n))
-                - devices.memory_in_use(kind, int(n))[0]
-                for n in numbers.split(",")
-            )
+            indices = [int(number) for number in numbers.split(",")]
+            if assumed:
+                num_bytes = len(indices) * assumed.num_bytes
+            else:
+                num_bytes = sum(devices.total_memory_bytes(kind, index) for index in indices)
+                num_bytes -= sum(devices.memory_in_use(kind, index)[0] for index in indices)
             fraction = placement.memory_fraction(worker.partition("-")[0]) or 1.0
             budgets[_memory_of(worker, device)] = int(fraction * num_bytes)
     return budgets

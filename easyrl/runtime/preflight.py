@@ -186,21 +186,17 @@ def check_compiler(config: Config, placement: Placement) -> None:
 
 def peer_warnings(placement: Placement) -> list[str]:
     """Warn of GPUs that cannot read each other's memory."""
-    if placement.is_ray or placement.accelerator == "cpu":
-        return []
-    sets = (each for each in (placement.infer, placement.train) if each.kind == "accelerator")
-    used = sorted({index for each in sets for index in each.indices})
+    kind, sets = placement.accelerator, (placement.infer, placement.train)
+    local = (each for each in sets if each.kind == "accelerator" and not each.is_ray)
+    pairs = combinations(sorted({index for each in local for index in each.indices}), 2)
     apart = [
-        f"{first} and {second}"
-        for first, second in combinations(used, 2)
-        if not devices.has_peer_access(placement.accelerator, first, second)
+        f"{one} and {two}" for one, two in pairs if not devices.has_peer_access(kind, one, two)
     ]
-    if not apart:
-        return []
-    return [
-        f"warning: {placement.accelerator} devices {', '.join(apart)} cannot read each other's "
-        "memory: weights and gradients go through the host's memory, which is slower"
-    ]
+    text = (
+        f"warning: {kind} devices {', '.join(apart)} cannot read each other's memory: weights and "
+        "gradients go through the host's memory, which is slower"
+    )
+    return [text] if apart else []
 
 
 def _what_fits(config: Config, placement: Placement, size: memory.ModelSize | None) -> str:
