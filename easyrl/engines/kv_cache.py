@@ -100,7 +100,7 @@ class KVCache:
 
     def claim_slots(self, lengths: Sequence[int]) -> list[int]:
         """Reserve a slot for each prompt, the first free ones. More are allocated as needed."""
-        num_used = int(np.count_nonzero(self.prompt_lengths)) + len(lengths)
+        num_used = np.count_nonzero(self.prompt_lengths) + len(lengths)
         num_missing = padded(max(0, num_used - len(self.prompt_lengths)), self._slot_step)
         longest = self.prompt_cells(max([self._longest_prompt, *lengths]))
         if num_missing or longest > self._longest_prompt:

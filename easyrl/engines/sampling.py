@@ -48,7 +48,7 @@ def sample(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tupl
     scores[:, num_tokens:] = -torch.inf
     scores[:, :num_tokens] = logits
     probabilities = scores.div_(settings.temperature or 1.0).softmax(dim=-1)  # [N, K * B]
-    blocks = probabilities.reshape(len(probabilities), -1, size)  # [N, K, B]
+    blocks = probabilities.unflatten(1, (-1, size))  # [N, K, B]
     sums = blocks.sum(dim=-1)  # [N, K]
     total = sums.sum(dim=-1)  # [N]: not 1, as softmax on the CPU loses part of a long tail
     if settings.temperature == 0.0:
@@ -56,7 +56,7 @@ def sample(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tupl
     else:
         if settings.truncates:
             kept = _truncated(probabilities, settings.top_k, settings.top_p)
-            blocks = kept.reshape(len(kept), -1, size)
+            blocks = kept.unflatten(1, (-1, size))
             sums = blocks.sum(dim=-1)
         block, rest = _draw(sums, uniforms * sums.sum(dim=-1))
         of_block = blocks.gather(1, block[:, None, None].expand(-1, 1, size)).squeeze(1)  # [N, B]

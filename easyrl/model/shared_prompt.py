@@ -102,9 +102,9 @@ class SharedPrompt:
         if settings.softcap is not None:
             return self.attend(query, key, value, settings)
         rows = (x.contiguous() for x in (query, key, value))
-        q, k, v = (x.view(len(x), key.shape[1], -1, x.shape[-1]) for x in rows)
-        output = query.new_empty((*q.shape[:-1], value.shape[-1]))
-        for bucket, block in self.own_blocks(q, k, v, settings):
+        tokens = [x.view(len(x), key.shape[1], -1, x.shape[-1]) for x in rows]
+        output = query.new_empty((*tokens[0].shape[:-1], value.shape[-1]))
+        for bucket, block in self.own_blocks(*tokens, settings):
             inputs = block.query, block.key, block.value, block.bias, 0.0, block.is_causal
             bucket.put(output, scaled_dot_product_attention(*inputs, scale=settings.scaling))
         return output.flatten(1, 2)
