@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from easyrl import devices
-from easyrl.bench.harness import peak_bytes
-from easyrl.model import flex_shared_prompt, shared_prompt
+from easyrl.model import flex_shared_prompt
 from easyrl.model.attention import ATTENTION_NAME, SMALLEST_FLEX_HEAD_SIZE, PackedGroups, notes
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
@@ -21,9 +19,7 @@ from easyrl.model.shared_prompt import (
     BUCKET_SCORES,
     LANES,
     AttentionSettings,
-    Block,
     SharedPrompt,
-    attend_block,
     make_buckets,
     padded_length,
 )
@@ -187,61 +183,6 @@ def test_gradients_of_a_ragged_row_in_bfloat16_with_soft_capping():
         layout.attend(*(x.requires_grad_() for x in inputs), attention).square().sum().backward()
     for x, y in zip(exact, rough, strict=True):
         assert (y.grad.float() - x.grad).norm() <= 0.02 * x.grad.norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scores_of_half_precision_are_float32_without_a_fused_kernel(monkeypatch, dtype):
-    """Rounded to bfloat16 they gave an error of 0.8 % instead of 0.2 %."""
-    monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 4, 99, 64, generator=generator) for _ in range(3))
-    tensors = [x.to(dtype) for x in (8 * query, key, value)]
-    layer = AttentionSettings(layer=0, scaling=64**-0.5, sliding_window=None, softcap=None)
-    output, _ = attend_block(Block(*tensors, is_causal=True, bias=None), layer)
-    expected = F.scaled_dot_product_attention(*(x.double() for x in tensors), is_causal=True)
-    assert (output - expected).norm() < 0.003 * expected.norm()
-
-
-def test_gpus_multiply_to_float32_without_copies_of_the_keys(monkeypatch):
-    """Decoding: the keys are cells of longer rows. Shapes only: the operator has no CPU kernel."""
-    monkeypatch.setattr(devices, "widens_products", lambda device: True)
-    query = torch.empty(8, 2, 3, 64, dtype=torch.bfloat16, device="meta")
-    cache = torch.empty(9, 2, 500, 64, dtype=torch.bfloat16, device="meta")
-    keys = cache[:8, :, :400]
-    layer = AttentionSettings(layer=0, scaling=1.0, sliding_window=None, softcap=None)
-    made = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and not func.is_view:
-                made.append((str(func), result.dtype, result.numel()))
-            return result
-
-    with Watch():
-        output, logsumexp = attend_block(Block(query, keys, keys, False, None), layer)
-    assert output.shape == query.shape and logsumexp.dtype == torch.float32
-    assert made[0] == ("aten.bmm.dtype", torch.float32, 8 * 2 * 3 * 400)
-    assert max(count for name, _, count in made if "bmm" not in name) < keys.numel() / 10
-
-
-@pytest.mark.parametrize("window", [None, 40])
-def test_whole_sequences_are_attended_without_stored_scores(monkeypatch, window):
-    """Prompts of the embedded engine. The result is that of the trainer's attention."""
-    lengths, heads = (300, 300, 170, 5), 6
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(sum(lengths), heads, 16, generator=generator)
-    key, value = torch.randn(2, sum(lengths), 2, 16, generator=generator)
-    layout = SharedPrompt([(length, ()) for length in lengths], CPU)
-    layer = AttentionSettings(layer=0, scaling=0.3, sliding_window=window, softcap=None)
-    expected = layout.attend(query, key, value, layer)
-    monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
-    outputs = []
-    peak = peak_bytes(
-        lambda: outputs.append(layout.attend_sequences(query, key, value, layer)), CPU
-    )
-    assert torch.equal(outputs[0], expected)
-    assert peak < heads * max(lengths) ** 2 * 4  # of one sequence alone
 
 
 # -- padding: segments of a row share a bucket if that is cheaper than another bucket --------------

@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from easyrl.bench.harness import peak_bytes
@@ -304,22 +302,6 @@ def test_memory_of_prompts_is_used_again_when_their_groups_have_finished():
     assert not engine.cache.prompt_lengths.any()
 
 
-def test_memory_of_an_evaluations_prompts_is_freed_for_training():
-    """With the first weights since which it was not needed. It changes no bit."""
-    engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
-    training, evaluation = requests(draw_prompts(6), 8), requests(draw_prompts(30))
-    expected, size = bits_of(run(engine, training)), engine.cache.prompts_size
-    run(engine, evaluation)
-    assert engine.cache.prompts_size[0] > 2 * size[0]
-    for _ in range(2):
-        engine.load_weights(pieces_of(make_policy("qwen3")))
-        assert bits_of(run(engine, training)) == expected
-    assert engine.cache.prompts_size == size
-    assert engine.cache.prompts[0][0].shape[0] == size[0]
-    engine.load_weights(pieces_of(make_policy("qwen3")))
-    assert engine.cache.prompts_size == size  # training needs as much again
-
-
 @pytest.mark.parametrize("prompt", [0, 128])
 def test_decoding_as_on_accelerators_copies_no_keys(monkeypatch, prompt):
     monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
@@ -508,69 +490,6 @@ def test_inverse_transform_is_exact_at_every_boundary():
     assert tokens.tolist() == list(cases.values())
     expected = logits[0].exp()[tokens]
     np.testing.assert_allclose(logprobs.exp(), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_drawing_a_token_takes_4_passes_over_the_vocabulary_and_none_in_float64(temperature):
-    """It took 9, of them 2 in float64. Gathers read as few numbers as they return."""
-    num_rows, vocabulary = 4, 151_936
-    passes, float64 = [], []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            used = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
-            float64.extend(x.numel() for x in used if x.dtype == torch.float64)
-            is_free = func.is_view or func.overloadpacket.__name__ in ("new_empty", "gather")
-            if not is_free and max(x.numel() for x in used) >= num_rows * vocabulary:
-                passes.append(str(func))
-            return result
-
-    logits = torch.empty(num_rows, vocabulary, dtype=torch.bfloat16, device="meta")
-    uniforms = torch.empty(num_rows, dtype=torch.float64, device="meta")
-    with Watch():
-        tokens, logprobs = sample(logits, uniforms, temperature)
-    assert (tokens.dtype, logprobs.dtype) == (torch.int64, torch.float32)
-    assert len(passes) <= 4, passes
-    assert max(float64) == num_rows
-
-
-@pytest.mark.parametrize("vocabulary", [1, 2, 5, 50, 1000])
-def test_frequencies_are_the_probabilities(vocabulary):
-    """With evenly spaced numbers, up to rounding at the ends of each share."""
-    generator = torch.Generator().manual_seed(vocabulary)
-    logits = 2 * torch.randn(1, vocabulary, generator=generator)
-    logits[0, vocabulary // 2 + 1 :: 3] = -torch.inf
-    number = 200 * vocabulary
-    uniforms = (torch.arange(number, dtype=torch.float64) + 0.5) / number
-    tokens, logprobs = sample(logits.expand(number, -1), uniforms, 0.8)
-    expected = (logits[0].double() / 0.8).softmax(-1)
-    counts = torch.bincount(tokens, minlength=vocabulary)
-    assert (counts - number * expected).abs().max() <= 1.01
-    np.testing.assert_allclose(logprobs, expected.log()[tokens], rtol=0, atol=1e-6)
-
-
-def test_random_numbers_give_the_distribution_of_a_large_vocabulary():
-    """Pearson's chi-square over 100 parts of equal size; 99.99 % of samples are below 161."""
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(1, 30_000, generator=generator)
-    uniforms = torch.from_numpy(uniform_stream(0, (1,), 4000))
-    tokens = torch.cat([sample(logits.expand(500, -1), u, 1.0)[0] for u in uniforms.split(500)])
-    expected = 4000 * logits[0].double().softmax(-1).view(100, -1).sum(-1)
-    counts = torch.bincount(tokens // 300, minlength=100)
-    assert ((counts - expected) ** 2 / expected).sum() < 161
-
-
-def test_impossible_tokens_are_never_drawn():
-    """At the ends and at every bound of a block, where sums are rounded."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, 5000, generator=generator)
-    logits[0, torch.rand(5000, generator=generator) < 0.9] = -torch.inf
-    bounds = logits[0].double().softmax(-1).cumsum(-1)
-    uniforms = torch.cat([bounds + shift for shift in (-1e-8, 0.0, 1e-8)]).clamp(0, 1 - 2**-53)
-    tokens, _ = sample(logits.expand(len(uniforms), -1), uniforms, 1.0)
-    assert logits[0, tokens].isfinite().all()
-    assert len(tokens.unique()) == logits.isfinite().sum()
 
 
 def test_temperature_sharpens_and_reported_logprobs_follow():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from easyrl.data.chat import text_decoder
-from easyrl.engines import padded
+from easyrl.model.logprobs import log_softmax
 from easyrl.types import Float64, Int32
 
 if TYPE_CHECKING:
@@ -40,40 +40,18 @@ def sample(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tupl
     of the whole distribution softmax(logits / temperature), which is what is trained. Temperature 0
     takes the likeliest token; its log-probability is that at temperature 1.
     """
-    # K blocks of B tokens, K about B. Drawing a block, then one of its tokens, sums so few numbers
-    # that float32 suffices: float64 is slow on most accelerators.
-    num_tokens = logits.shape[1]
-    size = 1 << (num_tokens.bit_length() + 1) // 2  # B
-    scores = logits.new_empty((len(logits), padded(num_tokens, size)), dtype=torch.float32)
-    scores[:, num_tokens:] = -torch.inf
-    scores[:, :num_tokens] = logits
-    probabilities = scores.div_(settings.temperature or 1.0).softmax(dim=-1)  # [N, K * B]
-    blocks = probabilities.unflatten(1, (-1, size))  # [N, K, B]
-    sums = blocks.sum(dim=-1)  # [N, K]
-    total = sums.sum(dim=-1)  # [N]: not 1, as softmax on the CPU loses part of a long tail
+    logprobs, probabilities = log_softmax(logits, settings.temperature or 1.0)  # [N, V]
     if settings.temperature == 0.0:
         tokens = logits.argmax(dim=-1)
     else:
+        probabilities = probabilities.double()  # [N, V]
         if settings.truncates:
-            kept = _truncated(probabilities, settings.top_k, settings.top_p)
-            blocks = kept.unflatten(1, (-1, size))
-            sums = blocks.sum(dim=-1)
-        block, rest = _draw(sums, uniforms * sums.sum(dim=-1))
-        of_block = blocks.gather(1, block[:, None, None].expand(-1, 1, size)).squeeze(1)  # [N, B]
-        tokens = block * size + _draw(of_block, rest)[0]
-    return tokens, (probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1) / total).log()
-
-
-def _draw(weights: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row of weights [N, K] the first index whose cumulative sum exceeds the
-    threshold [N] (float64), and the threshold less the sum before that index [N]."""
-    cumulative = weights.cumsum(dim=-1)
-    before = cumulative - weights
-    cumulative.masked_fill_(weights == 0.0, 0.0)  # never drawn, however sums are rounded
-    largest = cumulative.amax(dim=-1) * (1.0 - 2.0**-23)  # exceeded by a sum
-    bound = thresholds.float().minimum(largest).unsqueeze(1)
-    index = (cumulative > bound).float().argmax(dim=-1, keepdim=True)  # the first of them
-    return index.squeeze(1), thresholds - before.gather(1, index).squeeze(1)
+            probabilities = _truncated(probabilities, settings.top_k, settings.top_p)
+        cumulative = probabilities.cumsum_(dim=-1)
+        threshold = (uniforms * cumulative[:, -1]).unsqueeze(1)
+        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+        tokens.clamp_(max=logits.shape[1] - 1)
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
 def _truncated(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -83,9 +61,8 @@ def _truncated(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
     likeliest, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
     if top_k > 0:
         likeliest[:, top_k:] = 0.0
-    if top_p < 1.0:
-        before = likeliest.cumsum(dim=-1) - likeliest  # [N, V]: the sum of the likelier ones
-        likeliest[before >= top_p * likeliest.sum(dim=-1, keepdim=True)] = 0.0
+    before = likeliest.cumsum(dim=-1) - likeliest  # [N, V]: the sum of the likelier ones
+    likeliest[before >= top_p * likeliest.sum(dim=-1, keepdim=True)] = 0.0
     return torch.zeros_like(probabilities).scatter_(1, tokens, likeliest)
 
 
