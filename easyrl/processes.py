@@ -172,3 +172,5 @@ def maybe_sleep() -> None:
 
 if __name__ == "__mp_main__":  # in a process that user code has started (`rewards.worker.start`)
     die_with_parent(os.getppid())
+    if os.getsid(os.getppid()) != os.getsid(0):  # another process has adopted it already
+        os._exit(1)

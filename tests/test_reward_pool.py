@@ -282,6 +282,30 @@ def test_processes_of_a_function_end_with_the_killed_process(open_pool: Open) ->
     assert all(ended(int(child)) for child in children)
 
 
+ORPHAN = """
+import os, runpy, time
+parent = os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == parent:
+    time.sleep(0.01)
+runpy.run_module("easyrl.processes", run_name="__mp_main__")
+print("alive")
+"""
+
+
+def test_process_whose_parent_died_while_it_started_ends() -> None:
+    """Such a process waits for work for ever: it holds the other end of its pipe itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN],
+        start_new_session=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == (b"", b"")
+
+
 # Failures.
 
 INVALID = {

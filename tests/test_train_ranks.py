@@ -231,7 +231,7 @@ def test_two_ranks_have_the_gradients_of_one_with_lora(ranks: Ranks, lora: str) 
 def test_ranks_that_gather_once_per_update_have_the_gradients_of_others(
     ranks: Ranks, words: tuple[str, ...]
 ) -> None:
-    """With a reference, an old policy, several micro-batches, and an update without a gradient."""
+    """Use a reference, an old policy, several micro-batches, and an update without a gradient."""
     words = (*HARDER, "train.updates_per_iteration=6", BUDGETS[0], *words)
     expected = ranks.train(*words)
     for outcome, other in zip(ranks.train(*words, "train.reshard=false"), expected, strict=True):

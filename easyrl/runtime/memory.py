@@ -41,9 +41,9 @@ of the same size. So transient tensors take this many times their size. Measured
 42 and 92 million weights."""
 SAMPLE_BYTES = 16  # of a logit while a token is drawn: also log-probability, float64 probability
 SCORE_BYTES, TRAINED_SCORE_BYTES = 12, 20
-"""Of an attention score without a fused kernel: three float32 tensors, or five in backward."""
+"""Bytes of an attention score without a fused kernel: three float32 tensors, five in backward."""
 CONTEXT_BYTES = GIB // 2
-"""What a process takes of each accelerator before its first tensor: driver, kernels, libraries."""
+"""Memory of driver, kernels and libraries: each process needs it on each of its accelerators."""
 HEADROOM = 0.95
 """Part of each memory that a proposal may fill: gaps between tensors are not estimated."""
 MICRO_BATCH_TOKENS = (32_768, 16_384, 8_192)  # instead of 4,096, where they fit
