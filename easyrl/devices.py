@@ -319,6 +319,11 @@ def trains_flex_attention(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def widens_products(device: torch.device) -> bool:
+    """Return whether products of matrices in half precision can be float32 (`out_dtype`)."""
+    return device.type == "cuda"
+
+
 def shared_memory_bytes(device: torch.device) -> int:
     """Return the shared memory that a block of threads can use on a GPU."""
     return int(device_module("cuda").get_device_properties(device).shared_memory_per_block_optin)

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from easyrl import devices
-from easyrl.model import flex_shared_prompt
+from easyrl.model import flex_shared_prompt, shared_prompt
 from easyrl.model.attention import ATTENTION_NAME, SMALLEST_FLEX_HEAD_SIZE, PackedGroups, notes
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
@@ -19,7 +20,9 @@ from easyrl.model.shared_prompt import (
     BUCKET_SCORES,
     LANES,
     AttentionSettings,
+    Block,
     SharedPrompt,
+    attend_block,
     make_buckets,
     padded_length,
 )
@@ -197,6 +200,42 @@ def as_segments(lengths):
 def cost(widths):
     """Cost of one bucket of segments with these widths, the longest first."""
     return len(widths) * widths[0] ** 2 + BUCKET_SCORES
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_half_precision_are_float32_without_a_fused_kernel(monkeypatch, dtype):
+    """Rounded to bfloat16 they gave an error of 1.2 % here."""
+    monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 99, 64, generator=generator) for _ in range(3))
+    tensors = [x.to(dtype) for x in (2.5 * query, key, value)]
+    layer = AttentionSettings(layer=0, scaling=64**-0.5, sliding_window=None, softcap=None)
+    output, _ = attend_block(Block(*tensors, is_causal=True, bias=None), layer)
+    expected = F.scaled_dot_product_attention(*(x.double() for x in tensors), is_causal=True)
+    assert (output - expected).norm() < 0.004 * expected.norm()
+
+
+def test_gpus_multiply_to_float32_without_copies_of_the_keys(monkeypatch):
+    """Decoding: the keys are cells of longer rows. Shapes only: the operator has no CPU kernel."""
+    monkeypatch.setattr(devices, "widens_products", lambda device: True)
+    query = torch.empty(8, 2, 3, 64, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(9, 2, 500, 64, dtype=torch.bfloat16, device="meta")
+    keys = cache[:8, :, :400]
+    layer = AttentionSettings(layer=0, scaling=1.0, sliding_window=None, softcap=None)
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and not func.is_view:
+                made.append((str(func), result.dtype, result.numel()))
+            return result
+
+    with Watch():
+        output, logsumexp = attend_block(Block(query, keys, keys, False, None), layer)
+    assert output.shape == query.shape and logsumexp.dtype == torch.float32
+    assert made[0] == ("aten.bmm.dtype", torch.float32, 8 * 2 * 3 * 400)
+    assert max(count for name, _, count in made if "bmm" not in name) < keys.numel() / 10
 
 
 @given(lengths_of_segments)

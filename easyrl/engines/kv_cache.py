@@ -264,7 +264,7 @@ def attend_rows(
     for rows, length, bias in buckets:
         k, v = keys[rows, :, :length], values[rows, :, :length]
         block = Block(grouped[rows], k, v, is_causal=False, bias=bias)
-        parts.append(attend_block(block, settings, widens=False))
+        parts.append(attend_block(block, settings))
     output, logsumexp = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
     if prompts is not None:
         of_prompt = prompts.attend(grouped, cache.prompts[settings.layer], settings)
@@ -374,7 +374,7 @@ class _ResumedRows:
         for (cache, rows), bias in zip(caches, self._biases[window], strict=False):
             k, v = (x[rows, :, : bias.shape[-1]] for x in cache)
             block = Block(by_head, k, v, is_causal=False, bias=bias)
-            parts.append(attend_block(block, settings, widens=False))
+            parts.append(attend_block(block, settings))
         output = parts[0][0] if len(parts) == 1 else _merged(*parts)
         size = output.shape[-1]
         by_token = output.view(*output.shape[:2], self._shape[1], -1, size).transpose(1, 2)
@@ -456,7 +456,7 @@ class PromptAttention:
             rows: Tensor = apart.transpose(1, 2).flatten(0, 1)[self._places]
             return rows
 
-        output, logsumexp = attend_block(block, settings, widens=False)
+        output, logsumexp = attend_block(block, settings)
         return by_row(output), by_row(logsumexp)
 
     def _bias(self, window: int | None, query: Tensor) -> Tensor:

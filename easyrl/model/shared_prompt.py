@@ -29,6 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from easyrl import devices
+
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 Groups = Sequence[tuple[int, Sequence[int]]]
@@ -220,13 +222,10 @@ def _to_tokens(block: Tensor) -> Tensor:
 # -- one block: queries [B, H, L, D], keys and values [B, H, S, D] ---------------------------------
 
 
-def attend_block(
-    block: Block, settings: AttentionSettings, *, widens: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, L, D] and the scores' log-sum-exp [B, H, L, 1], float32 or wider.
-    Without `widens`, keys in half precision are not copied to float32."""
+def attend_block(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, L, D] and the scores' log-sum-exp [B, H, L, 1], float32 or wider."""
     if not is_fused(block, settings):
-        scores = _scores(block, settings, widens)[0]
+        scores = _scores(block, settings)[0]
         logsumexp = torch.logsumexp(scores, dim=-1, keepdim=True)
         weights = torch.exp(scores - logsumexp)
         return torch.matmul(weights.to(block.value.dtype), block.value), logsumexp
@@ -272,13 +271,16 @@ def is_fused(block: Block, settings: AttentionSettings) -> bool:
     return block.query.device.type == "cpu" and settings.softcap is None and has_one_size
 
 
-def _scores(
-    block: Block, settings: AttentionSettings, widens: bool = True
-) -> tuple[Tensor, Tensor | None]:
+def _scores(block: Block, settings: AttentionSettings) -> tuple[Tensor, Tensor | None]:
     """Return scores [B, H, L, S], float32 or wider, and tanh(score / softcap) if soft-capped."""
-    wide = torch.promote_types(block.query.dtype, torch.float32)
-    query, key = ((x.to(wide) if widens else x) for x in (block.query, block.key))
-    scores = torch.matmul(query, key.transpose(-1, -2)).to(wide) * settings.scaling
+    query, key = block.query, block.key.transpose(-1, -2)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    # Scores in half precision would have 8 bits: an error of the output of 1 % instead of 0.2 %.
+    if query.dtype != wide and devices.widens_products(query.device):
+        scores = torch.bmm(query.flatten(0, 1), key.flatten(0, 1), out_dtype=wide)
+        scores = scores.view(*query.shape[:-1], -1) * settings.scaling
+    else:
+        scores = torch.matmul(query.to(wide), key.to(wide)) * settings.scaling
     capped = None
     if settings.softcap is not None:
         capped = torch.tanh(scores / settings.softcap)
