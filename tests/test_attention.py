@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from easyrl import devices
+from easyrl.bench.harness import peak_bytes
 from easyrl.model import flex_shared_prompt, shared_prompt
 from easyrl.model.attention import ATTENTION_NAME, SMALLEST_FLEX_HEAD_SIZE, PackedGroups, notes
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
@@ -188,31 +189,17 @@ def test_gradients_of_a_ragged_row_in_bfloat16_with_soft_capping():
         assert (y.grad.float() - x.grad).norm() <= 0.02 * x.grad.norm()
 
 
-# -- padding: segments of a row share a bucket if that is cheaper than another bucket --------------
-
-lengths_of_segments = st.lists(st.integers(1, 200), min_size=1, max_size=12)
-
-
-def as_segments(lengths):
-    return np.stack([np.cumsum([0, *lengths[:-1]]), lengths], axis=1).astype(np.int64)
-
-
-def cost(widths):
-    """Cost of one bucket of segments with these widths, the longest first."""
-    return len(widths) * widths[0] ** 2 + BUCKET_SCORES
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_of_half_precision_are_float32_without_a_fused_kernel(monkeypatch, dtype):
-    """Rounded to bfloat16 they gave an error of 1.2 % here."""
+    """Rounded to bfloat16 they gave an error of 0.8 % instead of 0.2 %."""
     monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 4, 99, 64, generator=generator) for _ in range(3))
-    tensors = [x.to(dtype) for x in (2.5 * query, key, value)]
+    tensors = [x.to(dtype) for x in (8 * query, key, value)]
     layer = AttentionSettings(layer=0, scaling=64**-0.5, sliding_window=None, softcap=None)
     output, _ = attend_block(Block(*tensors, is_causal=True, bias=None), layer)
     expected = F.scaled_dot_product_attention(*(x.double() for x in tensors), is_causal=True)
-    assert (output - expected).norm() < 0.004 * expected.norm()
+    assert (output - expected).norm() < 0.003 * expected.norm()
 
 
 def test_gpus_multiply_to_float32_without_copies_of_the_keys(monkeypatch):
@@ -236,6 +223,39 @@ def test_gpus_multiply_to_float32_without_copies_of_the_keys(monkeypatch):
     assert output.shape == query.shape and logsumexp.dtype == torch.float32
     assert made[0] == ("aten.bmm.dtype", torch.float32, 8 * 2 * 3 * 400)
     assert max(count for name, _, count in made if "bmm" not in name) < keys.numel() / 10
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_whole_sequences_are_attended_without_stored_scores(monkeypatch, window):
+    """Prompts of the embedded engine. The result is that of the trainer's attention."""
+    lengths, heads = (300, 300, 170, 5), 6
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(sum(lengths), heads, 16, generator=generator)
+    key, value = torch.randn(2, sum(lengths), 2, 16, generator=generator)
+    layout = SharedPrompt([(length, ()) for length in lengths], CPU)
+    layer = AttentionSettings(layer=0, scaling=0.3, sliding_window=window, softcap=None)
+    expected = layout.attend(query, key, value, layer)
+    monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
+    outputs = []
+    peak = peak_bytes(
+        lambda: outputs.append(layout.attend_sequences(query, key, value, layer)), CPU
+    )
+    assert torch.equal(outputs[0], expected)
+    assert peak < heads * max(lengths) ** 2 * 4  # of one sequence alone
+
+
+# -- padding: segments of a row share a bucket if that is cheaper than another bucket --------------
+
+lengths_of_segments = st.lists(st.integers(1, 200), min_size=1, max_size=12)
+
+
+def as_segments(lengths):
+    return np.stack([np.cumsum([0, *lengths[:-1]]), lengths], axis=1).astype(np.int64)
+
+
+def cost(widths):
+    """Cost of one bucket of segments with these widths, the longest first."""
+    return len(widths) * widths[0] ** 2 + BUCKET_SCORES
 
 
 @given(lengths_of_segments)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from easyrl.bench.harness import peak_bytes
@@ -302,6 +304,22 @@ def test_memory_of_prompts_is_used_again_when_their_groups_have_finished():
     assert not engine.cache.prompt_lengths.any()
 
 
+def test_memory_of_an_evaluations_prompts_is_freed_for_training():
+    """With the first weights since which it was not needed. It changes no bit."""
+    engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
+    training, evaluation = requests(draw_prompts(6), 8), requests(draw_prompts(30))
+    expected, size = bits_of(run(engine, training)), engine.cache.prompts_size
+    run(engine, evaluation)
+    assert engine.cache.prompts_size[0] > 2 * size[0]
+    for _ in range(2):
+        engine.load_weights(pieces_of(make_policy("qwen3")))
+        assert bits_of(run(engine, training)) == expected
+    assert engine.cache.prompts_size == size
+    assert engine.cache.prompts[0][0].shape[0] == size[0]
+    engine.load_weights(pieces_of(make_policy("qwen3")))
+    assert engine.cache.prompts_size == size  # training needs as much again
+
+
 @pytest.mark.parametrize("prompt", [0, 128])
 def test_decoding_as_on_accelerators_copies_no_keys(monkeypatch, prompt):
     monkeypatch.setattr(shared_prompt, "is_fused", lambda block, settings: False)
@@ -490,6 +508,65 @@ def test_inverse_transform_is_exact_at_every_boundary():
     assert tokens.tolist() == list(cases.values())
     expected = logits[0].exp()[tokens]
     np.testing.assert_allclose(logprobs.exp(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_drawing_a_token_takes_4_passes_over_the_vocabulary_and_none_in_float64(temperature):
+    """Maximum, difference, exponential and sum; one more for a temperature. It took 9, of which 2
+    were in float64."""
+    num_rows, vocabulary = 4, 151_936
+    passes, float64 = [], []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            used = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+            float64.extend(x.shape[-1] for x in used if x.dtype == torch.float64)
+            is_free = func.is_view or func is torch.ops.aten.gather.default  # reads what it returns
+            if not is_free and max(x.numel() for x in used) >= num_rows * vocabulary:
+                passes.append(str(func))
+            return result
+
+    logits = torch.randn(num_rows, vocabulary).bfloat16()
+    with Watch():
+        sample(logits, torch.rand(num_rows, dtype=torch.float64), temperature)
+    assert len(passes) == 4 + (temperature != 1.0), passes
+    assert max(float64) <= 1200
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 5, 50, 128, 129, 1000])
+def test_frequencies_are_the_probabilities(vocabulary):
+    """With evenly spaced numbers, up to rounding at the ends of each share."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 2 * torch.randn(1, vocabulary, generator=generator)
+    logits[0, vocabulary // 2 + 1 :: 3] = -torch.inf
+    number = 200 * vocabulary
+    uniforms = (torch.arange(number, dtype=torch.float64) + 0.5) / number
+    tokens, logprobs = sample(logits.expand(number, -1), uniforms, 0.8)
+    expected = (logits[0].double() / 0.8).softmax(-1)
+    counts = torch.bincount(tokens, minlength=vocabulary)
+    assert (counts - number * expected).abs().max() <= 1.01
+    np.testing.assert_allclose(logprobs, expected.log()[tokens], rtol=0, atol=2e-6)
+
+
+def test_impossible_tokens_are_never_drawn():
+    """At the ends and at the bounds of every share, where sums are rounded."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 5000, generator=generator)
+    logits[0, torch.rand(5000, generator=generator) < 0.9] = -torch.inf
+    bounds = logits[0].double().softmax(-1).cumsum(-1)
+    uniforms = torch.cat([bounds + shift for shift in (-1e-8, 0.0, 1e-8)]).clamp(0, 1 - 2**-53)
+    tokens, _ = sample(logits.expand(len(uniforms), -1), uniforms, 1.0)
+    assert logits[0, tokens].isfinite().all()
+    assert len(tokens.unique()) == logits.isfinite().sum()
+
+
+@pytest.mark.parametrize("vocabulary", [99, 300])
+def test_logits_that_are_no_numbers_give_a_token_without_log_probability(vocabulary):
+    """The run reports it then."""
+    logits = torch.full((1, vocabulary), torch.nan)
+    token, logprob = sample(logits, torch.tensor([0.5], dtype=torch.float64), 1.0)
+    assert 0 <= int(token) < vocabulary and logprob.isnan()
 
 
 def test_temperature_sharpens_and_reported_logprobs_follow():

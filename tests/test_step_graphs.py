@@ -133,15 +133,27 @@ def test_a_model_that_reads_values_on_the_host_is_never_captured(monkeypatch):
     assert len(warned) == 1
 
 
-def test_long_rows_are_computed_without_graphs(monkeypatch):
+@pytest.mark.parametrize("num_cells", [0, 8, 1000])
+def test_rows_of_very_different_lengths_are_computed_without_graphs(num_cells, monkeypatch):
+    """However long they are: buckets read no padding."""
     submitted = requests(draw_prompts(12), 3)
     expected = run(make_engine(num_rows=8), submitted)
     recorded_graphs.install(monkeypatch)
-    monkeypatch.setattr(step_graphs, "MAX_GRAPH_KEYS", 8 * 8 * 16)  # of 8 rows with 8 cells
+    monkeypatch.setattr(step_graphs, "MAX_PADDING", num_cells * 16)
     engine = make_engine(num_rows=8)
+    padding = []
+    step = engine.graphs.step
+
+    def watched(tokens, uniforms, rows):
+        drawn = step(tokens, uniforms, rows)
+        sizes, _ = engine.graphs._prepare(tokens, uniforms, rows)
+        padding.append((drawn is None, sizes.rows * sizes.cells - sum(rows["cell"] + 1)))
+        return drawn
+
+    monkeypatch.setattr(engine.graphs, "step", watched)
     assert tokens_of(run(engine, submitted)) == tokens_of(expected)
-    assert engine.graphs.num_replays > 2
-    assert all(sizes.rows * sizes.cells <= 64 for sizes in engine.graphs._graphs)
+    assert all(is_plain == (cells > num_cells) for is_plain, cells in padding)
+    assert (engine.graphs.num_replays > 2) == (num_cells > 0)
 
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}])

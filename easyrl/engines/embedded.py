@@ -125,6 +125,7 @@ class EmbeddedEngine(PolicyEngine):
 
     def load_weights(self, pieces: Iterable[WeightPiece]) -> None:
         super().load_weights(pieces)
+        self.cache.shrink()
         if self._decoder is not None:
             self._decoder.copy_weights()
             is_equal = self._decoder.equals(self.policy)

@@ -64,6 +64,7 @@ class KVCache:
         self.prompts: list[KeysValues] = []  # per layer 2 x [C, Hkv, P, D]
         self.prompt_lengths = np.zeros(0, dtype=np.int64)  # [C]; 0: free
         self._longest_prompt = 0
+        self._most_cells = 0  # of the prompts in use at once since `shrink`
 
     @property
     def shared_lengths(self) -> Ints:
@@ -99,14 +100,24 @@ class KVCache:
 
     def claim_slots(self, lengths: Sequence[int]) -> list[int]:
         """Reserve a slot for each prompt, the first free ones. More are allocated as needed."""
-        free = np.flatnonzero(self.prompt_lengths == 0)[: len(lengths)]
-        num_missing = padded(len(lengths) - len(free), self._slot_step)
+        num_used = int(np.count_nonzero(self.prompt_lengths)) + len(lengths)
+        num_missing = padded(max(0, num_used - len(self.prompt_lengths)), self._slot_step)
         longest = self.prompt_cells(max([self._longest_prompt, *lengths]))
         if num_missing or longest > self._longest_prompt:
             self._grow(num_missing, longest)
-            free = np.flatnonzero(self.prompt_lengths == 0)[: len(lengths)]
+        free = np.flatnonzero(self.prompt_lengths == 0)[: len(lengths)]
         self.prompt_lengths[free] = lengths
+        longest = self.prompt_cells(self.prompt_lengths.max(initial=0))
+        self._most_cells = max(self._most_cells, num_used * longest)
         return [int(slot) for slot in free]
+
+    def shrink(self) -> None:
+        """Free the slots, none of which is in use, if less than half of their cells were needed
+        since the last call: an evaluation may have longer prompts, and one for each row."""
+        most, self._most_cells = self._most_cells, 0
+        if 2 * most < len(self.prompt_lengths) * self._longest_prompt:
+            self.prompt_lengths, self._longest_prompt = self.prompt_lengths[:0], 0
+            self.prompts = [(k[:0, :, :0].clone(), v[:0, :, :0].clone()) for k, v in self.prompts]
 
     def _grow(self, num_more: int, longest: int) -> None:
         used, self._longest_prompt = len(self.prompt_lengths), longest
@@ -222,7 +233,7 @@ class StepLayout:
                 prompts = torch.split(x[n:], self.prompt_lengths)
                 for slot, prompt in zip(self._prompt_slots, prompts, strict=True):
                     cache[slot, :, : len(prompt)] = prompt.transpose(0, 1)
-            outputs.append(self._packed.attend(query[n:], key[n:], value[n:], settings))
+            outputs.append(self._packed.attend_sequences(query[n:], key[n:], value[n:], settings))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _decode(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from easyrl.data.chat import text_decoder
-from easyrl.model.logprobs import log_softmax
+from easyrl.model.logprobs import BLOCK, block_sums, shifted_scores
 from easyrl.types import Float64, Int32
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The text of bytes that are not a whole character."""
+LARGEST_UNIFORM = 1.0 - 2.0**-52
+"""Times a sum it is less than the sum, also when it is rounded."""
 
 
 def uniform_stream(seed: int, key: tuple[int, ...], length: int) -> Float64:
@@ -40,30 +42,46 @@ def sample(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tupl
     of the whole distribution softmax(logits / temperature), which is what is trained. Temperature 0
     takes the likeliest token; its log-probability is that at temperature 1.
     """
-    logprobs, probabilities = log_softmax(logits, settings.temperature or 1.0)  # [N, V]
+    scores = shifted_scores(logits, settings.temperature or 1.0)  # [N, V]
+    weights = scores.exp()
+    sums = block_sums(weights)  # [N, V / BLOCK]
+    total = sums.sum(dim=-1, keepdim=True)
     if settings.temperature == 0.0:
-        tokens = logits.argmax(dim=-1)
+        tokens = logits.argmax(dim=-1, keepdim=True)
     else:
-        probabilities = probabilities.double()  # [N, V]
         if settings.truncates:
-            probabilities = _truncated(probabilities, settings.top_k, settings.top_p)
-        cumulative = probabilities.cumsum_(dim=-1)
-        threshold = (uniforms * cumulative[:, -1]).unsqueeze(1)
-        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
-        tokens.clamp_(max=logits.shape[1] - 1)
-    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+            weights = _truncated(weights, settings.top_k, settings.top_p)
+            sums = block_sums(weights)
+        block, uniforms = _draw(sums, uniforms.unsqueeze(1))
+        of_block = block * BLOCK + torch.arange(BLOCK, device=logits.device)  # [N, BLOCK]
+        last = logits.shape[1] - 1
+        weights = weights.gather(1, of_block.clamp(max=last)).masked_fill_(of_block > last, 0.0)
+        tokens = (block * BLOCK + _draw(weights, uniforms)[0]).clamp_(max=last)
+    return tokens.squeeze(1), (scores.gather(1, tokens) - total.log()).squeeze(1)
 
 
-def _truncated(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
+def _draw(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw an index per row in proportion to weights [N, K], with uniforms [N, 1]. Return it, and
+    the uniform's place within its share, which is a uniform number, too: 2 x [N, 1]."""
+    # Float64 is slow on most accelerators: K is small.
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    threshold = uniforms.clamp(0.0, LARGEST_UNIFORM) * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, threshold, right=True)
+    index.clamp_(max=weights.shape[1] - 1)  # of weights that are not numbers
+    share = weights.gather(1, index)
+    return index, (threshold - cumulative.gather(1, index) + share) / share
+
+
+def _truncated(weights: Tensor, top_k: int, top_p: float) -> Tensor:
     """Set to zero all but the `top_k` likeliest tokens (0: all) and, of these, the fewest whose
     share is at least `top_p` (nucleus sampling, arXiv 1904.09751, section 3.1). Among equal
-    probabilities the lower token ids are kept. [N, V] -> [N, V]"""
-    likeliest, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
+    weights the lower token ids are kept. [N, V] -> [N, V]"""
+    likeliest, tokens = weights.sort(dim=-1, descending=True, stable=True)
     if top_k > 0:
         likeliest[:, top_k:] = 0.0
     before = likeliest.cumsum(dim=-1) - likeliest  # [N, V]: the sum of the likelier ones
     likeliest[before >= top_p * likeliest.sum(dim=-1, keepdim=True)] = 0.0
-    return torch.zeros_like(probabilities).scatter_(1, tokens, likeliest)
+    return torch.zeros_like(weights).scatter_(1, tokens, likeliest)
 
 
 class StopStrings:

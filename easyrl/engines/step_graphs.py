@@ -48,9 +48,10 @@ ROW_STEP, CELL_STEP, SLOT_STEP, PROMPT_STEP = 8, 128, 4, 256
 """B, L, C and P are rounded up to multiples of these."""
 CAPTURED_AT = 3
 """A step is captured when its sizes occur for the third time."""
-MAX_GRAPH_KEYS = 2**26
-"""A step that attends to more elements of keys than this, in a layer, is computed without a graph:
-its attention takes longer than launching kernels. Calculated for an H100, not measured."""
+MAX_PADDING = 2**26
+"""Elements of keys, in a layer, by which rows may be padded in a step with a graph: it has no
+buckets. Reading as many keys and values in bfloat16 takes an H100 0.1 ms, an RTX 4090 0.3 ms, and
+launching a layer's kernels 0.3 ms (calculated). Graphs share memory for a step's scores."""
 MAX_GRAPHS = 100
 """Bounds the memory of kernels' arguments, which torch does not count."""
 
@@ -109,15 +110,15 @@ class StepGraphs:
 
     def step(self, tokens: Ints, uniforms: Float64, rows: np.ndarray[Any, Any]) -> Drawn | None:
         """Return the next token of every row and its log-probability: 2 x [n]. Return None if the
-        step cannot be captured, or if its attention is large (`MAX_GRAPH_KEYS`).
+        step cannot be captured, or if its rows are too uneven (`MAX_PADDING`).
 
         `tokens` [n]: the newest of each row; `uniforms` [n]: see `sample`; `rows` [n]: the state of
         the active rows (fields position, cell and slot).
         """
         sizes, inputs = self._prepare(tokens, uniforms, rows)
         numbers_per_cell = self._cache.rows[0][0][0, :, 0].numel()
-        num_cells = sizes.rows * sizes.cells + sizes.slots * sizes.prompt
-        if num_cells * numbers_per_cell > MAX_GRAPH_KEYS:
+        num_padding = sizes.rows * sizes.cells - int((rows["cell"] + 1).sum())
+        if num_padding * numbers_per_cell > MAX_PADDING:
             return None
         integers = inputs.packed()
         if self._can_compute is None:

@@ -39,7 +39,7 @@ HEAP_FACTOR = 3.9
 """On the CPU a trainer keeps freed memory (`processes`), and glibc cannot reuse a hole for a block
 of the same size. So transient tensors take this many times their size. Measured with models of 13,
 42 and 92 million weights."""
-SAMPLE_BYTES = 16  # of a logit while a token is drawn: also log-probability, float64 probability
+SAMPLE_BYTES = 12  # of a logit while a token is drawn: also its score, and that exponentiated
 SCORE_BYTES, TRAINED_SCORE_BYTES = 12, 20
 """Bytes of an attention score without a fused kernel: three float32 tensors, five in backward."""
 CONTEXT_BYTES = GIB // 2
