@@ -220,7 +220,7 @@ def test_replayed_decode_steps_give_the_bits_of_plain_ones(
 
 
 def test_long_rows_and_deterministic_sampling_of_the_likeliest(monkeypatch):
-    """Some steps have too much padding for graphs. `scatter_` has another kernel in deterministic mode."""
+    """Some steps have too much padding. `scatter_` has another kernel in deterministic mode."""
     inputs = draw_inputs((200, 70, 10))
     policy = tiny_policy("qwen3", torch.float32)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
