@@ -14,6 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import kernel_counts
+import performance_model
 from easyrl.bench import attention, engine, loop, peer, pipeline, ring, weights
 from easyrl.bench.harness import SMALL, peak_bytes, run_suite
 from easyrl.cli import app
@@ -23,6 +25,17 @@ from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.preflight import check_run
 from easyrl.runtime.supervisor import WorkerFailure
+from performance_model import (
+    CARDS,
+    COPYING_KERNELS,
+    KERNELS,
+    MODELS,
+    TRAIN_HIDDEN_BYTES,
+    TRAIN_KERNELS,
+    TRAIN_LOGIT_BYTES,
+    Load,
+    Model,
+)
 
 
 def test_a_suite_prints_a_table_and_writes_json(
@@ -64,13 +77,16 @@ def test_ring_compares_both_ways_to_send_a_group() -> None:
     assert 0 < row["wakeup_p50_seconds"] <= row["wakeup_p99_seconds"] < 1
 
 
-def test_engine_generates_the_given_lengths() -> None:
+def test_engine_generates_the_given_lengths(tmp_path: Path) -> None:
     row = engine.compare(
         "ragged", [[5, 6, 7], [8, 9], [10]], [3, 9, 1], repetitions=1, device=torch.device("cpu")
     )
     assert row["completion_tokens"] == 13
     rates = row["engine_tokens_per_second"], row["generate_tokens_per_second"]
     assert row["speedup"] == pytest.approx(rates[0] / rates[1])
+    run_suite("engine", [row], file := tmp_path / "gpu-engine.json")
+    (line,) = performance_model.compare(file)
+    assert "CPU" in line and "H100" in line  # no figures of the CPU, only of these
 
 
 def test_attention_compares_the_same_work() -> None:
@@ -230,3 +246,73 @@ def test_peer_samples_the_same_lengths_on_both_sides(
     # 99 tokens, one of which ends a completion, and 256 of them at most: 92 on average.
     for side in ("easyrl", "peer"):
         assert 75 < row[f"{side}_mean_length"] < 110, row
+
+
+# The performance model (docs/devices.md, Expected speed).
+
+
+def at_zero_layers(two: float, four: float) -> tuple[float, float]:
+    """Return what a layer adds, and what there is besides, from figures of two and four layers."""
+    return (four - two) / 2, 2 * two - four
+
+
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="the figures are those of this version"
+)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_performance_model_counts_the_work_of_the_code(model: Model) -> None:
+    """Kernels exactly; bytes within 3 % of a decode step, and 10 % of training."""
+
+    def total(per_layer: float, besides: float) -> float:
+        return per_layer * model.layers + besides
+
+    for load, kernels in ((Load(256), KERNELS), (Load(1024), KERNELS), (Load(40), COPYING_KERNELS)):
+        for rows, cells in ((64, 512), (256, 1024)):
+            two, four = (
+                kernel_counts.count_decode_step(model, layers, rows, load.prompt, cells)
+                for layers in (2, 4)
+            )
+            counted = at_zero_layers(two.num_kernels, four.num_kernels)
+            assert counted == kernels[model.family]
+            step = performance_model.decode(
+                model, CARDS["H100"], "embedded", rows, cells=cells, load=load
+            )
+            assert step.num_kernels == total(*counted)
+            num_bytes = total(*at_zero_layers(two.num_bytes, four.num_bytes))
+            assert step.num_bytes == pytest.approx(num_bytes, rel=0.03)
+    if performance_model.train(model, CARDS["H100"]) is None:
+        return  # it needs several devices
+    tokens = 8448
+    two, four = (kernel_counts.count_training(model, layers, tokens) for layers in (2, 4))
+    counted = at_zero_layers(two.num_kernels, four.num_kernels)
+    assert counted == TRAIN_KERNELS[model.family]
+    moved = (each.num_bytes - each.product_bytes for each in (two, four))
+    of_layer, of_head = at_zero_layers(*moved)
+    expected = TRAIN_HIDDEN_BYTES[model.family] * model.hidden * tokens
+    assert of_layer == pytest.approx(expected, rel=0.1)
+    assert of_head == pytest.approx(TRAIN_LOGIT_BYTES * model.vocabulary * tokens, rel=0.1)
+
+
+def test_measured_speed_is_shown_beside_expected_speed(tmp_path: Path) -> None:
+    files = {
+        "engine": [
+            {"load": load, "device": "NVIDIA H100 80GB HBM3", "engine_tokens_per_second": 12345.0}
+            for load in ("equal lengths", "geometric lengths", "prompts of 1024")
+        ],
+        "loop": [
+            {"model": "1.7B", "device": device, "mfu": 0.123}
+            | {"infer_devices": "0", "train_devices": train}
+            for device in ("NVIDIA A100-SXM4-80GB", "NVIDIA L40S")
+            for train in ("0", "1")
+        ],
+        "weights": [{"device": "NVIDIA H100 80GB HBM3"}],
+    }
+    lines = []
+    for suite, rows in files.items():
+        run_suite(suite, rows, file := tmp_path / f"gpu-{suite}.json")
+        lines += performance_model.compare(file)
+    assert len(lines) == 6 and all("12,345" in line and "expected" in line for line in lines[:2])
+    assert all("12%" in line and "expected" in line for line in lines[2:4])
+    shared, apart = (int(line.split()[-1].strip("%")) for line in lines[2:4])
+    assert shared < apart  # computing activations twice does not count
+    assert all("L40S" in line for line in lines[4:])

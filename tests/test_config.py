@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import performance_model
 from easyrl.config import (
     KEYS,
     SECTIONS,
@@ -249,6 +250,8 @@ def test_generated_files_are_current() -> None:
     assert yaml.read_text() == to_commented_yaml(Config()), "easyrl config > configs/default.yaml"
     current = markdown.read_text() == settings_markdown()
     assert current, "easyrl config --markdown > docs/settings.md"
+    devices = (ROOT / "docs" / "devices.md").read_text()
+    assert "\n".join(performance_model.tables()) in devices, "python -m tests.performance_model"
 
 
 @given(

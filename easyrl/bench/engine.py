@@ -85,6 +85,7 @@ def compare(
     rates = {name: sum(lengths) / statistics.median(taken) for name, taken in seconds.items()}
     return {
         "load": load,
+        "device": None if device.type == "cpu" else devices.device_label(device.type, 0),
         "completion_tokens": sum(lengths),
         **{f"{name}_tokens_per_second": rate for name, rate in rates.items()},
         "speedup": median_ratio(seconds["generate"], seconds["engine"]),
