@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from easyrl import devices
 from easyrl.engines import COPIED_TOKENS
 from easyrl.engines.base import SamplingSettings
 from easyrl.engines.kv_cache import KVCache
@@ -29,6 +30,8 @@ META = torch.device("meta")
 GATHERS = {"aten::index", "aten::embedding", "aten::gather", "aten::searchsorted"}
 """Operations that read as much of their first input as they write."""
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
+
+devices.widens_products = lambda device: device.type in ("cuda", "meta")
 
 
 class Counter(TorchDispatchMode):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from easyrl.engines import COPIED_TOKENS, padded
-from easyrl.engines.step_graphs import CELL_STEP, MAX_GRAPH_KEYS
+from easyrl.engines.step_graphs import CELL_STEP
 
 
 class Load(NamedTuple):
@@ -28,14 +28,14 @@ class Load(NamedTuple):
 LOAD = Load()
 
 # -- counted: bfloat16, the operations' tensors in bytes -------------------------------------------
-KERNELS = {"qwen2": (87, 49), "qwen3": (103, 49)}
-COPYING_KERNELS = {"qwen2": (58, 45), "qwen3": (74, 45)}
+KERNELS = {"qwen2": (85, 74), "qwen3": (101, 74)}
+COPYING_KERNELS = {"qwen2": (57, 70), "qwen3": (73, 70)}
 """Of a decode step of the embedded engine: per layer, and besides. The fewer ones are those behind
 prompts of at most COPIED_TOKENS tokens, which are copied."""
-SCORE_BYTES, HIDDEN_BYTES, LOGIT_BYTES = 72, 280, {"embedded": 67, "vLLM": 34}
+SCORE_BYTES, HIDDEN_BYTES, LOGIT_BYTES = 68, 290, {"embedded": 23, "vLLM": 34}
 """Moved in a decode step per score of attention; per row, layer and element of the hidden state;
 per logit (vLLM: assumed)."""
-TRAIN_KERNELS = {"qwen2": (121, 210), "qwen3": (166, 210)}
+TRAIN_KERNELS = {"qwen2": (121, 215), "qwen3": (166, 215)}
 """Of a micro-batch's forward and backward, without attention."""
 TRAIN_HIDDEN_BYTES, TRAIN_LOGIT_BYTES = {"qwen2": 525, "qwen3": 645}, 97
 """Moved in training by what is neither a product nor attention, per token, layer and element of the
@@ -124,14 +124,13 @@ class Step(NamedTuple):  # of decoding, or the mean of several
     num_bytes: float
     num_operations: float
     num_kernels: float
-    is_replayed: float
     seconds: float
 
 
 def decode(model: Model, card: Card, engine: str, rows: int, *, cells: int, load: Load) -> Step:
     """A step of `rows` completions of `cells` tokens. The embedded engine reads the keys of a
     prompt once per group (unless it copies them), vLLM once per row."""
-    copies, is_replayed = load.prompt <= COPIED_TOKENS, True
+    copies = load.prompt <= COPIED_TOKENS
     prompts = rows // load.group if engine == "embedded" and not copies else rows
     pairs, keys = rows * (load.prompt + cells), rows * cells + prompts * load.prompt
     num_bytes = 2 * model.read_weights + model.kv_bytes * keys
@@ -141,12 +140,11 @@ def decode(model: Model, card: Card, engine: str, rows: int, *, cells: int, load
     if engine == "embedded":
         of_layer = SCORE_BYTES * model.heads * pairs + HIDDEN_BYTES * model.hidden * rows
         num_bytes += of_layer * model.layers
-        is_replayed = keys * model.kv_heads * model.head_size <= MAX_GRAPH_KEYS
         per_layer, besides = (COPYING_KERNELS if copies else KERNELS)[model.family]
     kernels = per_layer * model.layers + besides
     seconds = max(num_bytes / (READ * card.bandwidth), num_operations / (COMPUTE * card.peak))
-    seconds = seconds + kernels * REPLAYED if is_replayed else max(seconds, kernels * LAUNCHED)
-    return Step(num_bytes, num_operations, kernels, is_replayed, seconds + HOST[engine])
+    seconds += kernels * REPLAYED + HOST[engine]
+    return Step(num_bytes, num_operations, kernels, seconds)
 
 
 def generate(
@@ -191,8 +189,8 @@ def train(model: Model, card: Card) -> tuple[float, float] | None:
 
 
 def tables() -> Iterator[str]:
-    yield "| model | card | engine | rows | GB/step | kernels | graphs | ms/step | tokens/s |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "| model | card | engine | rows | GB/step | kernels | ms/step | tokens/s |"
+    yield "|---|---|---|---|---|---|---|---|"
     for name, model in MODELS.items():
         for card_name, card in CARDS.items():
             rows = rows_that_fit(model, card)
@@ -200,8 +198,8 @@ def tables() -> Iterator[str]:
                 step, seconds = generate(model, card, engine, rows)
                 yield (
                     f"| {name} | {card_name} | {engine} | {rows} | {step.num_bytes / 1e9:.1f} "
-                    f"| {step.num_kernels:,.0f} | {step.is_replayed:.0%} "
-                    f"| {step.seconds * 1e3:.1f} | {rows * LOAD.completion / seconds:,.0f} |"
+                    f"| {step.num_kernels:,.0f} | {step.seconds * 1e3:.1f} "
+                    f"| {rows * LOAD.completion / seconds:,.0f} |"
                 )
             if not rows:
                 yield f"| {name} | {card_name} | both | does not fit | | | | | |"
