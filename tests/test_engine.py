@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 
-from easyrl.bench.harness import peak_bytes
+from benchmarks.measuring import peak_bytes
 from easyrl.engines import embedded, kv_cache, sampling
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
