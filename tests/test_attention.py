@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.measuring import peak_bytes
 from easyrl import devices
-from easyrl.bench.harness import peak_bytes
 from easyrl.model import flex_shared_prompt, shared_prompt
 from easyrl.model.attention import ATTENTION_NAME, SMALLEST_FLEX_HEAD_SIZE, PackedGroups, notes
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt

@@ -16,14 +16,17 @@ from typer.testing import CliRunner
 
 import kernel_counts
 import performance_model
-from easyrl.bench import attention, engine, loop, peer, pipeline, ring, weights
-from easyrl.bench.harness import SMALL, peak_bytes, run_suite
+from benchmarks import attention, engine, pipeline, ring, weights
+from benchmarks.measuring import peak_bytes
+from easyrl.bench import loop, peer
+from easyrl.bench.harness import run_suite
 from easyrl.cli import app
 from easyrl.config import load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.model.files import load_eos_token_ids, load_model_config
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.preflight import check_run
+from easyrl.runtime.self_test_part import SMALL
 from easyrl.runtime.supervisor import WorkerFailure
 from performance_model import (
     CARDS,

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 
-from easyrl.bench.harness import peak_bytes
+from benchmarks.measuring import peak_bytes
 from easyrl.engines import embedded, kv_cache, sampling
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine

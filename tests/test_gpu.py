@@ -19,8 +19,9 @@ import pytest
 import torch
 from test_attention import FAMILIES, largest_gradient_gap, tiny_model
 
-from easyrl.bench import attention as bench
-from easyrl.bench import weights as bench_weights
+from benchmarks import attention as bench
+from benchmarks import weights as bench_weights
+from easyrl.bench.harness import QWEN3_06B
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.engines import step_graphs
 from easyrl.engines.base import GroupRequest, SamplingSettings
@@ -29,6 +30,7 @@ from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import AttentionSettings, SharedPrompt
+from easyrl.runtime.self_test_part import draw_rollouts, each_alone, packed
 from easyrl.types import Weight, WeightPiece
 from runs import SMALL, finish, lines_of, summary_of
 
@@ -44,7 +46,7 @@ NEEDS_VLLM = pytest.mark.skipif(
 ANSWERS = (*SMALL, "rollout.max_completion_length=100")
 """Long enough that some answers are right; otherwise nothing is trained."""
 SHARED = ("--infer-devices", "0", "--train-devices", "0")
-FEW_LAYERS = bench.QWEN3_06B | {"num_hidden_layers": 3, "vocab_size": 30_000}
+FEW_LAYERS = QWEN3_06B | {"num_hidden_layers": 3, "vocab_size": 30_000}
 """78 million weights: norms that share a bucket, matrices that need none, one in several pieces."""
 GROUPS = [(70, [33, 200, 1]), (300, [5, 128]), (3, [9])]
 NUM_TOKENS = sum(prompt + sum(completions) for prompt, completions in GROUPS)
@@ -92,10 +94,9 @@ def test_a_shared_row_equals_each_sequence_alone_in_float32(family):
     register_attention()
     reference = tiny_model(family).to("cuda").double()
     policy = Policy(tiny_model(family, ATTENTION_NAME).to("cuda"), torch.device("cuda"))
-    shape = bench.Shape(prompt_len=20, shortest=2, longest=30, num_generations=5)
-    group = bench.draw_rollouts(shape, 61)
-    expected = bench.each_alone(group, Policy(reference, policy.device))
-    got = bench.packed(group, policy, shares_prompts=True)()
+    group = draw_rollouts(20, [2, 30, 17, 9, 24], 61)
+    expected = each_alone(group, Policy(reference, policy.device))
+    got = packed(group, policy)()
     assert float((got.logprobs.double() - expected.logprobs).abs().max()) <= 1e-5
     gap = largest_gradient_gap(
         {name: g.double() for name, g in got.gradients.items()}, expected.gradients, floor=1e-4
@@ -105,7 +106,7 @@ def test_a_shared_row_equals_each_sequence_alone_in_float32(family):
 
 def test_bfloat16_with_shared_prompts_is_as_exact_as_with_repeated_ones():
     """Compared with float64. The row with repeated prompts shows the error of bfloat16 itself."""
-    size = bench.QWEN3_06B | {"num_hidden_layers": 4, "vocab_size": 1000}
+    size = QWEN3_06B | {"num_hidden_layers": 4, "vocab_size": 1000}
     row = bench.compare(bench.Shape(200, 30, 90, 6), size, torch.bfloat16, "cuda", 1)
     for error in ("max_logprob_error", "max_grad_error"):
         assert row[error] <= 1.5 * row[f"{error}_repeated"]
@@ -255,7 +256,7 @@ def test_a_model_that_cannot_be_captured_leaves_the_gpu_usable():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("train", "size"), [("0", FEW_LAYERS), pytest.param("1", bench.QWEN3_06B, marks=TWO_GPUS)]
+    ("train", "size"), [("0", FEW_LAYERS), pytest.param("1", QWEN3_06B, marks=TWO_GPUS)]
 )
 def test_every_bit_of_the_weights_arrives_on_a_gpu(train, size, dtype):
     """The benchmark compares every bit. Between two GPUs over NCCL; processes see one GPU each."""

@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.measuring import peak_bytes
 from easyrl import devices
-from easyrl.bench.harness import peak_bytes
 from easyrl.config import Config, ConfigError, change_config, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.data.hub import resolve_model

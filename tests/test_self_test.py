@@ -22,7 +22,7 @@ from easyrl.runtime.preflight import Preflight
 
 WRONG_ATTENTION = """
 import sys
-if "easyrl.bench.check" in sys.orig_argv:
+if "easyrl.runtime.self_test_part" in sys.orig_argv:
     from easyrl.model.attention import PackedGroups
     attend = PackedGroups.attend
     def attend_wrongly(self, query, key, value, settings):

@@ -54,6 +54,13 @@ def test_clone_is_installed_by_its_path_and_works_from_the_folder_above(
     found = call(bin_ / "python", "-c", "import easyrl as e; print(e.__file__)", cwd=tmp_path)
     assert found.stdout.strip() == str(clone / "easyrl" / "__init__.py"), found.stderr
     assert call(bin_ / "easyrl", "--version", cwd=tmp_path).returncode == 0
+    bench = bin_ / "easyrl", "bench"
+    for has_parts in (True, False):
+        shown = call(*bench, "--help", cwd=tmp_path).stdout
+        assert "loop:" in shown and ("ring:" in shown, "--prompts" in shown) == (has_parts,) * 2
+        shutil.rmtree(clone / "benchmarks", ignore_errors=True)  # a wheel has none
+    refused = call(*bench, "ring", cwd=tmp_path)
+    assert refused.returncode == 2 and "ring" in refused.stderr
     (packages / "easyrl").mkdir()
     (packages / "easyrl" / "__init__.py").write_text(FOREIGN)
     refused = call(bin_ / "easyrl", "--version", cwd=tmp_path)
@@ -82,6 +89,7 @@ def test_demo_runs_from_the_wheel_outside_the_checkout(tmp_path: Path) -> None:
     bin_ = tmp_path / "venv" / "bin"
     found = call(bin_ / "python", "-c", "import easyrl; print(easyrl.__file__)", cwd=tmp_path)
     assert str(packages) in found.stdout, found.stderr
+    assert not (packages / "benchmarks").exists()
     words = "--output", "run", "--iterations", "2", *SMALL
     done = call(bin_ / "easyrl", "grpo", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

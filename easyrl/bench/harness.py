@@ -10,21 +10,16 @@ import signal
 import statistics
 import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from easyrl import devices, events
+from easyrl import events
 from easyrl.config import load_config
 from easyrl.data.chat import render_prompt
 from easyrl.data.hub import resolve_model
@@ -32,21 +27,11 @@ from easyrl.model.files import load_tokenizer
 from easyrl.processes import num_cores
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import SIGNALLED, Interrupted, WorkerFailure
-from easyrl.types import RolloutGroup
 
 T = TypeVar("T")
 Row = dict[str, Any]
 """Figures by name."""
 
-SMALL = {
-    "vocab_size": 256,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
 QWEN3_06B = {
     "vocab_size": 151936,
     "hidden_size": 1024,
@@ -102,7 +87,7 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-# -- time and memory ------------------------------------------------------------------------------
+# -- turns ----------------------------------------------------------------------------------------
 
 
 def take_turns(
@@ -118,68 +103,12 @@ def take_turns(
     return {name: [turn[name] for turn in turns[num_warm_up:]] for name in actions}
 
 
-def timed(action: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """Return a function that calls `action` and returns the seconds that it took."""
-
-    def seconds() -> float:
-        devices.synchronize(device)
-        start = time.perf_counter()
-        action()
-        devices.synchronize(device)
-        return time.perf_counter() - start
-
-    return seconds
-
-
 def median_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
     """Median over the repetitions of how many times as long the first takes."""
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
 
 
-def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
-    """Most bytes of tensors that `action` holds at once, beyond those held before.
-
-    Accelerators count them; on the CPU torch's profiler does.
-    """
-    if device.type == "cpu":
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            action()
-        recorded = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
-        changes = (event.nbytes() for event in recorded if event.name() == "[memory]")
-        return int(max(accumulate(changes, initial=0)))
-    before = torch.accelerator.memory_allocated(device)
-    torch.accelerator.reset_peak_memory_stats(device)
-    action()
-    return int(torch.accelerator.max_memory_allocated(device) - before)
-
-
 # -- inputs: nothing is downloaded ----------------------------------------------------------------
-
-
-def random_model(size: Mapping[str, Any], **more: Any) -> Any:
-    """Return a float32 Qwen3. `size`, `more`: arguments of its config."""
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**size, **more, max_position_embeddings=4096))
-
-
-def random_group(prompt_length: int, lengths: Sequence[int], vocab_size: int = 256) -> RolloutGroup:
-    """Return a group of random tokens and advantages. `lengths`: of the completions."""
-    rng = np.random.default_rng(0)
-    num_tokens, num_generations = sum(lengths), len(lengths)
-    return RolloutGroup(
-        iteration=0,
-        policy_version=0,
-        group_index=0,
-        prompt_index=0,
-        prompt_ids=rng.integers(vocab_size, size=prompt_length, dtype=np.int32),
-        completion_lengths=np.array(lengths, np.int32),
-        completion_ids=rng.integers(vocab_size, size=num_tokens, dtype=np.int32),
-        rollout_logprobs=np.zeros(num_tokens, np.float32),
-        loss_mask=np.ones(num_tokens, np.bool_),
-        rewards=np.zeros(num_generations, np.float32),
-        advantages=rng.normal(size=num_generations).astype(np.float32),
-        truncated=np.zeros(num_generations, np.bool_),
-    )
 
 
 def write_model_and_prompts(

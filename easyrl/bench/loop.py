@@ -20,18 +20,12 @@ from typing import Any
 from transformers import GenerationConfig
 
 from easyrl import devices
-from easyrl.bench.harness import (
-    QWEN3_06B,
-    SMALL,
-    Row,
-    random_model,
-    record,
-    write_model_and_prompts,
-)
+from easyrl.bench.harness import QWEN3_06B, Row, record, write_model_and_prompts
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.model.files import DTYPE_BYTES, read_model_files
 from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.rates import Recorder
+from easyrl.runtime.self_test_part import SMALL, random_model
 
 SIZES: dict[str, dict[str, Any]] = {
     "0.6B": QWEN3_06B,

@@ -28,20 +28,14 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from easyrl.bench.harness import (
-    Row,
-    median_ratio,
-    random_model,
-    record,
-    take_turns,
-    write_model_and_prompts,
-)
+from easyrl.bench.harness import Row, median_ratio, record, take_turns, write_model_and_prompts
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.devices import accelerator, visible_environment
 from easyrl.formatting import install_command
 from easyrl.processes import num_cores
 from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.self_test_part import random_model
 from easyrl.runtime.supervisor import WorkerFailure, signals_as_interrupts
 
 TINY = {

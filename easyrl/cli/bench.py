@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer import Option
@@ -13,7 +14,26 @@ from typer import Option
 from easyrl.cli.common import Force, InferDevices, TrainDevices, Words, check_new, command
 from easyrl.formatting import ConfigError
 
-Suite = Literal["attention", "engine", "loop", "peer", "pipeline", "ray", "ring", "weights"]
+SHIPPED = ("loop", "peer")
+"""The other suites measure single parts. They are in the folder `benchmarks` of a checkout."""
+ROOT = Path(__file__).parents[2]
+IS_WHEEL = not (ROOT / "benchmarks" / "ring.py").exists()
+SUITES = {
+    "attention": "groups that store their prompt once against groups that repeat it",
+    "engine": "the embedded engine against transformers' generate",
+    "loop": "whole runs on random models of real shapes (takes devices and any setting)",
+    "peer": "whole iterations against TRL's on the same work (needs TRL; takes devices)",
+    "pipeline": "whole iterations under four schedules",
+    "ray": "iterations on a Ray cluster against the same without Ray",
+    "ring": "the ring buffer against a queue",
+    "weights": "a weight update against bare broadcasts (takes devices)",
+}
+if IS_WHEEL:
+    SUITES = {name: SUITES[name] for name in SHIPPED}
+if TYPE_CHECKING:
+    Suite = str
+else:
+    Suite = Literal[tuple(SUITES)]
 
 
 @command
@@ -28,10 +48,12 @@ def bench(
         Option(help="`loop`: 0.6B, 1.7B or small; `peer`: a folder or a hub id. Default: random."),
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, Option(help="Data type of `loop`, `weights`.")
+        Literal["float32", "bfloat16"] | None,
+        Option(help=f"Data type of `loop`{'' if IS_WHEEL else ', `weights`'}."),
     ] = None,
     prompts: Annotated[
-        int | None, Option(min=2, help="Prompts per iteration of pipeline; default: 64.")
+        int | None,
+        Option(min=2, help="Prompts per iteration of pipeline; default: 64.", hidden=IS_WHEEL),
     ] = None,
     rows: Annotated[
         str | None, Option(metavar="ROW,ROW", help="Rows of `peer`; default: all.")
@@ -41,25 +63,21 @@ def bench(
     ] = None,
     force: Force = False,
 ) -> int:
-    """Measure a part or whole runs (docs/benchmarks.md).
-
-    attention: groups that store their prompt once against groups that repeat it;
-    engine: the embedded engine against transformers' generate;
-    loop: whole runs on random models of real shapes (takes devices and any setting);
-    peer: whole iterations against TRL's on the same work (needs TRL; takes devices);
-    pipeline: whole iterations under four schedules;
-    ray: iterations on a Ray cluster against the same without Ray;
-    ring: the ring buffer against a queue;
-    weights: a weight update against bare broadcasts (takes devices).
-    """
+    """Measure a part or whole runs (docs/benchmarks.md)."""
     options = {name: value for name, value in dict(locals()).items() if value}
     for name in ("suite", "json", "force"):
         options.pop(name, None)
     check_new("--json", json, force=force)
     from easyrl.bench.harness import run_suite
 
-    run = import_module(f"easyrl.bench.{suite}").run
+    sys.path.insert(0, str(ROOT))  # before a foreign package of the name `benchmarks`
+    run = import_module(f"{'easyrl.bench' if suite in SHIPPED else 'benchmarks'}.{suite}").run
     if others := options.keys() - inspect.signature(run).parameters.keys():
         named = {name: f"--{name.replace('_', '-')}" for name in others} | {"words": "settings"}
         raise ConfigError(f"bench {suite}: takes no {', '.join(named[n] for n in sorted(others))}")
     return run_suite(suite, run(**options), json)
+
+
+of_suites = ";\n".join(f"{name}: {text}" for name, text in SUITES.items())
+note = "\n\nSingle parts are measured in a checkout of the repository." if IS_WHEEL else ""
+bench.__doc__ = f"{bench.__doc__}\n\n{of_suites}.{note}"

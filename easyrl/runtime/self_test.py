@@ -5,8 +5,8 @@
     embedded     a short run: the engine's log-probabilities against the trainer's
     vllm         the same with vLLM
 
-Each part has processes of its own (`bench.check`) and a time limit. A run on accelerators that have
-not passed with these versions tests the first two; `easyrl doctor --test` tests all.
+Each part has processes of its own (`self_test_part`) and a time limit. A run on accelerators that
+have not passed with these versions tests the first two; `easyrl doctor --test` tests all.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _check(
 
 
 def _error(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Run `bench.check` in a process; return the last line of its error, or ""."""
-    command = [sys.executable, "-m", "easyrl.bench.check", *arguments]
+    """Run a part in a process; return the last line of its error, or ""."""
+    command = [sys.executable, "-m", "easyrl.runtime.self_test_part", *arguments]
     seen, limit = {**os.environ, **environment}, PART_SECONDS
     try:
         done = subprocess.run(

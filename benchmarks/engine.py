@@ -21,16 +21,17 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
+from benchmarks.measuring import timed
 from easyrl import devices
-from easyrl.bench.harness import QWEN3_06B, Row, median_ratio, random_model, take_turns, timed
+from easyrl.bench.harness import QWEN3_06B, Row, median_ratio, take_turns
 from easyrl.data.chat import render_prompt
 from easyrl.data.hub import resolve_model
 from easyrl.data.tasks import ARITHMETIC
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
-from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
+from easyrl.runtime.self_test_part import random_model, random_policy
 
 NUM_ROWS = 128
 EQUAL_LENGTH = 88
@@ -99,13 +100,9 @@ def _models(device: torch.device) -> tuple[Policy, Any]:
     if device.type == "cpu":
         model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
         return Policy.load("tiny"), model
-    register_attention()
     with device:
-        ours, theirs = (
-            random_model(QWEN3_06B, attn_implementation=name).to(torch.bfloat16).eval()
-            for name in (ATTENTION_NAME, "sdpa")
-        )
-    return Policy(ours, device), theirs
+        theirs = random_model(QWEN3_06B, attn_implementation="sdpa").to(torch.bfloat16).eval()
+    return random_policy(QWEN3_06B, torch.bfloat16, device.type), theirs
 
 
 def _run_engine(

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch.multiprocessing
 
-from easyrl.bench.harness import Row, median_ratio, random_group, take_turns
+from easyrl.bench.harness import Row, median_ratio, take_turns
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout
+from easyrl.types import RolloutGroup
 
 NUM_GENERATIONS, PROMPT_LENGTH, NUM_SLOTS = 8, 256, 8
 TOKEN_BYTES = 9  # id, log-probability, mask
@@ -50,7 +51,7 @@ def _measure(group_bytes: int, repetitions: int, num_wakeups: int) -> Row:
 
     def send(channel: str, completion_length: int, count: int, pause: float = 0.0) -> Any:
         """Return seconds per group, and the latencies of the ring in seconds."""
-        group = random_group(PROMPT_LENGTH, [completion_length] * NUM_GENERATIONS)
+        group = _make_group(completion_length)
         control.send((channel, count))
         start = time.monotonic()
         for _ in range(count):
@@ -97,6 +98,24 @@ def _measure(group_bytes: int, repetitions: int, num_wakeups: int) -> Row:
         "wakeup_p50_seconds": float(p50),
         "wakeup_p99_seconds": float(p99),
     }
+
+
+def _make_group(completion_length: int) -> RolloutGroup:
+    num_tokens = NUM_GENERATIONS * completion_length
+    return RolloutGroup(
+        iteration=0,
+        policy_version=0,
+        group_index=0,
+        prompt_index=0,
+        prompt_ids=np.ones(PROMPT_LENGTH, np.int32),
+        completion_lengths=np.full(NUM_GENERATIONS, completion_length, np.int32),
+        completion_ids=np.ones(num_tokens, np.int32),
+        rollout_logprobs=np.ones(num_tokens, np.float32),
+        loss_mask=np.ones(num_tokens, np.bool_),
+        rewards=np.ones(NUM_GENERATIONS, np.float32),
+        advantages=np.ones(NUM_GENERATIONS, np.float32),
+        truncated=np.zeros(NUM_GENERATIONS, np.bool_),
+    )
 
 
 def _consume(ring: RingBuffer, queue: Any, control: Connection) -> None:

@@ -1,0 +1,83 @@
+"""Groups that store their prompt once against groups that repeat it: forward and backward.
+
+Both are packed rows through the same attention function of a random Qwen3: 6 layers of width 256 in
+float32 on one CPU core, or the shape of Qwen3-0.6B in bfloat16 on an accelerator. Vocabulary and
+head are small on the CPU: both rows predict the same completion tokens, so the head costs the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.measuring import peak_bytes, timed
+from easyrl import devices
+from easyrl.bench.harness import QWEN3_06B, Row, median_ratio, take_turns
+from easyrl.runtime.self_test_part import (
+    SMALL,
+    draw_rollouts,
+    each_alone,
+    errors,
+    packed,
+    random_policy,
+)
+
+
+class Shape(NamedTuple):
+    prompt_len: int
+    shortest: int  # completion
+    longest: int
+    num_generations: int
+
+
+CPU_SHAPES = Shape(256, 32, 32, 16), Shape(256, 16, 128, 16), Shape(8, 128, 128, 8)
+ACCELERATOR_SHAPES = Shape(1024, 512, 512, 16), Shape(1024, 64, 512, 16), Shape(64, 512, 512, 8)
+
+
+def run(repetitions: int = 5) -> Iterator[Row]:
+    """One row per shape."""
+    kind, _ = devices.accelerator()
+    if kind == "cpu":
+        torch.set_num_threads(1)
+    size, dtype = (SMALL, torch.float32) if kind == "cpu" else (QWEN3_06B, torch.bfloat16)
+    for shape in CPU_SHAPES if kind == "cpu" else ACCELERATOR_SHAPES:
+        yield compare(shape, size, dtype, kind, repetitions)
+
+
+def compare(
+    shape: Shape, size: Mapping[str, Any], dtype: torch.dtype, kind: str, repetitions: int
+) -> Row:
+    """Measure one shape. Errors are in nats, and relative for gradients (`errors`); memory is that
+    beside the model and its gradients."""
+    device, policy = torch.device(kind), random_policy(size, dtype, kind)
+    rng, (prompt_len, shortest, longest, num_generations) = np.random.default_rng(0), shape
+    lengths = rng.integers(shortest, longest, num_generations, endpoint=True).tolist()
+    group = draw_rollouts(prompt_len, lengths, size["vocab_size"])
+    ways = {"shared": True, "repeated": False}
+    rows = {name: packed(group, policy, shares_prompts=shared) for name, shared in ways.items()}
+    expected = each_alone(group, policy)
+    of_logprobs, of_gradients = zip(
+        *(errors(row(), expected) for row in rows.values()), strict=True
+    )
+    peaks = {name: peak_bytes(row, device) for name, row in rows.items()}
+    seconds = take_turns({name: timed(row, device) for name, row in rows.items()}, repetitions)
+    speedup = median_ratio(seconds["repeated"], seconds["shared"])
+    num_completion = sum(lengths)
+    num_repeated = prompt_len * num_generations + num_completion
+    token_ratio = num_repeated / (prompt_len + num_completion)
+    return {
+        "prompt_len": prompt_len,
+        "completion_len": round(num_completion / num_generations, 1),
+        "num_generations": num_generations,
+        "speedup": speedup,
+        "token_ratio": token_ratio,
+        "efficiency": speedup / token_ratio,
+        "memory_ratio": peaks["repeated"] / peaks["shared"],
+        "max_logprob_error": of_logprobs[0],
+        "max_grad_error": of_gradients[0],
+        "max_logprob_error_repeated": of_logprobs[1],
+        "max_grad_error_repeated": of_gradients[1],
+    }

@@ -1,0 +1,104 @@
+"""A weight update against bare broadcasts of as many bytes.
+
+A train process sends the weights of a random model of Qwen3-0.6B's shape (596 million, 311 names)
+in float32, and rollout processes load them in their dtype, through the weight channel as in a run.
+
+    update   from the moment the trainer begins to send until the last engine has loaded all
+    bare     as many bytes, bucket after bucket, in the same process group: nothing is packed, cast,
+             copied or loaded
+
+The peak is the largest of all processes', from before they join the channel to the end of an
+update, beside the model. That update is into zeros, and every bit of it is compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.measuring import peak_bytes
+from easyrl import devices
+from easyrl.bench.harness import QWEN3_06B, Row, take_turns
+from easyrl.channels import BUCKET_BYTES
+from easyrl.config import ConfigError, load_config
+from easyrl.runtime import self_test_part
+from easyrl.runtime.placement import resolve_placement
+from easyrl.runtime.supervisor import Supervisor
+
+
+def run(
+    infer_devices: str | None = None,
+    train_devices: str | None = None,
+    dtype: str = "float32",
+    *,
+    repetitions: int = 5,
+    size: Mapping[str, Any] = QWEN3_06B,
+) -> Iterator[Row]:
+    """One row: medians over the repetitions, which take turns.
+
+    On a device that sender and receiver share there are no broadcasts to compare with.
+    `unsupported_reason` says why its memory could not be opened twice, so that weights crossed on
+    the CPU (None: they did not). Raises ConfigError for several train devices: one process sends.
+    """
+    flags = {"devices.infer": infer_devices, "devices.train": train_devices, "model.dtype": dtype}
+    config = load_config(None, {**flags, "rollout.engine": "embedded"}, ())
+    placement = resolve_placement(config)
+    if placement.train.count > 1:
+        raise ConfigError(f"devices.train: expected one device, got '{placement.train}'")
+    with Supervisor() as supervisor:
+        call = self_test_part.start_members(supervisor, config, placement, size, __name__)
+        peaks, sizes, reasons = zip(*call("prepare"), strict=True)
+        if len(set(call("digest"))) > 1:
+            raise RuntimeError("bench weights: an engine's weights differ from those sent")
+
+        def seconds(action: str) -> float:
+            """Return the seconds from the trainer's start to the last process's end."""
+            spans = call("measure", action)
+            return float(max(end for _, end in spans) - spans[0][0])
+
+        ways = ["update"] if placement.shares_device else ["update", "broadcast"]
+        taken = take_turns({way: partial(seconds, way) for way in ways}, repetitions)
+    num_bytes, update = sizes[0], statistics.median(taken["update"])
+    row = {
+        "dtype": dtype,
+        "infer_devices": str(placement.infer),
+        "train_devices": str(placement.train),
+        "weight_bytes": num_bytes,
+        "seconds_per_update": update,
+        "gigabytes_per_second": num_bytes / 1e9 / update,
+        "peak_extra_bytes": max(peaks),
+        "bucket_bytes": BUCKET_BYTES,
+    }
+    if placement.shares_device:
+        row["unsupported_reason"] = reasons[0]
+    else:
+        bare = statistics.median(taken["broadcast"])
+        row["bare_broadcast_gigabytes_per_second"] = num_bytes / 1e9 / bare
+        row["share_of_bare"] = bare / update
+    yield row
+
+
+class Member(self_test_part.Member):
+    def prepare(self) -> tuple[int, int, str | None]:
+        """Join the channel and update once. Returns the peak of bytes that both take, the bytes
+        sent, and `unsupported_reason`."""
+        peak = peak_bytes(self.update, self.policy.device)
+        self._num_bytes = self.policy.model.num_parameters() * self.dtype.itemsize
+        self._bucket = torch.zeros(BUCKET_BYTES, dtype=torch.uint8, device=self.policy.device)
+        return peak, self._num_bytes, self.channel.not_shared_reason
+
+    def measure(self, action: str) -> tuple[float, float]:
+        """Return start and end in seconds, on the clock that all processes share."""
+        start = time.monotonic()
+        getattr(self, action)()
+        devices.synchronize(self.policy.device)
+        return start, time.monotonic()
+
+    def broadcast(self) -> None:
+        for first in range(0, self._num_bytes, BUCKET_BYTES):
+            self.channel.broadcast(self._bucket[: self._num_bytes - first], "a bare broadcast")

@@ -1,0 +1,305 @@
+"""A part of the self-test (`runtime.self_test`), in a process of its own; an error if it fails.
+
+Shapes: P prompt tokens, R completion tokens, G completions; T tokens of a row, K of completions.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import product
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from easyrl import devices, events
+from easyrl.channels.weights import WeightChannel, WeightEndpoint
+from easyrl.config import Config, load_config
+from easyrl.config.model import AttentionMode
+from easyrl.data.packing import Rollout, pack
+from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
+from easyrl.model.logprobs import chunked_token_logprobs
+from easyrl.model.policy import Policy
+from easyrl.model.sharding import gathered
+from easyrl.processes import environment_of_children, pin
+from easyrl.runtime.launch import run_worker, with_environment
+from easyrl.runtime.placement import Placement, resolve_placement
+from easyrl.runtime.run import run
+from easyrl.runtime.supervisor import Supervisor
+from easyrl.runtime.workers import worker_settings
+from easyrl.workers.settings import WorkerSettings
+
+SMALL = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+GROUPS, HEAD_SIZES = ((20, [5, 25]), (200, [40, 130, 77])), (64, 128)
+"""P and each R of a group."""
+SIZE = SMALL | {"num_hidden_layers": 2}
+MAX_LOGPROB_ERROR, MAX_GRAD_ERROR = 0.05, 0.1
+"""Largest errors against float64 that pass. In bfloat16 on a CPU they are 0.007 and 0.023."""
+MAX_GAP, LEARNING_RATE = 0.02, 0.003
+"""Mean difference of log-probabilities between engine and trainer. It is 0.07 after an update with
+this learning rate if the engine keeps its first weights."""
+
+
+class Result(NamedTuple):
+    logprobs: Tensor  # [K]
+    gradients: dict[str, Tensor]
+
+
+def random_model(size: Mapping[str, Any], **more: Any) -> Any:
+    """Return a float32 Qwen3. `size`, `more`: arguments of its config."""
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**size, **more, max_position_embeddings=4096))
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+def check_attention(words: Sequence[str]) -> None:
+    """Compare short and long packed rows, forward and backward, with each sequence alone."""
+    kind, mode = devices.accelerator()[0], load_config(None, {}, words).model.attention
+    dtype = torch.float32 if kind == "cpu" else torch.bfloat16
+    for (prompt_len, lengths), head_size in product(GROUPS, HEAD_SIZES):
+        policy = random_policy(SIZE | {"head_dim": head_size}, dtype, kind, mode)
+        group = draw_rollouts(prompt_len, lengths, SIZE["vocab_size"])
+        of_logprobs, of_gradients = errors(packed(group, policy)(), each_alone(group, policy))
+        what = f"{prompt_len} + {lengths} tokens, head size {head_size}"
+        _expect_at_most(MAX_LOGPROB_ERROR, of_logprobs, f"log-probabilities, {what}")
+        _expect_at_most(MAX_GRAD_ERROR, of_gradients, f"gradients, {what}")
+
+
+def random_policy(
+    size: Mapping[str, Any], dtype: torch.dtype, kind: str, attention: AttentionMode = "auto"
+) -> Policy:
+    register_attention()
+    with (device := torch.device(kind)):
+        model = random_model(size, attn_implementation=ATTENTION_NAME).to(dtype).eval()
+    return Policy(model, device, attention=attention)
+
+
+def draw_rollouts(prompt_len: int, lengths: Sequence[int], vocab_size: int) -> list[Rollout]:
+    """Draw a group. A completion's advantage is the weight of its tokens in the loss."""
+    rng = np.random.default_rng(0)
+    prompt, *completions = (
+        rng.integers(vocab_size, size=length, dtype=np.int32) for length in (prompt_len, *lengths)
+    )
+    return [
+        Rollout(0, prompt, ids, np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_), weight)
+        for ids, weight in zip(completions, rng.normal(size=len(lengths)).tolist(), strict=True)
+    ]
+
+
+def each_alone(group: Sequence[Rollout], policy: Policy) -> Result:
+    """Compute the result with transformers' own attention in float64, one sequence at a time."""
+    model = copy.deepcopy(policy.model).double()
+    model.set_attn_implementation("eager")
+    model.zero_grad()
+    results = []
+    for rollout in group:
+        prompt_len, arrays = len(rollout.prompt_ids), (rollout.prompt_ids, rollout.completion_ids)
+        ids = torch.from_numpy(np.concatenate(arrays)).to(policy.device, torch.int64)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, prompt_len - 1 : -1]
+        alone = torch.log_softmax(logits, dim=-1).gather(1, ids[prompt_len:, None])[:, 0]
+        results.append(_backward(alone, alone.new_tensor(rollout.advantage), model))
+    return Result(torch.cat([result.logprobs for result in results]), results[-1].gradients)
+
+
+def packed(
+    group: Sequence[Rollout], policy: Policy, *, shares_prompts: bool = True
+) -> Callable[[], Result]:
+    """Return a function: one forward and backward of the group as a packed row. The next call of
+    any such function overwrites the gradients."""
+    batch = pack(group, shares_prompts=shares_prompts)
+    arrays = (batch.input_ids, batch.position_ids, batch.logits_at, batch.targets, batch.advantages)
+    input_ids, positions, logits_at, targets, weights = (  # [T], [T], [K], [K], [K]
+        torch.from_numpy(array).to(policy.device) for array in arrays
+    )
+
+    def forward_and_backward() -> Result:
+        policy.model.zero_grad(set_to_none=False)  # so that gradients are no part of a peak
+        layout = PackedGroups(batch.groups, policy.device, may_use_flex=policy.may_use_flex)
+        hidden = policy.hidden_states(input_ids, positions, layout, at=logits_at)
+        logprobs, _ = chunked_token_logprobs(policy, hidden, targets, temperature=1.0)
+        return _backward(logprobs, weights, policy.model)
+
+    return forward_and_backward
+
+
+def _backward(logprobs: Tensor, weights: Tensor, model: Any) -> Result:
+    """Add the gradients of the weighted sum to the model's."""
+    (logprobs * weights).sum().backward()  # type: ignore[no-untyped-call]
+    return Result(logprobs.detach(), {n: p.grad for n, p in model.named_parameters()})
+
+
+def errors(result: Result, expected: Result) -> tuple[float, float]:
+    """Return the largest errors of a log-probability, in nats, and of a weight's gradient g,
+    relative to max(|g|, 1e-4 |all gradients|)."""
+    total = torch.stack([g.norm() for g in expected.gradients.values()]).norm()
+    of_gradients = (
+        float((result.gradients[name].double() - g).norm() / max(g.norm(), 1e-4 * total))
+        for name, g in expected.gradients.items()
+    )
+    return float((result.logprobs.double() - expected.logprobs).abs().max()), max(of_gradients)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def check_weights(infer: str, train: str) -> None:
+    """Send a random model from a trainer to engines that hold zeros; compare every bit."""
+    flags = {"devices.infer": infer, "devices.train": train, "rollout.engine": "embedded"}
+    config = load_config(None, flags)
+    with Supervisor() as supervisor:
+        call = start_members(supervisor, config, resolve_placement(config), SMALL)
+        call("update")
+        if len(set(call("digest"))) > 1:
+            raise RuntimeError("an engine's weights differ from those sent")
+
+
+def start_members(
+    supervisor: Supervisor,
+    config: Config,
+    placement: Placement,
+    size: Mapping[str, Any],
+    module: str = "easyrl.runtime.self_test_part",  # here `__name__` may be `__main__`
+) -> Callable[..., list[Any]]:
+    """Start a process for the trainer and one for each engine. The function returned takes a method
+    of `module`'s `Member` and arguments, calls it in all of them at the same time, and returns the
+    results, the trainer's first."""
+    store = f"/proc/{os.getpid()}/fd/{os.memfd_create('easyrl-store')}"
+    names = [("train", 0), *(("rollout", n) for n in range(placement.num_rollout_workers))]
+    workers = []
+    for rank, (role, number) in enumerate(names):
+        settings = worker_settings(config, placement, role, number, store=store, log_file=None)
+        settings = with_environment(settings)
+        member = (module, "Member", settings, settings.weight_endpoint(rank, len(names)), size)
+        with environment_of_children(settings.environment):
+            workers.append(supervisor.spawn(settings.name, run_worker, *member))
+
+    def call(*method_and_arguments: str) -> list[Any]:
+        for worker in workers:
+            worker.control.send(method_and_arguments)
+        results: dict[str, Any] = {}
+        while len(results) < len(workers):
+            for worker, event in supervisor.wait():
+                if isinstance(event, tuple):  # not an event of the worker's start
+                    (results[worker.name],) = event
+        return [results[worker.name] for worker in workers]
+
+    return call
+
+
+class Member:
+    """The trainer (rank 0) or an engine, whose weights are zeros. Calls the methods it is sent."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        endpoint: WeightEndpoint,
+        size: Mapping[str, Any],
+        control: Connection,
+    ) -> None:
+        pin(settings.cores)
+        self._endpoint, self._control = endpoint, control
+        self._version = 0
+        self.dtype: torch.dtype = getattr(torch, settings.config.model.dtype)  # of the engines
+        device = torch.device(settings.device)
+        with device, torch.no_grad():
+            model = random_model(size)
+            if endpoint.rank > 0:
+                model.to(self.dtype)
+                for weight in model.parameters():
+                    weight.zero_()
+        self.policy = Policy(model, device)
+
+    def run(self) -> None:
+        while isinstance(message := self._control.recv(), tuple):  # else Stop
+            method, *arguments = message
+            self._control.send((getattr(self, method)(*arguments),))
+
+    @cached_property
+    def channel(self) -> WeightChannel:
+        return WeightChannel(self._endpoint)
+
+    def update(self) -> None:
+        self._version += 1
+        if self._endpoint.rank == 0:
+            weights = self.policy.weights()
+            self.channel.send(self._version, weights, dtype=self.dtype, gather=gathered)
+        else:
+            into = dict(self.policy.flat_weights()).get
+            self.policy.load_weights(self.channel.receive(self._version, into))
+
+    def digest(self) -> str:
+        """Return a hash of all weights in the engines' dtype."""
+        digest = hashlib.sha256()
+        for name, weight in self.policy.named_weights():
+            bits = weight.detach().to(self.dtype).cpu().view(-1).view(torch.uint8)
+            digest.update(name.encode() + bits.numpy().tobytes())
+        return digest.hexdigest()
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+
+def check_run(infer: str, train: str, engine: str, words: Sequence[str]) -> None:
+    """Train; compare the engines' log-probabilities with the trainer's, also after an update."""
+    measured: list[tuple[float, float]] = []
+    message = ""
+
+    def observe(event: events.Event) -> None:
+        nonlocal message
+        if isinstance(event, events.RunEnded):
+            message = event.message
+        elif isinstance(event, events.IterationFinished):
+            gap = event.metrics["sampling/sampling_logp_difference/mean"]
+            measured.append((gap, event.metrics["grad_norm"]))
+
+    dtype = "float32" if train == "cpu" else "bfloat16"
+    flags: dict[str, Any] = {"devices.infer": infer, "devices.train": train}
+    flags |= {"model.dtype": dtype, "reward.functions": ["length_penalty"]}
+    flags |= {"rollout.engine": engine, "rollout.max_completion_length": 100}
+    flags |= {"train.learning_rate": LEARNING_RATE, "train.iterations": 2}
+    flags |= {"train.keep_checkpoints": 0, "data.num_held_out": 0}
+    with tempfile.TemporaryDirectory(prefix="easyrl-test-") as folder:
+        config = load_config(None, {**flags, "output.dir": f"{folder}/run"}, words)
+        if run(config, [observe]) != 0:
+            raise RuntimeError(message)
+    for gap, norm in measured:
+        if not norm > 0.0:  # also NaN
+            raise ValueError(f"expected a gradient, got one of norm {norm}")
+        _expect_at_most(MAX_GAP, gap, "gap between engine and trainer")
+
+
+def _expect_at_most(bound: float, got: float, what: str) -> None:
+    if not got <= bound:  # also NaN
+        raise ValueError(f"{what}: expected at most {bound}, got {got:.3g}")
+
+
+if __name__ == "__main__":
+    part, infer, train, *words = sys.argv[1:]
+    for key, _, value in (word.partition("=") for word in words if "." not in word):
+        os.environ[key] = value
+    words = [word for word in words if "." in word]
+    if part == "weights":
+        check_weights(infer, train)
+    elif part == "attention":
+        check_attention(words)
+    else:
+        check_run(infer, train, part, words)
