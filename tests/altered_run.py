@@ -64,10 +64,16 @@ def alter(settings: WorkerSettings) -> None:
 
 
 def _leave_out_fused_kernels() -> None:
+    import torch
+
     from easyrl.engines import embedded
     from easyrl.model import shared_prompt
 
+    def attend(*inputs: Any, scale: float) -> torch.Tensor:
+        return torch._scaled_dot_product_attention_math(*inputs, scale=scale)[0]
+
     shared_prompt.is_fused = lambda block, settings: False
+    shared_prompt.scaled_dot_product_attention = attend
     embedded.fused_decoder = lambda policy, max_length: None
 
 
