@@ -1,0 +1,153 @@
+"""`easyrl plan`: predict the throughput of every split of devices from measured rates.
+
+RUN, or FILE of `easyrl bench loop --json` ──► rates ──simulate──► splits, the best one
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from easyrl.config import Config, ConfigError
+from easyrl.config.devices import range_words
+from easyrl.observe.trace import RunFiles
+from easyrl.planning.rates import Group, Iteration, MeasuredRun, fit, measure
+from easyrl.planning.simulation import Outcome, simulate
+
+SIMULATED = {
+    *("rollout.num_generations", "rollout.max_concurrent_groups"),
+    *("train.prompts_per_iteration", "train.updates_per_iteration"),
+    *("train.max_tokens_per_micro_batch", "runtime.schedule", "runtime.deterministic"),
+}
+"""Settings that may differ from the measured ones."""
+MAX_SPLITS = 24
+NUM_COMPLETIONS = 400_000
+"""About as many are simulated in all: a few seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The prediction for a number of engines and trainers."""
+
+    engines: int
+    trainers: int
+    tokens_per_second: float
+    tokens_per_second_low: float  # 5 %, of the simulated iterations
+    tokens_per_second_high: float  # 95 %
+    infer_idle: float  # share of the time
+    train_idle: float
+
+
+def predict_splits(run: MeasuredRun, config: Config, num_devices: int) -> list[Split]:
+    """Predict the splits of so many devices; of many, every second, third, .... All have the same
+    draws of rates and lengths. Raises ConfigError if there is no split."""
+    size, train = config.rollout.tensor_parallel_size, config.train
+    most = train.prompts_per_iteration // train.updates_per_iteration
+    pairs = [
+        ((num_devices - num_trainers) // size, num_trainers)
+        for num_trainers in range(min(most, num_devices - size), 0, -1)
+        if (num_devices - num_trainers) % size == 0
+    ]
+    if not pairs:
+        raise ConfigError(
+            f"--devices: expected a number that makes engines of {size} "
+            f"(rollout.tensor_parallel_size) and 1 to {most} trainers (train.prompts_per_iteration "
+            f"/ train.updates_per_iteration), got {num_devices}"
+        )
+    pairs = pairs[:: -(-len(pairs) // MAX_SPLITS)]
+    per_draw = train.prompts_per_iteration * config.rollout.num_generations * len(pairs)
+    rng, count = np.random.default_rng(0), max(6, min(50, NUM_COMPLETIONS // per_draw))
+    draws = [(fit(run, rng), _draw_groups(run.groups, config, rng)) for _ in range(count)]
+    splits = []
+    for pair in pairs:
+        outcomes = [simulate(*drawn, config, *pair) for drawn in draws]
+        low, high = np.percentile([each.num_tokens / each.seconds for each in outcomes], (5, 95))
+        infer, trainer = np.mean([(each.infer_busy, each.train_busy) for each in outcomes], axis=0)
+        figures = map(float, (mean_speed(outcomes), low, high, 1 - infer, 1 - trainer))
+        splits.append(Split(*pair, *figures))
+    return splits
+
+
+def _draw_groups(groups: Sequence[Group], config: Config, rng: np.random.Generator) -> list[Group]:
+    """Draw the groups of an iteration from those that were measured."""
+    num_accepted = sum(group.is_accepted for group in groups)
+    count = round(config.train.prompts_per_iteration * len(groups) / max(1, num_accepted))
+    size = config.rollout.num_generations
+    return [
+        group
+        if len(group.lengths) == size
+        else group._replace(lengths=rng.choice(group.lengths, size).tolist())
+        for group in (groups[number] for number in rng.integers(len(groups), size=count))
+    ]
+
+
+def mean_speed(iterations: Sequence[Outcome | Iteration]) -> float:
+    """Return the tokens per second of iterations, one after another."""
+    return sum(each.num_tokens for each in iterations) / sum(each.seconds for each in iterations)
+
+
+def read_rates(path: Path, model: str | None = None) -> MeasuredRun:
+    """Read a run's folder or a file of `bench loop`. Raises ConfigError if it has no rates."""
+    if path.is_dir():
+        run = measure(RunFiles(path).read())
+    else:
+        try:
+            rows, rates = json.loads(path.read_text())["results"], TypeAdapter(MeasuredRun)
+            by_model = {row["model"]: rates.validate_python(row["rates"]) for row in rows}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"'{path}': expected a run's folder, or a file of `easyrl bench loop --json`, got "
+                f"another one: {error}"
+            ) from None
+        name = model or (next(iter(by_model)) if len(by_model) == 1 else "none")
+        if name not in by_model:
+            raise ConfigError(f"--model: expected {' or '.join(by_model)}, got {name}")
+        run = by_model[name]
+    if not run.iterations:
+        raise ConfigError(
+            f"'{path}': expected at least two finished iterations (the first one warms up) with "
+            "all reports of the workers"
+        )
+    return run
+
+
+def to_text(run: MeasuredRun, splits: Sequence[Split]) -> str:
+    """The rates and a table of the splits."""
+    rates = fit(run)
+    names = "a step", "a token", "a prompt", "a micro-batch", "a token", "an update"
+    pairs = zip(names, (*rates.engine, *rates.trainer), strict=True)
+    of_each = [f"{1e3 * seconds:.3g} ms {name}" for name, seconds in pairs]
+    lines = [
+        f"measured: {len(run.iterations)} iterations with {run.count('rollout')}+"
+        f"{run.count('train')} workers, {mean_speed(run.iterations):,.0f} tokens/s",
+        f"engine: {', '.join(of_each[:3])}; trainer: {', '.join(of_each[3:])}",
+        f"weights: {1e3 * rates.broadcast:.3g} ms from one device to another",
+    ]
+    if run.config.devices.threads is None and len({*run.devices.values()}) == 1:
+        lines.append("note: workers shared cores or a device; on their own they are faster")
+    lines.append("engines trainers  tokens/s       5 %      95 %  idle: engines trainers")
+    for split in splits:
+        speeds = split.tokens_per_second, split.tokens_per_second_low, split.tokens_per_second_high
+        lines.append(
+            f"{split.engines:7}{split.trainers:9}{''.join(f'{speed:10,.0f}' for speed in speeds)}"
+            f"{split.infer_idle:15.0%}{split.train_idle:9.0%}"
+        )
+    return "\n".join(lines)
+
+
+def flags_of(run: MeasuredRun, split: Split) -> str:
+    """Return the options for the split, with devices of the kind that was measured."""
+    names, flags, first = list(run.devices.values()), [], 0
+    num_infer = split.engines * run.config.rollout.tensor_parallel_size
+    for role, name, count in (("infer", names[0], num_infer), ("train", names[-1], split.trainers)):
+        devices = range_words(range(first, first + count))
+        if (is_ray := "/" in name) or name == "cpu":
+            devices = f"{'ray:' * is_ray}{'cpu:' * name.endswith('cpu')}{count}"
+        flags.append(f"--{role}-devices {devices}")
+        first += count
+    return " ".join(flags)
