@@ -1,6 +1,6 @@
 """The rates of a pipeline, measured from a run's events: what `simulation` predicts from.
 
-    events ──measure──► MeasuredRun ──fit──► Rates ──simulate──► tokens per second
+    events ──measure──► MeasuredIteration, … ──fit──► Rates ──simulate──► tokens per second
 
 A worker reports its work a few times a second (`events.Activity`). Each report is a row of a linear
 model of busy time, which is fitted by non-negative least squares:
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapreplace
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ import numpy as np
 from easyrl import events
 from easyrl.config import Config
 
-MAX_ROWS = 10_000
-"""The newest are fitted."""
+MAX_ITERATIONS = 100
+"""The newest iterations are kept."""
 Row = list[float]
 
 
@@ -38,21 +38,21 @@ class Group(NamedTuple):
     is_trained: bool  # it has a gradient
 
 
-class Iteration(NamedTuple):
-    seconds: float
+class MeasuredIteration(NamedTuple):
     num_tokens: int  # completion tokens trained
+    seconds: float
     broadcast: float  # seconds from one device to another
-    overhead: float  # before the engines' work, from rewards to training, and at the end
+    overhead: float  # seconds before the first and after the last work
+    engine_rows: list[Row]  # of the model above, with the seconds last
+    train_rows: list[Row]
+    groups: list[Group]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class MeasuredRun:
     config: Config
     devices: Mapping[str, str]  # by worker, as in `events.RunStarted`
-    engine_rows: list[Row] = field(default_factory=list)  # with the seconds last
-    train_rows: list[Row] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    iterations: list[Iteration] = field(default_factory=list)
+    iterations: Sequence[MeasuredIteration]
 
     def count(self, role: str) -> int:
         """Count the workers of a role: `rollout` or `train`."""
@@ -68,74 +68,72 @@ class Rates:
     broadcast: float  # of all weights from one device to another
     overhead: float
     prompt_tokens: float  # that a trained group adds to its completions
+    num_trainers: int  # of the run that was measured
 
 
-def measure(events_of_run: Iterable[events.Event]) -> MeasuredRun:
+def measure(recorded: Iterable[events.Event]) -> MeasuredRun:
     """Measure every iteration of a run but a command's first, which warms up."""
-    run, started = MeasuredRun(Config(), {}), 0.0
+    run, iterations = MeasuredRun(Config(), {}, []), []
     received: list[events.FromWorker] = []  # in this iteration
     is_warm = is_going_on = False
-    for event in events_of_run:
+    for event in recorded:
         match event:
             case events.RunStarted():
-                run.config, run.devices, is_warm = event.config, event.devices, False
-            case events.IterationStarted(time):
-                started, received, is_going_on = time, [], True
+                run, is_warm = MeasuredRun(event.config, event.devices, iterations), False
+            case events.IterationStarted():
+                received, is_going_on = [], True
             case events.FromWorker() if is_going_on:
                 received.append(event)
             case events.EvaluationStarted():
                 is_going_on = False
-            case events.IterationFinished():
-                if is_warm:
-                    _add(run, started, received, event.metrics)
+            case events.IterationFinished(metrics=metrics):
+                if is_warm and (measured := _measured(run, received, metrics)):
+                    iterations.append(measured)
                 is_warm, is_going_on, received = True, False, []
-    return run
+    return MeasuredRun(run.config, run.devices, iterations[-MAX_ITERATIONS:])
 
 
-def _add(
-    run: MeasuredRun, started: float, received: Sequence[events.FromWorker], metrics: Any
-) -> None:
-    """Add an iteration, unless reports are lost (`observe.trace` shortens files)."""
+def _measured(
+    run: MeasuredRun, received: Sequence[events.FromWorker], metrics: Any
+) -> MeasuredIteration | None:
+    """None if reports are lost (`observe.trace` shortens files)."""
     rows: dict[str, list[Row]] = defaultdict(list)  # by worker
     groups: dict[str, list[Group]] = defaultdict(list)  # by worker
-    spans: dict[str, list[events.Span]] = {"rollout": [], "train": []}
-    scored = math.inf  # the first group that is trained
-    for each in received:
-        match each.event:
-            case events.Activity() as report:
+    spans: list[events.Span] = []
+    for worker, report in ((each.worker, each.event) for each in received):
+        match report:
+            case events.Activity():
                 if busy := [span for span in report.spans if span.kind in events.WORKING]:
                     counts = report.num_steps, report.num_tokens, report.num_prompt_tokens
-                    rows[each.worker].append([*counts, sum(s.ended - s.started for s in busy)])
-                    spans[each.worker.partition("-")[0]] += busy
-            case events.GroupScored() as group:
-                is_unequal = not group.is_skipped and len({*group.rewards}) > 1
+                    rows[worker].append([*counts, sum(s.ended - s.started for s in busy)])
+                    spans += busy
+            case events.GroupScored():
+                is_unequal = not report.is_skipped and len({*report.rewards}) > 1
                 has_gradient = is_unequal or run.config.algorithm.trains_zero_advantages
-                flags = not group.is_rejected, has_gradient and not group.is_rejected
-                scored = min(scored, each.time) if flags[1] else scored
-                lengths = list(group.completion_lengths)
-                groups[each.worker].append(Group(lengths, group.scoring_seconds, *flags))
-    if not groups or not all(spans.values()):
-        return
+                is_accepted, lengths = not report.is_rejected, [*report.completion_lengths]
+                flags = is_accepted, has_gradient and is_accepted
+                groups[worker].append(Group(lengths, report.scoring_seconds, *flags))
+    engine_rows, train_rows = [], []
     for worker, of_worker in rows.items():
         if worker.startswith("train"):
             of_worker[-1][2] = run.config.train.updates_per_iteration  # the end of an iteration
-            run.train_rows += of_worker
+            train_rows += of_worker
         else:
             num_rows = run.config.rollout.num_generations * metrics["perf/max_concurrent_groups"]
-            run.engine_rows += _with_steps(of_worker, groups[worker], num_rows)
-        run.groups += groups[worker]
+            engine_rows += _with_steps(of_worker, groups[worker], num_rows)
+    if not engine_rows or not train_rows or not groups:
+        return None
     seconds, weights_seconds = (metrics[f"perf/{x}_seconds"] for x in ("iteration", "weights"))
-    generated, trained = (min(s.started for s in of_role) for of_role in spans.values())
-    latencies = (
-        generated - started - weights_seconds,
-        trained - scored,
-        started + seconds - max(span.ended for span in spans["train"]),
+    worked = max(span.ended for span in spans) - min(span.started for span in spans)
+    return MeasuredIteration(
+        num_tokens=round(metrics["perf/tokens_per_second"] * seconds),
+        seconds=seconds,
+        broadcast=weights_seconds / num_broadcasts(run.count("rollout"), run.count("train")),
+        overhead=max(0.0, seconds - weights_seconds - worked),
+        engine_rows=engine_rows,
+        train_rows=train_rows,
+        groups=[group for of_worker in groups.values() for group in of_worker],
     )
-    num_tokens = round(metrics["perf/tokens_per_second"] * seconds)
-    num_engines = len({each.worker for each in received if each.worker.startswith("rollout")})
-    broadcast = weights_seconds / num_broadcasts(num_engines, run.count("train"))
-    overhead = sum(max(0.0, latency) for latency in latencies)
-    run.iterations.append(Iteration(seconds, num_tokens, broadcast, overhead))
 
 
 def _with_steps(rows: list[Row], groups: Sequence[Group], num_rows: int) -> list[Row]:
@@ -149,21 +147,19 @@ def _with_steps(rows: list[Row], groups: Sequence[Group], num_rows: int) -> list
     return [[float(max(ends)), *np.sum(rows, axis=0).tolist()[1:]]]
 
 
-def fit(run: MeasuredRun, rng: np.random.Generator | None = None) -> Rates:
-    """Fit the rates of a run; with `rng`, to rows that are drawn with replacement."""
-    step, token, prompt_token = _fit(run.engine_rows, rng)
-    micro_batch, trained_token, update = _fit(run.train_rows, rng)
-    broadcast = fmean(each.broadcast for each in run.iterations)
-    communication = communication_seconds(broadcast, run.count("train"))
-    prompt = prompt_token * sum(row[2] for row in run.engine_rows) / len(run.groups)
-    trained = [sum(group.lengths) for group in run.groups if group.is_trained]
-    prompt_tokens = sum(row[1] for row in run.train_rows) - sum(trained)
+def fit(iterations: Sequence[MeasuredIteration], num_trainers: int) -> Rates:
+    groups = [group for each in iterations for group in each.groups]
+    engine_rows = np.array([row for each in iterations for row in each.engine_rows])
+    train_rows = np.array([row for each in iterations for row in each.train_rows])
+    step, token, prompt_token = _fit(engine_rows)
+    trained = [sum(group.lengths) for group in groups if group.is_trained]
     return Rates(
-        engine=(step, token, prompt),
-        trainer=(micro_batch - communication, trained_token, update),
-        broadcast=broadcast,
-        overhead=median(each.overhead for each in run.iterations),
-        prompt_tokens=prompt_tokens / max(1, len(trained)),
+        engine=(step, token, prompt_token * float(engine_rows[:, 2].sum()) / len(groups)),
+        trainer=_fit(train_rows),
+        broadcast=fmean(each.broadcast for each in iterations),
+        overhead=median(each.overhead for each in iterations),
+        prompt_tokens=float(train_rows[:, 1].sum() - sum(trained)) / max(1, len(trained)),
+        num_trainers=num_trainers,
     )
 
 
@@ -173,20 +169,11 @@ def num_broadcasts(num_engines: int, num_trainers: int) -> float:
     return 1 - 1 / num_trainers + math.ceil(math.log2(1 + num_engines))
 
 
-def communication_seconds(broadcast: float, num_trainers: int) -> float:
-    """Assumed time in which R train ranks communicate in each micro-batch: FSDP gathers the weights
-    twice and sums the gradient once."""
-    return 3 * broadcast * (1 - 1 / num_trainers)
-
-
-def _fit(rows: Sequence[Row], rng: np.random.Generator | None) -> list[float]:
+def _fit(rows: np.ndarray) -> list[float]:
     """Return non-negative coefficients of the columns before the last, which also give its sum."""
     from scipy.optimize import nnls
 
-    drawn = np.array(rows[-MAX_ROWS:])
-    if rng is not None:
-        drawn = drawn[rng.integers(len(drawn), size=len(drawn))]
-    columns, seconds = drawn[:, :-1], drawn[:, -1]
+    columns, seconds = rows[:, :-1], rows[:, -1]
     scale = np.maximum(columns.max(axis=0), 1e-12)
     found = nnls(columns / scale, seconds, maxiter=1000)[0] / scale
     predicted = float((columns @ found).sum())

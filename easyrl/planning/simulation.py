@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from easyrl.config import Config
-from easyrl.planning.rates import Group, Rates, communication_seconds, num_broadcasts
+from easyrl.planning.rates import Group, Rates, num_broadcasts
 from easyrl.runtime.placement import max_concurrent_groups, max_open_groups
 from easyrl.workers.batches import MIN_FILL
 
@@ -50,72 +50,72 @@ def simulate(
 
 @dataclass(slots=True)
 class _Engine:
-    step: float = 0.0  # decode steps done
+    clock: float = 0.0
+    step: float = 0.0  # decode steps done at that time
     rows: list[tuple[float, int]] = field(default_factory=list)  # heap: last step, group
     waiting: deque[tuple[int, int]] = field(default_factory=deque)  # group, length
-    num_open: int = 0  # groups that are not finished
     newest: int = -1  # group whose prompt has been prefilled
+    version: int = 0  # of its next event: older ones are void
 
 
 def _generate(
     rates: Rates, groups: Sequence[Group], config: Config, num_engines: int
 ) -> tuple[list[float], float]:
     """Return when each group is in the ring, in seconds since the engines began, and the sum of the
-    engines' busy seconds. An event is the end of an engine's next completion."""
+    engines' busy seconds."""
     step, token, prompt = rates.engine
     in_flight = max_concurrent_groups(config, num_engines)
     num_rows = in_flight * config.rollout.num_generations
     is_fixed = config.runtime.deterministic or num_engines == 1
-    most = len(groups) if is_fixed else max_open_groups(in_flight)
-    engines = [_Engine() for _ in range(num_engines)]
+    at_once = len(groups) if is_fixed else max_open_groups(in_flight) * num_engines
+    queue, engines = deque(range(len(groups))), [_Engine() for _ in range(num_engines)]
     num_left = Counter({number: len(group.lengths) for number, group in enumerate(groups)})
     arrivals, busy = [0.0] * len(groups), 0.0
-    queue = deque(range(len(groups)))
-    events = [(0.0, number) for number in range(num_engines)]  # heap: time, engine
-
-    def submit(engine: _Engine) -> None:
-        number = queue.popleft()
-        engine.num_open += 1
-        engine.waiting += [(number, length) for length in groups[number].lengths]
-
-    for number in range(min(len(groups), most * num_engines)):
-        submit(engines[number % num_engines])
+    # Time and engine; the version if its next completion ends, -1 if a prompt is answered.
+    events = [(0.0, number % num_engines, -1) for number in range(at_once)]
     while events:
-        now, number = heappop(events)
-        engine, time = engines[number], now
-        engine.step = engine.rows[0][0] if engine.rows else 0.0
-        while engine.rows and engine.rows[0][0] <= engine.step:
+        now, number, version = heappop(events)
+        engine = engines[number]
+        if version == -1 and queue:
+            new = queue.popleft()
+            engine.waiting += [(new, length) for length in groups[new].lengths]
+            if len(engine.rows) == num_rows:
+                continue
+            if engine.rows and now > engine.clock:
+                engine.step += (now - engine.clock) / (step + token * len(engine.rows))
+        elif version == engine.version:
+            engine.step = engine.rows[0][0]
+        else:
+            continue
+        busy += max(0.0, now - engine.clock) if engine.rows else 0.0
+        engine.clock = max(engine.clock, now)
+        while version >= 0 and engine.rows and engine.rows[0][0] <= engine.step:
             _, group = heappop(engine.rows)
             num_left[group] -= 1
             if not num_left[group]:
                 arrivals[group] = now + groups[group].scoring_seconds
-                engine.num_open -= 1
-        while queue and engine.num_open < most:
-            submit(engine)
+                heappush(events, (arrivals[group], number, -1))
         while engine.waiting and len(engine.rows) < num_rows:
             group, length = engine.waiting.popleft()
             if group != engine.newest:  # its prompt's step samples the first tokens
-                time += prompt + token * len(groups[group].lengths)
-                time += step if engine.newest < 0 else 0.0
-                engine.newest = group
+                seconds = prompt + token * len(groups[group].lengths)
+                seconds += step if engine.newest < 0 else 0.0
+                engine.newest, engine.clock, busy = group, engine.clock + seconds, busy + seconds
             heappush(engine.rows, (engine.step + length - 1, group))
+        engine.version += 1
         if engine.rows:
-            time += (engine.rows[0][0] - engine.step) * (step + token * len(engine.rows))
-            busy += time - now
-            heappush(events, (time, number))
+            left = (engine.rows[0][0] - engine.step) * (step + token * len(engine.rows))
+            heappush(events, (engine.clock + left, number, engine.version))
     return arrivals, busy
 
 
 def _train(
-    rates: Rates,
-    groups: Sequence[Group],
-    config: Config,
-    num_trainers: int,
-    arrivals: Sequence[float],
+    rates: Rates, groups: Sequence[Group], config: Config, num_trainers: int, arrivals: list[float]
 ) -> tuple[float, float]:
     """Return when the last update is done, and the busy seconds of a trainer."""
     micro_batch, token, update = rates.trainer
-    micro_batch = max(0.0, micro_batch + communication_seconds(rates.broadcast, num_trainers))
+    # Assumed of more trainers: FSDP gathers the weights twice and sums the gradient once.
+    micro_batch += 3 * rates.broadcast * max(0.0, 1 / rates.num_trainers - 1 / num_trainers)
     budget = config.max_tokens_per_micro_batch * num_trainers
     is_ordered = config.runtime.deterministic
     enough = budget if is_ordered else MIN_FILL * budget

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import range_words
 from easyrl.observe.trace import RunFiles
-from easyrl.planning.rates import Group, Iteration, MeasuredRun, fit, measure
+from easyrl.planning.rates import Group, MeasuredIteration, MeasuredRun, Rates, fit, measure
 from easyrl.planning.simulation import Outcome, simulate
 
 SIMULATED = {
@@ -62,7 +62,7 @@ def predict_splits(run: MeasuredRun, config: Config, num_devices: int) -> list[S
     pairs = pairs[:: -(-len(pairs) // MAX_SPLITS)]
     per_draw = train.prompts_per_iteration * config.rollout.num_generations * len(pairs)
     rng, count = np.random.default_rng(0), max(6, min(50, NUM_COMPLETIONS // per_draw))
-    draws = [(fit(run, rng), _draw_groups(run.groups, config, rng)) for _ in range(count)]
+    draws = [_draw(run, config, rng) for _ in range(count)]
     splits = []
     for pair in pairs:
         outcomes = [simulate(*drawn, config, *pair) for drawn in draws]
@@ -73,12 +73,15 @@ def predict_splits(run: MeasuredRun, config: Config, num_devices: int) -> list[S
     return splits
 
 
-def _draw_groups(groups: Sequence[Group], config: Config, rng: np.random.Generator) -> list[Group]:
-    """Draw the groups of an iteration from those that were measured."""
+def _draw(run: MeasuredRun, config: Config, rng: np.random.Generator) -> tuple[Rates, list[Group]]:
+    """Fit rates to iterations drawn with replacement; draw an iteration's groups from theirs."""
+    numbers = rng.integers(len(run.iterations), size=len(run.iterations))
+    iterations = [run.iterations[number] for number in numbers]
+    groups = [group for each in iterations for group in each.groups]
     num_accepted = sum(group.is_accepted for group in groups)
     count = round(config.train.prompts_per_iteration * len(groups) / max(1, num_accepted))
     size = config.rollout.num_generations
-    return [
+    return fit(iterations, run.count("train")), [
         group
         if len(group.lengths) == size
         else group._replace(lengths=rng.choice(group.lengths, size).tolist())
@@ -86,7 +89,7 @@ def _draw_groups(groups: Sequence[Group], config: Config, rng: np.random.Generat
     ]
 
 
-def mean_speed(iterations: Sequence[Outcome | Iteration]) -> float:
+def mean_speed(iterations: Sequence[Outcome | MeasuredIteration]) -> float:
     """Return the tokens per second of iterations, one after another."""
     return sum(each.num_tokens for each in iterations) / sum(each.seconds for each in iterations)
 
@@ -118,7 +121,7 @@ def read_rates(path: Path, model: str | None = None) -> MeasuredRun:
 
 def to_text(run: MeasuredRun, splits: Sequence[Split]) -> str:
     """The rates and a table of the splits."""
-    rates = fit(run)
+    rates = fit(run.iterations, run.count("train"))
     names = "a step", "a token", "a prompt", "a micro-batch", "a token", "an update"
     pairs = zip(names, (*rates.engine, *rates.trainer), strict=True)
     of_each = [f"{1e3 * seconds:.3g} ms {name}" for name, seconds in pairs]
