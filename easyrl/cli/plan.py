@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from easyrl.cli.common import Force, check_new, command, echo
+from easyrl.cli.common import Force, Words, check_new, command, echo
 from easyrl.cli.reports import write
 from easyrl.formatting import ConfigError
 
@@ -20,14 +20,9 @@ def plan(
     rates: Annotated[
         Path, typer.Argument(help="A run's folder, or a file of `bench loop --json`.")
     ],
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE ...]", help="Other settings.")
-    ] = None,
+    words: Words = None,
     *,
     devices: Annotated[int, Option(min=2, max=1024, metavar="N", help="Devices to split.")],
-    model: Annotated[
-        str | None, Option(help="Model in a file of `bench loop` that has several.")
-    ] = None,
     json: Annotated[
         Path | None, Option(metavar="FILE", help="Also write the predictions here.")
     ] = None,
@@ -39,12 +34,12 @@ def plan(
     from easyrl.config import load_config
     from easyrl.planning.splits import SIMULATED, flags_of, predict_splits, read_rates, to_text
 
-    run = read_rates(rates, model)
+    run = read_rates(rates)
     config = load_config(None, run.config.model_dump(mode="json"), words)
     if other := {word.partition("=")[0] for word in words or ()} - SIMULATED:
         raise ConfigError(
-            f"{', '.join(other)}: expected a setting that a plan simulates "
-            f"({', '.join(sorted(SIMULATED))}); for any other, measure a run that has it"
+            f"{', '.join(other)}: expected one of {', '.join(sorted(SIMULATED))}; for others, "
+            "measure a run that has them"
         )
     splits = predict_splits(run, config, devices)
     best = max(splits, key=lambda split: split.tokens_per_second)

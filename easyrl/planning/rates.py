@@ -11,7 +11,6 @@ model of busy time, which is fitted by non-negative least squares:
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ import numpy as np
 from easyrl import events
 from easyrl.config import Config
 
-MAX_ITERATIONS = 100
-"""The newest iterations are kept."""
 Row = list[float]
 
 
@@ -54,8 +51,7 @@ class MeasuredRun:
     devices: Mapping[str, str]  # by worker, as in `events.RunStarted`
     iterations: Sequence[MeasuredIteration]
 
-    def count(self, role: str) -> int:
-        """Count the workers of a role: `rollout` or `train`."""
+    def count(self, role: str) -> int:  # `rollout` or `train`
         return sum(worker.startswith(role) for worker in self.devices)
 
 
@@ -73,7 +69,8 @@ class Rates:
 
 def measure(recorded: Iterable[events.Event]) -> MeasuredRun:
     """Measure every iteration of a run but a command's first, which warms up."""
-    run, iterations = MeasuredRun(Config(), {}, []), []
+    iterations: list[MeasuredIteration] = []
+    run = MeasuredRun(Config(), {}, iterations)
     received: list[events.FromWorker] = []  # in this iteration
     is_warm = is_going_on = False
     for event in recorded:
@@ -90,7 +87,7 @@ def measure(recorded: Iterable[events.Event]) -> MeasuredRun:
                 if is_warm and (measured := _measured(run, received, metrics)):
                     iterations.append(measured)
                 is_warm, is_going_on, received = True, False, []
-    return MeasuredRun(run.config, run.devices, iterations[-MAX_ITERATIONS:])
+    return MeasuredRun(run.config, run.devices, iterations[-100:])  # the newest
 
 
 def _measured(
@@ -110,17 +107,22 @@ def _measured(
             case events.GroupScored():
                 is_unequal = not report.is_skipped and len({*report.rewards}) > 1
                 has_gradient = is_unequal or run.config.algorithm.trains_zero_advantages
-                is_accepted, lengths = not report.is_rejected, [*report.completion_lengths]
-                flags = is_accepted, has_gradient and is_accepted
+                flags = not report.is_rejected, has_gradient and not report.is_rejected
+                lengths = [*report.completion_lengths]
                 groups[worker].append(Group(lengths, report.scoring_seconds, *flags))
-    engine_rows, train_rows = [], []
+    engine_rows: list[Row] = []
+    train_rows: list[Row] = []
     for worker, of_worker in rows.items():
         if worker.startswith("train"):
             of_worker[-1][2] = run.config.train.updates_per_iteration  # the end of an iteration
             train_rows += of_worker
-        else:
-            num_rows = run.config.rollout.num_generations * metrics["perf/max_concurrent_groups"]
-            engine_rows += _with_steps(of_worker, groups[worker], num_rows)
+        elif any(num_steps for num_steps, *_ in of_worker):
+            engine_rows += of_worker
+        else:  # vLLM does not report its steps: take those of its completions, in rows to fill
+            ends = [0] * run.config.rollout.num_generations * metrics["perf/max_concurrent_groups"]
+            for length in (length for group in groups[worker] for length in group.lengths):
+                heapreplace(ends, ends[0] + length)
+            engine_rows.append([max(ends), *np.sum(of_worker, axis=0).tolist()[1:]])
     if not engine_rows or not train_rows or not groups:
         return None
     seconds, weights_seconds = (metrics[f"perf/{x}_seconds"] for x in ("iteration", "weights"))
@@ -134,17 +136,6 @@ def _measured(
         train_rows=train_rows,
         groups=[group for of_worker in groups.values() for group in of_worker],
     )
-
-
-def _with_steps(rows: list[Row], groups: Sequence[Group], num_rows: int) -> list[Row]:
-    """Return the rows of an engine. vLLM does not report its steps: then one row, with as many as
-    its completions take, one after another in the rows of an engine."""
-    if any(num_steps for num_steps, *_ in rows):
-        return rows
-    ends = [0] * num_rows
-    for length in (length for group in groups for length in group.lengths):
-        heapreplace(ends, ends[0] + length)
-    return [[float(max(ends)), *np.sum(rows, axis=0).tolist()[1:]]]
 
 
 def fit(iterations: Sequence[MeasuredIteration], num_trainers: int) -> Rates:
@@ -166,7 +157,7 @@ def fit(iterations: Sequence[MeasuredIteration], num_trainers: int) -> Rates:
 def num_broadcasts(num_engines: int, num_trainers: int) -> float:
     """How many times as long as from one device to another a broadcast takes: R train ranks gather
     (R - 1) / R of the weights, then in each round every device that has them sends them on."""
-    return 1 - 1 / num_trainers + math.ceil(math.log2(1 + num_engines))
+    return 1 - 1 / num_trainers + num_engines.bit_length()
 
 
 def _fit(rows: np.ndarray) -> list[float]:

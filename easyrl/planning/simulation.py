@@ -3,16 +3,15 @@
     broadcast ─► engines: prompts on demand, rows refilled ─► rewards ─► ring ─► trainers ─► update
 
 It follows the real parts: who gets a prompt (`runtime.dispatch`), which rows an engine fills
-(`engines.embedded`), when a micro-batch starts and what it contains (`workers.batches`).
-
-Not simulated: rounds of replacements (rejected groups are generated, all in one round), engines
-that wait for slow rewards or a full ring, and the controller (half a millisecond per message).
+(`engines.embedded`), when a micro-batch starts and what it contains (`workers.batches`). Not
+simulated: rounds of replacements (rejected groups are generated, all in one round), waits for a
+full ring, the order of deterministic runs, the controller (half a millisecond per message).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -66,13 +65,12 @@ def _generate(
     step, token, prompt = rates.engine
     in_flight = max_concurrent_groups(config, num_engines)
     num_rows = in_flight * config.rollout.num_generations
-    is_fixed = config.runtime.deterministic or num_engines == 1
-    at_once = len(groups) if is_fixed else max_open_groups(in_flight) * num_engines
+    at_once = len(groups) if num_engines == 1 else max_open_groups(in_flight) * num_engines
     queue, engines = deque(range(len(groups))), [_Engine() for _ in range(num_engines)]
-    num_left = Counter({number: len(group.lengths) for number, group in enumerate(groups)})
+    num_left = [len(group.lengths) for group in groups]
     arrivals, busy = [0.0] * len(groups), 0.0
     # Time and engine; the version if its next completion ends, -1 if a prompt is answered.
-    events = [(0.0, number % num_engines, -1) for number in range(at_once)]
+    events = [(0.0, number % num_engines, -1) for number in range(min(at_once, len(groups)))]
     while events:
         now, number, version = heappop(events)
         engine = engines[number]
@@ -117,18 +115,14 @@ def _train(
     # Assumed of more trainers: FSDP gathers the weights twice and sums the gradient once.
     micro_batch += 3 * rates.broadcast * max(0.0, 1 / rates.num_trainers - 1 / num_trainers)
     budget = config.max_tokens_per_micro_batch * num_trainers
-    is_ordered = config.runtime.deterministic
-    enough = budget if is_ordered else MIN_FILL * budget
-    time = max(arrivals) if config.runtime.schedule == "sync" else 0.0
-    busy = 0.0
+    time, busy = max(arrivals) if config.runtime.schedule == "sync" else 0.0, 0.0
     accepted = [number for number, group in enumerate(groups) if group.is_accepted]
     for of_update in np.array_split(accepted, config.train.updates_per_iteration):
-        read = of_update.tolist() if is_ordered else sorted(of_update, key=arrivals.__getitem__)
-        left = deque(read)
+        left = deque(sorted(of_update, key=arrivals.__getitem__))
         rollouts: list[float] = []  # tokens
         while left or rollouts:
             while left and (num_tokens := sum(rollouts)) < budget:
-                if arrivals[left[0]] > time and rollouts and num_tokens >= enough:
+                if arrivals[left[0]] > time and rollouts and num_tokens >= MIN_FILL * budget:
                     break
                 number = left.popleft()
                 time = max(time, arrivals[number])
@@ -146,12 +140,11 @@ def _train(
 
 def _largest_share(lengths: Sequence[float], num_trainers: int) -> float:
     """Return the tokens of the largest share (`workers.batches.share_out`), within 1 %."""
-    ends = np.cumsum(lengths)
-    budget = max(ends[-1] / num_trainers, *lengths)
+    ends, share = np.cumsum(lengths), max(sum(lengths) / num_trainers, *lengths)
     while True:
         end = 0.0
         for _ in range(num_trainers):
-            end = ends[np.searchsorted(ends, end + budget + 1e-9, "right") - 1]
+            end = ends[np.searchsorted(ends, end + share + 1e-9, "right") - 1]
         if end == ends[-1]:
-            return float(budget)
-        budget *= 1.01
+            return share
+        share *= 1.01

@@ -20,14 +20,11 @@ from easyrl.planning.rates import Group, MeasuredIteration, MeasuredRun, Rates, 
 from easyrl.planning.simulation import Outcome, simulate
 
 SIMULATED = {
-    *("rollout.num_generations", "rollout.max_concurrent_groups"),
-    *("train.prompts_per_iteration", "train.updates_per_iteration"),
-    *("train.max_tokens_per_micro_batch", "runtime.schedule", "runtime.deterministic"),
+    *("train.prompts_per_iteration", "train.updates_per_iteration", "runtime.schedule"),
+    *("train.max_tokens_per_micro_batch", "rollout.max_concurrent_groups"),
 }
 """Settings that may differ from the measured ones."""
 MAX_SPLITS = 24
-NUM_COMPLETIONS = 400_000
-"""About as many are simulated in all: a few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +52,12 @@ def predict_splits(run: MeasuredRun, config: Config, num_devices: int) -> list[S
     ]
     if not pairs:
         raise ConfigError(
-            f"--devices: expected a number that makes engines of {size} "
-            f"(rollout.tensor_parallel_size) and 1 to {most} trainers (train.prompts_per_iteration "
-            f"/ train.updates_per_iteration), got {num_devices}"
+            f"--devices: expected devices for engines of {size} (rollout.tensor_parallel_size) and "
+            f"1 to {most} trainers (prompts per update), got {num_devices}"
         )
     pairs = pairs[:: -(-len(pairs) // MAX_SPLITS)]
     per_draw = train.prompts_per_iteration * config.rollout.num_generations * len(pairs)
-    rng, count = np.random.default_rng(0), max(6, min(50, NUM_COMPLETIONS // per_draw))
+    rng, count = np.random.default_rng(0), max(6, min(50, 400_000 // per_draw))  # a few seconds
     draws = [_draw(run, config, rng) for _ in range(count)]
     splits = []
     for pair in pairs:
@@ -80,13 +76,8 @@ def _draw(run: MeasuredRun, config: Config, rng: np.random.Generator) -> tuple[R
     groups = [group for each in iterations for group in each.groups]
     num_accepted = sum(group.is_accepted for group in groups)
     count = round(config.train.prompts_per_iteration * len(groups) / max(1, num_accepted))
-    size = config.rollout.num_generations
-    return fit(iterations, run.count("train")), [
-        group
-        if len(group.lengths) == size
-        else group._replace(lengths=rng.choice(group.lengths, size).tolist())
-        for group in (groups[number] for number in rng.integers(len(groups), size=count))
-    ]
+    drawn = [groups[number] for number in rng.integers(len(groups), size=count)]
+    return fit(iterations, run.count("train")), drawn
 
 
 def mean_speed(iterations: Sequence[Outcome | MeasuredIteration]) -> float:
@@ -94,46 +85,36 @@ def mean_speed(iterations: Sequence[Outcome | MeasuredIteration]) -> float:
     return sum(each.num_tokens for each in iterations) / sum(each.seconds for each in iterations)
 
 
-def read_rates(path: Path, model: str | None = None) -> MeasuredRun:
+def read_rates(path: Path) -> MeasuredRun:
     """Read a run's folder or a file of `bench loop`. Raises ConfigError if it has no rates."""
     if path.is_dir():
         run = measure(RunFiles(path).read())
     else:
         try:
-            rows, rates = json.loads(path.read_text())["results"], TypeAdapter(MeasuredRun)
-            by_model = {row["model"]: rates.validate_python(row["rates"]) for row in rows}
+            [row] = json.loads(path.read_text())["results"]
+            run = TypeAdapter(MeasuredRun).validate_python(row["rates"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"'{path}': expected a run's folder, or a file of `easyrl bench loop --json`, got "
-                f"another one: {error}"
+                f"'{path}': expected a run's folder, or a file of `easyrl bench loop --json` with "
+                f"one model (--model), got another one: {error}"
             ) from None
-        name = model or (next(iter(by_model)) if len(by_model) == 1 else "none")
-        if name not in by_model:
-            raise ConfigError(f"--model: expected {' or '.join(by_model)}, got {name}")
-        run = by_model[name]
     if not run.iterations:
-        raise ConfigError(
-            f"'{path}': expected at least two finished iterations (the first one warms up) with "
-            "all reports of the workers"
-        )
+        raise ConfigError(f"'{path}': expected two finished iterations (the first one warms up)")
     return run
 
 
 def to_text(run: MeasuredRun, splits: Sequence[Split]) -> str:
     """The rates and a table of the splits."""
-    rates = fit(run.iterations, run.count("train"))
-    names = "a step", "a token", "a prompt", "a micro-batch", "a token", "an update"
-    pairs = zip(names, (*rates.engine, *rates.trainer), strict=True)
-    of_each = [f"{1e3 * seconds:.3g} ms {name}" for name, seconds in pairs]
+    rates, speed = fit(run.iterations, run.count("train")), mean_speed(run.iterations)
+    names = "a step", "a token", "a prompt", "a micro-batch", "a token", "an update", "a broadcast"
+    of_each = zip(names, (*rates.engine, *rates.trainer, rates.broadcast), strict=True)
     lines = [
-        f"measured: {len(run.iterations)} iterations with {run.count('rollout')}+"
-        f"{run.count('train')} workers, {mean_speed(run.iterations):,.0f} tokens/s",
-        f"engine: {', '.join(of_each[:3])}; trainer: {', '.join(of_each[3:])}",
-        f"weights: {1e3 * rates.broadcast:.3g} ms from one device to another",
+        f"measured with {run.count('rollout')}+{run.count('train')} workers: {speed:,.0f} tokens/s",
+        ", ".join(f"{1e3 * seconds:.3g} ms {name}" for name, seconds in of_each),
+        "engines trainers  tokens/s       5 %      95 %  idle: engines trainers",
     ]
     if run.config.devices.threads is None and len({*run.devices.values()}) == 1:
-        lines.append("note: workers shared cores or a device; on their own they are faster")
-    lines.append("engines trainers  tokens/s       5 %      95 %  idle: engines trainers")
+        lines.insert(1, "workers shared cores or a device: on their own they are faster")
     for split in splits:
         speeds = split.tokens_per_second, split.tokens_per_second_low, split.tokens_per_second_high
         lines.append(
