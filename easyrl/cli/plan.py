@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Option
+from typer import Argument, Option
 
 from easyrl.cli.common import Force, Words, check_new, command, echo
 from easyrl.cli.reports import write
-from easyrl.formatting import ConfigError
 
 
 @command
 def plan(
-    rates: Annotated[
-        Path, typer.Argument(help="A run's folder, or a file of `bench loop --json`.")
-    ],
+    rates: Annotated[Path, Argument(help="A run's folder, or a file of `bench loop --json`.")],
     words: Words = None,
     *,
     devices: Annotated[int, Option(min=2, max=1024, metavar="N", help="Devices to split.")],
@@ -31,7 +26,7 @@ def plan(
     """Predict tokens per second of every split of N devices into engines and trainers, from the
     rates of a run (docs/devices.md)."""
     check_new("--json", json, force=force)
-    from easyrl.config import load_config
+    from easyrl.config import ConfigError, load_config
     from easyrl.planning.splits import SIMULATED, flags_of, predict_splits, read_rates, to_text
 
     run = read_rates(rates)
@@ -46,5 +41,6 @@ def plan(
     flags = flags_of(run, best)
     echo(f"{to_text(run, splits)}\nfastest: {flags}, {best.tokens_per_second:,.0f} tokens/s")
     if json is not None:
-        found = {"flags": flags, "best": asdict(best), "splits": [asdict(each) for each in splits]}
+        every = [split._asdict() for split in splits]
+        found = {"flags": flags, "best": best._asdict(), "splits": every}
         write(json, json_format.dumps(found, indent=2).encode())

@@ -11,9 +11,9 @@ model of busy time, which is fitted by non-negative least squares:
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapreplace
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -49,14 +49,13 @@ class MeasuredIteration(NamedTuple):
 class MeasuredRun:
     config: Config
     devices: Mapping[str, str]  # by worker, as in `events.RunStarted`
-    iterations: Sequence[MeasuredIteration]
+    iterations: deque[MeasuredIteration]
 
     def count(self, role: str) -> int:  # `rollout` or `train`
         return sum(worker.startswith(role) for worker in self.devices)
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(NamedTuple):
     """Seconds of everything that an iteration consists of."""
 
     engine: Sequence[float]  # of a step, a token, the prefill of a group's prompt
@@ -69,14 +68,14 @@ class Rates:
 
 def measure(recorded: Iterable[events.Event]) -> MeasuredRun:
     """Measure every iteration of a run but a command's first, which warms up."""
-    iterations: list[MeasuredIteration] = []
-    run = MeasuredRun(Config(), {}, iterations)
+    run = MeasuredRun(Config(), {}, deque(maxlen=100))
     received: list[events.FromWorker] = []  # in this iteration
     is_warm = is_going_on = False
     for event in recorded:
         match event:
             case events.RunStarted():
-                run, is_warm = MeasuredRun(event.config, event.devices, iterations), False
+                run = replace(run, config=event.config, devices=event.devices)
+                is_warm = False
             case events.IterationStarted():
                 received, is_going_on = [], True
             case events.FromWorker() if is_going_on:
@@ -85,9 +84,9 @@ def measure(recorded: Iterable[events.Event]) -> MeasuredRun:
                 is_going_on = False
             case events.IterationFinished(metrics=metrics):
                 if is_warm and (measured := _measured(run, received, metrics)):
-                    iterations.append(measured)
+                    run.iterations.append(measured)
                 is_warm, is_going_on, received = True, False, []
-    return MeasuredRun(run.config, run.devices, iterations[-100:])  # the newest
+    return run
 
 
 def _measured(
@@ -110,20 +109,19 @@ def _measured(
                 flags = not report.is_rejected, has_gradient and not report.is_rejected
                 lengths = [*report.completion_lengths]
                 groups[worker].append(Group(lengths, report.scoring_seconds, *flags))
-    engine_rows: list[Row] = []
-    train_rows: list[Row] = []
+    fitted: dict[str, list[Row]] = {"rollout": [], "train": []}
     for worker, of_worker in rows.items():
         if worker.startswith("train"):
             of_worker[-1][2] = run.config.train.updates_per_iteration  # the end of an iteration
-            train_rows += of_worker
+            fitted["train"] += of_worker
         elif any(num_steps for num_steps, *_ in of_worker):
-            engine_rows += of_worker
+            fitted["rollout"] += of_worker
         else:  # vLLM does not report its steps: take those of its completions, in rows to fill
             ends = [0] * run.config.rollout.num_generations * metrics["perf/max_concurrent_groups"]
             for length in (length for group in groups[worker] for length in group.lengths):
                 heapreplace(ends, ends[0] + length)
-            engine_rows.append([max(ends), *np.sum(of_worker, axis=0).tolist()[1:]])
-    if not engine_rows or not train_rows or not groups:
+            fitted["rollout"].append([max(ends), *np.sum(of_worker, axis=0).tolist()[1:]])
+    if not groups or not all(fitted.values()):
         return None
     seconds, weights_seconds = (metrics[f"perf/{x}_seconds"] for x in ("iteration", "weights"))
     worked = max(span.ended for span in spans) - min(span.started for span in spans)
@@ -132,8 +130,8 @@ def _measured(
         seconds=seconds,
         broadcast=weights_seconds / num_broadcasts(run.count("rollout"), run.count("train")),
         overhead=max(0.0, seconds - weights_seconds - worked),
-        engine_rows=engine_rows,
-        train_rows=train_rows,
+        engine_rows=fitted["rollout"],
+        train_rows=fitted["train"],
         groups=[group for of_worker in groups.values() for group in of_worker],
     )
 

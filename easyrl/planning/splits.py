@@ -1,14 +1,11 @@
-"""`easyrl plan`: predict the throughput of every split of devices from measured rates.
-
-RUN, or FILE of `easyrl bench loop --json` ──► rates ──simulate──► splits, the best one
-"""
+"""`easyrl plan`: predict the throughput of every split of devices from measured rates."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -27,8 +24,7 @@ SIMULATED = {
 MAX_SPLITS = 24
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """The prediction for a number of engines and trainers."""
 
     engines: int
@@ -106,11 +102,11 @@ def read_rates(path: Path) -> MeasuredRun:
 def to_text(run: MeasuredRun, splits: Sequence[Split]) -> str:
     """The rates and a table of the splits."""
     rates, speed = fit(run.iterations, run.count("train")), mean_speed(run.iterations)
-    names = "a step", "a token", "a prompt", "a micro-batch", "a token", "an update", "a broadcast"
+    names = "step", "token", "prompt", "micro-batch", "trained token", "update", "broadcast"
     of_each = zip(names, (*rates.engine, *rates.trainer, rates.broadcast), strict=True)
     lines = [
         f"measured with {run.count('rollout')}+{run.count('train')} workers: {speed:,.0f} tokens/s",
-        ", ".join(f"{1e3 * seconds:.3g} ms {name}" for name, seconds in of_each),
+        "in ms: " + ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in of_each),
         "engines trainers  tokens/s       5 %      95 %  idle: engines trainers",
     ]
     if run.config.devices.threads is None and len({*run.devices.values()}) == 1:
