@@ -90,9 +90,10 @@ def read_rates(path: Path) -> MeasuredRun:
             [row] = json.loads(path.read_text())["results"]
             run = TypeAdapter(MeasuredRun).validate_python(row["rates"])
         except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = str(error).partition("\n")[0]  # pydantic's has many lines
             raise ConfigError(
                 f"'{path}': expected a run's folder, or a file of `easyrl bench loop --json` with "
-                f"one model (--model), got another one: {error}"
+                f"one model (--model), got another one: {reason}"
             ) from None
     if not run.iterations:
         raise ConfigError(f"'{path}': expected two finished iterations (the first one warms up)")
