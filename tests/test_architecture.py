@@ -20,7 +20,7 @@ LAYERS = (
         ["model"],
         ["engines"],
     ),
-    *(["workers"], ["runtime"], ["observe"], ["evaluation"], ["bench"], ["doctor"]),
+    *(["workers"], ["runtime"], ["observe"], ["planning"], ["evaluation"], ["bench"], ["doctor"]),
     *(["api"], ["cli", "__main__"]),
 )
 """Lowest first."""

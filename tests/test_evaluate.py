@@ -26,7 +26,7 @@ from easyrl.config.rollout import SamplingChoice
 from easyrl.data.datasets import with_eval_data
 from easyrl.data.tasks import ARITHMETIC
 from easyrl.evaluation import command
-from easyrl.evaluation.command import make_plan
+from easyrl.evaluation.command import check_evaluation
 from easyrl.evaluation.figures import compare
 from easyrl.rewards.loading import load_reward
 from easyrl.runtime.metrics import evaluation_metrics
@@ -412,7 +412,7 @@ def test_problems_in_flight_fit_the_memory(tmp_path: Path, monkeypatch: pytest.M
     numbers = []
     for available in (2**60, 2**30, 2**29):
         monkeypatch.setattr("easyrl.runtime.memory.available_memory_bytes", lambda n=available: n)
-        numbers.append(make_plan(config).placement.max_concurrent_groups)
+        numbers.append(check_evaluation(config).placement.max_concurrent_groups)
     assert numbers[0] == 128 > numbers[1] > numbers[2] == 1
 
 
@@ -429,7 +429,7 @@ def test_only_evaluated_rows_are_checked(workers: Workers, tmp_path: Path) -> No
 def test_reward_is_configured_for_the_evaluations_longest_completion() -> None:
     flags = {"reward.functions": ["length_penalty"], "devices.infer": "cpu"}
     words = ["rollout.max_completion_length=10", "eval.max_completion_length=100"]
-    made = make_plan(load_config(None, flags, words))
+    made = check_evaluation(load_config(None, flags, words))
     penalty = load_reward("length_penalty", made.worker_config)
     ids = [[1] * length for length in (50, 90, 100)]
     assert penalty(prompts=[""] * 3, completions=[""] * 3, completion_ids=ids) == [0, -0.5, -1]
@@ -472,7 +472,7 @@ def test_preset_brings_its_prompt_and_sampling(
 def test_preset_allows_its_longest_problems(long_tiny: str) -> None:
     flags = {"data.dataset": "math500", "model.path": long_tiny, "devices.infer": "cpu"}
     for words, expected in ([], 2048), (["data.max_prompt_length=512"], 512):
-        made = make_plan(load_config(None, flags, ["data.chat=false", *words]))
+        made = check_evaluation(load_config(None, flags, ["data.chat=false", *words]))
         assert made.worker_config.data.max_prompt_length == expected
 
 

@@ -26,7 +26,7 @@ from easyrl.data.hub import (
     reach_hub,
     resolve_model,
 )
-from easyrl.evaluation.command import make_plan
+from easyrl.evaluation.command import check_evaluation
 from easyrl.model.export import find_model
 from easyrl.model.files import fingerprint, max_positions, read_model_files
 from easyrl.runtime.preflight import check_run
@@ -145,7 +145,7 @@ def test_adapter_brings_its_own_tokenizer_and_embeddings(tmp_path: Path) -> None
     words = (f"model.path={folder}", f"data.dataset={tmp_path}/rows.jsonl", "data.chat=true")
     rewards = ("reward.functions=[exact_match]", "devices.infer=cpu", "devices.train=cpu")
     config = load_config(words=[*words, *rewards, "data.max_prompt_length=5"])
-    assert len(make_plan(config).problems) == 1
+    assert len(check_evaluation(config).problems) == 1
     config, started = start_from(config)
     assert started == source and check_run(config, None, source.tokenizer).num_prompts_skipped == 0
     with pytest.raises(ConfigError, match=r"--base.*100 tokens"):

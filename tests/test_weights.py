@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from easyrl import devices
 from easyrl.channels import ALONE_BYTES
 from easyrl.channels import weights as weights_module
-from easyrl.channels.weights import ALIGNMENT_BYTES, WeightChannel, make_plan
+from easyrl.channels.weights import ALIGNMENT_BYTES, WeightChannel, cut_into_buckets
 from easyrl.config import Config
 from easyrl.runtime import launch
 from easyrl.types import Weight
@@ -386,7 +386,7 @@ def test_some_weights_may_be_sent_then_others_then_all(peers):
 )
 def test_a_plan_places_every_element_once_and_nothing_overlaps(weights, bucket_bytes, alone_bytes):
     manifest = [(f"w{i}", shape, dtype) for i, (shape, dtype) in enumerate(weights)]
-    plan = make_plan(manifest, bucket_bytes, alone_bytes)
+    plan = cut_into_buckets(manifest, bucket_bytes, alone_bytes)
     placed = {name: 0 for name, _, _ in manifest}
     for bucket in plan:
         end = 0

@@ -17,14 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from transformers import GenerationConfig
 
-from easyrl import devices
+from easyrl import devices, events
 from easyrl.bench.harness import QWEN3_06B, Row, record, write_model_and_prompts
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.model.files import DTYPE_BYTES, read_model_files
+from easyrl.planning.rates import MeasuredRun, measure
 from easyrl.runtime.placement import resolve_placement
-from easyrl.runtime.rates import Recorder
 from easyrl.runtime.self_test_part import SMALL, random_model
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -96,16 +97,16 @@ def _measure(
 ) -> Row:
     with tempfile.TemporaryDirectory(prefix="easyrl-bench-") as folder:
         flags = {**flags, **write_inputs(Path(folder), size, load_config(None, flags, words))}
-        recorder = Recorder()  # in the end: of the last run
+        seen: dict[str, list[events.Event]] = {"sync": [], "periodic": []}
         sync, periodic = (
             record(
                 schedule,
                 {**flags, "runtime.schedule": schedule},
                 words,
                 iterations=iterations,
-                observers=[recorder],
+                observers=[seen[schedule].append],
             )
-            for schedule in ("sync", "periodic")
+            for schedule in seen
         )
         num_weights = read_model_files(f"{folder}/model").num_weights or 0
         config = load_config(None, flags, words)
@@ -132,7 +133,7 @@ def _measure(
         "both_busy": max(0.0, (infer + train + weights) / iteration - 1),
         "weight_gigabytes_per_second": weight_bytes / 1e9 / weights,
         "mfu": mfu,
-        "rates": recorder.to_json(),
+        "rates": TypeAdapter(MeasuredRun).dump_python(measure(seen["periodic"]), mode="json"),
     }
 
 

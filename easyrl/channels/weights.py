@@ -84,7 +84,7 @@ class PlannedPiece:
         return bucket[self.offset : self.offset + self.num_bytes].view(self.dtype)
 
 
-def make_plan(
+def cut_into_buckets(
     entries: Sequence[Sequence[Any]], bucket_bytes: int, alone_bytes: float
 ) -> list[list[PlannedPiece]]:
     """Cut weights (name, shape, dtype) into buckets, in order; those of `alone_bytes` or more into
@@ -218,7 +218,7 @@ class WeightChannel:
             names = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
             self.broadcast(names, "sending names")
             self._entries = entries
-            self._plan = make_plan(entries, self._bucket_bytes, self._alone_bytes)
+            self._plan = cut_into_buckets(entries, self._bucket_bytes, self._alone_bytes)
         values = part = empty = torch.empty(0)
         is_direct = False
         for number, pieces in enumerate(self._plan):
@@ -263,7 +263,7 @@ class WeightChannel:
             names = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self.broadcast(names, "waiting for names")
             entries = json.loads(names.cpu().numpy().tobytes())
-            self._plan = make_plan(entries, self._bucket_bytes, self._alone_bytes)
+            self._plan = cut_into_buckets(entries, self._bucket_bytes, self._alone_bytes)
         ahead: list[list[WeightPiece]] = []
         for number in range(len(self._plan)):
             # The next bucket is received while this one is loaded.

@@ -3,58 +3,44 @@
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Option
+from typer import Argument, Option
 
-from easyrl.cli.common import Force, check_new, command
+from easyrl.cli.common import Force, Words, check_new, command, echo
 from easyrl.cli.reports import write
-from easyrl.formatting import ConfigError
 
 
 @command
 def plan(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RATES [RATES ...] [SECTION.KEY=VALUE ...]",
-            help="Folders of runs, or files of `bench loop --json`; settings to change.",
-        ),
-    ],
+    rates: Annotated[Path, Argument(help="A run's folder, or a file of `bench loop --json`.")],
+    words: Words = None,
     *,
     devices: Annotated[int, Option(min=2, max=1024, metavar="N", help="Devices to split.")],
-    model: Annotated[
-        str | None, Option(help="Model in a file of `bench loop` that has several.")
-    ] = None,
-    output: Annotated[
-        Path | None, Option("--output", "-o", metavar="FILE", help="Also draw it: .png or .svg.")
-    ] = None,
     json: Annotated[
         Path | None, Option(metavar="FILE", help="Also write the predictions here.")
     ] = None,
     force: Force = False,
 ) -> None:
     """Predict tokens per second of every split of N devices into engines and trainers, from the
-    rates of runs (docs/devices.md)."""
-    paths = [Path(word) for word in arguments if "=" not in word or Path(word).exists()]
-    words = [word for word in arguments if "=" in word and not Path(word).exists()]
-    if not paths:
-        raise ConfigError("RATES: expected a run's folder or a file of `bench loop --json`")
-    if output is not None and output.suffix not in (".png", ".svg"):
-        raise ConfigError(f"--output: expected .png or .svg as suffix, got '{output.suffix}'")
-    check_new("--output", output, force=force)
+    rates of a run (docs/devices.md)."""
     check_new("--json", json, force=force)
-    from easyrl.bench.plan import make_plan, to_screen
-    from easyrl.observe.text import say_rich
+    from easyrl.config import ConfigError, load_config
+    from easyrl.planning.splits import SIMULATED, flags_of, predict_splits, read_rates, to_text
 
-    found = make_plan(paths, devices, words, model)
-    say_rich(to_screen(found))
+    run = read_rates(rates)
+    config = load_config(None, run.config.model_dump(mode="json"), words)
+    if other := {word.partition("=")[0] for word in words or ()} - SIMULATED:
+        raise ConfigError(
+            f"{', '.join(other)}: expected one of {', '.join(sorted(SIMULATED))}; for others, "
+            "measure a run that has them"
+        )
+    splits = predict_splits(run, config, devices)
+    best = max(splits, key=lambda split: split.tokens_per_second)
+    flags = flags_of(run, best)
+    echo(f"{to_text(run, splits)}\nfastest: {flags}, {best.tokens_per_second:,.0f} tokens/s")
     if json is not None:
-        write(json, json_format.dumps(asdict(found), indent=2).encode())
-    if output is not None:
-        from easyrl.observe.plots import draw_splits
-
-        write(output, draw_splits(found.splits, output.suffix))
+        every = [split._asdict() for split in splits]
+        found = {"flags": flags, "best": best._asdict(), "splits": every}
+        write(json, json_format.dumps(found, indent=2).encode())

@@ -82,7 +82,7 @@ class Plan:
     """The first keys of `eval.json`, which must not change when the evaluation continues."""
 
 
-def make_plan(config: Config, base: str | None = None) -> Plan:
+def check_evaluation(config: Config, base: str | None = None) -> Plan:
     """Check what an evaluation needs: model, problems, rewards, devices, prompts, memory. Raises
     ConfigError, with the key to change, for what would not work."""
     source = find_model(config.model.path, base)
@@ -169,7 +169,7 @@ def _evaluate(
 ) -> events.RunEnded:
     with signals_as_interrupts():
         compared = None if other is None else read_evaluation(other)
-        plan = make_plan(with_absolute_paths(config), base)
+        plan = check_evaluation(with_absolute_paths(config), base)
         with closing(EvalFolder(plan.config, plan.settings)) as folder:
             answers, num = folder.answers, len(plan.problems)
             _warn_of_differences(other, plan.settings)

@@ -195,34 +195,3 @@ def draw_results(runs: Sequence[History], suffix: str) -> bytes:
     figure.axes[0].legend(curves, [str(each.get_label()) for each in curves], frameon=False)
     figure.savefig(file := io.BytesIO(), format=suffix[1:])
     return file.getvalue()
-
-
-@rc_context(STYLE)
-def draw_splits(splits: Sequence[Any], suffix: str) -> bytes:
-    """Return a picture of predictions for splits of devices (`bench.plan.Split`): tokens per second
-    with their interval, and idle times, over the number of engines."""
-    names = "", "_low", "_high"
-    engines = [split.engines for split in splits]
-    speed, low, high = ([getattr(s, f"tokens_per_second{name}") for s in splits] for name in names)
-    figure = Figure((6.4, 6.0), layout="constrained")
-    above, below = figure.subplots(2, sharex=True)
-    above.fill_between(engines, low, high, color=COLOURS[0], alpha=0.2, linewidth=0)
-    above.plot(engines, speed, color=COLOURS[0], marker=".")
-    at = int(np.argmax(speed))
-    above.plot(engines[at], speed[at], "o", color=COLOURS[1],
-               label=f"engines: {engines[at]}, trainers: {splits[at].trainers}")  # fmt: skip
-    above.set_title("Predicted tokens/s, and 90 % of the simulated iterations")
-    above.set_ylim(0, 1.05 * max(high))
-    for number, side in enumerate(("infer", "train"), start=2):
-        idle = [getattr(split, f"{side}_idle") for split in splits]
-        name = "engines" if side == "infer" else "trainers"
-        below.plot(engines, idle, color=COLOURS[number], marker=".", label=name)
-    below.set_title("Idle")
-    below.set_ylim(-0.01, 1.01)
-    below.yaxis.set_major_formatter("{x:.0%}")
-    below.set_xlabel("engines")
-    below.locator_params("x", integer=True)
-    for axes in (above, below):
-        axes.legend(frameon=False)
-    figure.savefig(file := io.BytesIO(), format=suffix[1:])
-    return file.getvalue()

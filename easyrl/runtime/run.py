@@ -24,7 +24,6 @@ from easyrl.runtime.controller import Controller
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.placement import describe, device_names
 from easyrl.runtime.preflight import Preflight, check_run
-from easyrl.runtime.rates import Recorder
 from easyrl.runtime.resume import Resume, find_resume, with_absolute_paths
 from easyrl.runtime.run_folder import (
     PRIVATE,
@@ -33,7 +32,6 @@ from easyrl.runtime.run_folder import (
     folder_of,
     resume_hint,
 )
-from easyrl.runtime.simulation import compare
 from easyrl.runtime.supervisor import (
     FAILED,
     FINISHED,
@@ -89,18 +87,17 @@ def run(config: Config, observers: Sequence[Observer] = (), resume: Path | None 
                 set_aside(path)
             for each in (folder.path, folder.checkpoints):
                 discard_unfinished(each)
-        recorder = Recorder()
         controller = Controller(
             config,
             checked,
             folder=folder,
             launcher=launcher,
             started=started,
-            notify=combine_observers([folder.observe, recorder, *observers]),
+            notify=combine_observers([folder.observe, *observers]),
             resumed=resumed,
         )
         try:
-            end = _train(controller, recorder)
+            end = _train(controller)
             controller.notify(end)
         finally:
             folder.close()
@@ -142,14 +139,13 @@ def _make_model(
     return change_config(config, new), replace(checked, identity=identity)
 
 
-def _train(controller: Controller, recorder: Recorder) -> events.RunEnded:
+def _train(controller: Controller) -> events.RunEnded:
     """Run, and return how the run ended. No worker is left then."""
     folder = controller.folder
     try:
         _announce(controller)
         summary = controller.run()
         summary["prompts_skipped"] = controller.checked.num_prompts_skipped
-        summary |= compare(recorder.iterations, controller.config)
         controller.notify(events.RunFinished(time.monotonic(), summary))
     except Interrupted as interrupted:
         discard_unfinished(folder.checkpoints)  # a second signal ends its writing

@@ -1,0 +1,1 @@
+"""The planner: rates of an iteration from recorded events, and throughput of splits of devices."""
