@@ -172,20 +172,29 @@ def test_changed_rows_and_rewards_are_refused(tmp_path: Path, changed: str) -> N
         check()
 
 
-def test_identity_has_the_users_files_and_the_modules_beside_them(tmp_path: Path) -> None:
+def test_identity_has_the_users_files_and_the_modules_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     files = {
         "rewards.py": ("reward.functions", "# 3\nfrom helper import score as f\n"),
-        "helper.py": ("reward.functions", "import json  # 3\nfrom pack.inner import score\n"),
+        "helper.py": ("reward.functions", "import json, pack  # 3\nfrom pack.inner import score\n"),
+        "pack/__init__.py": ("reward.functions", "# 3\nfrom . import other\n"),
         "pack/inner.py": ("reward.functions", "def score(completions, **_):\n    return 3\n"),
+        "pack/other.py": ("reward.functions", "# 3\n"),
+        "named/__init__.py": (None, "# 3, which runs before the digest\n"),
+        "named/module.py": ("reward.functions", "def f(completions, **_):\n    return 3\n"),
         "rooms.py": ("rollout.environment", "class Room:\n    size = 3\n"),
         "tools.py": ("rollout.tools", "def tool():\n    return 3\n"),
         "loss.py": ("algorithm.loss_type", "def loss(inputs, config):\n    return 3\n"),
         "unrelated.py": (None, "# 3"),
     }
     (tmp_path / "pack").mkdir()
+    (tmp_path / "named").mkdir()
     for name, (_, text) in files.items():
         (tmp_path / name).write_text(text)
-    words = [f"reward.functions=[{tmp_path}/rewards.py:f]", f"rollout.tools={tmp_path}/tools.py:f"]
+    words = [f"reward.functions=[{tmp_path}/rewards.py:f, named.module:f]"]
+    words += [f"rollout.tools={tmp_path}/tools.py:f"]
     words += [f"rollout.environment={{a: guess, b: '{tmp_path}/rooms.py:Room'}}"]
     config = load_config(words=[*words, f"algorithm.loss_type={tmp_path}/loss.py:loss"])
     before = digest_code(config)

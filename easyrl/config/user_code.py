@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -54,13 +54,8 @@ def load_function(
 def _list_file(file: str, kind: Kind) -> str:
     """List the functions or classes of a Python file as `file.py:function or …`; empty if it is
     none, or has none."""
-    path = _file(file)
-    try:
-        tree = ast.parse(path.read_bytes()) if path.suffix == ".py" else ast.Module([], [])
-    except (OSError, SyntaxError, ValueError):
-        return ""
     wanted = ast.ClassDef if kind == "class" else ast.FunctionDef | ast.AsyncFunctionDef
-    found = [each for each in tree.body if isinstance(each, wanted)]
+    found = [each for each in _parsed(_file(file)).body if isinstance(each, wanted)]
     return " or ".join(f"{file}:{each.name}" for each in found if each.name[0] != "_")
 
 
@@ -81,16 +76,35 @@ def read_files(specs: Iterable[str]) -> dict[str, str]:
 
 
 def digest_files(specs: Iterable[str]) -> str:
-    """Digest the files of these functions and the modules beside them that they import; empty if
-    there are no files."""
-    files, text = [_file(path) for path in read_files(specs)], ""
+    """Digest the files of these functions, which can be loaded, and the modules beside them that
+    they import; empty if there are no files."""
+    paths = dict.fromkeys(spec.rpartition(":")[0] for spec in specs)
+    named = [path if path.endswith(".py") else _load(path).__file__ for path in paths if path]
+    files, text = [_file(path) for path in named if path], ""
     for file in files:  # which grows
         content = file.read_text("utf-8", "replace")
         text += next(iter(re.findall(r"^# content \w{64}$", content, re.MULTILINE)), content)
-        modules = re.findall(r"^\s*(?:from|import)\s+\.*([\w.]+)", content, re.MULTILINE)
-        beside = [file.parent / f"{name.replace('.', '/')}.py" for name in modules]
-        files += [each for each in beside if each.is_file() and each not in files]
+        places = [file.parent / name.replace(".", "/") for name in _imports(file)]
+        beside = [path for at in places for path in (at.with_suffix(".py"), at / "__init__.py")]
+        files += [path for path in dict.fromkeys(beside) if path.is_file() and path not in files]
     return hashlib.sha256(text.encode()).hexdigest() if files else ""
+
+
+def _imports(file: Path) -> Iterator[str]:
+    """Yield the names of modules that the file may import, without leading dots."""
+    for node in ast.walk(_parsed(file)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            of = f"{node.module}." if node.module else ""
+            yield from (of[:-1], *(of + each.name for each in node.names))
+
+
+def _parsed(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes()) if file.suffix == ".py" else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 def _file(path: str) -> Path:
