@@ -1,1 +1,1 @@
-"""Suites of `easyrl bench` that measure single parts, in a checkout of the repository only."""
+"""Suites of `easyrl bench` for development, in a checkout of the repository only."""

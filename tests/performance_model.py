@@ -247,7 +247,9 @@ def compare(file: Path) -> Iterator[str]:
             seconds = generate(BENCHED["0.6B"], card, "embedded", rows, load)[1]
             measured, expected = row["engine_tokens_per_second"], rows * load.completion / seconds
             yield f"{start}{measured:,.0f} tokens/s, expected {expected:,.0f}"
-        elif row.get("mfu") and (rates := train(BENCHED[what], card)) is not None:
+        elif (
+            row.get("mfu") and what in BENCHED and (rates := train(BENCHED[what], card)) is not None
+        ):
             factor = RECOMPUTED if row["infer_devices"] == row["train_devices"] else 1.0
             yield f"{start}MFU {row['mfu']:.0%}, expected {rates[1] / factor:.0%}"
 

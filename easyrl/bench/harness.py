@@ -1,4 +1,4 @@
-"""Run a suite, print its table and write JSON. Time and memory of actions; random inputs."""
+"""Run a suite, print its table and write JSON; whole runs, and prompts and models for them."""
 
 from __future__ import annotations
 

@@ -41,6 +41,8 @@ PEAK_FLOPS = {
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "L4": 121e12,
 }
 """Dense bfloat16 by the vendors' data sheets. The first name that is part of a device's counts."""
 ON_ACCELERATORS = {

@@ -15,7 +15,7 @@ from easyrl.cli.common import Force, InferDevices, TrainDevices, Words, check_ne
 from easyrl.formatting import ConfigError
 
 SHIPPED = ("loop", "peer")
-"""The other suites measure single parts. They are in the folder `benchmarks` of a checkout."""
+"""The other suites are for development. They are in the folder `benchmarks` of a checkout."""
 ROOT = Path(__file__).parents[2]
 IS_WHEEL = not (ROOT / "benchmarks" / "ring.py").exists()
 SUITES = {
@@ -70,7 +70,8 @@ def bench(
     check_new("--json", json, force=force)
     from easyrl.bench.harness import run_suite
 
-    sys.path.insert(0, str(ROOT))  # before a foreign package of the name `benchmarks`
+    if suite not in SHIPPED:
+        sys.path.insert(0, str(ROOT))  # before a foreign package of the name `benchmarks`
     run = import_module(f"{'easyrl.bench' if suite in SHIPPED else 'benchmarks'}.{suite}").run
     if others := options.keys() - inspect.signature(run).parameters.keys():
         named = {name: f"--{name.replace('_', '-')}" for name in others} | {"words": "settings"}

@@ -33,8 +33,8 @@ def plan(
     config = load_config(None, run.config.model_dump(mode="json"), words)
     if other := {word.partition("=")[0] for word in words or ()} - SIMULATED:
         raise ConfigError(
-            f"{', '.join(other)}: expected one of {', '.join(sorted(SIMULATED))}; for others, "
-            "measure a run that has them"
+            f"{', '.join(sorted(other))}: a plan can change {', '.join(sorted(SIMULATED))}; for "
+            "another setting, measure a run that has it"
         )
     splits = predict_splits(run, config, devices)
     best = max(splits, key=lambda split: split.tokens_per_second)

@@ -64,7 +64,8 @@ class KVCache:
         self.prompts: list[KeysValues] = []  # per layer 2 x [C, Hkv, P, D]
         self.prompt_lengths = np.zeros(0, dtype=np.int64)  # [C]; 0: free
         self._longest_prompt = 0
-        self._most_cells = 0  # of the prompts in use at once since `shrink`
+        self._most_slots = self._most_length = 0  # in use since `shrink`
+        self.num_allocations = 0  # of memory for prompts
 
     @property
     def shared_lengths(self) -> Ints:
@@ -73,7 +74,7 @@ class KVCache:
 
     @property
     def prompts_size(self) -> tuple[int, int]:
-        """C and P. The prompts are reallocated when one of these changes."""
+        """C and P."""
         return len(self.prompt_lengths), self._longest_prompt
 
     @property
@@ -107,19 +108,22 @@ class KVCache:
             self._grow(num_missing, longest)
         free = np.flatnonzero(self.prompt_lengths == 0)[: len(lengths)]
         self.prompt_lengths[free] = lengths
-        longest = self.prompt_cells(self.prompt_lengths.max(initial=0))
-        self._most_cells = max(self._most_cells, num_used * longest)
+        self._most_slots = max(self._most_slots, num_used)
+        self._most_length = max([self._most_length, *lengths])
         return [int(slot) for slot in free]
 
     def shrink(self) -> None:
         """Free the slots, none of which is in use, if less than half of their cells were needed
         since the last call: an evaluation may have longer prompts, and one for each row."""
-        most, self._most_cells = self._most_cells, 0
-        if 2 * most < len(self.prompt_lengths) * self._longest_prompt:
+        needed = padded(self._most_slots, self._slot_step) * self.prompt_cells(self._most_length)
+        self._most_slots = self._most_length = 0
+        if 2 * needed < len(self.prompt_lengths) * self._longest_prompt:
+            self.num_allocations += 1
             self.prompt_lengths, self._longest_prompt = self.prompt_lengths[:0], 0
             self.prompts = [(k[:0, :, :0].clone(), v[:0, :, :0].clone()) for k, v in self.prompts]
 
     def _grow(self, num_more: int, longest: int) -> None:
+        self.num_allocations += 1
         used, self._longest_prompt = len(self.prompt_lengths), longest
         self.prompt_lengths = np.append(self.prompt_lengths, np.zeros(num_more, dtype=np.int64))
 

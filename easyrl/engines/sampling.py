@@ -79,8 +79,9 @@ def _truncated(weights: Tensor, top_k: int, top_p: float) -> Tensor:
     likeliest, tokens = weights.sort(dim=-1, descending=True, stable=True)
     if top_k > 0:
         likeliest[:, top_k:] = 0.0
-    before = likeliest.cumsum(dim=-1) - likeliest  # [N, V]: the sum of the likelier ones
-    likeliest[before >= top_p * likeliest.sum(dim=-1, keepdim=True)] = 0.0
+    if top_p < 1.0:
+        before = likeliest.cumsum(dim=-1) - likeliest  # [N, V]: the sum of the likelier ones
+        likeliest[before >= top_p * likeliest.sum(dim=-1, keepdim=True)] = 0.0
     return torch.zeros_like(weights).scatter_(1, tokens, likeliest)
 
 

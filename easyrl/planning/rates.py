@@ -38,7 +38,7 @@ class Group(NamedTuple):
 class MeasuredIteration(NamedTuple):
     num_tokens: int  # completion tokens trained
     seconds: float
-    broadcast: float  # seconds from one device to another
+    broadcast: float | None  # seconds from one device to another; None: there was none
     overhead: float  # seconds before the first and after the last work
     engine_rows: list[Row]  # of the model above, with the seconds last
     train_rows: list[Row]
@@ -74,6 +74,8 @@ def measure(recorded: Iterable[events.Event]) -> MeasuredRun:
     for event in recorded:
         match event:
             case events.RunStarted():
+                if event.devices != run.devices:  # other splits have other rates
+                    run.iterations.clear()
                 run = replace(run, config=event.config, devices=event.devices)
                 is_warm = False
             case events.IterationStarted():
@@ -125,10 +127,12 @@ def _measured(
         return None
     seconds, weights_seconds = (metrics[f"perf/{x}_seconds"] for x in ("iteration", "weights"))
     worked = max(span.ended for span in spans) - min(span.started for span in spans)
+    num = num_broadcasts(run.count("rollout"), run.count("train"))
+    was_sent = any(isinstance(each.event, events.WeightsExchanged) for each in received)
     return MeasuredIteration(
         num_tokens=round(metrics["perf/tokens_per_second"] * seconds),
         seconds=seconds,
-        broadcast=weights_seconds / num_broadcasts(run.count("rollout"), run.count("train")),
+        broadcast=weights_seconds / num if was_sent else None,
         overhead=max(0.0, seconds - weights_seconds - worked),
         engine_rows=fitted["rollout"],
         train_rows=fitted["train"],
@@ -141,11 +145,12 @@ def fit(iterations: Sequence[MeasuredIteration], num_trainers: int) -> Rates:
     engine_rows = np.array([row for each in iterations for row in each.engine_rows])
     train_rows = np.array([row for each in iterations for row in each.train_rows])
     step, token, prompt_token = _fit(engine_rows)
+    broadcasts = [each.broadcast for each in iterations if each.broadcast is not None]
     trained = [sum(group.lengths) for group in groups if group.is_trained]
     return Rates(
         engine=(step, token, prompt_token * float(engine_rows[:, 2].sum()) / len(groups)),
         trainer=_fit(train_rows),
-        broadcast=fmean(each.broadcast for each in iterations),
+        broadcast=fmean(broadcasts or [0.0]),
         overhead=median(each.overhead for each in iterations),
         prompt_tokens=float(train_rows[:, 1].sum() - sum(trained)) / max(1, len(trained)),
         num_trainers=num_trainers,

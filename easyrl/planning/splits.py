@@ -110,7 +110,12 @@ def to_text(run: MeasuredRun, splits: Sequence[Split]) -> str:
         "in ms: " + ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in of_each),
         "engines trainers  tokens/s       5 %      95 %  idle: engines trainers",
     ]
-    if run.config.devices.threads is None and len({*run.devices.values()}) == 1:
+    infer, train = (
+        {name for worker, name in run.devices.items() if worker.startswith(role)}
+        for role in ("rollout", "train")
+    )
+    shared = infer & train if run.config.devices.threads is None else infer & train - {"cpu"}
+    if shared:
         lines.insert(1, "workers shared cores or a device: on their own they are faster")
     for split in splits:
         speeds = split.tokens_per_second, split.tokens_per_second_low, split.tokens_per_second_high

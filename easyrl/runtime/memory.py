@@ -40,6 +40,7 @@ HEAP_FACTOR = 3.9
 of the same size. So transient tensors take this many times their size. Measured with models of 13,
 42 and 92 million weights."""
 SAMPLE_BYTES = 12  # of a logit while a token is drawn: also its score, and that exponentiated
+TRUNCATING_BYTES = 32  # with top-k or top-p: also sorted, their indices, sums and sums before
 SCORE_BYTES, TRAINED_SCORE_BYTES = 12, 20
 """Bytes of an attention score without a fused kernel: three float32 tensors, five in backward."""
 CONTEXT_BYTES = GIB // 2
@@ -165,7 +166,9 @@ def _rollout_parts(
     in_flight = f"rollout.max_concurrent_groups={placement.max_concurrent_groups}"
     longest_prompt = config.data.max_prompt_length
     prefill = max(longest_prompt, min(MAX_PREFILL_TOKENS, longest_prompt * rows))
-    step = (rows + max(1, rows // 4)) * model.vocabulary_size * SAMPLE_BYTES
+    truncates = rollout.top_k > 0 or rollout.top_p < 1.0
+    of_logit = TRUNCATING_BYTES if truncates else SAMPLE_BYTES
+    step = (rows + max(1, rows // 4)) * model.vocabulary_size * of_logit
     if is_batched and not on_cpu:
         # CUDA graphs have memory of their own, for the logits and scores of decode steps. Attention
         # to prompts is padded to as many rows for each of them.
@@ -173,8 +176,11 @@ def _rollout_parts(
         decode = rows * max(row, 2 * prompt)
         resume = MAX_PREFILL_TOKENS * max(row, prompt) if rollout.has_environments else 0
         scores = model.num_heads * (decode + max(decode, prefill * prompt, resume))
-        # One layer's keys or values: of prompts that are gathered, and of rows on Ascend NPUs.
+        # One layer's keys or values: of prompts that are gathered, and of rows on Ascend NPUs,
+        # where keys in half precision are also copied to float32.
         copied = (cached + prompts) * per_token // (2 * model.num_layers)
+        if placement.accelerator == devices.ASCEND and dtype_bytes == 2:
+            copied *= 3
         step = 2 * step + SCORE_BYTES * scores + copied
     step += prefill * dtype_bytes * (2 * model.width + 3 * model.mlp_width)
     kept_free = 0  # by vLLM, of an accelerator, for its step and graphs
