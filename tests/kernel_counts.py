@@ -64,7 +64,7 @@ class Counter(TorchDispatchMode):
 
 
 def _logsumexp(x: Tensor, dims: Any, keepdim: bool = False) -> Tensor:
-    """What torch launches for it, whatever the device (see its profiler)."""
+    """Compute it with the kernels that torch launches for it on every device (see its profiler)."""
     largest = x.amax(dims, keepdim=keepdim)
     largest.masked_fill_(largest.abs() == math.inf, 0)
     return (x - largest).exp_().sum(dims, keepdim=keepdim).log_().add_(largest)

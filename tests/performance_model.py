@@ -30,13 +30,13 @@ LOAD = Load()
 # -- counted: bfloat16, the operations' tensors in bytes -------------------------------------------
 KERNELS = {"qwen2": (85, 74), "qwen3": (101, 74)}
 COPYING_KERNELS = {"qwen2": (57, 70), "qwen3": (73, 70)}
-"""Of a decode step of the embedded engine: per layer, and besides. The fewer ones are those behind
-prompts of at most COPIED_TOKENS tokens, which are copied."""
+"""Kernels of the embedded engine's decode step: for each layer, and for all else. COPYING_KERNELS
+are for prompts of at most COPIED_TOKENS tokens, which are copied to the rows."""
 SCORE_BYTES, HIDDEN_BYTES, LOGIT_BYTES = 68, 290, {"embedded": 23, "vLLM": 34}
 """Moved in a decode step per score of attention; per row, layer and element of the hidden state;
 per logit (vLLM: assumed)."""
 TRAIN_KERNELS = {"qwen2": (121, 215), "qwen3": (166, 215)}
-"""Of a micro-batch's forward and backward, without attention."""
+"""Kernels of a micro-batch's forward and backward, without attention."""
 TRAIN_HIDDEN_BYTES, TRAIN_LOGIT_BYTES = {"qwen2": 525, "qwen3": 645}, 97
 """Moved in training by what is neither a product nor attention, per token, layer and element of the
 hidden state, and per logit."""
@@ -87,7 +87,7 @@ class Model(NamedTuple):
 
     @property
     def body_weights(self) -> int:
-        """Of the layers, without norms and biases."""
+        """Number of the layers' weights, without norms and biases."""
         width = 2 * self.head_size * (self.heads + self.kv_heads) + 3 * self.intermediate
         return self.layers * self.hidden * width
 

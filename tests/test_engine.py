@@ -305,7 +305,7 @@ def test_memory_of_prompts_is_used_again_when_their_groups_have_finished():
 
 
 def test_memory_of_an_evaluations_prompts_is_freed_for_training():
-    """With the first weights since which it was not needed. It changes no bit."""
+    """The next weights free it if no prompt has needed it since the last ones. No bit changes."""
     engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
     training, evaluation = requests(draw_prompts(6), 8), requests(draw_prompts(30))
     expected, size = bits_of(run(engine, training)), engine.cache.prompts_size
@@ -536,7 +536,7 @@ def test_drawing_a_token_takes_4_passes_over_the_vocabulary_and_none_in_float64(
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 5, 50, 128, 129, 1000])
 def test_frequencies_are_the_probabilities(vocabulary):
-    """With evenly spaced numbers, up to rounding at the ends of each share."""
+    """Evenly spaced numbers draw each token in proportion; rounding moves the ends of a share."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = 2 * torch.randn(1, vocabulary, generator=generator)
     logits[0, vocabulary // 2 + 1 :: 3] = -torch.inf

@@ -134,8 +134,8 @@ def test_more_devices_are_not_slower_where_messages_cost_nothing(
 
 
 def test_broadcast_scoring_and_communication_cost_time() -> None:
-    """Of 8 engines and 2 trainers: half the weights are gathered, and sent on in four rounds. There
-    is one micro-batch, whose communication costs something where fewer trainers were measured."""
+    """Two trainers gather half of the weights; four rounds send them to 8 engines. The only
+    micro-batch also communicates, which costs time if fewer trainers were measured."""
     config, rates = make_config(), make_rates()
     plain = outcome(rates, config, 8, 2).seconds
     for change, seconds in (
