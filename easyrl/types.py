@@ -157,7 +157,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The input of one forward and backward: rollouts packed into one row (`data.packing`).
+    """The input of one forward and backward: rollouts packed into one row (`workers.packing`).
 
     Shapes: T tokens of the row, K completion tokens in it, C completions.
     """

@@ -26,7 +26,6 @@ from test_packing import (
 )
 
 from easyrl.config import Config, load_config
-from easyrl.data.packing import Rollout, pack, split_group
 from easyrl.model.policy import Policy
 from easyrl.types import MicroBatch, RolloutGroup
 from easyrl.workers import batches as batches_module
@@ -41,6 +40,7 @@ from easyrl.workers.batches import (
     share_out,
 )
 from easyrl.workers.learner import Learner
+from easyrl.workers.packing import Rollout, pack, split_group
 from own_workers import make_ring, num_free
 from tiny_models import largest_gradient_gap
 

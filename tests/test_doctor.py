@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from easyrl import devices, doctor
-from easyrl.doctor import GIB, SUPPORTED, Line, check
+from easyrl import devices
+from easyrl.cli import doctor
+from easyrl.cli.doctor import GIB, SUPPORTED, Line, check
 from easyrl.engines.vllm import platforms
 from easyrl.rewards import sandbox
 from easyrl.rewards.sandbox import find_variant

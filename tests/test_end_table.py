@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from easyrl.config import load_config
-from easyrl.observe.report import end_table, print_end
+from easyrl.observe.lines import end_table, print_end
 from easyrl.observe.text import say_rich
 from easyrl.runtime.metrics import summarize
 from easyrl.runtime.resume import SavedState

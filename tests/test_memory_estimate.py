@@ -23,7 +23,6 @@ from easyrl import devices
 from easyrl.config import Config, ConfigError, change_config, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.data.hub import resolve_model
-from easyrl.data.packing import Rollout, pack
 from easyrl.devices import parse_assumed
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
@@ -46,6 +45,7 @@ from easyrl.runtime.placement import EngineChoice, Placement, resolve_placement
 from easyrl.runtime.plan import make_plan
 from easyrl.runtime.preflight import check_run
 from easyrl.workers.learner import Learner
+from easyrl.workers.packing import Rollout, pack
 from runs import command
 
 TOLERANCE = 0.15

@@ -14,8 +14,8 @@ from test_packing import FIRST, GROUPS, make_group
 
 from easyrl.channels.messages import MAX_UNACKNOWLEDGED, RemoteRing, decode_group, encode_group
 from easyrl.channels.ring_buffer import RingBuffer
-from easyrl.data.packing import pack, split_group
 from easyrl.workers.batches import decode_rollouts, encode_rollouts
+from easyrl.workers.packing import pack, split_group
 from own_workers import make_ring
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from easyrl.data.packing import pack, split_group
 from easyrl.types import RolloutGroup
+from easyrl.workers.packing import pack, split_group
 
 ITERATION, VERSION, FIRST = 4, 9, 40
 VOCABULARY = 31

@@ -172,7 +172,7 @@ def test_long_run_gives_a_small_page(make_run: Callable[..., Path]) -> None:
 def test_csv_has_a_row_for_each_iteration(
     run: Path, make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "easyrl.observe.page", None)  # with matplotlib
+    monkeypatch.setitem(sys.modules, "easyrl.observe.report", None)  # with matplotlib
     other = make_run("other", [], [line(0, only_here=7)])
     rows = list(csv.DictReader(io.StringIO(call("report", "--csv", run, other).output)))
     assert [(row["run"], row["iteration"]) for row in rows] == [

@@ -14,7 +14,7 @@ import pytest
 
 from easyrl import events
 from easyrl.config import Config, ConfigError, load_config
-from easyrl.observe.report import PlainLines
+from easyrl.observe.lines import PlainLines
 from easyrl.runtime import run_folder
 from easyrl.runtime.controller import Controller
 from easyrl.runtime.run import FAILED, run

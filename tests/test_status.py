@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from easyrl import events
-from easyrl.observe.report import status_table
+from easyrl.observe.lines import status_table
 from easyrl.observe.text import say_rich
 from easyrl.runtime.metrics import IterationRecord
 from easyrl.runtime.status import COLUMNS, Balance

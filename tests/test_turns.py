@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from easyrl.config import load_config
-from easyrl.data.packing import pack, split_group
 from easyrl.engines import embedded, kv_cache
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
@@ -15,6 +14,7 @@ from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from easyrl.types import RolloutGroup
 from easyrl.workers.learner import Learner
+from easyrl.workers.packing import pack, split_group
 from tiny_models import VOCABULARY, largest_gradient_gap, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")

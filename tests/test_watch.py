@@ -20,7 +20,7 @@ from easyrl import events
 from easyrl.config import Config
 from easyrl.events import Event, FromWorker, Span
 from easyrl.observe import trace
-from easyrl.observe.report import PlainLines
+from easyrl.observe.lines import PlainLines
 from easyrl.observe.trace import RunFiles, TraceWriter, follow, watch
 from easyrl.observe.view import ViewState
 from easyrl.runtime.run_folder import lock_folder

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from easyrl.config import AlgorithmConfig, Config, ConfigError
 from easyrl.config.algorithm import LOSS_FORMS, LOSS_KEY
-from easyrl.config.user_code import load_function, module_of, user_traceback
+from easyrl.user_code import load_function, module_of, user_traceback
 
 
 @dataclass(frozen=True, slots=True)

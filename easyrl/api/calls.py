@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from easyrl import events
+from easyrl import events, user_code
 from easyrl.api.inputs import Inputs
-from easyrl.config import SECTIONS, Config, ConfigError, load_config, options_by_key, user_code
+from easyrl.config import SECTIONS, Config, ConfigError, load_config, options_by_key
 from easyrl.devices import NO_AUTOLOAD
 from easyrl.evaluation.command import evaluate as run_evaluation
 from easyrl.evaluation.view import EvalView

@@ -21,7 +21,7 @@ def status(
     as_json: Annotated[bool, Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show the workers of a live run, and which side waits for the other."""
-    from easyrl.observe.report import status_table
+    from easyrl.observe.lines import status_table
     from easyrl.observe.text import say_rich
     from easyrl.runtime.control import request
 

@@ -51,7 +51,7 @@ def evaluate(
     from easyrl.config import load_config, options_by_key
     from easyrl.evaluation.command import evaluate
     from easyrl.evaluation.view import EvalView
-    from easyrl.observe.report import print_end
+    from easyrl.observe.lines import print_end
     from easyrl.runtime.resume import settings_to_evaluate
 
     given = options_by_key(locals())

@@ -33,7 +33,7 @@ def report(
     if csv:
         text = to_csv(runs)
     else:
-        from easyrl.observe.page import to_page  # with matplotlib: later than errors
+        from easyrl.observe.report import to_page  # with matplotlib: later than errors
 
         text = to_page(runs)
     if csv and output is None:

@@ -119,6 +119,6 @@ def doctor(
     ] = False,
 ) -> int:
     """Check what EasyRL can use on this machine, and how to fix the rest."""
-    from easyrl.doctor import run_doctor
+    from easyrl.cli.doctor import run_doctor
 
     return run_doctor(as_json=json, has_test=test)

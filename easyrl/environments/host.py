@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from easyrl.config import Config, ConfigError
-from easyrl.config.user_code import user_traceback
 from easyrl.environments.loading import Environment, Interface, load_environments
 from easyrl.environments.tool_calls import BadCall, Calls
 from easyrl.processes import maybe_sleep, set_name
@@ -33,6 +32,7 @@ from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.loading import accepted_arguments
 from easyrl.rewards.worker import Call, Scored, begin_output, run_call, start
 from easyrl.types import Messages
+from easyrl.user_code import user_traceback
 
 PROCESS_NAME = "easyrl-env"
 Key = tuple[int, ...]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.hints import did_you_mean
-from easyrl.config.user_code import load_function, user_traceback
+from easyrl.user_code import load_function, user_traceback
 
 KEY = "rollout.environment (--environment)"
 TOOLS_KEY = "rollout.tools"

@@ -14,7 +14,7 @@ from easyrl import events
 from easyrl.evaluation.figures import Answers, accuracy_of
 from easyrl.events import Event
 from easyrl.formatting import counted
-from easyrl.observe.report import sampling_text, with_error
+from easyrl.observe.lines import sampling_text, with_error
 from easyrl.observe.text import clock, is_live_terminal, safe, say, say_rich
 
 Named = Mapping[str, Any]  # values by the keys of `eval.json`

@@ -25,7 +25,7 @@ from easyrl.config import Config, ConfigError, change_config, load_config
 from easyrl.config.devices import count_devices
 from easyrl.events import Event
 from easyrl.formatting import counted, printable
-from easyrl.observe.report import result_rows
+from easyrl.observe.lines import result_rows
 from easyrl.observe.samples import SAMPLES, Line, folded
 from easyrl.observe.trace import FILE_NAME, GrowingFile, RunFiles
 from easyrl.observe.view import ViewState

@@ -9,7 +9,7 @@ from typing import Any
 from easyrl import events
 from easyrl.config import Config
 from easyrl.events import Event, Note, Observer
-from easyrl.observe.report import PlainLines
+from easyrl.observe.lines import PlainLines
 from easyrl.observe.text import is_live_terminal
 from easyrl.observe.trace import TraceWriter
 from easyrl.observe.trackers import Trackers

@@ -23,7 +23,7 @@ from matplotlib.patches import Patch
 from easyrl.config import ConfigError
 from easyrl.events import WORKING
 from easyrl.observe.history import ACCURACY, ERROR, OVERLAP, History
-from easyrl.observe.report import function_of
+from easyrl.observe.lines import function_of
 from easyrl.observe.view import main_kind
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart.

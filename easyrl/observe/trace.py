@@ -29,7 +29,7 @@ from typing import IO, Any
 from easyrl import events
 from easyrl.config import ConfigError, load_config
 from easyrl.events import Event, FromWorker, Message, Observer
-from easyrl.observe.report import PlainLines, print_end
+from easyrl.observe.lines import PlainLines, print_end
 from easyrl.observe.text import is_live_terminal, safe
 from easyrl.observe.view import LiveView
 from easyrl.runtime.run_folder import is_locked, write_whole

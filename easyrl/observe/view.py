@@ -40,7 +40,7 @@ from easyrl import events
 from easyrl.config.devices import count_devices
 from easyrl.events import WORKING, Activity, Event, FromWorker, Span, SpanKind, UnderWay
 from easyrl.formatting import counted, printable, shorten
-from easyrl.observe.report import PROBLEMS, end_table, function_of, print_end, problems_in
+from easyrl.observe.lines import PROBLEMS, end_table, function_of, print_end, problems_in
 from easyrl.observe.text import clock, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
 

@@ -18,13 +18,13 @@ from typing import Any
 from easyrl.config import Config, ConfigError
 from easyrl.config.algorithm import LOSS_KEY
 from easyrl.config.hints import did_you_mean
-from easyrl.config.user_code import digest_files, load_function, read_files
 from easyrl.data.presets import preset_of
 from easyrl.data.streams import RESERVED_COLUMNS
 from easyrl.rewards import functions, math
 from easyrl.rewards.code import check_code, code
 from easyrl.rewards.functions import RewardFunction
 from easyrl.types import Prompt, text_of
+from easyrl.user_code import digest_files, load_function, read_files
 
 KEY = "reward.functions (--reward)"
 BUILT_IN: Mapping[str, Callable[[Config], RewardFunction]] = {

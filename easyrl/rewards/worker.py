@@ -26,8 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from easyrl.config import Config, ConfigError, user_code
-from easyrl.config.user_code import user_traceback
+from easyrl import user_code
+from easyrl.config import Config, ConfigError
 from easyrl.data.chat import makes_chats
 from easyrl.events import SAMPLE_COLUMNS
 from easyrl.processes import die_with_parent, maybe_sleep, set_name
@@ -43,6 +43,7 @@ from easyrl.rewards.loading import (
     reward_specs,
 )
 from easyrl.types import Messages, Prompt
+from easyrl.user_code import user_traceback
 
 MAX_SCORE = 1e30
 """Scores are summed with weights in float32, whose largest number is about 3e38."""

@@ -16,7 +16,6 @@ from typing import Any
 from easyrl import devices
 from easyrl.config import Config, ConfigError, change_config, to_arguments
 from easyrl.config.algorithm import LOSS_KEY
-from easyrl.config.user_code import load_function
 from easyrl.data.chat import check_prompts, check_template
 from easyrl.data.datasets import (
     identity_of,
@@ -49,6 +48,7 @@ from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.resume import Resume, differing
 from easyrl.runtime.run_folder import folder_of, refuse_existing
 from easyrl.types import Messages, Prompt
+from easyrl.user_code import load_function
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from easyrl import devices, events
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import Config, load_config
 from easyrl.config.model import AttentionMode
-from easyrl.data.packing import Rollout, pack
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
@@ -36,6 +35,7 @@ from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import Supervisor
 from easyrl.runtime.workers import worker_settings
+from easyrl.workers.packing import Rollout, pack
 from easyrl.workers.settings import WorkerSettings
 
 SMALL = {

@@ -40,8 +40,8 @@ from easyrl import events
 from easyrl.channels.messages import decode, encode
 from easyrl.channels.ring_buffer import Lease, RingPort
 from easyrl.config import Config
-from easyrl.data.packing import Rollout, pack, split_group
 from easyrl.types import MicroBatch, RolloutGroup
+from easyrl.workers.packing import Rollout, pack, split_group
 
 MIN_FILL = 0.05
 """Smallest part of the token budget that is trained while more groups are to come. Small

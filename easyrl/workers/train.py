@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from easyrl import devices, events
+from easyrl import devices, events, user_code
 from easyrl.channels.ring_buffer import RingPort
 from easyrl.channels.weights import WeightChannel
-from easyrl.config import Config, user_code
+from easyrl.config import Config
 from easyrl.model import attention
 from easyrl.model.export import ADAPTER, replace_folder
 from easyrl.model.files import tokenizer_of

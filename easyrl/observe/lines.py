@@ -1,0 +1,273 @@
+"""Plain output: one line per iteration, and a table at the end.
+
+Used without a terminal and with --no-live; the table also follows the live view.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from easyrl import events
+from easyrl.config import Config
+from easyrl.config.devices import range_words
+from easyrl.events import Event, FromWorker
+from easyrl.formatting import counted, printable, shorten
+from easyrl.model.checkpoint_files import CHECKPOINTS
+from easyrl.observe.text import safe, say, say_rich, shown
+from easyrl.runtime.metrics import LAST_ITERATIONS
+
+PROBLEMS = {
+    "reward_errors": ("reward call", "failed"),
+    "groups_skipped": ("group", "skipped"),
+    "groups_not_replaced": ("group", "without advantages"),
+    "num_updates_not_finite": ("update", "dropped, not finite (lower train.learning_rate)"),
+    "worker_restarts": ("rollout worker", "replaced"),  # in the summary
+}
+"""Counts of problems: name -> (what is counted, what happened to it)."""
+LOW_OVERLAP, SMALL_SHARE, IMBALANCE = 0.5, 0.1, 0.25
+"""Below this overlap the table says why, unless generating or training takes less than SMALL_SHARE
+of the time. If the two sides' busy shares differ by more than IMBALANCE, both are shown."""
+
+
+def problems_in(counts: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{counted(int(counts[name]), noun)} {what}"
+        for name, (noun, what) in PROBLEMS.items()
+        if counts.get(name)
+    ]
+
+
+class PlainLines:
+    """Print to standard output; why a run failed goes to standard error."""
+
+    def __init__(self) -> None:
+        self._folder, self._config = Path(), Config()
+        self._started = 0.0
+        self._devices: Mapping[str, str] = {}
+        self._shown: set[str] = set()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case events.RunStarted(started, folder, config):
+                self._started, self._folder, self._config = started, folder, config
+                self._devices = event.devices
+                say(f"run folder {folder}\n{event.description}")
+            case FromWorker(_, time, events.Starting(what)):
+                self._say_once(what, f"{what} (after {time - self._started:.1f} s)")
+            case FromWorker(_, _, events.GroupScored() | events.PromptEvaluated() as scored):
+                for error in scored.errors[:1]:
+                    file = self._folder / "reward_errors.jsonl"
+                    about = f"the run continues (reward.on_error); all errors: {file}"
+                    self._say_once("errors", f"{error}\n{about}")
+            case FromWorker(_, _, events.CheckpointSaved(version, seconds, num_bytes, "")):
+                iteration = version // self._config.train.updates_per_iteration
+                path = self._folder / CHECKPOINTS / str(version)
+                size = f"{num_bytes / 2**20:,.0f} MiB in {seconds:.1f} s"
+                say(f"checkpoint of iteration {iteration}: {path} ({size})")
+            case events.Evaluated():
+                accuracy = with_error(event.accuracy, event.standard_error)
+                problems = counted(event.num_prompts, "problem")
+                problems += f", {training_sampling(self._config)}"
+                trained = counted(event.num_iterations, "iteration")
+                say(f"held-out accuracy {accuracy} ({problems}) after {trained}")
+            case events.IterationFinished(_, metrics):
+                self._report_iteration(metrics)
+            case events.Note(text) | events.NoEvents(_, text) if text:
+                say(safe(text))
+            case events.RunFinished(_, summary):
+                say_rich(end_table(summary, self._folder, self._config, self._devices))
+            case events.RunEnded(exit_code, message) if message:
+                print_end(exit_code, message)
+
+    def _say_once(self, key: str, text: str) -> None:
+        if key not in self._shown:
+            self._shown.add(key)
+            say(safe(text))
+
+    def _report_iteration(self, metrics: Mapping[str, Any]) -> None:
+        number = metrics["iteration"] + 1
+        say(
+            f"iteration {number}/{self._config.train.iterations}  "
+            f"reward {shown(metrics['reward'], '.3f')}  "
+            f"no spread {shown(metrics.get('frac_reward_zero_std'), '.0%')}  "
+            f"length {metrics['completions/mean_length']:.1f}  "
+            f"loss {shown(metrics['loss'], '+.4f')}  "
+            f"grad_norm {shown(metrics['grad_norm'], '.3f')}  "
+            f"{metrics['perf/iteration_seconds']:.2f} s  "
+            f"{metrics['perf/tokens_per_second']:.0f} tokens/s"
+        )
+        if problems := problems_in(metrics):
+            say(f"iteration {number}: {', '.join(problems)}")
+
+
+def function_of(metric: str) -> str:
+    """Return the name of the reward function whose mean the metric is; empty for other metrics."""
+    match = re.fullmatch("rewards/(.+)/mean", metric)
+    return printable(match[1]) if match else ""
+
+
+def with_error(value: float | None, error: float | None, sign: str = "") -> str:
+    """`0.500 ± 0.050`; without the error if that is undefined."""
+    text = shown(value, f"{sign}.3f")
+    return text if shown(error, "") == "none" else f"{text} ± {error:.3f}"
+
+
+def sampling_text(about: Mapping[str, Any]) -> str:
+    """Describe how an evaluation is sampled, from its settings."""
+    if about["temperature"] == 0:
+        return "one greedy answer each"
+    text = f"{counted(about['num_samples'], 'sample')} each at temperature {about['temperature']:g}"
+    if about["top_p"] < 1:
+        text += f", top_p {about['top_p']:g}"
+    return text + (f", top_k {about['top_k']}" if about["top_k"] else "")
+
+
+def training_sampling(config: Config) -> str:
+    """Describe how held-out problems are sampled during training."""
+    return sampling_text({**dict(config.rollout), "num_samples": 1})
+
+
+def print_end(exit_code: int, message: str) -> None:
+    """Print why a run did not finish."""
+    if exit_code == 0 or exit_code > 128:  # nothing to do, or stopped by the user
+        say(safe(message))
+    else:
+        say(f"easyrl: {safe(message)}", sys.stderr)
+
+
+def end_table(
+    summary: Mapping[str, Any], folder: Path, config: Config, devices: Mapping[str, str]
+) -> RenderableType:
+    """Return what a finished run reached, at what speed, and the next commands. `devices`: by
+    worker."""
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in result_rows(summary, config, devices):
+        table.add_row(name, value)
+    table.add_row("run folder", Text(str(folder)))
+    run = quote(str(folder))
+    commands = [f"easyrl samples {run}", f"easyrl report {run}"]
+    if config.train.keep_checkpoints:
+        commands.append(f"easyrl grpo --resume {run} --iterations {2 * config.train.iterations}")
+    lines = [Text(f"  {each}", no_wrap=True, overflow="ignore") for each in commands]
+    return Group(Text("finished", "bold green"), table, Text("next commands", "dim"), *lines)
+
+
+def result_rows(
+    summary: Mapping[str, Any], config: Config, devices: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Yield names and results. `summary`: of `summary.json`; before the end of a run it may lack
+    what is known only then."""
+    whens = ("before", "after")
+    if summary["accuracy_after"] is not None:
+        pairs = [(summary[f"accuracy_{when}"], summary.get(f"error_{when}")) for when in whens]
+        values = " → ".join(with_error(*pair) for pair in pairs)
+        yield "held-out accuracy", f"{values} ({training_sampling(config)})"
+        best = summary.get("accuracy_best")
+        if best is not None and best > summary["accuracy_after"]:
+            yield "  best", f"{best:.3f} after iteration {summary['iterations_best']}"
+    if summary["reward_last"] is not None:
+        values = " → ".join(shown(summary[f"reward_{when}"], ".3f") for when in ("first", "last"))
+        is_mean = summary["iterations"] >= 2 * LAST_ITERATIONS
+        each = f"means of the first and last {LAST_ITERATIONS} iterations"
+        yield "reward", f"{values} ({each if is_mean else 'first and last iteration'})"
+        functions = summary.get("rewards", {})  # not in older ones
+        for name, ends in functions.items() if len(functions) > 1 else ():
+            of_function = " → ".join(shown(value, ".3f") for value in ends)
+            yield f"  {shorten(name, 24)}", of_function
+    tokens, wall_seconds = summary["completion_tokens"], summary.get("wall_seconds")
+    groups = f"{summary['groups_trained']} groups, {summary['groups_off_policy']} off-policy"
+    time = f" in {wall_seconds:.1f} s" if wall_seconds else ""
+    yield "trained", f"{groups}; {tokens:,} tokens{time}"
+    if (seconds := summary.get("iteration_seconds", 0.0)) > 0:
+        per_device = summary["tokens_per_second_per_device"]
+        speed = f"{tokens / seconds:,.0f} in iterations ({per_device:,.0f} per device)"
+        whole = f", {tokens / wall_seconds:,.0f} with start-up" if wall_seconds else ""
+        yield "tokens/s", speed + whole
+        yield from _balance(summary, config, devices)
+    if (updates := summary["updates_per_iteration"]) > 1:
+        yield "updates", f"{updates} per iteration: only the first is strictly on-policy"
+    counts = {**summary, "num_updates_not_finite": summary["updates_not_finite"]}
+    if problems := problems_in(counts):
+        yield "warning", ", ".join(problems)
+    gap = shown(summary["sampling_logp_difference_max"], ".1e")
+    if gap != "none":  # else no group had a gradient
+        yield "engine and trainer", f"log-probabilities differ by at most {gap}"
+    if sha256 := summary.get("weights_sha256"):
+        yield "weights", f"sha256 {sha256[:16]}"
+
+
+def _balance(
+    summary: Mapping[str, Any], config: Config, devices: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """The overlap, and why it is low; and how busy each side was, if they differ much."""
+    seconds = summary["iteration_seconds"]
+    infer, train = summary["infer_seconds"] / seconds, summary["train_seconds"] / seconds
+    engines = [name for worker, name in devices.items() if worker.startswith("rollout")]
+    trainers = [name for worker, name in devices.items() if worker.startswith("train")]
+    is_shared = engines != [] and engines == trainers and "cpu" not in engines[0]
+    both = ("generating", "training") if infer < train else ("training", "generating")
+    text = f"{summary['overlap']:.0%} of {both[0]} ran while {both[1]}"
+    if summary["overlap"] < LOW_OVERLAP and min(infer, train) >= SMALL_SHARE:
+        if config.runtime.schedule == "sync":
+            text += "; runtime.schedule=sync has none"
+        elif is_shared:
+            text += "; one device does both"
+        else:
+            text += "; a higher train.prompts_per_iteration raises it"
+    yield "overlap", text
+    if engines and trainers and not is_shared and abs(infer - train) > IMBALANCE:
+        words = _better_split(infer, train, engines, trainers)
+        yield "balance", f"rollout workers busy {infer:.0%}, trainer {train:.0%}{words}"
+
+
+def _better_split(
+    infer: float, train: float, engines: Sequence[str], trainers: Sequence[str]
+) -> str:
+    """Words that share the same devices better, if generating and training take as long on any of
+    them; empty if there are none, or if a Ray cluster chooses the devices."""
+    names = ",".join([*engines, *trainers])
+    size = engines[0].count(",") + 1  # devices of one engine
+    total = size * len(engines) + len(trainers)
+
+    def longer_side(number: int) -> float:
+        return max(infer * len(engines) / number, train * len(trainers) / (total - number * size))
+
+    best = min(range(1, (total - 1) // size + 1), key=longer_side)
+    if best == len(engines) or "/" in names:
+        return ""
+    split = best * size
+    if "cpu" in names:
+        words = f"cpu:{split}", f"cpu:{total - split}"
+    else:
+        indices = sorted(map(int, re.findall("[0-9]+", names)))
+        words = range_words(indices[:split]), range_words(indices[split:])
+    return f": try --infer-devices {words[0]} --train-devices {words[1]}"
+
+
+def status_table(status: Mapping[str, Any]) -> RenderableType:
+    """Show the reply of a live run to `easyrl status`."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    columns = ("name", "pid", "device", "state", "restarts")
+    for name in columns:
+        table.add_column(name, justify="right" if name in ("pid", "restarts") else "left")
+    for worker in status["workers"]:
+        table.add_row(*(str(worker[name]) for name in columns))
+    rollout, train = (shown(status["waiting"][side], ".0%") for side in ("rollout", "train"))
+    balanced = shown(status["balanced_rollout_workers"], "d")
+    text = (
+        f"{status['iteration']} of {counted(status['num_iterations'], 'iteration')} done\n"
+        f"waiting in the last iterations: rollout workers {rollout}, train workers {train}\n"
+        f"rollout workers that balance both: {balanced}"
+    )
+    return Group(table, Text(text))
