@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "easyrl"
 LAYERS = (
     ["__init__", "formatting", "types", "events", "processes", "devices"],
     *(
-        ["config"],
+        ["config", "user_code"],
         ["algorithm"],
         ["data"],
         ["rewards"],
@@ -20,7 +20,7 @@ LAYERS = (
         ["model"],
         ["engines"],
     ),
-    *(["workers"], ["runtime"], ["observe"], ["planning"], ["evaluation"], ["bench"], ["doctor"]),
+    *(["workers"], ["runtime"], ["observe"], ["planning"], ["evaluation"], ["bench"]),
     *(["api"], ["cli", "__main__"]),
 )
 """Lowest first."""
