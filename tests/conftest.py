@@ -6,6 +6,7 @@ import sys
 import tempfile
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 from runs import SMALL, Finished, finish
@@ -14,8 +15,9 @@ settings.register_profile("easyrl", deadline=None)  # machines are noisy: time p
 settings.load_profile("easyrl")
 
 # Not the user's cache. All processes of a session share it, and its models are checked once.
-_cache = tempfile.TemporaryDirectory(prefix="easyrl-cache-")
-os.environ["XDG_CACHE_HOME"] = _cache.name
+if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is set
+    _cache = tempfile.TemporaryDirectory(prefix="easyrl-cache-")
+    os.environ["XDG_CACHE_HOME"] = _cache.name
 
 # Where the tests run in the background (`&`, nohup) these signals are ignored, here and in every
 # run that they start, which then ignores the ones that a test sends.
@@ -35,10 +37,15 @@ def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run of three iterations, for tests that only look at what one leaves. (Where files of tests
-    run two at a time, each of the two pytest processes has its own.)"""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    words = (*SMALL, "rollout.max_completion_length=100")  # so that some answers are right
-    code, out, err = finish("--output", str(folder), "--iterations", "3", *words)
-    assert (code, err) == (0, "")
-    return Finished(folder, out)
+    """A run of three iterations, for tests that only look at what one leaves. Made once, also where
+    files of tests run two at a time."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    folder, printed = shared / "finished" / "run", shared / "finished-out.txt"
+    with FileLock(shared / "finished.lock"):
+        if not printed.exists():
+            words = (*SMALL, "rollout.max_completion_length=100")  # so that some answers are right
+            code, out, err = finish("--output", str(folder), "--iterations", "3", *words)
+            assert (code, err) == (0, "")
+            printed.write_text(out)
+    return Finished(folder, printed.read_text())
