@@ -27,8 +27,9 @@ from easyrl.bench.harness import QWEN3_06B, Row, median_ratio, take_turns
 from easyrl.data.chat import render_prompt
 from easyrl.data.hub import resolve_model
 from easyrl.data.tasks import ARITHMETIC
-from easyrl.engines.base import GroupRequest, SamplingSettings
+from easyrl.engines.base import GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
+from easyrl.engines.sampling import SamplingSettings
 from easyrl.model.files import load_tokenizer
 from easyrl.model.policy import Policy
 from easyrl.runtime.self_test_part import random_model, random_policy
@@ -82,6 +83,7 @@ def compare(
     actions = {name: timed(action, device) for name, action in runs.items()}
     # Warm-up runs also capture the steps.
     seconds = take_turns(actions, repetitions, num_warm_up=1 if engine.graphs is None else 3)
+    bytes_per_token = sum(x[0, :, 0].nbytes for layer in engine.cache.rows for x in layer)
     copies = NUM_ROWS * settings.max_sequence_length  # tokens, if each row had a copy of its prompt
     rates = {name: sum(lengths) / statistics.median(taken) for name, taken in seconds.items()}
     return {
@@ -91,7 +93,7 @@ def compare(
         **{f"{name}_tokens_per_second": rate for name, rate in rates.items()},
         "speedup": median_ratio(seconds["generate"], seconds["engine"]),
         "cache_mib": engine.cache.num_bytes / 2**20,
-        "cache_mib_if_copied": copies * engine.cache.bytes_per_token / 2**20,
+        "cache_mib_if_copied": copies * bytes_per_token / 2**20,
     }
 
 

@@ -10,15 +10,16 @@ from pathlib import Path
 from rich.console import Console
 
 from easyrl import events
-from easyrl.observe.trace import RunFiles
-from easyrl.observe.view import ViewState, render
+from easyrl.observe.run_files import RunFiles
+from easyrl.observe.state import RunState
+from easyrl.observe.view import render
 
 SIZES = {"live-view.svg": (120, 40), "live-view-80x24.svg": (80, 24)}
 
 
 def main(run: Path, iteration: int | None) -> None:
     """Fold the run's events up to half of the iteration's groups, and export the picture."""
-    files, state = RunFiles(run), ViewState()
+    files, state = RunFiles(run), RunState()
     iteration = iteration or files.config.train.iterations - 1
     for event in files.read():
         state.apply(event)

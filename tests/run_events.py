@@ -11,7 +11,7 @@ from typing import Any
 from easyrl import events
 from easyrl.config import Config
 from easyrl.events import Activity, Event, FromWorker, GroupScored, Sample, Span, UnderWay
-from easyrl.observe.view import ViewState
+from easyrl.observe.state import RunState
 
 METRICS = {
     "iteration": 0,
@@ -75,8 +75,8 @@ def run_events(folder: Path, config: Config) -> list[Event]:
     ]  # fmt: skip
 
 
-def state_of(run: Iterable[Event]) -> ViewState:
-    state = ViewState()
+def state_of(run: Iterable[Event]) -> RunState:
+    state = RunState()
     for event in run:
         state.apply(event)
     return state

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import profile
 
 from benchmarks.measuring import peak_bytes
 from easyrl import devices
@@ -19,7 +19,6 @@ from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import (
     BUCKET_SCORES,
-    LANES,
     AttentionSettings,
     Block,
     SharedPrompt,
@@ -30,8 +29,6 @@ from easyrl.model.shared_prompt import (
 from tiny_models import (
     FAMILIES,
     LENGTHS,
-    WINDOW,
-    assert_same_as_alone,
     draw_sequences,
     largest_gradient_gap,
     lay_out,
@@ -58,41 +55,6 @@ def _registered(tmp_path_factory):
     folder = tmp_path_factory.mktemp("any")
     tiny_model("llama").save_pretrained(folder)
     Policy.load(str(folder))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_sequences_equal_each_sequence_alone(family):
-    reference, policy = reference_and_policy(family)
-    assert_same_as_alone(reference, policy, draw_sequences(LENGTHS))
-
-
-WITHOUT = [
-    ("mistral", {"sliding_window": 64}),
-    ("gemma3_text", {"sliding_window": 64}),
-    ("gemma2", {"attn_logit_softcapping": None}),
-]
-
-
-@pytest.mark.parametrize(("family", "changes"), WITHOUT)
-def test_windows_and_soft_capping_of_these_models_matter(family, changes):
-    """Otherwise the tests here could not detect that they are ignored."""
-    reference, _ = reference_and_policy(family)
-    sequences = draw_sequences([13])
-    with torch.no_grad():
-        gap = separate_logits(reference, sequences) - separate_logits(
-            tiny_model(family, **changes), sequences
-        )
-    assert float(gap[WINDOW:].abs().max()) >= 1e-2
-    assert "attn_logit_softcapping" in changes or float(gap[:WINDOW].abs().max()) <= 1e-5
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(0, 2**31))
-def test_any_ragged_row_equals_its_sequences_alone(lengths, seed):
-    # In a row of a few tokens the gradients of queries and keys cancel down to rounding (of a token
-    # alone they are 0): of float32's, in 1 row of 1,000, that is more than the bound.
-    reference, policy = reference_and_policy("mistral", torch.float64)
-    assert_same_as_alone(reference, policy, draw_sequences(lengths, seed), floor=1e-2)
 
 
 def assert_shared_same_as_alone(reference, policy, shapes, seed=2):
@@ -137,7 +99,7 @@ def test_completions_that_share_a_prompt_equal_each_sequence_alone(family):
     assert_shared_same_as_alone(reference, policy, SHARED_SHAPES)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=4)),
@@ -151,21 +113,6 @@ def test_any_shared_row_equals_its_sequences_alone(shapes, seed, family):
     # In float64, as above: the gradients of queries and keys of `(1, [1])` alone are 0.
     reference, policy = reference_and_policy(family, torch.float64)
     assert_shared_same_as_alone(reference, policy, shapes, seed)
-
-
-def test_attention_gradients_agree_with_finite_differences():
-    """Cover padding, a window and shared key heads, in float64."""
-    layout = PackedGroups.of_sequences([3, 1, 4])
-    attention = AttentionSettings(layer=0, scaling=0.7, sliding_window=2, softcap=None)
-    shapes = [(8, 4, 3), (8, 2, 3), (8, 2, 3)]
-    inputs = [
-        torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
-        for i, shape in enumerate(shapes)
-    ]
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: layout.attend(q, k, v, attention),
-        [tensor.requires_grad_() for tensor in inputs],
-    )
 
 
 def test_heads_with_strided_elements_give_the_same_attention():
@@ -206,23 +153,19 @@ def test_gpus_multiply_to_float32_without_copies_of_the_keys(monkeypatch):
     """Decoding: the keys are cells of longer rows. Shapes only: the operator has no CPU kernel."""
     monkeypatch.setattr(devices, "widens_products", lambda device: True)
     query = torch.empty(8, 2, 3, 64, dtype=torch.bfloat16, device="meta")
-    cache = torch.empty(9, 2, 500, 64, dtype=torch.bfloat16, device="meta")
-    keys = cache[:8, :, :400]
+    keys = torch.empty(9, 2, 500, 64, dtype=torch.bfloat16, device="meta")[:8, :, :400]
     layer = AttentionSettings(layer=0, scaling=1.0, sliding_window=None, softcap=None)
-    made = []
+    output = logsumexp = query
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and not func.is_view:
-                made.append((str(func), result.dtype, result.numel()))
-            return result
-
-    with Watch():
+    def attend():
+        nonlocal output, logsumexp
         output, logsumexp = attend_block(Block(query, keys, keys, False, None), layer)
+
+    with profile() as profiled:
+        attend()
     assert output.shape == query.shape and logsumexp.dtype == torch.float32
-    assert made[0] == ("aten.bmm.dtype", torch.float32, 8 * 2 * 3 * 400)
-    assert max(count for name, _, count in made if "bmm" not in name) < keys.numel() / 10
+    names = [event.name for event in profiled.events()]
+    assert "aten::bmm" in names and not {"aten::contiguous", "aten::clone"} & {*names}
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -283,20 +226,6 @@ def test_no_cut_into_buckets_costs_less(lengths):
     )
     least = min(sum(cost(widths[i:j]) for i, j in pairwise(cut)) for cut in all_cuts)
     assert got == least
-
-
-def test_adjacent_segments_of_equal_length_are_not_copied():
-    tokens = torch.randn(96, 1, 1, 4)
-    [bucket] = make_buckets(as_segments([32, 32, 32]), CPU)
-    assert bucket.take(tokens).data_ptr() == tokens.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("length", "width"), [(1, 1), (8, 8), (9, 16), (15, 16), (16, 16), (24, 24), (25, 32)]
-)
-def test_width_is_rounded_up_if_more_than_half_of_the_lanes_are_full(length, width):
-    assert LANES == 16 and padded_length(length) == width
-    assert padded_length(np.array([length])).tolist() == [width]
 
 
 # -- FlexAttention: its mask, and when it is chosen (checked on the CPU) ---------------------------
@@ -374,8 +303,12 @@ def test_it_is_chosen_where_it_can_train(monkeypatch, how, is_chosen):
 
 
 def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypatch):
-    """Here on the CPU, for which it has no backward."""
+
+    def fail(function):
+        raise RuntimeError("no C compiler\nmore")
+
     monkeypatch.setattr(devices, "trains_flex_attention", lambda device: True)
+    monkeypatch.setattr(flex_shared_prompt, "_compiled", fail)
     flex_shared_prompt.trains.cache_clear()
     query = torch.randn(5, 4, SIZE).bfloat16()
     key, settings = query[:, :2], AttentionSettings(0, 1.0, None, None)
@@ -383,7 +316,7 @@ def test_blocks_take_over_with_a_note_where_flex_attention_cannot_train(monkeypa
         for _ in range(2):
             got = PackedGroups([(2, [2, 1])]).attend(query, key, key, settings)
     assert torch.equal(got, SharedPrompt([(2, [2, 1])], "cpu").attend(query, key, key, settings))
-    assert "FlexAttention" in notes.pop() and not notes
+    assert notes.pop().endswith("FlexAttention, exact but slower: no C compiler") and not notes
 
 
 # -- loading and saving ---------------------------------------------------------------------------
@@ -415,15 +348,13 @@ def test_model_is_loaded_in_float32_without_dropout(tmp_path):
         assert torch.equal(packed_logits(policy, sequences), packed_logits(policy, sequences))
 
 
-def test_weights_are_in_name_order_and_tied_ones_once(tmp_path):
-    names = [name for name, _ in Policy.load(saved(tmp_path, "qwen3")).named_weights()]
-    assert names == sorted(set(names))
-    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
-
-
 def test_digest_depends_on_every_weight_and_nothing_else(tmp_path):
+    """Weights are in name order, and tied ones have one name."""
     path = saved(tmp_path, "qwen3")
     one, other = Policy.load(path), Policy.load(path)
+    names = [name for name, _ in one.named_weights()]
+    assert names == sorted(set(names))
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
     assert one.weights_sha256() == other.weights_sha256()
     with torch.no_grad():
         weight = other.model.model.norm.weight

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,13 @@ from easyrl.types import Prompt
 from tool_models import TEMPLATE, call, chat_tokenizer, example
 
 ENVIRONMENTS = '''
-import asyncio
-import os
-import random
-import signal
-import time
+import os, random, signal, sys, time
 
-
-class Counter:
-    """A counter that the model increments."""
-
+class Own:
     num_made = 0
 
     def __init__(self):
-        Counter.num_made += 1
+        Own.num_made += 1
 
     def reset(self, start: int = 0, **columns) -> str | None:
         self.count = start
@@ -53,50 +47,23 @@ class Counter:
         self.count += step
         return self.count
 
-    async def wait(self, seconds: float) -> str:
+    async def evaluate(self, code: str) -> str:
         """
-        Wait.
+        Evaluate Python: what a test wants to happen in a coroutine.
 
         Args:
-            seconds: How long.
+            code: An expression.
         """
-        await asyncio.sleep(seconds)
-        return "waited"
+        return eval(code)
 
-    def sleep(self, seconds: float) -> str:
+    def run(self, code: str) -> str:
         """
-        Sleep.
+        Evaluate Python.
 
         Args:
-            seconds: How long.
+            code: An expression.
         """
-        time.sleep(seconds)
-        return "slept"
-
-    def draw(self) -> int:
-        """Draw a number."""
-        return random.randrange(10**9)
-
-    def leave(self) -> str:
-        """Leave."""
-        raise SystemExit("left")
-    def alarm(self) -> str:
-        """Interrupt itself."""
-
-        def ring(*_):
-            raise TimeoutError("rang")
-
-        signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        time.sleep(20)
-
-    def made(self) -> int:
-        """Count instances."""
-        return Counter.num_made
-
-    def die(self) -> str:
-        """End the process."""
-        os._exit(3)
+        return eval(code)
 
     @classmethod
     def shout(cls) -> str:
@@ -105,24 +72,22 @@ class Counter:
         return Odd("loud")
 
     @staticmethod
-    def helper():
-        return "no tool, as in TRL"
+    def helper(): return "no tool, as in TRL"
 
     @property
-    def broken(self):
-        raise RuntimeError("not to be evaluated")
+    def broken(self): raise RuntimeError("not to be evaluated")
 
-    def get_reward(self) -> float:
-        return float(self.count)
+    def get_reward(self) -> float: return float(self.count)
 
+def alarm():
+    def ring(*_): raise TimeoutError("rang")
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    time.sleep(20)
 
 class Odd(str):
-    def __reduce__(self):
-        return os._exit, (1,)
-
-    def __str__(self):
-        return self
-
+    def __reduce__(self): return os._exit, (1,)
+    def __str__(self): return self
 
 class Game:
     def reset(self, seed: int, **columns):
@@ -132,96 +97,74 @@ class Game:
     def step(self, action):  # type hints are not needed
         if action == "hang":
             time.sleep(1000)
-        if action == "draw":
-            action = str(time.time_ns())
-        self.texts.append(action)
-        return Odd(action[::-1]), action == "end"
+        self.texts.append(str(time.time_ns()) if action == "draw" else action)
+        return Odd(self.texts[-1][::-1]), action == "end"
 
-    def get_reward(self):
-        return len(self.texts)
+    def get_reward(self): return len(self.texts)
 
-
-class HalfHinted:
-    def reset(self, **columns):
-        return None
-
-    def step(self, text: str):
-        return "", True
-
-
-class BadInit(Game):
-    def __init__(self):
-        raise RuntimeError("no licence")
-
-
-class NoReset:
-    pass
-
-
+class HalfHinted(Game):
+    def step(self, text: str): return "", True
+class NoReset: ...
 class NoHints:
-    def reset(self):
-        pass
-
-    def move(self, direction):
-        """Move."""
-
-
-class BadReset:
-    def reset(self, **columns):
-        raise RuntimeError("no board")
-
-
-class OddReset:
-    def reset(self, **columns):
-        return 3
-
-
+    def reset(self): ...
+    def move(self, direction): "Move."
+class BadInit(Game):
+    def __init__(self): raise RuntimeError("no licence")
+class BadReset(Game):
+    def reset(self): raise RuntimeError("no board")
+class OddReset(Game):
+    def reset(self): return 3
 class OddStep:
-    def reset(self, **columns):
-        return None
-
-    def step(self, text: str) -> tuple[str, bool]:
-        return 3
-
-
-def add(a: int, b: int) -> int:
-    """
-    Add two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a + b
-
+    def reset(self, **columns): ...
+    def step(self, text: str) -> tuple[str, bool]: return 3
 
 def is_even(environments, completions, **columns):
     return [float(each.count % 2 == 0) for each in environments]
 '''
-KEY = (0, 0, 0)
+KEY, OTHER = (0, 0, 0), (0, 0, 1)
+OpenPool = Callable[..., EnvironmentPool]
+
+
+def config_of(folder: Path, name: str, *words: str) -> Config:
+    (folder / "own.py").write_text(ENVIRONMENTS)
+    return load_config(None, {"rollout.environment": f"{folder}/own.py:{name}"}, words)
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    file = tmp_path / "own.py"
-    file.write_text(ENVIRONMENTS)
-    return file
+def open_pool(tmp_path: Path) -> Iterator[OpenPool]:
+    """Function that opens a pool for a class of ENVIRONMENTS, with an episode of the group KEY."""
+    with ExitStack() as opened:
+
+        def make(name: str, *words: str, num_episodes: int = 1) -> EnvironmentPool:
+            words = ("reward.functions=[environment]", *words)
+            pool = EnvironmentPool(config_of(tmp_path, name, *words), {})
+            opened.callback(pool.close)
+            pool.loaded()
+            start(pool, num_episodes)
+            return pool
+
+        yield make
 
 
-def config_of(file: Path, name: str = "Counter", *words: str) -> Config:
-    return load_config(None, {"rollout.environment": f"{file}:{name}"}, words)
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
+    folder = tmp_path_factory.mktemp("own")
+    words = f"reward.functions=[environment, '{folder}/own.py:is_even']", "rollout.tools=[]"
+    pool = EnvironmentPool(config_of(folder, "Own", *words), {})
+    yield pool
+    pool.close()
 
 
 @pytest.fixture
-def pools() -> Iterator[list[EnvironmentPool]]:
-    made: list[EnvironmentPool] = []
-    yield made
-    for pool in made:
-        pool.close()
+def own(shared: EnvironmentPool) -> Iterator[EnvironmentPool]:
+    """A pool of `Own`, with two episodes of the group KEY, which start at 5."""
+    assert start(shared, 2, start=5) == [" from 5", " from 5"]
+    yield shared
+    shared.forget(KEY)
 
 
-def result(pool: EnvironmentPool, future: Any, timeout: float = 30.0) -> Any:
-    end = time.monotonic() + timeout
+def result(pool: EnvironmentPool, future: Any) -> Any:
+    end = time.monotonic() + 30
     while not future.done():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -233,243 +176,201 @@ def start(pool: EnvironmentPool, num: int = 1, key: tuple[int, ...] = KEY, **row
     return [result(pool, future) for future in pool.start(key, "", row, [*range(num)])]
 
 
-def act(pool: EnvironmentPool, *calls: ToolCall | BadCall, index: int = 0) -> Any:
-    return Acted(*result(pool, pool.act(KEY, index, [*calls])))
+def act(pool: EnvironmentPool, *calls: Any, index: int = 0, key: tuple[int, ...] = KEY) -> Acted:
+    return Acted(*result(pool, pool.act(key, index, [*calls])))
 
 
-# -- processes ------------------------------------------------------------------------------------
-
-
-def test_episodes_keep_their_state_and_are_scored_where_it_is(
-    file: Path, pools: list[EnvironmentPool]
-) -> None:
-    config = config_of(file, "Counter", f"reward.functions=[environment, '{file}:is_even']")
-    pools.append(pool := EnvironmentPool(config, {}))
-    loaded = pool.loaded()
-    interface = loaded.interfaces[""]
-    names = [schema["function"]["name"] for schema in interface.schemas]
-    assert sorted(names) == [
-        *("alarm", "die", "draw", "increment", "leave", "made", "shout", "sleep", "wait")
-    ]
-    assert not interface.is_game and interface.has_reward
-    assert loaded.reward_functions == [0, 1]
-    assert start(pool, 2, start=5) == [" from 5", " from 5"]
-    acted = act(pool, ToolCall("increment", {"step": 2}), ToolCall("wait", {"seconds": 0.0}))
-    assert [m["content"] for m in acted.messages] == ["7", "waited"]
-    assert [m["name"] for m in acted.messages] == ["increment", "wait"]
-    messages = [[{"role": "assistant", "content": "x"}]] * 2
-    asked = Call([{"role": "user", "content": "q"}], messages, [[1]] * 2, {}, functions=[0, 1])
-    scored = Scored(*result(pool, pool.judge(KEY, asked)))
-    assert scored.scores == [[7.0, 5.0], [0.0, 0.0]] and scored.errors == []
-
-
-def test_errors_of_a_tool_are_results(file: Path, pools: list[EnvironmentPool]) -> None:
-    pools.append(pool := EnvironmentPool(config_of(file), {}))
-    start(pool)
-    acted = act(
-        pool,
-        ToolCall("increment", {"step": "x"}),
-        ToolCall("increment", {}),
-        ToolCall("fly", {}),
-        BadCall("no JSON"),
-        ToolCall("leave", {}),
-        ToolCall("increment", {"step": 1}),
+def run(pool: EnvironmentPool, code: str, index: int = 0, key: tuple[int, ...] = KEY) -> str:
+    return str(
+        act(pool, ToolCall("run", {"code": code}), index=index, key=key).messages[0]["content"]
     )
-    errors = [message["content"] for message in acted.messages]
-    assert (acted.num_calls, acted.num_errors) == (6, 5)
-    for error, word in zip(errors, ("str", "step", "fly", "no JSON", "left"), strict=False):
-        assert error.startswith("{'error': ") and word in error
-    assert errors[-1] == "1"
 
 
-def test_functions_are_tools_without_an_environment(
-    tmp_path: Path, pools: list[EnvironmentPool]
-) -> None:
-    """The example of docs/environments.md."""
-    (tmp_path / "calculator.py").write_text(example("calculator.py"))
-    config = load_config(None, {}, [f"rollout.tools=['{tmp_path}/calculator.py:calculate']"])
-    pools.append(pool := EnvironmentPool(config, {}))
-    start(pool)
-    acted = act(pool, ToolCall("calculate", {"left": 6, "operation": "*", "right": 7}))
-    assert [m["content"] for m in acted.messages] == ["42"]
+def play(pool: EnvironmentPool, text: str, key: tuple[int, ...] = KEY) -> Acted:
+    return Acted(*result(pool, pool.act(key, 0, text)))
 
 
-def test_instances_are_used_again(file: Path, pools: list[EnvironmentPool]) -> None:
-    pools.append(pool := EnvironmentPool(config_of(file), {}))
-    for _ in range(2):
-        start(pool, 2)
-        assert act(pool, ToolCall("made", {})).messages[0]["content"] == "2"
-        pool.forget(KEY)
-
-
-@pytest.mark.parametrize("word", ["rollout.concurrent_calls=1", "runtime.deterministic=true"])
-def test_a_tool_may_use_signals_where_calls_run_one_by_one(
-    file: Path, pools: list[EnvironmentPool], word: str
-) -> None:
-    pools.append(pool := EnvironmentPool(config_of(file, "Counter", word), {}))
-    start(pool)
-    acted = act(pool, ToolCall("alarm", {}), ToolCall("increment", {"step": 1}))
-    assert [m["content"] for m in acted.messages] == ["{'error': 'rang'}", "1"]
-
-
-def test_a_slow_call_fails_and_others_go_on(file: Path, pools: list[EnvironmentPool]) -> None:
-    config = config_of(file, "Counter", "rollout.tool_timeout_seconds=1")
-    pools.append(pool := EnvironmentPool(config, {}))
-    pool.loaded()
-    start(pool, 2)
-    slow = pool.act(KEY, 0, [ToolCall("sleep", {"seconds": 60.0})])
-    assert act(pool, ToolCall("increment", {"step": 1}), index=1).messages[0]["content"] == "1"
-    with pytest.raises(TimeoutError):
-        result(pool, slow)
-    assert act(pool, ToolCall("increment", {"step": 1}), index=1).messages[0]["content"] == "2"
-    # The process is not used for another group, and ends with its last one.
-    (stuck,) = (host.process for host in pool._hosts)
-    start(pool, key=(0, 0, 1))
-    pool.forget(KEY)
-    assert not stuck.is_alive() and len(pool._hosts) == 1
-
-
-def test_a_dead_process_ends_its_groups_only(file: Path, pools: list[EnvironmentPool]) -> None:
-    pools.append(pool := EnvironmentPool(config_of(file), {}))
-    pool.loaded()
-    start(pool)
-    start(pool, key=(0, 0, 1))  # in the second process
-    with pytest.raises(HostLost, match="exit code 3"):
-        act(pool, ToolCall("die", {}))
-    with pytest.raises(HostLost):
-        act(pool, ToolCall("increment", {"step": 1}))
-    acted = result(pool, pool.act((0, 0, 1), 0, [ToolCall("increment", {"step": 1})]))
-    assert acted[0][0]["content"] == "1"
+def scores(pool: EnvironmentPool, num: int, *functions: int) -> Any:
+    messages = [[{"role": "assistant", "content": "x"}]] * num
+    asked = Call([{"role": "user", "content": "q"}], messages, [[1]] * num, {}, functions=functions)
+    scored = Scored(*result(pool, pool.judge(KEY, asked)))
+    assert scored.errors == []
+    return scored.scores
 
 
 def kill(pool: EnvironmentPool, key: tuple[int, ...] = KEY) -> None:
     os.kill(pool._groups[key].host.process.pid or 0, signal.SIGKILL)
 
 
-def play(pool: EnvironmentPool, *texts: str) -> list[Any]:
-    return [result(pool, pool.act(KEY, 0, text)) for text in texts]
+# -- processes ------------------------------------------------------------------------------------
 
 
-def reward_of(pool: EnvironmentPool) -> Any:
-    return Scored(*result(pool, pool.judge(KEY, Call([], [[]], [[1]], {}, functions=[0])))).scores
+def test_interface_is_what_trl_makes_of_it(shared: EnvironmentPool) -> None:
+    loaded = shared.loaded()
+    (interface,) = loaded.interfaces.values()
+    names = [schema["function"]["name"] for schema in interface.schemas]
+    assert sorted(names) == ["evaluate", "increment", "run", "shout"]
+    assert not interface.is_game and interface.has_reward and loaded.reward_functions == [0, 1]
 
 
-@pytest.fixture
-def game(file: Path, pools: list[EnvironmentPool]) -> Callable[..., EnvironmentPool]:
-    def make(*words: str, reports: list[str] | None = None) -> EnvironmentPool:
-        words = ("reward.functions=[environment]", *words)
-        pools.append(pool := EnvironmentPool(config_of(file, "Game", *words), {}))
-        pool.report = ([] if reports is None else reports).append
-        pool.loaded()
-        return pool
-
-    return make
+def test_episodes_keep_their_state_and_are_scored_where_it_is(own: EnvironmentPool) -> None:
+    acted = act(own, ToolCall("increment", {"step": 2}), ToolCall("evaluate", {"code": "'done'"}))
+    assert acted.messages == [
+        {"role": "tool", "name": "increment", "content": "7"},
+        {"role": "tool", "name": "evaluate", "content": "done"},
+    ]
+    assert scores(own, 2, 0, 1) == [[7.0, 5.0], [0.0, 0.0]]
 
 
-Game = Callable[..., EnvironmentPool]
+def test_errors_of_a_tool_are_results(own: EnvironmentPool) -> None:
+    wrong = {
+        "str": ToolCall("increment", {"step": "x"}),
+        "step": ToolCall("increment", {}),
+        "fly": ToolCall("fly", {}),
+        "no JSON": BadCall("no JSON"),
+        "left": ToolCall("run", {"code": "sys.exit('left')"}),
+    }
+    acted = act(own, *wrong.values(), ToolCall("increment", {"step": 1}))
+    *errors, last = [message["content"] for message in acted.messages]
+    assert (acted.num_calls, acted.num_errors, last) == (6, 5, "6")
+    for error, word in zip(errors, wrong, strict=True):
+        assert error.startswith("{'error': ") and word in error
+
+
+def test_instances_are_used_again(own: EnvironmentPool) -> None:
+    made = run(own, "Own.num_made")
+    own.forget(KEY)
+    start(own, 2)
+    assert run(own, "Own.num_made") == made
+
+
+def test_output_is_counted_by_call(own: EnvironmentPool) -> None:
+    shout = ToolCall("shout", {})
+    results = [act(own, shout).messages[0]["content"] for _ in range(20)]
+    assert results == ["loud"] * 20
+    assert act(own, *[shout] * 20).num_errors == 5  # the line ends count
+
+
+def test_where_memory_runs_out_the_kernel_ends_an_environment_first(own: EnvironmentPool) -> None:
+    assert run(own, "open('/proc/self/oom_score_adj').read().strip()") == "1000"
+
+
+def test_functions_are_tools_without_an_environment(tmp_path: Path) -> None:
+    """The example of docs/environments.md."""
+    (tmp_path / "calculator.py").write_text(example("calculator.py"))
+    config = load_config(None, {}, [f"rollout.tools=['{tmp_path}/calculator.py:calculate']"])
+    pool = EnvironmentPool(config, {})
+    try:
+        start(pool)
+        acted = act(pool, ToolCall("calculate", {"left": 6, "operation": "*", "right": 7}))
+    finally:
+        pool.close()
+    assert [message["content"] for message in acted.messages] == ["42"]
+
+
+def test_a_tool_may_use_signals_where_calls_run_one_by_one(open_pool: OpenPool) -> None:
+    pool = open_pool("Own", "rollout.concurrent_calls=1")
+    assert [run(pool, "alarm()"), run(pool, "7")] == ["{'error': 'rang'}", "7"]
+
+
+def test_deterministic_episodes_have_random_numbers_of_their_own(open_pool: OpenPool) -> None:
+    """Their calls run one by one: signals work, too."""
+    pool = open_pool("Own", "runtime.deterministic=true", num_episodes=2)
+    assert run(pool, "alarm()") == "{'error': 'rang'}"
+    draws = []
+    for order in ([0, 1, 0, 1], [1, 1, 0, 0]):
+        drawn: dict[int, list[str]] = {0: [], 1: []}
+        for index in order:
+            drawn[index].append(run(pool, "random.randrange(10**9)", index))
+        draws.append(drawn)
+        pool.forget(KEY)
+        start(pool, 2)
+    assert draws[0] == draws[1] and draws[0][0] != draws[0][1]
+
+
+def test_a_slow_call_fails_and_others_go_on(open_pool: OpenPool) -> None:
+    pool = open_pool("Own", "rollout.tool_timeout_seconds=1", num_episodes=2)
+    slow = pool.act(KEY, 0, [ToolCall("run", {"code": "time.sleep(60)"})])
+    assert run(pool, "7", index=1) == "7"
+    with pytest.raises(TimeoutError):
+        result(pool, slow)
+    assert run(pool, "8", index=1) == "8"
+    # The process is not used for another group, and ends with its last one.
+    (stuck,) = (host.process for host in pool._hosts)
+    start(pool, key=OTHER)
+    pool.forget(KEY)
+    assert not stuck.is_alive() and len(pool._hosts) == 1
+
+
+def test_a_dead_process_ends_its_groups_only(open_pool: OpenPool) -> None:
+    pool = open_pool("Own")
+    start(pool, key=OTHER)  # in the second process
+    with pytest.raises(HostLost, match="exit code 3"):
+        run(pool, "os._exit(3)")
+    with pytest.raises(HostLost):
+        run(pool, "7")
+    assert run(pool, "7", key=OTHER) == "7"
 
 
 @pytest.mark.parametrize("word", ["rollout.concurrent_calls=4", "runtime.deterministic=true"])
-def test_calls_of_a_killed_process_are_repeated_once(game: Game, word: str) -> None:
-    pool = game(word, reports=(reports := []))
-    start(pool)
-    play(pool, "a", "b")
+def test_calls_of_a_killed_process_are_repeated_once(
+    open_pool: OpenPool, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, reports = open_pool("Game", word), list[str]()
+    monkeypatch.setattr(pool, "report", reports.append)
+    play(pool, "a")
+    play(pool, "b")
     kill(pool)
-    assert play(pool, "c")[0][0][0]["content"] == "c" and reward_of(pool) == [[3.0]]
-    assert len(reports) == 1
+    assert play(pool, "cd").messages == [{"role": "user", "content": "dc"}]
+    assert scores(pool, 1, 0) == [[3.0]] and len(reports) == 1
     kill(pool)
     with pytest.raises(HostLost, match="-9"):
         play(pool, "d")
 
 
-def test_a_killed_environment_that_cannot_be_repeated_is_lost(game: Game) -> None:
-    pool = game()
-    start(pool)
+def test_a_killed_environment_that_cannot_be_repeated_is_lost(open_pool: OpenPool) -> None:
+    pool = open_pool("Game")
     play(pool, "draw")
     kill(pool)
     with pytest.raises(GroupLost):
-        reward_of(pool)
+        scores(pool, 1, 0)
 
 
-def test_a_group_may_end_while_its_calls_are_repeated(game: Game) -> None:
-    pool = game()
-    start(pool)
+def test_a_group_may_end_while_its_calls_are_repeated(open_pool: OpenPool) -> None:
+    pool = open_pool("Game")
     play(pool, "draw")
     host = pool._groups[KEY].host
     kill(pool)
     while pool._groups[KEY].host is host:
         pool.poll()
     pool.forget(KEY)
-    start(pool, key=(0, 0, 1))  # in the same process: its answer comes after the repeated ones
-    assert result(pool, pool.act((0, 0, 1), 0, "a"))[0][0]["content"] == "a"
+    start(pool, key=OTHER)  # in the same process: its answer comes after the repeated ones
+    assert play(pool, "a", key=OTHER).messages[0]["content"] == "a"
 
 
-def test_a_process_that_is_killed_while_it_loads_is_replaced(
-    file: Path, pools: list[EnvironmentPool]
-) -> None:
-    pools.append(pool := EnvironmentPool(config_of(file), {}))
+def test_a_process_that_is_killed_while_it_loads_is_replaced(tmp_path: Path) -> None:
+    pool = EnvironmentPool(config_of(tmp_path, "Game", "reward.functions=[environment]"), {})
     kill(pool, ())
-    assert pool.loaded().interfaces[""].has_reward
+    loaded = pool.loaded().interfaces[""]
+    pool.close()
+    assert loaded.has_reward and loaded.is_game
 
 
 @pytest.mark.parametrize("num", [1, 4])
-def test_a_call_that_hangs_leaves_the_environment_as_it_was(game: Game, num: int) -> None:
+def test_a_call_that_hangs_leaves_the_environment_as_it_was(open_pool: OpenPool, num: int) -> None:
     """With one call at a time, its process is killed and all other calls are repeated."""
-    pool = game("rollout.tool_timeout_seconds=1", f"rollout.concurrent_calls={num}")
-    start(pool)
-    play(pool, "a")
+    pool = open_pool("Game", "rollout.tool_timeout_seconds=1", f"rollout.concurrent_calls={num}")
+    assert play(pool, "a").is_done is False
     for _ in range(2):
         with pytest.raises(TimeoutError):
             play(pool, "hang")
-        assert reward_of(pool) == [[1.0]]
+        assert scores(pool, 1, 0) == [[1.0]]
+    assert play(pool, "end").is_done
 
 
-def test_output_is_counted_by_call(file: Path, pools: list[EnvironmentPool]) -> None:
-    pools.append(pool := EnvironmentPool(config_of(file), {}))
-    start(pool)
-    results = [act(pool, ToolCall("shout", {})).messages[0]["content"] for _ in range(20)]
-    assert results == ["loud"] * 20
-    assert act(pool, *[ToolCall("shout", {})] * 20).num_errors == 5  # the line ends count
-
-
-def test_where_memory_runs_out_the_kernel_ends_an_environment_first(game: Game) -> None:
-    pid = game()._hosts[0].process.pid
-    assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"
-
-
-def test_deterministic_episodes_have_random_numbers_of_their_own(
-    file: Path, pools: list[EnvironmentPool]
-) -> None:
-    draws = []
-    for order in ([0, 1, 0, 1], [1, 1, 0, 0]):
-        config = config_of(file, "Counter", "runtime.deterministic=true")
-        pools.append(pool := EnvironmentPool(config, {}))
-        start(pool, 2)
-        drawn: dict[int, list[str]] = {0: [], 1: []}
-        for index in order:
-            acted = act(pool, ToolCall("draw", {}), index=index)
-            drawn[index].append(acted.messages[0]["content"])
-        draws.append(drawn)
-    assert draws[0] == draws[1] and draws[0][0] != draws[0][1]
-
-
-def test_a_game_gets_text_and_its_seed(file: Path, pools: list[EnvironmentPool]) -> None:
-    config = config_of(file, "Game", "reward.functions=[length_penalty]")
-    pools.append(pool := EnvironmentPool(config, {}))
-    assert pool.loaded().interfaces[""].is_game
-    assert start(pool) == ["go"]
-    acted = Acted(*result(pool, pool.act(KEY, 0, "abc")))
-    assert acted.messages == [{"role": "user", "content": "cba"}] and not acted.is_done
-    assert Acted(*result(pool, pool.act(KEY, 0, "end"))).is_done
-
-
-def test_an_odd_step_is_an_error(file: Path, pools: list[EnvironmentPool]) -> None:
-    pools.append(
-        pool := EnvironmentPool(config_of(file, "OddStep", "reward.functions=[format]"), {})
-    )
-    start(pool)
+def test_an_odd_step_is_an_error(open_pool: OpenPool) -> None:
     with pytest.raises(CallFailed, match=r"\(observation, done\), got 3"):
-        result(pool, pool.act(KEY, 0, "abc"))
+        play(open_pool("OddStep", "reward.functions=[format]"), "abc")
 
 
 @pytest.mark.parametrize(
@@ -481,22 +382,28 @@ def test_an_odd_step_is_an_error(file: Path, pools: list[EnvironmentPool]) -> No
         ("OddReset", "rollout.environment", "got 3"),
         ("BadInit", "rollout.environment", "no licence"),
         ("HalfHinted", "rollout.environment", "tuple[str, bool]"),
-        ("Missing", "rollout.environment", "own.py:Counter"),
+        ("Missing", "rollout.environment", "own.py:Own"),
         ("OddStep", "reward.functions", "get_reward"),
     ],
 )
-def test_unusable_environments_are_refused(file: Path, name: str, key: str, word: str) -> None:
+def test_unusable_environments_are_refused(tmp_path: Path, name: str, key: str, word: str) -> None:
     with pytest.raises(ConfigError, match=key) as raised:
-        check_environments(config_of(file, name), Prompt(0, "q", {}))
+        check_environments(config_of(tmp_path, name), Prompt(0, "q", {}))
     assert word in str(raised.value)
 
 
-def test_each_row_names_one_of_several_environments(file: Path) -> None:
-    words = [f"rollout.environment={{one: '{file}:Counter', two: '{file}:Counter'}}"]
-    config = load_config(None, {}, words)
-    interfaces, _ = check_environments(config, Prompt(0, "q", {"environment": "two"}))
+def test_each_row_names_one_of_several_environments(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(ENVIRONMENTS)
+    words = [
+        "rollout.environment={one: 'FILE:Own', two: 'FILE:Own'}".replace(
+            "FILE", f"{tmp_path}/own.py"
+        )
+    ]
+    interfaces, _ = check_environments(
+        load_config(None, {}, words), Prompt(0, "q", {"environment": "two"})
+    )
     assert set(interfaces) == {"one", "two"}
-    rows = file.with_name("rows.jsonl")
+    rows = tmp_path / "rows.jsonl"
     rows.write_text('{"environment": "one"}\n{"environment": "three"}\n')
     config = load_config(None, {}, [*words, f"data.dataset={rows}", "data.shuffle=false"])
     with pytest.raises(ConfigError, match=r"2: column 'environment'.*'three'"):
@@ -505,71 +412,44 @@ def test_each_row_names_one_of_several_environments(file: Path) -> None:
 
 # -- tool calls -----------------------------------------------------------------------------------
 
-SCHEMAS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}},
-        },
-    }
-]
+TYPES = {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}
+SCHEMAS = [{"type": "function", "function": {"name": "f", "parameters": TYPES}}]
+HERMES = '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>'
+TAGS = '<think>a</think><tool_call>{"name": "f", "arguments": {"s": "TAGb"}}</tool_call>'
+CODER = (
+    "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n<parameter=s>\n2\n</parameter>\n"
+)
+BOTH = {"x": 1, "s": "2"}
 
 
 @pytest.mark.parametrize(
-    ("tool_format", "text"),
+    ("tool_format", "text", "arguments"),
     [
         (
             "hermes",
-            'Well. <tool_call>\n{"name": "f", "arguments": {"x": 1, "s": "2"}}\n</tool_call>',
+            'Well. <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
+            {"x": 1},
         ),
-        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1, \\"s\\": \\"2\\"}"}'),
-        ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1, "s": "2"}}'),
-        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1, "s": "2"}}]'),
-        ("mistral", '[TOOL_CALLS]f[CALL_ID]ab[ARGS]{"x": 1, "s": "2"}'),
-        (
-            "qwen3_coder",
-            "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n<parameter=s>\n2\n"
-            "</parameter>\n</function>\n</tool_call>",
-        ),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1, \\"s\\": \\"2\\"}"}', BOTH),
+        ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1, "s": "2"}}', BOTH),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1, "s": "2"}}]', BOTH),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]ab[ARGS]{"x": 1, "s": "2"}', BOTH),
+        ("qwen3_coder", CODER + "</function>\n</tool_call>", BOTH),
+        # What is only thought of is no call.
+        ("hermes", f"<think>\nOr {HERMES % 9}, no.\n</think>\n{HERMES % 1}", {"x": 1}),
+        ("hermes", f"Hm <think>{HERMES % 9}</think>{HERMES % 1}<think>{HERMES % 9}", {"x": 1}),
+        ("hermes", f"the prompt opened it {HERMES % 9}</think>{HERMES % 1}", {"x": 1}),
+        ("qwen3_coder", f"<think>{CODER}</function></think>{CODER}</function>", BOTH),
+        ("llama3", '<think>{"name": "f"}</think>\n{"name": "f", "parameters": {"x": 1}}', {"x": 1}),
+        ("mistral", '[THINK][TOOL_CALLS]f[ARGS]{}[/THINK][TOOL_CALLS]f[ARGS]{"x": 1}', {"x": 1}),
+        # Tags of thinking may be part of an argument.
+        ("hermes", TAGS.replace("TAG", "<think>"), {"s": "<think>b"}),
+        ("hermes", TAGS.replace("TAG", "</think>"), {"s": "</think>b"}),
     ],
 )
-def test_calls_are_read(tool_format: str, text: str) -> None:
-    assert read_calls(text, tool_format, SCHEMAS) == [ToolCall("f", {"x": 1, "s": "2"})]
+def test_calls_are_read(tool_format: str, text: str, arguments: dict[str, Any]) -> None:
+    assert read_calls(text, tool_format, SCHEMAS) == [ToolCall("f", arguments)]
     assert read_calls("no call", tool_format, SCHEMAS) == []
-
-
-HERMES = '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>'
-
-
-@pytest.mark.parametrize(
-    ("tool_format", "text"),
-    [
-        ("hermes", f"<think>\nOr {HERMES % 9}, no.\n</think>\n{HERMES % 1}"),
-        ("hermes", f"Well. <think>{HERMES % 9}</think>{HERMES % 1}<think>{HERMES % 9}"),
-        ("hermes", f"the prompt opened it {HERMES % 9}</think>{HERMES % 1}"),
-        ("hermes", f"<think>a</think>{HERMES % 1}<think>never closed {HERMES % 9}"),
-        (
-            "qwen3_coder",
-            "<think><function=f><parameter=x>9</parameter></function></think>"
-            "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>",
-        ),
-        ("llama3", '<think>{"name": "f"}</think>\n{"name": "f", "parameters": {"x": 1}}'),
-        (
-            "mistral",
-            '[THINK][TOOL_CALLS]f[ARGS]{"x": 9}[/THINK][TOOL_CALLS][{"name": "f", '
-            '"arguments": {"x": 1}}]',
-        ),
-    ],
-)
-def test_calls_that_are_only_thought_of_are_none(tool_format: str, text: str) -> None:
-    assert read_calls(text, tool_format, SCHEMAS) == [ToolCall("f", {"x": 1})]
-
-
-@pytest.mark.parametrize("tag", ["<think>", "</think>"])
-def test_arguments_may_have_the_tags_of_thinking(tag: str) -> None:
-    text = f'<think>a</think><tool_call>{{"name": "f", "arguments": {{"s": "{tag}b"}}}}</tool_call>'
-    assert read_calls(text, "hermes", SCHEMAS) == [ToolCall("f", {"s": f"{tag}b"})]
 
 
 @pytest.mark.parametrize(
@@ -588,7 +468,7 @@ def test_a_call_that_cannot_be_read_is_a_bad_call(tool_format: str, text: str) -
     assert isinstance(bad, BadCall)
 
 
-def test_two_calls_of_a_turn_are_both_read() -> None:
+def test_all_calls_of_a_turn_are_read() -> None:
     text = call("f", '{"x": 1}') + "\n" + call("f", "{") + call("f", '{"x": 3}')
     calls = read_calls(text, "hermes", SCHEMAS)
     assert [type(each) for each in calls] == [ToolCall, BadCall, ToolCall]
@@ -603,23 +483,24 @@ def test_the_format_follows_from_the_template() -> None:
 # -- tokens ---------------------------------------------------------------------------------------
 
 
-def conversations(template: str = TEMPLATE, schemas: Any = SCHEMAS) -> Conversations:
+def conversations(template: str = TEMPLATE) -> Conversations:
     tokenizer = chat_tokenizer(template=template)
-    return Conversations(tokenizer, schemas, end_tokens=[1], variables={})
+    return Conversations(tokenizer, SCHEMAS, end_tokens=[1], variables={})
 
 
 def test_tokens_of_a_conversation_are_the_templates_own() -> None:
     talk, tokenizer = conversations(), chat_tokenizer()
     prompt = [{"role": "user", "content": "q"}]
     ids = talk.prompt_ids(prompt)
-    for number, result_ in enumerate(("12", "three")):
-        answer = tokenizer.encode(f"thinks {number} " + call("f", '{"x": 1}'))
-        message = {"role": "tool", "name": "f", "content": result_}
+    asked = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    for text, observed in (("thinks ", "12"), ("thinks again ", "three")):
+        answer = tokenizer.encode(text + call("f", '{"x": 1}'))
+        message = {"role": "tool", "name": "f", "content": observed}
         ids += [*answer, tokenizer.eos_token_id, *talk.suffix([message], tokenizer.eos_token_id)]
-        asked = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-        text = f"thinks {number} "
         prompt += [{"role": "assistant", "content": text, "tool_calls": [asked]}, message]
     assert ids == talk.prompt_ids(prompt)
+    # An answer without an end token gets one.
+    assert talk.suffix([message], 50) == [1, *talk.suffix([message], 1)]
 
 
 def test_a_turn_whose_thinking_the_prompt_has_opened_calls_nothing_before_it_ends() -> None:
@@ -630,19 +511,13 @@ def test_a_turn_whose_thinking_the_prompt_has_opened_calls_nothing_before_it_end
         assert len(calls) == num_calls
 
 
-def test_an_answer_without_an_end_token_gets_one() -> None:
-    talk = conversations()
-    message = {"role": "tool", "name": "f", "content": "1"}
-    assert talk.suffix([message], 50) == [1, *talk.suffix([message], 1)]
-
-
-DEPENDS = TEMPLATE.replace("T{{", "T{{ loop.index }}{{")
-NO_END = TEMPLATE.replace("<eos>\n", "\n")
-REFUSES = TEMPLATE.replace("T{{", "{{ raise_exception('no tools here') }}T{{")
-
-
 @pytest.mark.parametrize(
-    ("template", "word"), [(DEPENDS, "behind"), (NO_END, "end token"), (REFUSES, "no tools here")]
+    ("template", "word"),
+    [
+        (TEMPLATE.replace("T{{", "T{{ loop.index }}{{"), "behind"),
+        (TEMPLATE.replace("<eos>\n", "\n"), "end token"),
+        (TEMPLATE.replace("T{{", "{{ raise_exception('no tools here') }}T{{"), "no tools here"),
+    ],
 )
 def test_templates_that_cannot_continue_are_refused(template: str, word: str) -> None:
     conversations().check(is_game=False)

@@ -76,6 +76,7 @@ def test_shared_prompt_is_refused_for_an_unsupported_model(model_type, tmp_path)
     [
         ("bert", {}, "no causal language model"),
         ("rwkv", {"attention_hidden_size": 32, "context_length": 64}, "changes its weights"),
+        ("xmod", {}, "Xmod.*language"),  # it wants to be told one
     ],
 )
 def test_encoders_and_models_that_change_their_weights_are_refused(
@@ -83,20 +84,6 @@ def test_encoders_and_models_that_change_their_weights_are_refused(
 ):
     with pytest.raises(ValueError, match=rf"model\.path.*{reason}"):
         load(tmp_path, model_type, changes)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "roberta"])
-def test_check_changes_nothing_but_the_attention(family):
-    model = reference_of("roberta") if family == "roberta" else tiny_model(family, None)
-    before = model.config._attn_implementation
-    weights = [parameter.clone() for parameter in model.parameters()]
-    modes = [module.training for module in model.modules()]
-    expected = ATTENTION_NAME if attend_packed(model) is None else before
-    assert model.config._attn_implementation == model.base_model.config._attn_implementation
-    assert model.config._attn_implementation == expected
-    assert all(map(torch.equal, model.parameters(), weights))
-    assert modes == [module.training for module in model.modules()]
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_fast_kernel_that_gives_other_results_is_replaced_by_eager(monkeypatch):
@@ -140,51 +127,14 @@ def test_rule_by_a_tokens_place_in_the_row_is_found_before_it_applies(
     assert_same_as_alone(reference, policy, draw_sequences(LENGTHS))
 
 
-def test_model_that_transformers_cannot_run_is_refused(tmp_path):
-    tiny_model("xmod", None).save_pretrained(tmp_path)  # it wants to be told a language
-    with pytest.raises(ConfigError, match=r"model\.path.*Xmod.*language"):
-        Policy.load(str(tmp_path))
-
-
-def test_difference_in_one_row_only_is_no_reason(monkeypatch):
-    """The last bit decides near ties between experts; another row has none."""
-    model, rows = tiny_model("llama", None), []
-
-    def difference(_, tokens):
-        rows.append(tokens.tolist())
-        return "layer 0 gives another result" if len(rows) == 1 else None
-
-    monkeypatch.setattr(exactness, "_difference", difference)
-    assert attend_packed(model) is None
-    assert len(rows) == 2 and rows[0] != rows[1]
-
-
-def test_model_is_checked_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    paths = []
-
-    def counted(model):
-        paths.append(model.name_or_path)
-        return attend_packed(model)
-
-    monkeypatch.setattr(policy_module, "attend_packed", counted)
-    for kind, changes in (("qwen3", {}), ("bloom", UNSHARED["bloom"][0])):
-        folder = tmp_path / kind
-        tiny_model(kind, None, **changes).save_pretrained(folder)
-        first, second = Policy.load(str(folder)), Policy.load(str(folder), dtype="bfloat16")
-        assert paths.count(str(folder)) == 1
-        assert first.no_packing_reason == second.no_packing_reason
-        assert (first.no_packing_reason is None) == (kind == "qwen3")
-        kernels = {policy.model.config._attn_implementation for policy in (first, second)}
-        assert len(kernels) == 1 and (kernels == {ATTENTION_NAME}) == (kind == "qwen3")
-    with pytest.raises(ValueError, match=r"model\.attention"):
-        Policy.load(str(folder), attention="shared_prompt")
-
-
-def test_failed_check_is_repeated_and_so_is_that_of_other_weights(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("bloom", UNSHARED["bloom"][0])])
+def test_model_is_checked_once_unless_the_check_failed_or_weights_differ(
+    family, changes, tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "model"
-    tiny_model("qwen3", None).save_pretrained(folder)
+    model = tiny_model(family, None, **changes)
+    model.save_pretrained(folder)
     outcomes = []
 
     def failing(model):
@@ -197,11 +147,14 @@ def test_failed_check_is_repeated_and_so_is_that_of_other_weights(tmp_path, monk
     for _ in range(2):
         with pytest.raises(ConfigError, match="cannot run"):
             Policy.load(str(folder))
-    for _ in range(2):
-        assert Policy.load(str(folder)).no_packing_reason is None
-    assert outcomes == ["failed", "failed", None]
-    model = tiny_model("qwen3", None)
-    model.model.norm.weight.data += 1.0
+    kernels = set()
+    for dtype in ("float32", "bfloat16"):
+        policy = Policy.load(str(folder), dtype=dtype)
+        assert (policy.no_packing_reason is None) == policy.shares_prompts == (family == "qwen3")
+        kernels.add(policy.model.config._attn_implementation)
+    assert len(outcomes) == 3 and len(kernels) == 1
+    assert (kernels == {ATTENTION_NAME}) == (family == "qwen3")
+    next(model.parameters()).data += 1.0
     model.save_pretrained(folder)
     Policy.load(str(folder))
     assert len(outcomes) == 4

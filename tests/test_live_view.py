@@ -15,7 +15,8 @@ from easyrl import events
 from easyrl.config import load_config
 from easyrl.events import Event, FromWorker, Note, Sample, Span, UnderWay
 from easyrl.observe.observers import Guard
-from easyrl.observe.view import ViewState, render
+from easyrl.observe.state import RunState
+from easyrl.observe.view import render
 from run_events import METRICS, active, group, state_of
 from runs import SMALL
 from terminals import Terminal, after_the_view
@@ -35,7 +36,7 @@ def scored(index: int, **more: Any) -> FromWorker:
     return group(121.0, index, **{"iteration": 1, "prompt": "2+3=", "shown": shown, **more})
 
 
-def state_after(*more: Event, num_rollout: int = 1) -> ViewState:
+def state_after(*more: Event, num_rollout: int = 1) -> RunState:
     """A run in its second iteration."""
     start = run_started(num_rollout)
     return state_of(
@@ -59,7 +60,7 @@ def state_after(*more: Event, num_rollout: int = 1) -> ViewState:
     )
 
 
-def picture(state: ViewState, now: float = 121.4, width: int = 80, height: int = 24) -> str:
+def picture(state: RunState, now: float = 121.4, width: int = 80, height: int = 24) -> str:
     console = Console(width=width, height=height, color_system=None, force_terminal=False)
     lines = console.render_lines(
         render(state, now, width, height), console.options.update(width=width, height=height)
@@ -236,9 +237,9 @@ def grpo(folder: Path, *words: str) -> tuple[str, ...]:
 NOISY = """
 import os
 from easyrl import cli, events
-from easyrl.observe import view
+from easyrl.observe import state as state_module
 
-apply = view.ViewState.apply
+apply = state_module.RunState.apply
 
 def noisy(state, event):
     apply(state, event)
@@ -246,7 +247,7 @@ def noisy(state, event):
         print("from Python")
         os.write(2, b"from C")
 
-view.ViewState.apply = noisy
+state_module.RunState.apply = noisy
 if __name__ == "__main__":
     cli.app()
 """

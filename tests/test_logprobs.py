@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.measuring import peak_bytes
 from easyrl.engines.base import SamplingSettings
 from easyrl.engines.sampling import sample
 from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
@@ -290,67 +287,15 @@ def test_a_model_whose_logits_need_more_than_hidden_states_is_refused():
 
 # -- memory ---------------------------------------------------------------------------------------
 
-MEASURE = """
-import sys
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-from easyrl.model.attention import PackedGroups, register_attention
-from easyrl.model.logprobs import chunked_token_logprobs
-from easyrl.model.policy import Policy
 
-def resident_bytes(line):
-    with open("/proc/self/status") as status:
-        return next(int(words.split()[1]) * 1024 for words in status if words.startswith(line))
+def test_vocabulary_of_151936_trains_within_half_a_gibibyte():
+    vocabulary, num_tokens = 151_936, 2048
+    hidden = torch.randn(num_tokens, 16, requires_grad=True)
+    weight = torch.randn(vocabulary, 16, requires_grad=True)
+    targets = torch.randint(vocabulary, (num_tokens,))
+    head = head_alone(lambda rows: rows @ weight.T, vocabulary, [weight])
 
-register_attention()
-model = Qwen3ForCausalLM._from_config(
-    Qwen3Config(vocab_size=151_936, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                num_attention_heads=2, num_key_value_heads=1, head_dim=8),
-    attn_implementation="easyrl",
-)
-policy = Policy(model, torch.device("cpu"))
-for parameter in model.parameters():
-    parameter.grad = torch.zeros_like(parameter)
+    def train():
+        chunked_token_logprobs(head, hidden, targets, 0.9)[0].sum().backward()
 
-def train(num_tokens):
-    lengths = [num_tokens // 16] * 16
-    ids = torch.randint(151_936, (8 + num_tokens,))
-    positions = torch.cat([torch.arange(8), *(8 + torch.arange(n) for n in lengths)])
-    hidden = policy.hidden_states(
-        ids, positions, PackedGroups([(8, lengths)]), at=torch.arange(7, 7 + num_tokens)
-    )
-    got, _ = chunked_token_logprobs(
-        policy, hidden, ids[8:], 0.9
-    )
-    got.sum().backward()
-
-train(16)  # libraries' own buffers
-before = resident_bytes("VmRSS:")
-train(int(sys.argv[1]))
-print(resident_bytes("VmHWM:") - before)
-"""
-
-
-def peak_bytes(num_tokens: int) -> int:
-    """Peak memory of forward and backward beyond model and gradients."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(num_tokens)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-        cwd=Path(__file__).parent.parent,
-        # Return freed memory to the system at once: fragmentation, which large blocks do not
-        # have, is not measured. (The tunable halves the time, which is spent in page faults.)
-        env={
-            **os.environ,
-            "MALLOC_MMAP_THRESHOLD_": str(2**20),
-            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-        },
-    )
-    return int(done.stdout)
-
-
-@pytest.mark.parametrize("num_tokens", [2048, pytest.param(8192, marks=pytest.mark.long)])
-def test_vocabulary_of_151936_trains_within_half_a_gibibyte(num_tokens):
-    assert peak_bytes(num_tokens) <= 2**29 < num_tokens * 151_936 * 4
+    assert peak_bytes(train, torch.device("cpu")) <= 2**29 < num_tokens * vocabulary * 4

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.algorithm.losses import LossInputs, LossOutputs, kl_k3, loss_denominator, policy_loss
+from easyrl.algorithm.losses import LossInputs, kl_k3, loss_denominator, policy_loss
 from easyrl.config import Config
 
 torch.set_num_threads(1)
@@ -56,10 +56,6 @@ def make_inputs(
     )
 
 
-def read(outputs: LossOutputs) -> dict[str, float]:
-    return {name: value.item() for name, value in outputs.metrics.items()}
-
-
 def check(
     given: dict[str, Any], algorithm: dict[str, Any], loss: float, gradient: list[float], **others
 ) -> None:
@@ -68,7 +64,7 @@ def check(
     inputs = make_inputs(**given)
     outputs = policy_loss(inputs, config_of(**algorithm))
     outputs.loss.backward()
-    got = read(outputs)
+    got = {name: value.item() for name, value in outputs.metrics.items()}
     if inputs.entropy.grad is not None:
         got["entropy_gradient"] = inputs.entropy.grad.tolist()
     assert outputs.loss.item() == pytest.approx(loss)
@@ -176,7 +172,7 @@ CLIPPED = {
     "advantages": [1.0, 1.0, -1.0, -1.0],
     "completions": [0, 0, 1, 1],
 }
-MASKED = {"ratios": [1.44, 50.0, 1.0], "advantages": [1.0] * 3, "mask": [True, False, True]}
+# One masked token in each completion, with the largest ratio and weight.
 HALF_MASKED = {
     "ratios": [1.0, 9.0, 0.1, 1.2],
     "advantages": [1.0, 1.0, -1.0, -1.0],
@@ -186,22 +182,12 @@ HALF_MASKED = {
 }
 CORRECTED = {"importance_sampling_correction": "truncate"}
 OF_HALF = {"tokens": 2, "importance_sampling_ratio": 2.0 + 3.0, "importance_sampling_capped": 1}
-OF_HALF |= {"clipped_low": 0, "clipped_high": 0}
-ALL_MASKED = {
-    "ratios": [1.0, 1.1, 1.1],
-    "advantages": [1.0, 5.0, 5.0],
-    "mask": [True, False, False],
-    "completions": [0, 1, 1],
-}
 
 # At a reference twice as likely k3 is 2 - log 2 - 1, with derivative 1 - 2; at an equal one 0.
 K3 = 1 - math.log(2)
-KL = {"ratios": [1.0] * 2, "ref_ratios": [2.0, 1.0], "advantages": [0.0] * 2, "completions": [0, 1]}
-ONE_KL = KL | {"advantages": [1.0] * 2, "completions": [0, 0]}
+KL = {"ratios": [1.0] * 2, "ref_ratios": [2.0, 1.0], "advantages": [1.0] * 2}
 ENTROPY = {"ratios": [1.0] * 3, "advantages": [0.0] * 3, "completions": [0, 0, 1]}  # 0.5, 1.25, 2
-AVERAGED_BONUS, SUMMED_BONUS = (
-    {"entropy_gradient": gradient} for gradient in ([-0.05, -0.05, -0.1], [-0.1] * 3)
-)
+BONUS = {"entropy": 3.75, "entropy_gradient": [-0.05, -0.05, -0.1]}
 
 
 @pytest.mark.parametrize(
@@ -212,22 +198,11 @@ AVERAGED_BONUS, SUMMED_BONUS = (
         (THREE, DR_GRPO, -3.1 + 2.0 - 1.0, SUMMED, {}),
         (THREE, CISPO, OF_CISPO, SUMMED, {}),
         (PAIR, GSPO, -1.2 + 2.0, [-0.6, -0.6, 2.0], {"clipped_high": 0, "clipped_low": 0}),
-        (PAIR, GSPO | DAPO, -2.4 + 2.0, [-1.2, -1.2, 2.0], {}),
-        (PAIR, GSPO | DR_GRPO, -2.4 + 2.0, [-1.2, -1.2, 2.0], {}),
         (PAIR, GSPO | CISPO, OF_CISPO_PAIR, [-1.2, -1.2, 2.0], {}),
         (CLIPPED, GSPO, -1.3 + 0.8, [0.0] * 4, {"clipped_low": 2, "clipped_high": 2}),
-        (MASKED, GSPO, -1.2, [-0.6, 0.0, -0.6], {}),
-        (KL, {"beta": 0.5}, 0.5 * K3, [-0.5, 0.0], {"kl": K3}),
-        (KL, {"beta": 0.5} | DAPO, 0.5 * K3, [-0.5, 0.0], {"kl": K3}),
-        (KL, {"beta": 0.5} | GSPO | DR_GRPO, 0.5 * K3, [-0.5, 0.0], {"kl": K3}),
-        (KL, {"beta": 0.5} | GSPO | CISPO, 0.5 * K3, [-0.5, 0.0], {"kl": K3}),
-        (ONE_KL, {"beta": 0.5}, -1.0 + 0.25 * K3, [-0.75, -0.5], {}),
-        (ENTROPY, {"entropy_coef": 0.1}, -0.2875, [0.0] * 3, {"entropy": 3.75} | AVERAGED_BONUS),
-        (ENTROPY, {"entropy_coef": 0.1} | DAPO, -0.375, [0.0] * 3, SUMMED_BONUS),
+        (KL, {"beta": 0.5}, -1.0 + 0.25 * K3, [-0.75, -0.5], {"kl": K3}),
+        (ENTROPY, {"entropy_coef": 0.1}, -0.2875, [0.0] * 3, BONUS),
         (HALF_MASKED, CORRECTED, 2 * -1.0 + 3 * 1.2, [-2.0, 0.0, 0.0, 3.6], OF_HALF),
-        (ALL_MASKED, {}, -1.0, [-1.0, 0.0, 0.0], {"tokens": 1}),
-        (ALL_MASKED, GSPO | DAPO, -1.0, [-1.0, 0.0, 0.0], {"tokens": 1}),
-        (ALL_MASKED, CISPO, 3.0, [-1.0, 0.0, 0.0], {"tokens": 1}),
     ],
 )
 def test_several_tokens(tokens, algorithm, loss, gradient, others):
@@ -255,17 +230,6 @@ def test_a_small_kl_keeps_its_digits():
     """d²/2 at a difference of 1e-4: in float32 exp(d) - d - 1 would lose it in rounding."""
     kl = kl_k3(torch.tensor([-1e-4]), torch.zeros(1))
     assert kl.item() == pytest.approx(0.5e-8, rel=1e-3)
-
-
-def test_only_the_policy_has_a_gradient():
-    inputs = make_inputs([1.0], [1.0], weights=[2.0])
-    rollout, old = inputs.rollout_logprobs.requires_grad_(), inputs.old_logprobs.requires_grad_()
-    chosen = config_of(loss_type="cispo", importance_sampling_correction="truncate")
-    outputs = policy_loss(inputs, chosen)
-    outputs.loss.backward()
-    assert rollout.grad is None and old.grad is None and inputs.entropy.grad is None
-    assert inputs.logprobs.grad.tolist() == pytest.approx([-2.0])
-    assert not outputs.metrics["entropy"].requires_grad
 
 
 # Masks.
@@ -305,7 +269,8 @@ def test_values_at_masked_tokens_do_not_matter(name, loss_type, level):
         outputs = policy_loss(inputs, chosen)
         outputs.loss.backward()
         gradients = inputs.logprobs.grad.tolist(), inputs.entropy.grad.tolist()
-        found.append((outputs.loss.item(), gradients, read(outputs)))
+        metrics = {name: value.item() for name, value in outputs.metrics.items()}
+        found.append((outputs.loss.item(), gradients, metrics))
     assert all(each == found[0] for each in found)
     assert math.isfinite(found[0][0])
     assert found[0][1][0][1] == found[0][1][1][1] == 0.0
@@ -392,7 +357,7 @@ def gradients(inputs: LossInputs, loss: torch.Tensor) -> tuple[torch.Tensor, tor
     return found[0], found[1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(LENGTHS, SETTINGS, SEEDS)
 def test_loss_and_gradient_are_those_of_the_definition(lengths, chosen, seed):
     inputs = random_inputs(lengths, seed)
@@ -414,7 +379,7 @@ def part_of(inputs: LossInputs, completions: list[int]) -> LossInputs:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(LENGTHS, SETTINGS, SEEDS, st.randoms(), st.integers(1, 4))
 def test_any_split_into_micro_batches_has_the_same_sums(lengths, chosen, seed, random, num_parts):
     inputs = random_inputs(lengths, seed)

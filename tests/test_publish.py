@@ -1,137 +1,75 @@
-"""`easyrl export --push`, against a hub that listens on this machine."""
+"""`easyrl export --push`, against a stand-in for the hub's client."""
 
 from __future__ import annotations
 
-import base64
 import json
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from easyrl.cli import app
 from easyrl.config import load_config
+from easyrl.data import hub as hub_module
 from easyrl.observe.history import History
 from easyrl.observe.model_card import model_card
 from easyrl.runtime.run_folder import read_lines
 from runs import Finished
 
-TOKEN = "hf_of_the_test"
 
+class Hub:
+    """The client's calls that create a repository and commit files to it."""
 
-class FakeHub(BaseHTTPRequestHandler):
-    """The requests by which the hub's client creates a repository and commits files to it."""
+    def __init__(self) -> None:
+        self.created: list[str] = []
+        self.files: dict[str, bytes] = {}
+        self.is_logged_in = self.is_reachable = True
 
-    protocol_version = "HTTP/1.1"
-    files: dict[str, bytes]
-    objects: dict[str, bytes]
-    created: list[dict[str, Any]]
+    def whoami(self) -> None:
+        if not self.is_logged_in:
+            raise ValueError("401")
 
-    def do_HEAD(self) -> None:
-        self.answer({})
+    def create_repo(self, name: str, *, exist_ok: bool) -> None:
+        self.created.append(name)
 
-    def do_GET(self) -> None:
-        is_known = self.headers["Authorization"] == f"Bearer {TOKEN}"
-        self.answer({"name": "me", "type": "user"}, status=200 if is_known else 401)
-
-    def do_PUT(self) -> None:
-        self.objects[self.path.rpartition("/")[2]] = self.body()
-        self.answer({})
-
-    def do_POST(self) -> None:
-        body, address = self.body(), f"http://{self.headers['Host']}"
-        if self.path == "/api/repos/create":
-            self.created.append(json.loads(body))
-            name = "/".join(("me", self.created[-1]["name"]))
-            self.answer({"url": f"{address}/{name}", "name": name, "id": "1"})
-        elif self.path == "/api/validate-yaml":
-            self.answer({"errors": [], "warnings": []})
-        elif "/preupload/" in self.path:
-            names = [each["path"] for each in json.loads(body)["files"]]
-            mode = {True: "lfs", False: "regular"}
-            files = [
-                {"path": n, "uploadMode": mode[n.endswith("s")], "shouldIgnore": False}
-                for n in names
-            ]
-            self.answer({"files": files})
-        elif self.path.endswith("/objects/batch"):
-            found = json.loads(body)["objects"]
-            for each in found:
-                each["actions"] = {"upload": {"href": f"{address}/objects/{each['oid']}"}}
-            self.answer({"transfer": "basic", "objects": found})
-        elif "/commit/" in self.path:
-            for line in map(json.loads, body.splitlines()):
-                value = line["value"]
-                if line["key"] == "file":
-                    self.files[value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    self.files[value["path"]] = self.objects[value["oid"]]
-            self.answer(
-                {"success": True, "commitOid": "1", "commitUrl": f"{address}/me/x/commit/1"}
-            )
-
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers["Content-Length"] or 0))
-
-    def answer(self, content: Any, status: int = 200) -> None:
-        text = b"" if self.command == "HEAD" else json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def create_commit(self, name: str, operations: list[Any], *, commit_message: str) -> Any:
+        for operation in operations:
+            with operation.as_file() as file:
+                self.files[operation.path_in_repo] = file.read()
+        return SimpleNamespace(repo_url=f"https://hub.test/{name}")
 
 
 @pytest.fixture
-def hub() -> Iterator[tuple[type[FakeHub], str]]:
-    handler = type("Hub", (FakeHub,), {"files": {}, "objects": {}, "created": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield handler, f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda endpoint: hub)
+    monkeypatch.setattr(hub_module, "reach_hub", lambda: hub.is_reachable)
+    return hub
 
 
-def export(*words: str, endpoint: str, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
-    hub = {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "easyrl", "export", *words],
-        env={**os.environ, **hub, "HF_HUB_OFFLINE": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+def export(*words: object) -> Result:
+    return CliRunner().invoke(app, ["export", *map(str, words)])
 
 
 def test_the_model_of_a_run_is_published_with_its_card(
-    finished_run: Finished, hub: tuple[type[FakeHub], str], tmp_path: Path
+    finished_run: Finished, hub: Hub, tmp_path: Path
 ) -> None:
-    handler, endpoint = hub
-    done = export(str(finished_run.folder), "--push", "me/sums", endpoint=endpoint)
-    assert done.returncode == 0, done.stderr
-    assert f"{endpoint}/me/" in done.stdout
-    (created,) = handler.created
-    assert created["name"] == "sums"
-    for name, content in handler.files.items():
+    done = export(finished_run.folder, "--push", "me/sums")
+    assert done.exit_code == 0 and "https://hub.test/me/sums" in done.stdout
+    assert hub.created == ["me/sums"]
+    for name, content in hub.files.items():
         (tmp_path / name).write_bytes(content)
     model = finished_run.folder / "model"
-    assert {path.name for path in model.iterdir()} | {"README.md"} == set(handler.files)
-    assert handler.files["model.safetensors"] == (model / "model.safetensors").read_bytes()
+    assert {path.name for path in model.iterdir()} | {"README.md"} == set(hub.files)
+    assert hub.files["model.safetensors"] == (model / "model.safetensors").read_bytes()
     AutoModelForCausalLM.from_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tmp_path)
-    card = handler.files["README.md"].decode()
+    card = hub.files["README.md"].decode()
     summary = json.loads((finished_run.folder / "summary.json").read_text())
     lines = read_lines(finished_run.folder / "metrics.jsonl")
     for fact in (
@@ -144,35 +82,35 @@ def test_the_model_of_a_run_is_published_with_its_card(
 
 
 def test_a_checkpoint_is_published_with_what_is_known_up_to_it(
-    finished_run: Finished, hub: tuple[type[FakeHub], str]
+    finished_run: Finished, hub: Hub
 ) -> None:
-    handler, endpoint = hub
     checkpoint = min((finished_run.folder / "checkpoints").glob("[0-9]"))
-    done = export(str(checkpoint), "--push", "me/sums", endpoint=endpoint)
-    assert done.returncode == 0, done.stderr
-    assert {"model.safetensors", "config.json"} < set(handler.files)
-    assert f"{checkpoint.name} iterations" in handler.files["README.md"].decode()
+    assert export(checkpoint, "--push", "me/sums").exit_code == 0
+    assert {"model.safetensors", "config.json"} < set(hub.files)
+    assert f"{checkpoint.name} iterations" in hub.files["README.md"].decode()
 
 
-@pytest.mark.parametrize("words", [["DIR", "--push", "me/sums"], ["--push", "no name"], []])
-def test_an_export_needs_either_a_folder_or_a_repository(
-    words: list[str], finished_run: Finished
+@pytest.mark.parametrize(
+    ("words", "is_reachable", "expected"),
+    [
+        ("DIR --push me/sums", True, "OWNER/NAME"),
+        ("", True, "OWNER/NAME"),
+        ("--push no-name", True, "OWNER/NAME"),
+        ("--push me/sums", True, "hf auth login"),
+        ("--push me/sums", False, "cannot be reached"),
+    ],
+)
+def test_an_impossible_export_is_reported(
+    words: str, is_reachable: bool, expected: str, finished_run: Finished, hub: Hub
 ) -> None:
-    result = CliRunner().invoke(app, ["export", str(finished_run.folder), *words])
-    assert result.exit_code == 2 and "OWNER/NAME" in result.stderr
+    hub.is_reachable, hub.is_logged_in = is_reachable, False
+    result = export(finished_run.folder, *words.split())
+    assert result.exit_code == 2 and expected in result.stderr and not hub.created
 
 
-def test_a_refused_token_a_silent_hub_and_a_folder_without_a_run_are_reported(
-    finished_run: Finished, hub: tuple[type[FakeHub], str], tmp_path: Path
-) -> None:
-    run, push = str(finished_run.folder), ("--push", "me/sums")
-    for done, expected in (
-        (export(run, *push, endpoint=hub[1], token="wrong"), "hf auth login"),
-        (export(run, *push, endpoint="http://127.0.0.1:9"), "cannot be reached"),
-        (export(str(tmp_path), *push, endpoint=hub[1]), str(tmp_path)),
-    ):
-        assert done.returncode == 2 and expected in done.stderr
-        assert "Traceback" not in done.stderr and not hub[0].created
+def test_a_folder_without_a_run_is_not_published(hub: Hub, tmp_path: Path) -> None:
+    result = export(tmp_path, "--push", "me/sums")
+    assert result.exit_code == 2 and str(tmp_path) in result.stderr and not hub.created
 
 
 def test_a_card_names_the_hubs_sources_and_hides_local_folders() -> None:

@@ -64,7 +64,7 @@ def first_stop(tokenizer, tokens, stops):
 STOPS = ["é", "éé", " a", "a b", "cd", "\n", "abcabc", "è a", "ab é"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from([bytes_tokenizer, pieces_tokenizer]),
     st.lists(st.integers(0, 20), min_size=1, max_size=25),
@@ -81,37 +81,15 @@ def test_stop_string_is_found_with_the_token_that_completes_it(tokenizer, tokens
     assert found == first_stop(tokenizer(), tokens, stops)
 
 
-def test_special_tokens_do_not_hide_a_stop_string():
-    finder = StopStrings(bytes_tokenizer(), ["ab"])
-    assert finder.is_complete(np.array([3, *[1] * 40, 4], dtype=np.int32))
-
-
-def test_most_tokens_are_not_decoded():
-    class Counting:
-        num_decoded = 0
-        added_tokens_decoder = bytes_tokenizer().added_tokens_decoder
-        bos_token, eos_token = "<bos>", "<eos>"
-
-        def decode(self, token_ids, **options):
-            Counting.num_decoded += 1
-            return bytes_tokenizer().decode(token_ids, **options)
-
-    finder = StopStrings(Counting(), ["b\n"])
-    tokens = np.array([3, 4, 5, 6] * 50, dtype=np.int32)
-    for length in range(1, len(tokens) + 1):
-        assert not finder.is_complete(tokens[:length])
-    assert Counting.num_decoded == 4  # once per token
-
-
 # -- both engines --------------------------------------------------------------------------------
 
 
 @BOTH
 def test_completion_ends_with_the_token_that_completes_a_stop_string(name):
-    stops, tokenizer = ["a", "é", "cd", "\n"], bytes_tokenizer()
+    stops, tokenizer = ["a", "é", "cd", "\n", "j", "p"], bytes_tokenizer()
     submitted = requests(draw_prompts(5), 6)
     whole = run(make_engine(name), submitted)
-    num_stopped = 0
+    num_stopped, lengths = 0, set()
     for key, cut in run(make_engine(name, stop=stops, tokenizer=tokenizer), submitted).items():
         for short, long in zip(cut, whole[key], strict=True):
             tokens = long.token_ids.tolist()
@@ -122,12 +100,5 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(name):
             is_stop = length is not None or expected[-1] == EOS
             assert short.finish_reason == ("stop" if is_stop else "length")
             num_stopped += length is not None
-    assert num_stopped > 5
-
-
-@BOTH
-def test_stop_string_may_be_the_first_token(name):
-    stops = [chr(0x67 + i) for i in range(30)] + [*"abcdef"]
-    engine = make_engine(name, stop=stops, tokenizer=bytes_tokenizer())
-    for group in run(engine, requests(draw_prompts(5), 6)).values():
-        assert any(len(completion.token_ids) == 1 for completion in group)
+            lengths.add(length)
+    assert num_stopped > 5 and 1 in lengths

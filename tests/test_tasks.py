@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import make_tiny
 from easyrl.data.hub import BUILT_IN_MODELS
 from easyrl.data.tasks import (
     ARITHMETIC,
@@ -21,7 +22,6 @@ from easyrl.data.tasks import (
     applied,
     score,
 )
-from easyrl.model.built_in import make_tiny
 from runs import finish, summary_of
 
 TINY = BUILT_IN_MODELS["tiny"]

@@ -29,16 +29,15 @@ def test_killed_worker_leaves_no_names_and_no_processes() -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     folder = holder.stdout.readline().strip()
-    deadline = time.monotonic() + SECONDS
-    while not processes_of(folder) and time.monotonic() < deadline:
-        time.sleep(0.02)  # a process that is just starting shows no environment yet
-    assert processes_of(folder) and Path(folder, "socket").exists()
-    holder.kill()
-    holder.communicate()
-    deadline = time.monotonic() + SECONDS
-    while (Path(folder).exists() or processes_of(folder)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not Path(folder).exists() and not processes_of(folder)
+    for is_alive in (True, False):
+        if not is_alive:
+            holder.kill()
+            holder.communicate()
+        deadline = time.monotonic() + SECONDS
+        while {bool(processes_of(folder)), Path(folder, "socket").exists()} != {is_alive}:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert not Path(folder).exists()
 
 
 def test_folder_path_is_short_enough_for_sockets(

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from test_clean_ends import SECONDS
 
 from easyrl.engines.vllm.processes import processes_of
 from easyrl.runtime.control import request
@@ -39,8 +39,25 @@ pytestmark = pytest.mark.vllm
 
 TOLERANCE = 1e-4  # nats, in float32
 START_SECONDS = 600.0
+SECONDS = 5.0
+"""The bound of a clean end."""
 VLLM = ("rollout.engine=vllm", "algorithm.beta=0.04")
 """With a reference, groups of equal rewards are computed too."""
+
+
+def train(folder: Path, *words: str, timeout: float = START_SECONDS, **environment: str) -> None:
+    """Run to the end, with vLLM, and check that no completion is of other weights."""
+    words = ("--output", str(folder), *words, "rollout.engine=vllm")
+    code, out, err = finish(*words, timeout=timeout, **environment)
+    assert (code, err) == (0, "")
+    assert "engine of the rollout workers: vllm" in out
+    assert_on_policy(folder)
+
+
+def bits_of(folder: Path) -> tuple[Any, ...]:
+    """Results that are equal in equal runs."""
+    metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
+    return summary_of(folder)["weights_sha256"], metrics
 
 
 def assert_on_policy(folder: Path) -> None:
@@ -54,13 +71,8 @@ def assert_on_policy(folder: Path) -> None:
 
 def test_run_is_on_policy_and_leaves_no_process(tmp_path: Path) -> None:
     before = set(psutil.pids())
-    folder = tmp_path / "run"
-    words = ("--output", str(folder), "--iterations", "3", "--infer-devices", "cpu")
-    code, out, err = finish(*words, *SMALL, *VLLM)
-    assert (code, err) == (0, "")
-    assert "engine of the rollout workers: vllm" in out
-    assert summary_of(folder)["policy_version"] == 3
-    assert_on_policy(folder)
+    train(tmp_path / "run", "--iterations", "3", "--infer-devices", "cpu", *SMALL, *VLLM)
+    assert summary_of(tmp_path / "run")["policy_version"] == 3
     new = [p for p in psutil.process_iter(["name"]) if p.pid not in before]
     assert not wait_until_gone([p for p in new if "VLLM" in p.info["name"]], 3.0)
 
@@ -68,12 +80,9 @@ def test_run_is_on_policy_and_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2], ids=["two engines", "one engine over two devices"])
 def test_two_devices_and_a_model_with_an_untied_head(tmp_path: Path, size: int) -> None:
-    folder, model = tmp_path / "run", untied_model(tmp_path / "m")
-    words = ("--output", str(folder), "--iterations", "3", "--infer-devices", "cpu:2")
-    more = f"rollout.tensor_parallel_size={size}"
-    code, _, err = finish("--model", model, *words, *SMALL, *VLLM, more)
-    assert (code, err) == (0, "")
-    assert_on_policy(folder)
+    words = ("--model", untied_model(tmp_path / "m"), "--iterations", "3", *SMALL, *VLLM)
+    more = ("--infer-devices", "cpu:2", f"rollout.tensor_parallel_size={size}")
+    train(tmp_path / "run", *words, *more)
     assert not list(Path("/dev/shm").glob("vllm_dist_*"))
 
 
@@ -94,13 +103,9 @@ def test_evaluation_uses_the_models_own_weights(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_demo_learns(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    words = ("--output", str(folder), "--infer-devices", "cpu", "rollout.engine=vllm")
-    code, _, err = finish(*words, timeout=1800)
-    assert (code, err) == (0, "")
-    summary = summary_of(folder)
+    train(tmp_path / "run", "--infer-devices", "cpu", timeout=1800)
+    summary = summary_of(tmp_path / "run")
     assert summary["accuracy_after"] >= 0.85 and summary["reward_last"] >= 0.9
-    assert_on_policy(folder)
 
 
 @pytest.mark.long
@@ -109,42 +114,55 @@ def test_both_schedules_end_in_the_same_bits_under_random_delays(
     tmp_path: Path, devices: str
 ) -> None:
     words = (
-        *SMALL[1:],
-        "train.prompts_per_iteration=16",
-        "rollout.engine=vllm",
-        "runtime.deterministic=true",
+        *("--infer-devices", devices, "--iterations", "6", "runtime.deterministic=true"),
+        *(*SMALL[1:], "train.prompts_per_iteration=16"),
         "rollout.max_concurrent_groups=3",  # sequences wait for a free row
     )
-    ends = {}
     for schedule in ("sync", "periodic"):
         folder = tmp_path / schedule
-        flags = ("--output", str(folder), "--infer-devices", devices, "--schedule", schedule)
-        code, _, err = finish(
-            *flags, "--iterations", "6", *words, EASYRL_RANDOM_DELAYS="0.05", timeout=1200
-        )
-        assert (code, err) == (0, "")
-        metrics = [without_timing(line) for line in lines_of(folder / "metrics.jsonl")]
-        ends[schedule] = summary_of(folder)["weights_sha256"], metrics
-    assert ends["sync"] == ends["periodic"]
+        more = {"EASYRL_RANDOM_DELAYS": "0.05"}
+        train(folder, "--schedule", schedule, *words, timeout=1200, **more)
+    assert bits_of(tmp_path / "sync") == bits_of(tmp_path / "periodic")
 
 
 @pytest.mark.long
 def test_environments_end_in_the_same_bits_under_both_schedules(tmp_path: Path) -> None:
-    hashes = set()
+    words = ("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess")
+    words = (*words, "--iterations", "3", *SMALL, "data.num_held_out=0")
     for schedule in ("sync", "periodic"):
-        folder = tmp_path / schedule
-        code, _, err = finish(
-            *("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess"),
-            *("--output", str(folder), "--schedule", schedule, "--iterations", "3", *SMALL),
-            *("rollout.engine=vllm", "runtime.deterministic=true", "data.num_held_out=0"),
-            EASYRL_RANDOM_DELAYS="0.02",
-            timeout=START_SECONDS,
-        )
-        assert (code, err) == (0, "")
-        assert_on_policy(folder)
-        hashes.add(summary_of(folder)["weights_sha256"])
+        folder, more = tmp_path / schedule, ("--schedule", schedule, "runtime.deterministic=true")
+        train(folder, *words, *more, EASYRL_RANDOM_DELAYS="0.02")
         assert max(line["episodes/turns"] for line in lines_of(folder / "metrics.jsonl")) > 1
-    assert len(hashes) == 1
+    assert bits_of(tmp_path / "sync") == bits_of(tmp_path / "periodic")
+
+
+@pytest.mark.long
+def test_two_engines_on_two_nodes_end_in_the_same_bits_as_without_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install 'easyrl-train[ray]'")
+    from ray_clusters import cluster_of
+
+    words = ("--iterations", "3", "devices.threads=1", "runtime.deterministic=true", *SMALL, *VLLM)
+    train(tmp_path / "here", "--infer-devices", "cpu:2", "--train-devices", "cpu", *words)
+    with cluster_of(*[{"num_cpus": 1}] * 3) as cluster:
+        there = ("--infer-devices", "ray:cpu:2", "--train-devices", "ray:cpu:1")
+        train(tmp_path / "there", *there, "--ray-address", cluster.address, *words)
+    assert bits_of(tmp_path / "there") == bits_of(tmp_path / "here")
+
+
+@pytest.mark.long
+def test_run_that_lost_a_worker_ends_in_the_same_bits(tmp_path: Path) -> None:
+    words = ("--infer-devices", "cpu:2", "--iterations", "5", *SMALL, *VLLM)
+    words = (*words, "runtime.deterministic=true", "rollout.max_concurrent_groups=2")
+    train(tmp_path / "whole", *words, timeout=900)
+    lost = tmp_path / "lost"
+    process = start("--output", str(lost), *words, EASYRL_RANDOM_DELAYS="0.1")
+    wait_for_line(process, "iteration 1/", timeout=START_SECONDS)
+    workers = request(lost, {"command": "status"})["workers"]
+    os.kill(next(each["pid"] for each in workers if each["name"] == "rollout-1"), signal.SIGKILL)
+    _, err = process.communicate(timeout=900)
+    assert (process.returncode, err) == (0, "")
+    assert summary_of(lost)["worker_restarts"] == 1
+    assert bits_of(lost) == bits_of(tmp_path / "whole")
 
 
 @pytest.mark.long

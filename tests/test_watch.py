@@ -21,8 +21,10 @@ from easyrl.config import Config
 from easyrl.events import Event, FromWorker, Span
 from easyrl.observe import trace
 from easyrl.observe.lines import PlainLines
-from easyrl.observe.trace import RunFiles, TraceWriter, follow, watch
-from easyrl.observe.view import ViewState
+from easyrl.observe.run_files import RunFiles
+from easyrl.observe.state import RunState
+from easyrl.observe.trace import TraceWriter
+from easyrl.observe.watch import follow, watch
 from easyrl.runtime.run_folder import lock_folder
 from run_events import METRICS, active, group, run_events, state_of
 from runs import SMALL, Finished, start, wait_for_line
@@ -57,7 +59,7 @@ def lines_of(folder: Path) -> list[trace.Line]:
     return lines
 
 
-def content(state: ViewState) -> str:
+def content(state: RunState) -> str:
     """Empty fields and those that the trace leaves out are the same."""
     fields = dataclasses.asdict(state)
     fields["run"]["earlier"] = None
@@ -69,7 +71,7 @@ def test_trace_gives_the_same_state_as_the_events(written: Written) -> None:
     folder, run = written
     notify = TraceWriter()
     files: RunFiles | None = None
-    live, read = ViewState(), ViewState()
+    live, read = RunState(), RunState()
     for event in run:
         live.apply(event)
         notify(event)
@@ -125,7 +127,7 @@ def test_trace_is_bounded_and_still_valid_and_followed(
         *(active("train-0", span) for span in spans),
         active("rollout-1", spans[-1]),
     ]
-    live, follower, notify = state_of(run), ViewState(), TraceWriter()
+    live, follower, notify = state_of(run), RunState(), TraceWriter()
     files = None
     for number, event in enumerate(run):
         notify(event)

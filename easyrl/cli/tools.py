@@ -36,7 +36,7 @@ def watch(
     no_live: NoLive = False,
 ) -> int:
     """Show the live view of a running or finished run, from its folder."""
-    from easyrl.observe.trace import watch
+    from easyrl.observe.watch import watch
 
     return watch(folder, live=not no_live)
 

@@ -21,33 +21,9 @@ from typing import Any, Literal
 
 from easyrl.channels.weights import WeightChannel, WeightEndpoint
 from easyrl.config import ConfigError
-from easyrl.engines.sampling import StopStrings
+from easyrl.engines.sampling import SamplingSettings, StopStrings
 from easyrl.model.policy import Policy
 from easyrl.types import Completion, Int32, WeightPiece
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingSettings:
-    """Sampling settings of an engine. `config.rollout` explains the keys."""
-
-    max_prompt_length: int
-    max_completion_length: int
-    temperature: float = 1.0
-    """0 takes the likeliest token (tests and benchmarks only)."""
-    top_k: int = 0
-    top_p: float = 1.0
-    stop: Sequence[str] = ()
-    seed: int = 0
-
-    @property
-    def max_sequence_length(self) -> int:
-        """Longest prompt + completion in tokens."""
-        return self.max_prompt_length + self.max_completion_length
-
-    @property
-    def truncates(self) -> bool:
-        """Whether only the likeliest tokens are drawn."""
-        return self.top_k > 0 or self.top_p < 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from easyrl import devices
 from easyrl.engines import CELLS, MAX_PREFILL_TOKENS
-from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, SamplingSettings, Turn
+from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, Turn
 from easyrl.engines.fused_decoder import fused_decoder
 from easyrl.engines.kv_cache import KVCache, StepLayout, length_class
-from easyrl.engines.sampling import sample, uniform_stream
+from easyrl.engines.sampling import SamplingSettings, sample, uniform_stream
 from easyrl.engines.step_graphs import PROMPT_STEP, SLOT_STEP, StepGraphs
 from easyrl.model.policy import Policy
 from easyrl.types import Bool, Completion, Float32, Float64, Int32, WeightPiece

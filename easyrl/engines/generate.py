@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine, SamplingSettings
-from easyrl.engines.sampling import StopStrings, sample, uniform_stream
+from easyrl.engines.base import FinishedGroup, GroupRequest, PolicyEngine
+from easyrl.engines.sampling import SamplingSettings, StopStrings, sample, uniform_stream
 from easyrl.model.attention import PackedGroups
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.types import Completion

@@ -81,10 +81,6 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(x.nbytes for layer in (*self.rows, *self.prompts) for x in layer)
 
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(cache[0, :, 0].nbytes for layer in self.rows for cache in layer)
-
     def allocate(self, key: Tensor, value: Tensor) -> None:
         """Add a layer with the shape and dtype of key and value: 2 x [T, Hkv, D]."""
 

@@ -9,7 +9,8 @@ Shapes: N sequences, V tokens of the vocabulary, R completion tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +20,34 @@ from easyrl.data.chat import text_decoder
 from easyrl.model.logprobs import BLOCK, block_sums, shifted_scores
 from easyrl.types import Float64, Int32
 
-if TYPE_CHECKING:
-    from easyrl.engines.base import SamplingSettings
-
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The text of bytes that are not a whole character."""
 LARGEST_UNIFORM = 1.0 - 2.0**-52
 """Times a sum it is less than the sum, also when it is rounded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings:
+    """Sampling settings of an engine. `config.rollout` explains the keys."""
+
+    max_prompt_length: int
+    max_completion_length: int
+    temperature: float = 1.0
+    """0 takes the likeliest token (tests and benchmarks only)."""
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: Sequence[str] = ()
+    seed: int = 0
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Longest prompt + completion in tokens."""
+        return self.max_prompt_length + self.max_completion_length
+
+    @property
+    def truncates(self) -> bool:
+        """Whether only the likeliest tokens are drawn."""
+        return self.top_k > 0 or self.top_p < 1.0
 
 
 def uniform_stream(seed: int, key: tuple[int, ...], length: int) -> Float64:

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from easyrl import devices
 from easyrl.engines import padded
-from easyrl.engines.base import SamplingSettings
 from easyrl.engines.kv_cache import (
     Ints,
     KVCache,
@@ -39,7 +38,7 @@ from easyrl.engines.kv_cache import (
     gather_by_slot,
     rows_bias,
 )
-from easyrl.engines.sampling import sample
+from easyrl.engines.sampling import SamplingSettings, sample
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import AttentionSettings
 from easyrl.types import Float64

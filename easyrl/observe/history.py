@@ -26,9 +26,10 @@ from easyrl.config.devices import count_devices
 from easyrl.events import Event
 from easyrl.formatting import counted, printable
 from easyrl.observe.lines import result_rows
+from easyrl.observe.run_files import GrowingFile, RunFiles
 from easyrl.observe.samples import SAMPLES, Line, folded
-from easyrl.observe.trace import FILE_NAME, GrowingFile, RunFiles
-from easyrl.observe.view import ViewState
+from easyrl.observe.state import RunState
+from easyrl.observe.trace import FILE_NAME
 from easyrl.runtime.metrics import overlap, summarize
 from easyrl.runtime.resume import SavedState
 from easyrl.runtime.run_folder import is_locked
@@ -50,7 +51,7 @@ class History:
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Number of iterations trained -> metrics. The accuracy before training is at 0, alone."""
     summary: Mapping[str, Any] = field(default_factory=dict)  # empty until the run has finished
-    state: ViewState = field(default_factory=ViewState)  # of the newest command
+    state: RunState = field(default_factory=RunState)  # of the newest command
     starts: dict[int, float] = field(default_factory=dict)
     """Iteration, from 0 -> its start, in the newest command."""
     messages: Counter[str] = field(default_factory=Counter)  # notes and warnings -> how often

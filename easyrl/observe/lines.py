@@ -22,28 +22,13 @@ from easyrl.config.devices import range_words
 from easyrl.events import Event, FromWorker
 from easyrl.formatting import counted, printable, shorten
 from easyrl.model.checkpoint_files import CHECKPOINTS
+from easyrl.observe.state import problems_in
 from easyrl.observe.text import safe, say, say_rich, shown
 from easyrl.runtime.metrics import LAST_ITERATIONS
 
-PROBLEMS = {
-    "reward_errors": ("reward call", "failed"),
-    "groups_skipped": ("group", "skipped"),
-    "groups_not_replaced": ("group", "without advantages"),
-    "num_updates_not_finite": ("update", "dropped, not finite (lower train.learning_rate)"),
-    "worker_restarts": ("rollout worker", "replaced"),  # in the summary
-}
-"""Counts of problems: name -> (what is counted, what happened to it)."""
 LOW_OVERLAP, SMALL_SHARE, IMBALANCE = 0.5, 0.1, 0.25
 """Below this overlap the table says why, unless generating or training takes less than SMALL_SHARE
 of the time. If the two sides' busy shares differ by more than IMBALANCE, both are shown."""
-
-
-def problems_in(counts: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{counted(int(counts[name]), noun)} {what}"
-        for name, (noun, what) in PROBLEMS.items()
-        if counts.get(name)
-    ]
 
 
 class PlainLines:

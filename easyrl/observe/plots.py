@@ -24,7 +24,7 @@ from easyrl.config import ConfigError
 from easyrl.events import WORKING
 from easyrl.observe.history import ACCURACY, ERROR, OVERLAP, History
 from easyrl.observe.lines import function_of
-from easyrl.observe.view import main_kind
+from easyrl.observe.state import main_kind
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

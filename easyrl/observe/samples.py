@@ -12,8 +12,8 @@ from typing import Any
 from rich.text import Text
 
 from easyrl.formatting import ConfigError, printable, shorten
+from easyrl.observe.run_files import GrowingFile
 from easyrl.observe.text import safe, say_rich
-from easyrl.observe.trace import GrowingFile
 
 SAMPLES = "samples.jsonl"
 MAX_TEXT = 1_000_000  # characters of a prompt or completion

@@ -1,4 +1,4 @@
-"""`trace.json`: the events of a run in Chrome's format (ui.perfetto.dev), and `easyrl watch`.
+"""`trace.json`: the events of a run in Chrome's format (ui.perfetto.dev).
 
     a run's events ──TraceWriter──► trace.json ──RunFiles──► events ──► the same views as in the run
 
@@ -15,32 +15,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from shlex import quote
 from typing import IO, Any
 
 from easyrl import events
-from easyrl.config import ConfigError, load_config
-from easyrl.events import Event, FromWorker, Message, Observer
-from easyrl.observe.lines import PlainLines, print_end
-from easyrl.observe.text import is_live_terminal, safe
-from easyrl.observe.view import LiveView
-from easyrl.runtime.run_folder import is_locked, write_whole
-from easyrl.runtime.supervisor import FAILED
+from easyrl.events import Event, FromWorker, Message
+from easyrl.observe.text import safe
+from easyrl.runtime.run_folder import write_whole
 
 FILE_NAME = "trace.json"
 MAX_BYTES = 16 * 2**20
-POLL_SECONDS = 0.25
-RESUME_SECONDS = 10.0  # longest wait for the first event of a command that resumes a run
-RESTART_SECONDS = 30.0  # longest time to a run's next event, with `runtime.restart`
-INTERRUPTED = 128 + signal.SIGINT
 MAX_TEXT = 2000  # characters of a prompt, a completion or an error
 CONTROLLER = 0
 WORK, REWARDS, EVENTS = range(3)  # threads of a worker
@@ -202,130 +188,3 @@ def _shorten(path: Path, max_bytes: int) -> None:
     new = path.with_name(path.name + ".unfinished")
     new.write_text("[\n" + "".join(reversed(kept)))
     new.rename(path)
-
-
-# -- easyrl watch ----------------------------------------------------------------------------------
-
-
-def watch(folder: Path, *, live: bool) -> int:
-    """Show the run until it ends.
-
-    Returns its exit code; 1 if it was killed, 130 if watching was interrupted. Raises ConfigError
-    if `folder` is no run folder.
-    """
-    files = RunFiles(folder)
-    view = LiveView(files.now, log_file=Path(os.devnull))
-    observe: Observer = view if live and is_live_terminal() else PlainLines()
-    for signum in (signal.SIGTERM, signal.SIGHUP):  # exit through `finally`
-        signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
-    exit_code = FAILED
-    try:
-        for event in follow(files):
-            observe(event)
-            if isinstance(event, events.RunEnded):
-                exit_code = event.exit_code
-    except KeyboardInterrupt:
-        view.close()
-        hint = f"to see it again: easyrl watch {quote(str(folder))}"
-        print_end(INTERRUPTED, f"the run continues; {hint}")
-        return INTERRUPTED
-    finally:
-        view.close()
-    return exit_code
-
-
-def follow(files: RunFiles) -> Iterator[Event]:
-    """Yield the events of a run until it ends. Ends of commands that were resumed are left out."""
-    end, is_alive, found = None, True, list(files.read())
-    # A command that resumes the run locks it seconds before its first event.
-    for _ in range(int(RESUME_SECONDS / POLL_SECONDS)):
-        if not (isinstance(found[-1], events.RunEnded) and is_locked(files.folder)):
-            break
-        time.sleep(POLL_SECONDS)
-        found += files.read()
-    while (is_alive and end is None) or _may_start_again(files, end):
-        is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
-        for event in [*found, *files.read()]:
-            end = event if isinstance(event, events.RunEnded) else None
-            if end is None:
-                yield event
-        found = []
-        time.sleep(POLL_SECONDS)
-    summary = files.folder / "summary.json"
-    if end is None and summary.is_file():  # the trace's end is lost: the disk was full
-        yield events.RunFinished(time.monotonic(), json.loads(summary.read_text()))
-        end = events.RunEnded(0, "")
-    message = f"the run was killed: its process is gone; see {files.folder / 'logs'}"
-    yield end or events.RunEnded(FAILED, message)
-
-
-def _may_start_again(files: RunFiles, end: events.RunEnded | None) -> bool:
-    """Return whether the run has just failed and may start again by itself."""
-    starts_again = files.config.runtime.restart == "on_failure"
-    has_failed = end is None or end.exit_code == FAILED
-    seconds = time.time() - (files.folder / FILE_NAME).stat().st_mtime
-    return starts_again and has_failed and seconds < RESTART_SECONDS
-
-
-class GrowingFile:
-    """A file of JSON lines that another process appends to, or replaces by a shorter one."""
-
-    def __init__(self, path: Path, parse: Callable[[bytes], Any] = json.loads) -> None:
-        self.path, self._parse = path, parse
-        self.offset = 0  # the end of the newest line, in bytes
-        self._inode = 0
-        self._newest = b"\0"  # the newest line, without its end
-
-    def read(self) -> Iterator[Any]:
-        """Yield the new lines, except for those that are damaged."""
-        with self.path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if self.offset and inode != self._inode:
-                before, newest, _ = file.read().rpartition(self._newest)
-                self.offset = len(before) + len(newest)
-            self._inode = inode
-            file.seek(self.offset)
-            while (text := file.readline()).endswith(b"\n"):
-                self.offset += len(text)
-                stripped = text.strip(b",\n ")
-                try:
-                    line = self._parse(stripped)
-                except (ValueError, TypeError):  # the bracket; of another version; cut off
-                    continue
-                self._newest = stripped
-                yield line
-
-
-class RunFiles:
-    """The events of a run, from its folder."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError if that is no run folder."""
-        self.folder = folder
-        config, trace = folder / "config.yaml", folder / FILE_NAME
-        refusal = ConfigError(
-            f"'{folder}': expected the folder of a run (runs/<time>-<task>) with config.yaml and "
-            f"{FILE_NAME} (not damaged), written by EasyRL 0.2 or newer"
-        )
-        if not config.is_file() or not trace.is_file():
-            raise refusal
-        self._trace = GrowingFile(trace, partial(json.loads, object_hook=decode))
-        self._clock = 0.0  # Unix seconds at the zero of the events' clock
-        if not any(isinstance(event, events.RunStarted) for event in self.read()):
-            raise refusal
-        self._trace.offset = 0  # read it again
-
-    def now(self) -> float:
-        """The time on the clock of the run's events."""
-        return time.time() - self._clock
-
-    def read(self) -> Iterator[Event]:
-        """Yield the events written since the last call."""
-        for line in self._trace.read():
-            event = line.get("args") if isinstance(line, dict) and "ts" in line else None
-            if isinstance(event, events.RunStarted):
-                self.config = load_config(self.folder / "config.yaml")  # of the newest command
-                event = replace(event, folder=self.folder, config=self.config)
-                self._clock = line["ts"] / 1e6 - event.started
-            if isinstance(event, Event):
-                yield event

@@ -1,10 +1,9 @@
 """The live view: progress, workers, rewards and the newest completion, drawn by Rich.
 
-    controller's thread ──event──► ViewState ◄──lock──► Rich's refresh thread ──► terminal
+    controller's thread ──event──► RunState ◄──lock──► Rich's refresh thread ──► terminal
 
-`ViewState` is a fold of the events; it has no clock, callers pass the time they ask about. While
-the view is up, everything else that the process prints goes to a log file. At the end the terminal
-is restored, and the last picture with the result is printed to it.
+While the view is up, everything else that the process prints goes to a log file. At the end the
+terminal is restored, and the last picture with the result is printed to it.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise, takewhile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
@@ -38,9 +35,10 @@ from rich.text import Text
 
 from easyrl import events
 from easyrl.config.devices import count_devices
-from easyrl.events import WORKING, Activity, Event, FromWorker, Span, SpanKind, UnderWay
+from easyrl.events import WORKING, Event, SpanKind
 from easyrl.formatting import counted, printable, shorten
-from easyrl.observe.lines import PROBLEMS, end_table, function_of, print_end, problems_in
+from easyrl.observe.lines import end_table, function_of, print_end
+from easyrl.observe.state import RunState, WorkerState, main_kind, problems_in
 from easyrl.observe.text import clock, safe, say, say_rich, shown
 from easyrl.runtime.metrics import overlap
 
@@ -72,170 +70,6 @@ LOOKS: dict[SpanKind, tuple[str, str]] = {
 ITERATIONS_SHOWN = 4  # a lane shows about this many iterations
 MIN_LANE_SECONDS = 2.5
 BLOCKS = "▁▂▃▄▅▆▇█"
-GROUPS_SHOWN = 20  # at most, with a completion each
-MAX_SPANS = 2000  # spans kept per worker
-MERGE_SECONDS = 0.02  # spans of one kind with a smaller gap are merged
-ETA_ITERATIONS = 10  # the time left is estimated from this many iterations
-STARTING = "starting the process"
-
-
-@dataclass(slots=True)
-class WorkerState:
-    name: str
-    device: str
-    phase: str  # current step of the worker's start; empty once it is ready
-    phase_started: float
-    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
-    scoring: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
-    """Rewards being computed, besides the worker's own work."""
-    under_way: UnderWay | None = None
-
-    def add(self, activity: Activity) -> None:
-        self.phase = ""  # its Ready may be missing in a shortened trace
-        self.under_way = activity.under_way
-        for span in activity.spans:
-            spans = self.scoring if span.kind == "score" else self.spans
-            last = spans[-1] if spans else None
-            if last is None or last.kind != span.kind or span.started > last.ended + MERGE_SECONDS:
-                spans.append(span)
-            else:
-                spans[-1] = Span(span.kind, last.started, max(last.ended, span.ended))
-
-    def seconds_by_kind(
-        self, since: float, slice_seconds: float, num_slices: int
-    ) -> list[defaultdict[SpanKind, float]]:
-        """Return the seconds of each kind of work in each slice of time."""
-        slices: list[defaultdict[SpanKind, float]] = [defaultdict(float) for _ in range(num_slices)]
-        spans = [
-            span
-            for kept in (self.scoring, self.spans)
-            for span in takewhile(lambda span: span.ended > since, reversed(kept))
-        ]
-        if self.under_way is not None:
-            until = since + num_slices * slice_seconds
-            spans.append(Span(self.under_way.kind, self.under_way.started, until))
-        for span in spans:
-            first = max(0, int((span.started - since) / slice_seconds))
-            last = min(num_slices - 1, int((span.ended - since) / slice_seconds))
-            for number in range(first, last + 1):
-                start = since + number * slice_seconds
-                end = min(span.ended, start + slice_seconds)
-                slices[number][span.kind] += max(0.0, end - max(span.started, start))
-        return slices
-
-
-@dataclass(slots=True)
-class ViewState:
-    run: events.RunStarted | None = None
-    workers: dict[str, WorkerState] = field(default_factory=dict)
-    iteration_started: float | None = None  # None between iterations
-    num_groups: int = 0  # finished groups of this iteration that will be trained
-    lines: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Iteration -> its line of `metrics.jsonl`."""
-    accuracies: dict[int, float | None] = field(default_factory=dict)
-    """Number of iterations trained -> held-out accuracy."""
-    note: str = ""  # the newest note
-    lasting_note: str = ""
-    warning: str = ""  # what the workers do, if there have been no events for long
-    sampled: Sequence[events.GroupScored] = ()  # the newest groups, the newest first
-    evaluation: events.EvaluationStarted | None = None
-    num_answered: int = 0
-    saving_since: float | None = None
-    summary: Mapping[str, Any] | None = None
-    ended: events.RunEnded | None = None
-    is_starting: bool = True  # until all workers have been ready
-    newest: float = 0.0  # the latest time in any event
-
-    def apply(self, event: Event) -> None:
-        self.newest = max(self.newest, getattr(event, "time", 0.0))
-        self.warning = getattr(event, "warning", "")
-        match event:
-            case events.RunStarted(started=started, devices=devices, num_iterations=done):
-                workers = {
-                    name: WorkerState(name, device, STARTING, started)
-                    for name, device in devices.items()
-                }
-                # `easyrl watch` has seen the earlier iterations, and some that are undone now.
-                earlier = event.earlier or self.lines.values()
-                lines = {line["iteration"]: line for line in earlier if line["iteration"] < done}
-                # Reset every other field to its default.
-                self.__init__(event, workers, lines=lines, newest=started)  # type: ignore[misc]
-                self.accuracies = dict(event.accuracies)
-            case FromWorker(name, time, worker_event):
-                self._apply(self.workers[name], time, worker_event)
-            case events.EvaluationStarted():
-                self.evaluation, self.num_answered = event, 0
-            case events.Evaluated(accuracy=accuracy, num_iterations=number):
-                self.evaluation, self.accuracies[number] = None, accuracy
-            case events.IterationStarted(time):
-                self.iteration_started = time
-            case events.IterationFinished(_, metrics):
-                self.iteration_started, self.num_groups = None, 0
-                self.lines[metrics["iteration"]] = metrics
-            case events.SavingModel(time):
-                self.saving_since = time
-            case events.Note(text, is_lasting):
-                self.note = self.note if is_lasting else text
-                self.lasting_note = text if is_lasting else self.lasting_note
-            case events.WorkerSpawned(time, name, device):
-                worker = WorkerState(name, device, STARTING, time)
-                # Rollout workers stand above the trainers.
-                self.workers = dict(sorted({**self.workers, name: worker}.items()))
-            case events.WorkerLeft(worker=name):
-                del self.workers[name]
-            case events.RunFinished(_, summary):
-                self.summary = summary
-            case events.RunEnded():
-                self.ended = event
-
-    def _apply(self, worker: WorkerState, time: float, event: events.WorkerEvent) -> None:
-        match event:
-            case events.Starting(what):
-                worker.phase, worker.phase_started = what, time
-            case events.Ready():
-                worker.phase = ""
-            case Activity():
-                worker.add(event)
-            case events.GroupScored():
-                self.num_groups += not event.is_rejected
-                self.note = event.errors[-1].splitlines()[0] if event.errors else self.note
-                if event.shown is not None:
-                    self.sampled = [replace(event, samples=()), *self.sampled][:GROUPS_SHOWN]
-            case events.PromptEvaluated():
-                self.num_answered += 1
-        self.is_starting &= any(each.phase for each in self.workers.values())
-
-    @property
-    def num_done(self) -> int:
-        """Finished iterations."""
-        return max(self.lines, default=-1) + 1
-
-    @property
-    def problems(self) -> dict[str, float]:
-        """Sums over the iterations."""
-        lines = self.lines.values()
-        return {name: sum(line.get(name) or 0 for line in lines) for name in PROBLEMS}
-
-    @property
-    def mean_iteration_seconds(self) -> float | None:
-        newest = list(self.lines.values())[-ETA_ITERATIONS:]
-        return fmean(line["perf/iteration_seconds"] for line in newest) if newest else None
-
-    def seconds_left(self, now: float) -> float | None:
-        """Time until the end of the last iteration; None before the first has finished."""
-        mean = self.mean_iteration_seconds
-        if mean is None or self.run is None:
-            return None
-        num_left = self.run.config.train.iterations - self.num_done
-        since = 0.0 if self.iteration_started is None else now - self.iteration_started
-        return max(0.0, (num_left - 1) * mean + max(0.0, mean - since)) if num_left else 0.0
-
-    def end_table(self) -> RenderableType | None:
-        """The results of a finished run; None for any other."""
-        has_failed = self.ended is not None and self.ended.exit_code != 0
-        if self.run is None or self.summary is None or has_failed:
-            return None
-        return end_table(self.summary, self.run.folder, self.run.config, self.run.devices)
 
 
 class LiveView:
@@ -246,7 +80,7 @@ class LiveView:
     ) -> None:
         """`now` is the clock of the events. Other output goes to `log_file`, or the run's logs."""
         self._now, self._log_file = now, log_file
-        self._state = ViewState()
+        self._state = RunState()
         self._lock = threading.Lock()
         self._live: Live | None = None
         self._restore = contextlib.ExitStack()
@@ -304,7 +138,7 @@ class LiveView:
         """Print the last picture, then the end table or the reason why the run ended; both fit
         the terminal."""
         state, console = self._state, Console()
-        table = state.end_table()
+        table = _end_table(state)
         below = console.render_lines(table or Text(safe(end.message)))
         num_left = console.height - len(below) - 1  # the shell's line
         height = min(LAST_PICTURE_LINES, max(LEAST_PICTURE_LINES, num_left))
@@ -320,7 +154,7 @@ class NotebookView:
 
     def __init__(self, display: Any, now: Callable[[], float] = time.monotonic) -> None:
         """`display`: the module `IPython.display`."""
-        self._display, self._now, self._state = display, now, ViewState()
+        self._display, self._now, self._state = display, now, RunState()
         self._output: Any = None  # the cell's output, once there is one
         self._next = 0.0
 
@@ -341,7 +175,7 @@ class NotebookView:
             self._output = self._display.display(self._display.HTML(html), display_id=True)
         else:
             self._output.update(self._display.HTML(html))
-        if is_end and (table := state.end_table()):
+        if is_end and (table := _end_table(state)):
             say_rich(table)
 
 
@@ -350,10 +184,18 @@ def notebook_display() -> Any:
     return importlib.import_module("IPython.display") if Console().is_jupyter else None
 
 
+def _end_table(state: RunState) -> RenderableType | None:
+    """Return the results of a finished run; None for any other."""
+    has_failed = state.ended is not None and state.ended.exit_code != 0
+    if state.run is None or state.summary is None or has_failed:
+        return None
+    return end_table(state.summary, state.run.folder, state.run.config, state.run.devices)
+
+
 # -- the picture ----------------------------------------------------------------------------------
 
 
-def render(state: ViewState, now: float, width: int, height: int) -> RenderableType:
+def render(state: RunState, now: float, width: int, height: int) -> RenderableType:
     """Draw the state at the time `now` of the events' clock."""
     if state.run is None:
         return Text("EasyRL", style="bold")
@@ -378,7 +220,7 @@ def _line(*parts: str | tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="crop")
 
 
-def _header(state: ViewState, run: events.RunStarted, now: float) -> Iterator[RenderableType]:
+def _header(state: RunState, run: events.RunStarted, now: float) -> Iterator[RenderableType]:
     config, devices = run.config, run.devices.values()
     num_devices = count_devices(devices)
     what = f"  {config.model.path} on {config.data.shown} · "
@@ -398,7 +240,7 @@ def _header(state: ViewState, run: events.RunStarted, now: float) -> Iterator[Re
         )
 
 
-def _progress(state: ViewState, run: events.RunStarted, now: float) -> RenderableType:
+def _progress(state: RunState, run: events.RunStarted, now: float) -> RenderableType:
     """Current work of the run, its progress, its time, and the time left."""
     train, right, style = run.config.train, clock(now - run.started), "bold"
     done, total = state.num_done, train.iterations
@@ -427,13 +269,13 @@ def _progress(state: ViewState, run: events.RunStarted, now: float) -> Renderabl
     return row
 
 
-def _warnings(state: ViewState, width: int) -> list[RenderableType]:
+def _warnings(state: RunState, width: int) -> list[RenderableType]:
     texts = (", ".join(problems_in(state.problems)), state.note, state.warning)
     lines = [line for text in state.lasting_note.split("\n") for line in wrap(text, max(9, width))]
     return [_line((printable(line), "bold yellow")) for line in [*lines, *texts] if line]
 
 
-def _workers(state: ViewState, now: float, width: int, max_lanes: int) -> list[RenderableType]:
+def _workers(state: RunState, now: float, width: int, max_lanes: int) -> list[RenderableType]:
     """A line per worker with what it did recently, and a legend. Of many workers, the last ones:
     they include the trainer."""
     workers = list(state.workers.values())[-max_lanes:]
@@ -474,17 +316,7 @@ def _lane(
     return [*lane, (f" {min(1.0, busy / (num_slices * seconds)):>4.0%}", "bold")]
 
 
-def main_kind(work: Mapping[SpanKind, float], seconds: float) -> SpanKind:
-    """Return what took most of a slice of time, from the seconds of each kind of work in it."""
-    own = {kind: spent for kind, spent in work.items() if kind != "score"}
-    own["wait"] = own.get("wait", 0.0) + max(0.0, seconds - sum(own.values()))
-    kind = max(own, key=own.__getitem__)
-    if "weights" in own:  # separates iterations, however short it is
-        return "weights"
-    return "score" if kind == "wait" and work.get("score") else kind
-
-
-def _rewards(state: ViewState, width: int) -> Text:
+def _rewards(state: RunState, width: int) -> Text:
     """The newest reward and all rewards as bars; the first held-out accuracy, all, and the last."""
     rewards = [line["reward"] for line in state.lines.values()]
     accuracies = list(state.accuracies.values())
@@ -511,7 +343,7 @@ def _bars(found: Sequence[float | None], width: int) -> str:
     )
 
 
-def _figures(state: ViewState, width: int) -> list[Text]:
+def _figures(state: RunState, width: int) -> list[Text]:
     """Figures of the newest iteration and the mean of each reward function, on lines that fit."""
     metrics = state.lines[state.num_done - 1]
     figures = {name: (metrics.get(key), spec) for name, (key, spec) in FIGURES.items()}

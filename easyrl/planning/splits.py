@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.devices import range_words
-from easyrl.observe.trace import RunFiles
+from easyrl.observe.run_files import RunFiles
 from easyrl.planning.rates import Group, MeasuredIteration, MeasuredRun, Rates, fit, measure
 from easyrl.planning.simulation import Outcome, simulate
 

@@ -28,9 +28,10 @@ from easyrl.channels.ring_buffer import RingPort
 from easyrl.config import Config, ConfigError
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.chat import render_prompt, text_decoder
-from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings
+from easyrl.engines.base import Engine, FinishedGroup, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
+from easyrl.engines.sampling import SamplingSettings
 from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.processes import maybe_sleep, pin

@@ -51,8 +51,9 @@ from easyrl import devices
 from easyrl.channels.weights import WeightEndpoint
 from easyrl.config import ConfigError
 from easyrl.data.hub import loadable_model
-from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, SamplingSettings, Turn
+from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
 from easyrl.engines.parameter_checksum import ChecksumVerifier, ParameterChecksum
+from easyrl.engines.sampling import SamplingSettings
 from easyrl.engines.vllm.platforms import BACKEND, WORKER, cache_bytes, device_arguments
 from easyrl.engines.vllm.processes import Cleanup, cancel_file
 from easyrl.model.files import load_eos_token_ids, load_model_config

@@ -1,1 +1,1 @@
-"""The built-in models, and the script that trained them."""
+"""The built-in models, which `benchmarks/make_tiny.py` has trained."""

@@ -1,0 +1,81 @@
+"""Read the files of a run, also while it writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from easyrl import events
+from easyrl.config import ConfigError, load_config
+from easyrl.events import Event
+from easyrl.observe.trace import FILE_NAME, decode
+
+
+class GrowingFile:
+    """A file of JSON lines that another process appends to, or replaces by a shorter one."""
+
+    def __init__(self, path: Path, parse: Callable[[bytes], Any] = json.loads) -> None:
+        self.path, self._parse = path, parse
+        self.offset = 0  # the end of the newest line, in bytes
+        self._inode = 0
+        self._newest = b"\0"  # the newest line, without its end
+
+    def read(self) -> Iterator[Any]:
+        """Yield the new lines, except for those that are damaged."""
+        with self.path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if self.offset and inode != self._inode:
+                before, newest, _ = file.read().rpartition(self._newest)
+                self.offset = len(before) + len(newest)
+            self._inode = inode
+            file.seek(self.offset)
+            while (text := file.readline()).endswith(b"\n"):
+                self.offset += len(text)
+                stripped = text.strip(b",\n ")
+                try:
+                    line = self._parse(stripped)
+                except (ValueError, TypeError):  # the bracket; of another version; cut off
+                    continue
+                self._newest = stripped
+                yield line
+
+
+class RunFiles:
+    """The events of a run, from its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError if that is no run folder."""
+        self.folder = folder
+        config, trace = folder / "config.yaml", folder / FILE_NAME
+        refusal = ConfigError(
+            f"'{folder}': expected the folder of a run (runs/<time>-<task>) with config.yaml and "
+            f"{FILE_NAME} (not damaged), written by EasyRL 0.2 or newer"
+        )
+        if not config.is_file() or not trace.is_file():
+            raise refusal
+        self._trace = GrowingFile(trace, partial(json.loads, object_hook=decode))
+        self._clock = 0.0  # Unix seconds at the zero of the events' clock
+        if not any(isinstance(event, events.RunStarted) for event in self.read()):
+            raise refusal
+        self._trace.offset = 0  # read it again
+
+    def now(self) -> float:
+        """The time on the clock of the run's events."""
+        return time.time() - self._clock
+
+    def read(self) -> Iterator[Event]:
+        """Yield the events written since the last call."""
+        for line in self._trace.read():
+            event = line.get("args") if isinstance(line, dict) and "ts" in line else None
+            if isinstance(event, events.RunStarted):
+                self.config = load_config(self.folder / "config.yaml")  # of the newest command
+                event = replace(event, folder=self.folder, config=self.config)
+                self._clock = line["ts"] / 1e6 - event.started
+            if isinstance(event, Event):
+                yield event

@@ -1,0 +1,87 @@
+"""`easyrl watch RUN`: show a run from its files, with the views of the run itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from shlex import quote
+
+from easyrl import events
+from easyrl.events import Event, Observer
+from easyrl.observe.lines import PlainLines, print_end
+from easyrl.observe.run_files import RunFiles
+from easyrl.observe.text import is_live_terminal
+from easyrl.observe.trace import FILE_NAME
+from easyrl.observe.view import LiveView
+from easyrl.runtime.run_folder import is_locked
+from easyrl.runtime.supervisor import FAILED
+
+POLL_SECONDS = 0.25
+RESUME_SECONDS = 10.0  # longest wait for the first event of a command that resumes a run
+RESTART_SECONDS = 30.0  # longest time to a run's next event, with `runtime.restart`
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def watch(folder: Path, *, live: bool) -> int:
+    """Show the run until it ends.
+
+    Returns its exit code; 1 if it was killed, 130 if watching was interrupted. Raises ConfigError
+    if `folder` is no run folder.
+    """
+    files = RunFiles(folder)
+    view = LiveView(files.now, log_file=Path(os.devnull))
+    observe: Observer = view if live and is_live_terminal() else PlainLines()
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # exit through `finally`
+        signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
+    exit_code = FAILED
+    try:
+        for event in follow(files):
+            observe(event)
+            if isinstance(event, events.RunEnded):
+                exit_code = event.exit_code
+    except KeyboardInterrupt:
+        view.close()
+        hint = f"to see it again: easyrl watch {quote(str(folder))}"
+        print_end(INTERRUPTED, f"the run continues; {hint}")
+        return INTERRUPTED
+    finally:
+        view.close()
+    return exit_code
+
+
+def follow(files: RunFiles) -> Iterator[Event]:
+    """Yield the events of a run until it ends. Ends of commands that were resumed are left out."""
+    end, is_alive, found = None, True, list(files.read())
+    # A command that resumes the run locks it seconds before its first event.
+    for _ in range(int(RESUME_SECONDS / POLL_SECONDS)):
+        if not (isinstance(found[-1], events.RunEnded) and is_locked(files.folder)):
+            break
+        time.sleep(POLL_SECONDS)
+        found += files.read()
+    while (is_alive and end is None) or _may_start_again(files, end):
+        is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
+        for event in [*found, *files.read()]:
+            end = event if isinstance(event, events.RunEnded) else None
+            if end is None:
+                yield event
+        found = []
+        time.sleep(POLL_SECONDS)
+    summary = files.folder / "summary.json"
+    if end is None and summary.is_file():  # the trace's end is lost: the disk was full
+        yield events.RunFinished(time.monotonic(), json.loads(summary.read_text()))
+        end = events.RunEnded(0, "")
+    message = f"the run was killed: its process is gone; see {files.folder / 'logs'}"
+    yield end or events.RunEnded(FAILED, message)
+
+
+def _may_start_again(files: RunFiles, end: events.RunEnded | None) -> bool:
+    """Return whether the run has just failed and may start again by itself."""
+    starts_again = files.config.runtime.restart == "on_failure"
+    has_failed = end is None or end.exit_code == FAILED
+    seconds = time.time() - (files.folder / FILE_NAME).stat().st_mtime
+    return starts_again and has_failed and seconds < RESTART_SECONDS
