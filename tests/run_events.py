@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from easyrl import events
-from easyrl.config import Config
+from easyrl.config import Config, load_config
 from easyrl.events import Activity, Event, FromWorker, GroupScored, Sample, Span, UnderWay
 from easyrl.observe.state import RunState
 
+HOSTILE = "[red]no markup[/red] \x1b[2J\x07 \u202ereversed 日本"
 METRICS = {
     "iteration": 0,
+    "policy_version": 1,
     "reward": 0.25,
+    "frac_reward_zero_std": 0.5,
     "completions/mean_length": 9.0,
     "loss": 0.0,
     "grad_norm": 1.0,
@@ -26,6 +28,27 @@ METRICS = {
     "perf/train_seconds": 5.0,
     "perf/weights_seconds": 1.0,
 }
+SUMMARY = {
+    "iterations": 60,
+    "iteration_seconds": 50.0,
+    "infer_seconds": 40.0,
+    "train_seconds": 35.0,
+    "accuracy_before": 0.5,
+    "accuracy_after": 0.5,
+    "reward_first": 0.5,
+    "reward_last": 0.75,
+    "completion_tokens": 1234567,
+    "wall_seconds": 61.5,
+    "tokens_per_second_per_device": 1000.0,
+    "overlap": 0.75,
+    "groups_trained": 960,
+    "groups_off_policy": 0,
+    "updates_per_iteration": 2,
+    "sampling_logp_difference_max": 1.5e-5,
+    "updates_not_finite": 2,
+    "reward_errors": 0,
+    "weights_sha256": "0123456789abcdef0123",
+}
 
 
 def group(time_: float, prompt_index: int, iteration: int = 0, **more: Any) -> FromWorker:
@@ -33,44 +56,66 @@ def group(time_: float, prompt_index: int, iteration: int = 0, **more: Any) -> F
     return FromWorker("rollout-0", time_, replace(scored, **more))
 
 
+def shown(time_: float, prompt_index: int, completion: str, **more: Any) -> FromWorker:
+    """A group whose completion the live view shows."""
+    sample = Sample(completion, 1.0, 0.0, {})
+    return group(time_, prompt_index, prompt="2+3=", samples=[sample], shown=sample, **more)
+
+
 def active(worker: str, *spans: Span, **more: Any) -> FromWorker:
     now = spans[-1].ended if spans else more["under_way"].started
     return FromWorker(worker, now, replace(Activity(spans, 0), **more))
 
 
-def run_events(folder: Path, config: Config) -> list[Event]:
+def run_started(folder: Path, num_rollout: int = 1) -> events.RunStarted:
+    config = load_config(None, {"train.iterations": 4, "train.prompts_per_iteration": 8})
+    names = [*(f"rollout-{n}" for n in range(num_rollout)), "train-0"]
+    return events.RunStarted(100.0, folder, config, dict.fromkeys(names, "cpu"), "two workers")
+
+
+def run_events(folder: Path, config: Config | None = None) -> list[Event]:
     """All kinds of events, in the order of a run."""
-    t = time.monotonic()
-    devices = {"rollout-0": "cpu", "train-0": "cpu"}
-    sample = Sample("5", 1.0, 0.0, {})
-    error = "reward 'score' failed, for the prompt '2+3='"
+    started = run_started(folder)
+    failed = f"reward 'score' failed, for the prompt '2+3=' {HOSTILE}"
+    second = {**METRICS, "iteration": 1, "policy_version": 2, "reward": None, "kl": 0.01}
+    second |= {"entropy": 0.25, "completions/clipped_ratio": 0.125, "eval/accuracy": 0.7}
+    second |= {"groups_skipped": 2, "reward_errors": 3, "num_updates_not_finite": 1.0}
+    second |= {"rewards/right/mean": 0.75, "rewards/right/std": 0.1}
+    second |= {f"rewards/other-{n}/mean": 0.5 for n in range(5)}
     return [
-        events.RunStarted(t, folder, config, devices, "two workers"),
-        FromWorker("rollout-0", t + 1, events.Starting("importing torch")),
-        FromWorker("train-0", t + 1, events.Starting("importing torch")),
-        FromWorker("rollout-0", t + 3, events.Ready()),
-        FromWorker("train-0", t + 4, events.Ready()),
-        events.EvaluationStarted(t + 5, 2),
-        FromWorker("rollout-0", t + 5.5, events.PromptEvaluated(0, 1, [1.0])),
-        events.Evaluated(t + 6, 0.5, 2, 0.2, num_iterations=0),
-        events.IterationStarted(t + 7, 0),
-        active("rollout-0", Span("weights", t + 7, t + 7.1), Span("generate", t + 7.1, t + 8),
-               Span("score", t + 7.5, t + 8.5)),
-        group(t + 8, 0, prompt="2+3=", samples=[sample], shown=sample),
-        group(t + 8.1, 1, errors=[error]),
-        group(t + 8.3, 2, is_rejected=True),
-        events.Note("a note"),
-        active("train-0", Span("train", t + 8, t + 9), num_groups=1),
-        active("rollout-0", under_way=UnderWay("wait", t + 9.1)),
-        active("train-0", under_way=UnderWay("train", t + 9.3)),
-        events.NoEvents(t + 70.4, "no events for 60 s"),
-        active("train-0", Span("train", t + 9.3, t + 71)),
-        events.EvaluationStarted(t + 70.5, 2),
-        events.Evaluated(t + 70.8, 0.7, 2, 0.1, num_iterations=1),
-        events.IterationFinished(t + 71, METRICS),
-        FromWorker("train-0", t + 71.2, events.CheckpointSaved(1, 0.1, 100)),
-        events.SavingModel(t + 72),
-        events.RunFinished(t + 73, {"iterations": 1}),
+        replace(started, config=config or started.config),
+        FromWorker("rollout-0", 101.0, events.Starting("importing torch")),
+        FromWorker("train-0", 101.0, events.Starting("importing torch")),
+        FromWorker("train-0", 103.0, events.Ready()),
+        FromWorker("rollout-0", 104.0, events.Ready()),
+        events.EvaluationStarted(104.0, 10),
+        FromWorker("rollout-0", 105.5, events.PromptEvaluated(0, 1, [1.0])),
+        events.Evaluated(106.0, 0.125, 10, 0.1, num_iterations=0),
+        events.IterationStarted(108.0, 0),
+        events.IterationFinished(118.0, METRICS),
+        events.IterationStarted(118.0, 1),
+        active("rollout-0", Span("weights", 118.0, 118.1), Span("prefill", 118.1, 118.2),
+               Span("generate", 118.2, 121.0), Span("score", 119.0, 121.0)),
+        active("train-0", Span("wait", 118.0, 120.0), Span("train", 120.0, 121.0), num_groups=1),
+        shown(121.0, 0, "\n".join(f"step {n}" for n in range(99)), iteration=1),
+        shown(121.1, 1, f"completion 1 {HOSTILE}", iteration=1),
+        group(121.2, 2, 1, errors=[failed]),
+        group(121.3, 3, 1, is_rejected=True),
+        active("rollout-0", under_way=UnderWay("score", 121.4)),
+        active("train-0", under_way=UnderWay("train", 121.6)),
+        events.Note(f"careful {HOSTILE}"),
+        events.Note("warning: " + "nothing " * 30 + "\nto see: easyrl samples RUN", True),
+        events.NoEvents(182.0, "no events for 60 s: train-0 train"),
+        events.WorkerSpawned(183.0, "rollout-1", "cpu"),
+        FromWorker("rollout-1", 184.0, events.Starting("loading the model")),
+        active("train-0", Span("train", 121.6, 185.0)),
+        events.EvaluationStarted(185.0, 10),
+        events.Evaluated(186.0, 0.7, 10, 0.2, num_iterations=2),
+        events.IterationFinished(187.0, second),
+        events.WorkerLeft(188.0, "rollout-1"),
+        FromWorker("train-0", 188.0, events.CheckpointSaved(2, 0.1, 2**20)),
+        events.SavingModel(188.0),
+        events.RunFinished(189.0, SUMMARY),
         events.RunEnded(0, ""),
     ]  # fmt: skip
 

@@ -31,9 +31,6 @@ class Terminal:
         )
         os.close(secondary)
 
-    def type(self, keys: str) -> None:
-        os.write(self._primary, keys.encode())
-
     def read_until(self, text: str | None, timeout: float = 120) -> str:
         """Return the output up to `text`, or (None) until the program ends."""
         deadline = time.monotonic() + timeout

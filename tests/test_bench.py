@@ -62,16 +62,16 @@ def test_a_suite_prints_a_table_and_writes_json(
 @pytest.mark.parametrize(
     ("error", "exit_code"), [(KeyboardInterrupt(), 130), (WorkerFailure("train-0 was killed"), 1)]
 )
-def test_stopped_benchmark_ends_without_a_traceback(
-    error: BaseException, exit_code: int, monkeypatch: pytest.MonkeyPatch
+def test_stopped_benchmark_shows_and_writes_the_rows_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: BaseException, exit_code: int
 ) -> None:
-    def measure(*_: object) -> None:
+    def suite() -> Iterator[dict[str, Any]]:
+        yield {"row": "first", "ratio": 2.0}
         raise error
 
-    monkeypatch.setattr(ring, "_measure", measure)
-    result = CliRunner().invoke(app, ["bench", "ring"])
-    assert result.exit_code == exit_code
-    assert "Traceback" not in result.output and str(error) in result.output
+    assert run_suite("peer", suite(), file := tmp_path / "rows.json") == exit_code
+    assert json.loads(file.read_text())["results"]["first"]["ratio"] == 2.0
+    assert str(error) in capsys.readouterr().err
 
 
 def test_ring_compares_both_ways_to_send_a_group() -> None:
@@ -154,8 +154,8 @@ def test_pipeline_does_the_same_work_in_every_mode() -> None:
 def test_loop_makes_a_run_that_passes_every_check(tmp_path: Path) -> None:
     size = loop.SIZES["small"] | {"num_hidden_layers": 1}
     flags = {"devices.infer": "cpu", "devices.train": "cpu", **loop.ON_CPU}
-    inputs = loop.write_inputs(tmp_path, size, load_config(None, flags))
-    config = load_config(None, {**flags, **inputs, "output.dir": str(tmp_path / "run")})
+    flags |= loop.write_inputs(tmp_path, size, load_config(None, flags))
+    config = load_config(None, {**flags, "output.dir": str(tmp_path / "run")})
     assert check_run(config).prompts.epoch_length == config.train.prompts_per_iteration
     ends = load_eos_token_ids(config.model.path, load_model_config(config.model.path))
     assert len(ends) == 256 // 24 and max(ends) < 256
@@ -179,27 +179,24 @@ def test_loop_measures_both_schedules() -> None:
     assert row["tokens_per_second"] > 0 and row["weight_gigabytes_per_second"] > 0
 
 
-def test_peer_reports_unusable_input_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    is_installed = True
-
-    def find_spec(name: str) -> object:
-        return name if is_installed else None
-
-    monkeypatch.setattr(peer, "util", SimpleNamespace(find_spec=find_spec))
-    for wrong, named in (
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
         (["--rows", "tiny_short, large"], "'large'"),
         (["--rows", "tiny_short,"], "''"),
         (["--infer-devices", "gpu"], "devices.infer"),
         (["--infer-devices", "ray:cpu:1", "--train-devices", "ray:cpu:1"], "ray:cpu:1"),
         (["--model", "no/such/folder/at/all"], "no/such/folder/at/all"),
-    ):
-        result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short", *wrong])
-        assert result.exit_code == 2 and named in result.stderr, result.output
-    is_installed = False
-    result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short"])
-    assert result.exit_code == 2 and "easyrl-train[peer]" in result.stderr, result.output
+        ([], "easyrl-train[peer]"),
+    ],
+)
+def test_peer_reports_unusable_input_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
+) -> None:
+    find_spec = str if words else lambda name: None  # installed or not
+    monkeypatch.setattr(peer, "util", SimpleNamespace(find_spec=find_spec))
+    result = CliRunner().invoke(app, ["bench", "peer", "--rows", "tiny_short", *words])
+    assert result.exit_code == 2 and named in result.stderr, result.output
 
 
 def test_peer_is_as_fast_as_the_best_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,15 +221,6 @@ def test_peer_does_the_same_work_on_several_accelerators() -> None:
     assert [colocated["devices"], server["devices"]] == [list(range(8)), [6, 7]]
     with pytest.raises(ValueError, match="--train-devices"):
         settings("0-1", "2")
-
-
-def test_rows_before_a_failure_are_shown_and_written(tmp_path: Path) -> None:
-    def suite() -> Iterator[dict[str, Any]]:
-        yield {"row": "first", "ratio": 2.0}
-        raise WorkerFailure("bench, second: exit code 1")
-
-    assert run_suite("peer", suite(), file := tmp_path / "rows.json") == 1
-    assert json.loads(file.read_text())["results"]["first"]["ratio"] == 2.0
 
 
 @pytest.mark.long
@@ -299,21 +287,19 @@ def test_performance_model_counts_the_work_of_the_code(model: Model) -> None:
 
 
 def test_measured_speed_is_shown_beside_expected_speed(tmp_path: Path) -> None:
-    files = {
-        "engine": [
-            {"load": load, "device": "NVIDIA H100 80GB HBM3", "engine_tokens_per_second": 12345.0}
-            for load in ("equal lengths", "geometric lengths", "prompts of 1024")
-        ],
-        "loop": [
-            {"model": "1.7B", "device": device, "mfu": 0.123}
-            | {"infer_devices": "0", "train_devices": train}
-            for device in ("NVIDIA A100-SXM4-80GB", "NVIDIA L40S")
-            for train in ("0", "1")
-        ],
-        "weights": [{"device": "NVIDIA H100 80GB HBM3"}],
-    }
+    loads = ("equal lengths", "geometric lengths", "prompts of 1024")
+    h100 = {"device": "NVIDIA H100 80GB HBM3"}
+    shapes = [
+        {"model": "1.7B", "device": device, "mfu": 0.123, "infer_devices": "0", "train_devices": n}
+        for device in ("NVIDIA A100-SXM4-80GB", "NVIDIA L40S")
+        for n in ("0", "1")
+    ]
     lines = []
-    for suite, rows in files.items():
+    for suite, rows in {
+        "engine": [{"load": load, "engine_tokens_per_second": 12345.0} | h100 for load in loads],
+        "loop": shapes,
+        "weights": [h100],
+    }.items():
         run_suite(suite, rows, file := tmp_path / f"gpu-{suite}.json")
         lines += performance_model.compare(file)
     assert len(lines) == 6 and all("12,345" in line and "expected" in line for line in lines[:2])

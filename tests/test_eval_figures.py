@@ -1,7 +1,7 @@
 """The figures of an evaluation against enumeration and simulation."""
 
 from itertools import combinations, product
-from math import comb, isnan
+from math import isnan
 
 import numpy as np
 import pytest
@@ -62,20 +62,6 @@ def test_paired_test_counts_all_sign_flips(samples: tuple[int, int]) -> None:
         assert result["test"].endswith("exact")
         assert result["p_value"] == pytest.approx(by_enumeration(first, second))
         assert paired(second, first)["p_value"] == pytest.approx(result["p_value"])
-
-
-def test_paired_test_with_one_sample_is_mcnemars_exact_test() -> None:
-    """12 problems only the first has right, 3 only the second, 85 both or none."""
-    first = np.array([True] * 12 + [False] * 3 + [True] * 60 + [False] * 25)[:, None]
-    second = np.array([False] * 12 + [True] * 3 + [True] * 60 + [False] * 25)[:, None]
-    result = paired(first, second)
-    binomial = 2 * sum(comb(15, k) for k in range(4)) / 2**15
-    assert result["p_value"] == pytest.approx(binomial, rel=1e-12)
-    assert [result[f"num_{which}"] for which in ("better", "worse")] == [12, 3]
-    assert result["difference"] == pytest.approx(0.09)
-    expected = np.std((first * 1.0 - second)[:, 0], ddof=1) / 10
-    assert result["standard_error"] == pytest.approx(expected)
-    assert paired(first, first)["p_value"] == 1.0
 
 
 def test_paired_test_draws_sign_flips_for_many_problems() -> None:

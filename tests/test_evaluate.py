@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from easyrl import cli, events
-from easyrl.config import ConfigError, load_config
+from easyrl.config import ConfigError, load_config, to_commented_yaml
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.datasets import with_eval_data
 from easyrl.data.tasks import ARITHMETIC
@@ -55,8 +55,18 @@ def call(folder: Path, *words: str, code: int = 0) -> str:
 def evaluated(folder: Path, *words: str) -> dict[str, Any]:
     """Run the command; return its results."""
     call(folder, *words)
+    return read_results(folder)
+
+
+def read_results(folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = json.loads((folder / "eval.json").read_text())
     return results
+
+
+def write_rows(file: Path, *rows: tuple[str, str]) -> str:
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows]
+    file.write_text("".join(lines))
+    return str(file)
 
 
 class Workers:
@@ -66,31 +76,22 @@ class Workers:
         self.asked: list[list[int]] = []
         self.errors: dict[int, BaseException] = {}
         """Raised once this many problems are answered."""
-        self.rewards: Callable[[int, int], float] = lambda problem, sample: float(
-            (problem + sample) % 3 == 0
-        )
+        self.rewards: Callable[[int, int], float] = lambda n, sample: float((n + sample) % 3 == 0)
 
     def __call__(
         self, plan: Any, model: str, problems: Any, *more: Any
     ) -> Iterator[tuple[float, events.PromptEvaluated]]:
-        num_samples = plan.sampling.num_samples
+        count = plan.sampling.num_samples
         self.asked.append([problem.index for problem in problems])
         for number, problem in enumerate(reversed(problems)):  # any order is allowed
             if number in self.errors:
                 raise self.errors[number]
-            rewards = [self.rewards(problem.index, sample) for sample in range(num_samples)]
-            is_scored = not any(map(math.isnan, rewards))
-            answer = events.PromptEvaluated(
-                0,
-                problem.index,
-                rewards,
-                [rewards] if is_scored else (),
-                [5 + problem.index] * num_samples,
-                [problem.index == 0] * num_samples,
-                str(problem.content),
-                [f"answer {sample}" for sample in range(num_samples)],
-            )
-            yield number + 1.0, answer
+            n = problem.index
+            rewards = [self.rewards(n, sample) for sample in range(count)]
+            by_function = () if any(map(math.isnan, rewards)) else [rewards]
+            lengths, truncated = [5 + n] * count, [n == 0] * count
+            more = lengths, truncated, str(problem.content), [f"{k}" for k in range(count)]
+            yield number + 1.0, events.PromptEvaluated(0, n, rewards, by_function, *more)
 
 
 @pytest.fixture
@@ -112,11 +113,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
 
 
 def test_a_newer_checkpoint_is_taken_where_a_live_run_removes_the_chosen_one(
-    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: Workers, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
-    make_run(run, {10: {}})
-
     def export(checkpoint: Path, folder: Path, **options: bool) -> None:
         if checkpoint.name == "10":  # the run writes the next one, and removes this one
             checkpoint.rename(checkpoint.with_name("20"))
@@ -138,31 +136,24 @@ def eval_command(*words: str) -> list[str]:
 
 
 def test_model_is_evaluated_by_several_engines(tmp_path: Path) -> None:
-    folder = tmp_path / "ev"
-    words = ("--output", str(folder), "--num-samples", "2", "--infer-devices", "cpu:2")
-    done = subprocess.run(
-        eval_command(*words, "data.num_held_out=8", "eval.max_completion_length=100"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    """As a process, with workers that generate."""
+    words = eval_command("--output", str(tmp_path), "--num-samples", "2", "--infer-devices=cpu:2")
+    words += ["data.num_held_out=8", "eval.max_completion_length=100"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
-    samples = lines_of(folder / "samples.jsonl")
-    results = json.loads((folder / "eval.json").read_text())
-    assert len(samples) == 16
+    samples, results = lines_of(tmp_path / "samples.jsonl"), read_results(tmp_path)
     for sample in samples:  # of the built-in model, scored by its task
         right = sample["completion"].rpartition("#")[1:] == ("#", sample["answer"])
         assert sample["reward"] == float(right) == sample["rewards"]["score"]
         assert sample["length"] == len(sample["completion"]) + (not sample["truncated"])
     contents = [row["prompt"] for row in ARITHMETIC.held_out_rows()[:8]]
-    assert sorted({sample["prompt"] for sample in samples}) == sorted(contents)
-    by_problem = [[s["reward"] for s in samples if s["prompt"] == content] for content in contents]
-    assert results["accuracy"] == pytest.approx(sum(map(sum, by_problem)) / 16)
-    assert results["pass_at_k"]["2"] == sum(map(max, by_problem)) / 8
+    rewards = [[s["reward"] for s in samples if s["prompt"] == content] for content in contents]
+    assert len(samples) == sum(map(len, rewards)) == 16
+    assert results["accuracy"] == pytest.approx(sum(map(sum, rewards)) / 16)
+    assert results["pass_at_k"]["2"] == sum(map(max, rewards)) / 8
     assert results["num_engines"] == 2 and results["tokens_per_second"] > 0
     assert f"{results['accuracy']:.3f} ±" in done.stdout
-    assert not list(folder.glob(".model*"))
+    assert not list(tmp_path.glob(".model*"))
 
 
 def test_figures_cover_problems_and_completions(workers: Workers, tmp_path: Path) -> None:
@@ -170,20 +161,15 @@ def test_figures_cover_problems_and_completions(workers: Workers, tmp_path: Path
     means = [count / 4 for count in (2, 1, 1, 2, 1, 1)]  # multiples of 3 in 0 … 3, 1 … 4, …
     accuracy = sum(means) / 6
     spread = math.sqrt(sum((mean - accuracy) ** 2 for mean in means) / 5)
-    assert results["accuracy"] == pytest.approx(accuracy)
-    assert results["standard_error"] == pytest.approx(spread / math.sqrt(6))
     assert results["pass_at_k"].keys() == {"1", "2", "3", "4"}
-    assert (results["pass_at_k"]["1"], results["pass_at_k"]["4"]) == (pytest.approx(accuracy), 1.0)
-    assert (results["wall_seconds"], results["tokens_per_second"]) == (6.0, 4 * 45 / 6.0)
-    assert results["mean_completion_length"] == pytest.approx(7.5)
-    assert results["truncated_share"] == pytest.approx(1 / 6)
-    assert (results["temperature"], results["num_samples"]) == (1.0, 4)
-
-
-def test_problems_without_reward_are_counted_and_left_out(workers: Workers, tmp_path: Path) -> None:
+    expected = {"accuracy": accuracy, "standard_error": spread / math.sqrt(6)}
+    expected |= {"wall_seconds": 6.0, "tokens_per_second": 4 * 45 / 6.0, "temperature": 1.0}
+    expected |= {"mean_completion_length": 7.5, "truncated_share": 1 / 6, "num_samples": 4}
+    assert {key: results[key] for key in expected} == pytest.approx(expected)
+    # Problems without rewards are counted and left out.
     words = ("reward.on_error=skip_group", *SMALL)
     workers.rewards = lambda problem, sample: math.nan if problem == 2 else 1.0
-    results = evaluated(tmp_path / "ev", *words)
+    results = evaluated(tmp_path / "skip", *words)
     assert (results["num_problems"], results["num_skipped"], results["accuracy"]) == (5, 1, 1.0)
     assert results["completion_tokens"] == sum(range(5, 11))
     workers.rewards = lambda problem, sample: math.nan
@@ -251,6 +237,9 @@ def test_other_settings_are_refused_once_a_problem_is_answered(
         ("data.chat_template={{ messages }}", "data.chat=true"): "data.chat_template",
     }.items():
         assert f"{key}: expected" in call(folder, *words, *more, code=2)
+    lock = lock_folder(folder)  # of another command
+    assert "output.dir" in call(folder, *words, code=2)
+    os.close(lock)
     # Settings that change no answer may differ, and so may spellings.
     call(folder, *words, "reward.num_workers=2", "eval.temperature=1.0")
     assert len(workers.asked) == 2
@@ -259,44 +248,26 @@ def test_other_settings_are_refused_once_a_problem_is_answered(
 def test_a_folder_that_only_looks_like_an_evaluation_is_left_alone(
     workers: Workers, run: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "mine"
-    (folder / "model").mkdir(parents=True)
     for text in ('{"editor.tabSize": 4}', "{broken"):
         files = {"settings.json": text, "config.yaml": "mine: 1", "samples.jsonl": ""}
         for name, content in files.items():
-            (folder / name).write_text(content)
-        assert "output.dir" in call(folder, "--model", str(run), *SMALL, code=2)
-        assert {name: (folder / name).read_text() for name in files} == files
-    (tmp_path / "ev" / "model").mkdir(parents=True)
-    (tmp_path / "ev" / "model").rename(tmp_path / "weights")
-    evaluated(tmp_path / "ev", *SMALL)
-    (tmp_path / "weights").rename(tmp_path / "ev" / "model")
-    evaluated(tmp_path / "ev", *SMALL)
-    assert (tmp_path / "ev" / "model").is_dir() and (folder / "model").is_dir()
+            (tmp_path / name).write_text(content)
+        assert "output.dir" in call(tmp_path, "--model", str(run), *SMALL, code=2)
+        assert {name: (tmp_path / name).read_text() for name in files} == files
 
 
 def test_an_edited_reward_is_another_evaluation(workers: Workers, tmp_path: Path) -> None:
     file = tmp_path / "r.py"
-    for number in (0, 1):
-        file.write_text(f"def f(completions, **_):\n    return [{number}] * len(completions)\n")
-        words = ("--reward", f"{file}:f", *SMALL)
-        call(tmp_path / f"{number}", *words)
-        if number:
-            assert "reward.functions_identity" in call(tmp_path / "0", *words, code=2)
-            output = call(tmp_path / "1", *words, "--compare", str(tmp_path / "0"))
-            assert "not the same evaluation: reward.functions_identity" in output
+    words = ("--reward", f"{file}:f", *SMALL)
+    file.write_text("def f(completions, **_):\n    return [0] * len(completions)\n")
+    call(tmp_path / "0", *words)
+    file.write_text("def f(completions, **_):\n    return [1] * len(completions)\n")
+    assert "reward.functions_identity" in call(tmp_path / "0", *words, code=2)
+    output = call(tmp_path / "1", *words, "--compare", str(tmp_path / "0"))
+    assert "not the same evaluation: reward.functions_identity" in output
 
 
-RUN = """
-model: {dtype: bfloat16, trust_remote_code: true}
-data: {dataset: [a.jsonl, b.jsonl], weights: [1, 2], prompt_template: "{prompt}?", num_held_out: 7}
-reward: {functions: [regex, exact_match], weights: [1, 2], pattern: x, code_sandbox: limits}
-rollout: {max_completion_length: 9, environment: guess, engine: vllm, num_generations: 2}
-eval: {dataset: c.jsonl, num_samples: 3, correct_reward: 2.0}
-train: {iterations: 2}
-devices: {infer: cpu}
-"""
-OF_RUN = {
+RUN = {
     "model.dtype": "bfloat16",
     "data.dataset": ["a.jsonl", "b.jsonl"],
     "data.prompt_template": "{prompt}?",
@@ -309,24 +280,24 @@ OF_RUN = {
     "eval.num_samples": 3,
     "eval.correct_reward": 2.0,
 }
+NOT_TAKEN = {
+    "model.trust_remote_code": True,
+    "reward.code_sandbox": "limits",
+    "rollout.engine": "vllm",
+    "devices.infer": "cpu",
+}
+OF_PRESETS = [key for key in RUN if key.startswith(("data", "eval", "rew"))]
 
 
 @pytest.mark.parametrize(
     ("given", "replaced"),
     [
         ({}, {}),
-        (
-            {"data.dataset": "d.jsonl"},
-            {"data.num_held_out": None, "eval.dataset": None},
-        ),
-        (
-            {"reward.functions": ["math"]},
-            {"reward.weights": None, "eval.correct_reward": 1.0},
-        ),
+        ({"data.dataset": "d.jsonl"}, {"data.num_held_out": None, "eval.dataset": None}),
+        ({"reward.functions": ["math"]}, {"reward.weights": None, "eval.correct_reward": 1.0}),
         (
             {"data.dataset": "gsm8k"},
-            {key: None for key in OF_RUN if key[:4] in ("data", "eval", "rewa")}
-            | {"rollout.environment": None, "eval.correct_reward": 1.0},
+            {**dict.fromkeys([*OF_PRESETS, "rollout.environment"]), "eval.correct_reward": 1.0},
         ),
     ],
 )
@@ -336,55 +307,44 @@ def test_a_run_is_evaluated_as_it_was_trained(
 ) -> None:
     """But for what is given, where it ran, and what opens a sandbox or runs a model's code."""
     make_run(tmp_path / "run", {10: {}})
-    (tmp_path / "run" / "config.yaml").write_text(RUN)
+    settings = {**RUN, **NOT_TAKEN, "reward.pattern": "x", "data.weights": [1, 2]}
+    (tmp_path / "run" / "config.yaml").write_text(to_commented_yaml(load_config(None, settings)))
     given = {"model.path": str(tmp_path / name), **given}
     assert settings_to_evaluate(given, tmp_path / "c.yaml").keys() <= {"eval.dataset"}
     config = load_config(None, settings_to_evaluate(given, None) | given)
     values = settings_of(config.model_dump(mode="json"), ())
-    expected = OF_RUN | replaced | given
+    expected = RUN | replaced | given
     assert {key: values[key] for key in expected} == expected
-    assert not config.model.trust_remote_code and config.reward.code_sandbox == "bwrap"
-    assert (config.rollout.engine, config.devices.infer) == ("auto", None)
+    assert all(values[key] != value for key, value in NOT_TAKEN.items())
 
 
 def test_a_runs_model_is_evaluated_on_the_runs_data(
     workers: Workers, run: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    text = f"data: {{dataset: {tmp_path}/d.jsonl}}\nreward: {{functions: [exact_match]}}\n"
-    (run / "config.yaml").write_text(text + "model: {dtype: bfloat16}\n")
+    given = {"data.dataset": write_rows(tmp_path / "d.jsonl", ("1+1=", "2"))}
+    given |= {"reward.functions": ["exact_match"], "model.dtype": "bfloat16"}
+    (run / "config.yaml").write_text(to_commented_yaml(load_config(None, given)))
     results = evaluated(tmp_path / "ev", "--model", str(run), *SMALL)
     names = ("num_problems", "reward_functions", "model.dtype")
     assert [results[name] for name in names] == [1, ["exact_match"], "bfloat16"]
-
-
-def test_two_commands_do_not_write_to_one_folder(workers: Workers, tmp_path: Path) -> None:
-    call(tmp_path / "ev", *SMALL)
-    lock = lock_folder(tmp_path / "ev")
-    assert "output.dir" in call(tmp_path / "ev", *SMALL, code=2)
-    os.close(lock)
 
 
 # What is evaluated.
 
 
 def test_each_row_of_a_file_is_evaluated_once(workers: Workers, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in (5, 3, 4, 3)]
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("--dataset", str(tmp_path / "d.jsonl"), "--infer-devices", "cpu")
-    results = evaluated(tmp_path / "ev", "--reward", "exact_match", *words)
+    data = write_rows(tmp_path / "d.jsonl", *((f"{n}+1=", str(n + 1)) for n in (5, 3, 4, 3)))
+    words = ("--dataset", data, "--infer-devices", "cpu", "--reward", "exact_match")
+    results = evaluated(tmp_path / "ev", *words)
     assert results["temperature"] == 0.0, "greedy, with one sample each"
     samples = sorted(lines_of(tmp_path / "ev" / "samples.jsonl"), key=lambda s: s["prompt_index"])
     assert [sample["prompt"] for sample in samples] == ["5+1=", "3+1=", "4+1=", "3+1="]
     ids = [sample["problem"] for sample in samples]
     assert ids[3] == f"{ids[1]}-2" and len(set(ids)) == 4
-
-
-def test_dataset_flag_wins_over_the_config_file(workers: Workers, tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    (tmp_path / "c.yaml").write_text(f"eval:\n  dataset: {tmp_path / 'd.jsonl'}\n")
+    # The flag wins over the config file.
+    (tmp_path / "c.yaml").write_text(f"eval: {{dataset: {data}}}")
     words = ("--config", str(tmp_path / "c.yaml"), "--reward", "exact_match", *SMALL)
-    assert evaluated(tmp_path / "a", *words)["num_problems"] == 1
+    assert evaluated(tmp_path / "a", *words)["num_problems"] == 4
     results = evaluated(tmp_path / "b", "--dataset", "arithmetic", *words)
     assert results["num_problems"] == NUM_PROBLEMS
 
@@ -417,9 +377,8 @@ def test_problems_in_flight_fit_the_memory(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_only_evaluated_rows_are_checked(workers: Workers, tmp_path: Path) -> None:
-    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+" * 400, "answer": "3"}]
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("--dataset", str(tmp_path / "d.jsonl"), "--reward", "exact_match", *SMALL[:1])
+    data = write_rows(tmp_path / "d.jsonl", ("1+1=", "2"), ("1+" * 400, "3"))
+    words = ("--dataset", data, "--reward", "exact_match", "--infer-devices", "cpu")
     assert "d.jsonl:2" in call(tmp_path / "ev", *words, code=2)
     call(tmp_path / "ev", *words, "data.num_held_out=1")
     results = evaluated(tmp_path / "skip", *words, "data.long_prompts=skip")
@@ -449,19 +408,16 @@ def long_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("gsm8k", {"num_problems": 2, "num_samples": 1, "temperature": 0.0, "top_p": 1.0}),
-        ("math500", {"num_problems": 6, "num_samples": 4, "temperature": 0.6, "top_p": 0.95}),
-    ],
+    ("name", "expected"), [("gsm8k", [2, 1, 0.0, 1.0]), ("math500", [6, 4, 0.6, 0.95])]
 )
 def test_preset_brings_its_prompt_and_sampling(
-    workers: Workers, tmp_path: Path, long_tiny: str, name: str, expected: dict[str, Any]
+    workers: Workers, tmp_path: Path, long_tiny: str, name: str, expected: list[float]
 ) -> None:
     words = ("--infer-devices", "cpu", "--reward", "exact_match", "data.chat=false")
     words += ("data.max_prompt_length=2000", "--model", long_tiny, "--dataset", name)
     results = evaluated(tmp_path / "ev", *words)
-    assert {key: results[key] for key in expected} == expected
+    keys = ("num_problems", "num_samples", "temperature", "top_p")
+    assert [results[key] for key in keys] == expected
     asked = lines_of(tmp_path / "ev" / "samples.jsonl")[0]["prompt"]
     assert asked.endswith("within \\boxed{}.")
     assert evaluated(tmp_path / "two", *words, "--num-samples", "2")["num_samples"] == 2
@@ -476,14 +432,13 @@ def test_preset_allows_its_longest_problems(long_tiny: str) -> None:
         assert made.worker_config.data.max_prompt_length == expected
 
 
-def test_eval_dataset_that_is_a_preset_uses_its_own_prompt() -> None:
-    words = ("data.prompt_column=task", "data.system_prompt=Add.")
-    config = load_config(words=[*words, "data.dataset=a.jsonl", "eval.dataset=gsm8k"])
-    data = with_eval_data(config).data
-    assert (data.prompt_column, data.system_prompt) == (None, None)
-    config = load_config(words=[*words, "data.dataset=a.jsonl", "eval.dataset=b.jsonl"])
-    data = with_eval_data(config).data
-    assert (data.dataset, data.prompt_column, data.shuffle) == ("b.jsonl", "task", False)
+@pytest.mark.parametrize(
+    ("dataset", "expected"), [("gsm8k", (None, None)), ("b.jsonl", ("task", "Add."))]
+)
+def test_eval_dataset_that_is_a_preset_uses_its_own_prompt(dataset: str, expected: object) -> None:
+    words = ["data.prompt_column=task", "data.system_prompt=Add.", "data.dataset=a.jsonl"]
+    data = with_eval_data(load_config(words=[*words, f"eval.dataset={dataset}"])).data
+    assert (data.prompt_column, data.system_prompt) == expected
 
 
 # Bad input.
@@ -508,15 +463,14 @@ def test_mistake_is_reported_before_anything_starts(
     workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, key: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "notes.txt").write_text("mine")
-    (tmp_path / "evaluation").mkdir()
-    for name in ("config.yaml", "settings.json"):
-        (tmp_path / "evaluation" / name).write_text("{}")
-    before = {path.name for path in tmp_path.iterdir()}
+    files = {"file": "", "folder/notes.txt": "mine"}
+    files |= {"evaluation/config.yaml": "{}", "evaluation/settings.json": "{}"}
+    for name, content in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(content)
+    before = {*tmp_path.rglob("*")}
     assert key in call(tmp_path / "ev", *SMALL, *words.split(), code=2)
-    assert {path.name for path in tmp_path.iterdir()} == before and not workers.asked
+    assert {*tmp_path.rglob("*")} == before and not workers.asked
 
 
 # Comparing.
@@ -543,41 +497,38 @@ def test_problems_are_matched_by_id() -> None:
 
 
 def test_comparison_is_printed_and_written(workers: Workers, tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
     words = ("--num-samples", "2", *SMALL)
-    call(tmp_path / "a", *words)
+    call(first, *words)
     workers.rewards = lambda problem, sample: 1.0
-    output = call(tmp_path / "b", "--compare", str(tmp_path / "a"), "--seed", "1", *words)
-    assert "difference +0." in output
-    comparison = json.loads((tmp_path / "b" / "eval.json").read_text())["comparison"]
+    assert "difference +0." in call(second, "--compare", str(first), "--seed", "1", *words)
+    comparison = read_results(second)["comparison"]
     assert comparison["num_better"] == 6 and comparison["p_value"] == 2 / 64
-    assert len(lines_of(tmp_path / "b" / "comparison.jsonl")) == 6
+    assert len(lines_of(second / "comparison.jsonl")) == 6
     for file in ("samples.jsonl", "eval.json"):  # a finished evaluation is not asked again
-        output = call(tmp_path / "a", "--compare", str(tmp_path / "b" / file), *words)
+        output = call(first, "--compare", str(second / file), *words)
         assert "difference -0." in output and "not the same evaluation" not in output
     assert len(workers.asked) == 2
-    output = call(tmp_path / "c", "--compare", str(tmp_path / "a"), "eval.temperature=0.5", *words)
-    assert "temperature: 0.5 here, 1.0 there" in output
-    (tmp_path / "a" / "settings.json").unlink()
-    output = call(tmp_path / "c", "--compare", str(tmp_path / "a"), "eval.temperature=0.5", *words)
-    assert "sampled is unknown" in output
+    third = (tmp_path / "c", "--compare", str(first), "eval.temperature=0.5", *words)
+    assert "temperature: 0.5 here, 1.0 there" in call(*third)
+    (first / "settings.json").unlink()
+    assert "sampled is unknown" in call(*third)
 
 
 def test_evaluations_with_other_prompts_are_compared_with_a_warning(
     workers: Workers, tmp_path: Path
 ) -> None:
     """The warning comes before the answers too."""
-    for name, first in (("rows", 0), ("other", 1)):
-        rows = [json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) for n in range(first, first + 6)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    words = ("--dataset", str(tmp_path / "rows.jsonl"), "--reward", "exact_match", *SMALL)
-    call(tmp_path / "a", *words)
-    same_rows = (*words, "data.prompt_template=Add {prompt}")
-    output = call(tmp_path / "b", "--compare", str(tmp_path / "a"), *same_rows)
+    rows = [(f"{n}+1=", f"{n + 1}") for n in range(7)]
+    words = ("--dataset", write_rows(tmp_path / "d.jsonl", *rows[:6]), "--reward", "exact_match")
+    call(tmp_path / "a", *words, *SMALL)
+    more = ("--compare", str(tmp_path / "a"), "data.prompt_template=Add {prompt}", *SMALL)
+    output = call(tmp_path / "b", *words, *more)
     assert "on 6 common problems" in output
     warning = "data.prompt_template: Add {prompt} here, None there"
     assert output.index(warning) < output.index("6/6") < output.rindex(warning)
-    words = ("--dataset", str(tmp_path / "other.jsonl"), *same_rows[2:])
-    refused = call(tmp_path / "c", "--compare", str(tmp_path / "a"), *words, code=2)
+    write_rows(tmp_path / "d.jsonl", *rows[1:])
+    refused = call(tmp_path / "c", *words, *more, code=2)
     assert "without a common problem" in " ".join(refused.split())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -16,9 +17,11 @@ from easyrl import events
 from easyrl.config import load_config
 from easyrl.events import Event, Note
 from easyrl.observe import trackers
+from easyrl.observe.observers import make_observers
+from easyrl.observe.run_files import RunFiles
 from easyrl.observe.trackers import Trackers
 from easyrl.runtime.run_folder import read_lines
-from runs import SMALL, finish
+from runs import Finished
 
 
 class Wandb(ModuleType):
@@ -87,12 +90,16 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in tags}
 
 
-def test_tensorboard_gets_what_metrics_jsonl_gets(tmp_path: Path) -> None:
+def test_tensorboard_gets_what_metrics_jsonl_gets(finished_run: Finished, tmp_path: Path) -> None:
+    """The observers of a run with `output.log_to` get the events of a finished one."""
     folder = tmp_path / "run"
-    words = (*SMALL, "output.log_to=[tensorboard]")
-    code, _, err = finish("--output", str(folder), "--iterations", "3", *words)
-    assert code == 0, err
-    lines, values = read_lines(folder / "metrics.jsonl"), scalars(folder)
+    (folder / "logs").mkdir(parents=True)
+    config = load_config(None, {}, ["output.log_to=[tensorboard]"])
+    notify = events.combine_observers(make_observers(config, live=False))
+    for event in RunFiles(finished_run.folder).read():
+        is_start = isinstance(event, events.RunStarted)
+        notify(replace(event, folder=folder, config=config) if is_start else event)
+    lines, values = read_lines(finished_run.folder / "metrics.jsonl"), scalars(folder)
     rewards = [(line["iteration"], pytest.approx(line["reward"], rel=1e-6)) for line in lines]
     assert values["reward"] == rewards
     assert values.keys() >= {name for name, value in lines[0].items() if value is not None}
