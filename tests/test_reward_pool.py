@@ -17,8 +17,8 @@ import psutil
 import pytest
 from reward_pools import config_of, finished
 
+from easyrl import events
 from easyrl.config import ConfigError
-from easyrl.events import GroupScored, IterationTrained
 from easyrl.processes import children_named
 from easyrl.rewards import pool as pool_module
 from easyrl.rewards import worker
@@ -402,29 +402,43 @@ def test_weighted_sum_ignores_functions_without_a_score():
     assert rewards.tolist() == [2.0, 2.0, 0.0] and rewards.dtype == "float32"
 
 
-def test_skipped_groups_are_counted_and_logged_metrics_averaged():
-    def add(record: IterationRecord, index: int, reward: float, **more: Any) -> None:
-        by_function = [] if more.get("is_skipped") else [[reward] * 2]
-        rewards = [reward] * 2, by_function
-        record.add_group(
-            "rollout-0", GroupScored(0, index, index, *rewards, [3, 5], 1, 0.0, **more)
-        )
+def group_scored(index: int, rewards: list[float], **changes: Any) -> events.GroupScored:
+    group = {
+        "iteration": 0,
+        "group_index": index,
+        "prompt_index": index,
+        "rewards": rewards,
+        "rewards_by_function": [rewards],
+        "completion_lengths": [3, 5],
+        "num_truncated": 1,
+        "busy_seconds": 0.0,
+    }
+    return events.GroupScored(**{**group, **changes})
 
-    record, nan = IterationRecord(0, num_replacement_rounds=1), float("nan")
-    add(record, 0, 0.5, logged={"words": 2.0, "reward": 1.0})
-    add(record, 1, 1.5, logged={"words": 3.0})
-    add(record, 2, nan, errors=["why"], is_skipped=True, is_unwanted=True)
-    record.trained = IterationTrained(0, 1, 2, 16, 0.0, {})
+
+def test_skipped_groups_are_counted_and_have_no_reward() -> None:
+    record = IterationRecord(0, num_replacement_rounds=1)
+    nan = float("nan")
+    record.add_group("rollout-0", group_scored(0, [0.0, 1.0]))
+    skipped = {"errors": ["why"], "is_skipped": True, "is_unwanted": True}
+    skipped["rewards_by_function"] = []
+    record.add_group("rollout-0", group_scored(1, [nan, nan], **skipped))
+    record.trained = events.IterationTrained(0, 1, 2, 16, 0.0, {})
     metrics = record.metrics(["score"], {}, seconds=1.0, num_devices=2)
     assert (metrics["groups_skipped"], metrics["reward_errors"]) == (1, 1)
     assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (0, 1)
-    assert metrics["reward"] == metrics["rewards/score/mean"] == 1.0
+    assert metrics["reward"] == metrics["rewards/score/mean"] == 0.5
     assert metrics["completions/mean_length"] == 4.0
+    record.groups.pop(0)
+    metrics = record.metrics(["score"], {}, seconds=1.0, num_devices=2)
+    assert str(metrics["reward"]) == "nan"
+
+
+def test_logged_metrics_are_averaged_over_the_groups_that_have_them() -> None:
+    record = IterationRecord(0)
+    for index, logged in enumerate([{"words": 2.0, "reward": 1.0}, {"words": 3.0}, {}]):
+        record.add_group("rollout-0", group_scored(index, [0.0, 1.0], logged=logged))
     assert record.logged(taken=["reward"]) == {"words": 2.5, "logged/reward": 1.0}
-    skipped = IterationRecord(0, num_replacement_rounds=1)
-    add(skipped, 0, nan, errors=["why"], is_skipped=True)
-    skipped.trained = record.trained
-    assert str(skipped.metrics(["score"], {}, seconds=1.0, num_devices=2)["reward"]) == "nan"
 
 
 SOMETIMES = """
