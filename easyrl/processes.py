@@ -50,8 +50,8 @@ def split_cores(num_workers: int) -> tuple[tuple[int, ...], ...]:
     if num_workers >= len(allowed) or num_cores() < len(allowed):
         return ()
     share = len(allowed) // num_workers
-    starts = range(0, num_workers * share, share)
-    return tuple(tuple(sorted(allowed[start : start + share])) for start in starts)
+    parts = (allowed[share * n : share * (n + 1)] for n in range(num_workers))
+    return tuple(tuple(sorted(part)) for part in parts)
 
 
 def pin(cores: Collection[int]) -> None:
@@ -74,14 +74,12 @@ def spin_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _position(core: int) -> tuple[int, int, int]:
     """Package, physical core and number: neighbours in this order share caches."""
+    folder = TOPOLOGY / f"cpu{core}" / "topology"
     try:
-        folder = TOPOLOGY / f"cpu{core}" / "topology"
-        package, physical = (
-            int((folder / name).read_text()) for name in ("physical_package_id", "core_id")
-        )
+        package = int((folder / "physical_package_id").read_text())
+        return package, int((folder / "core_id").read_text()), core
     except (OSError, ValueError):
         return 0, core, core
-    return package, physical, core
 
 
 UNGUARDED = 87
@@ -112,16 +110,14 @@ def die_with_parent(parent: int | None = None) -> None:
 @contextlib.contextmanager
 def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
     """Give the processes that this thread starts meanwhile these environment variables."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def set_name(name: str) -> None:

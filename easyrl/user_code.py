@@ -46,9 +46,8 @@ def load_function(
             return function
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: cannot load '{spec}':\n{user_traceback(error)}") from error
-    own = _list_file(path, kind)
-    has = f"; it has {own}" if own else ""
-    raise ConfigError(f"{key}: '{path}' has no {kind} '{name}'{has}")
+    own = f"; it has {own}" if (own := _list_file(path, kind)) else ""
+    raise ConfigError(f"{key}: '{path}' has no {kind} '{name}'{own}")
 
 
 def _list_file(file: str, kind: Kind) -> str:

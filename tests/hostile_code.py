@@ -18,7 +18,10 @@ from typing import Any
 from easyrl.rewards import sandbox
 
 NEW_USER_NAMESPACE = 0x10000011  # and SIGCHLD
-LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
+PRELUDE = """
+import ctypes, json, os, signal, socket, struct, sys, threading, time
+libc = ctypes.CDLL(None)
+"""
 NUMBERS = {  # of system calls that the C library has no function for, or another one
     "x86_64": {"clone": 56, "io_uring": 425, "clone3": 435, "unshare": 272, "add_key": 248},
     "aarch64": {"clone": 220, "io_uring": 425, "clone3": 435, "unshare": 97, "add_key": 217},
@@ -29,23 +32,19 @@ ATTACKS = {
     # Resources.
     "endless loop": "while True: pass",
     "ignores every signal": """
-import signal
 for number in range(1, 65):
     try: signal.signal(number, signal.SIG_IGN)
     except (OSError, ValueError): pass
 while True: pass""",
     "fork bomb": """
-import os
 while True:
     try: os.fork()
     except OSError: pass""",
     "500 processes": """
-import os, time
 for _ in range(500):
     if os.fork() == 0: time.sleep(1e6)
 print("done")""",
     "500 threads": """
-import threading, time
 for _ in range(500): threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
 print("done")""",
     "4 GiB of memory": "print('done' if len(bytearray(4 << 30)) else '')",
@@ -54,7 +53,6 @@ with open("large", "wb") as file:
     for _ in range(200): file.write(bytes(1 << 20))
 print("done")""",
     "fills /tmp": """
-import os
 for number in range(8):
     with open(str(number), "wb") as file: file.write(bytes(60 << 20))
 print("done")""",
@@ -62,33 +60,27 @@ print("done")""",
 for number in range(8):
     with open(f"/dev/shm/easyrl-hostile-{number}", "wb") as file: file.write(bytes(60 << 20))
 print("done")""",
-    "memory of files without names": LIBC
-    + """
+    "memory of files without names": """
 fds = [libc.memfd_create(b"x", 0) for _ in range(8)]
 for fd in fds: os.write(fd, bytes(60 << 20))
 print("done")""",
-    "unattached shared memory": LIBC
-    + """
-import errno
+    "unattached shared memory": """
 for _ in range(4):
     memory = libc.shmget(0, 1 << 30, 0o600)
     if memory < 0: raise OSError
 print("done")""",
     "3,000 nested folders": """
-import os
 for _ in range(3000):
     os.mkdir("d")
     os.chdir("d")
 os.chmod("..", 0)
 print("almost")""",
     "closed folders": """
-import os
 os.makedirs("a/b/c")
 open("a/b/c/file", "w").close()
 for name in ("a/b/c", "a/b", "a", "."): os.chmod(name, 0)""",
     "endless output": "while True: print('x' * 100000)",
     "deep recursion": """
-import sys
 sys.setrecursionlimit(10**9)
 def attack(): return attack()
 attack()
@@ -99,86 +91,61 @@ with open("{outside}/new", "w") as file: file.write("x")
 print("done")""",
     "reads outside": "print('done' if open('{outside}/secret').read() else '')",
     "symbolic link to outside": """
-import os
 os.symlink("{outside}/through", "link")
 with open("link", "w") as file: file.write("x")
 print("done")""",
     "writes to Python's library": """
-import json
 with open(json.__file__, "a") as file: file.write("")
 print("done")""",
-    "reads its environment": """
-import os
-print("done" if "{secret}" in str(os.environ) else "")""",
+    "reads its environment": "print('done' if '{secret}' in str(os.environ) else '')",
     "reads other processes' environments": """
-import os
 for name in [*os.listdir("/proc"), "{parent}", str(os.getppid())]:
     try:
         if "{secret}" in open(f"/proc/{name}/environ").read(): print("done")
     except OSError: pass""",
-    "kills the process that scores": """
-import os
-os.kill({parent}, 0)
-print("done")""",
+    "kills the process that scores": "os.kill({parent}, 0)\nprint('done')",
     "TCP connection": """
-import socket
 socket.create_connection(("127.0.0.1", {port}), timeout=1).sendall(b"x")
 print("done")""",
     "Unix socket outside": """
-import socket
 socket.socket(socket.AF_UNIX).connect("{outside}/socket")
 print("done")""",
     "shared memory that outlives it": """
-import ctypes
-memory = ctypes.CDLL(None).shmget(0x4f1c, 0, 0)
-if memory >= 0 and ctypes.CDLL(None).shmctl(memory, 0, None) == 0: print("done")
-else: ctypes.CDLL(None).shmget(0x4f1c, 1 << 20, 0o1666)""",
+memory = libc.shmget(0x4f1c, 0, 0)
+if memory >= 0 and libc.shmctl(memory, 0, None) == 0: print("done")
+else: libc.shmget(0x4f1c, 1 << 20, 0o1666)""",
     "UDP": """
-import socket
 sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 sender.sendto(b"x", ("127.0.0.1", {port}))""",
-    "sockets by io_uring": LIBC
-    + f"""
+    "sockets by io_uring": f"""
 if libc.syscall({NUMBERS["io_uring"]}, 1, ctypes.create_string_buffer(120)) >= 0: print("done")""",
-    "message queue that outlives it": LIBC
-    + """
+    "message queue that outlives it": """
 if libc.msgget(0x4f1c, 0) >= 0: print("done")
 libc.msgget(0x4f1c, 0o1666)""",
-    "semaphores that outlive it": LIBC
-    + """
+    "semaphores that outlive it": """
 if libc.semget(0x4f1c, 0, 0) >= 0: print("done")
 libc.semget(0x4f1c, 1, 0o1666)""",
-    "POSIX message queue that outlives it": LIBC
-    + """
+    "POSIX message queue that outlives it": """
 if libc.mq_open(b"/easyrl-hostile", os.O_RDWR | os.O_CREAT, 0o666, None) >= 0: print("done")""",
-    "key that outlives it": LIBC
-    + f"""
+    "key that outlives it": f"""
 if libc.syscall({NUMBERS["add_key"]}, b"user", b"hostile", b"x", 1, -4) >= 0: print("done")""",
-    "user namespace": LIBC
-    + """
-if libc.unshare(0x10000000) == 0: print("done")""",
-    "user namespace by clone": LIBC
-    + f"""
+    "user namespace": "if libc.unshare(0x10000000) == 0: print('done')",
+    "user namespace by clone": f"""
 child = libc.syscall({NUMBERS["clone"]}, {NEW_USER_NAMESPACE}, 0, 0, 0, 0)
 if child == 0: os._exit(0)
 if child > 0: print("done")""",
-    "user namespace by clone3": LIBC
-    + f"""
-import struct
+    "user namespace by clone3": f"""
 arguments = struct.pack("8Q", 0x10000000, 0, 0, 0, 17, 0, 0, 0)
 child = libc.syscall({NUMBERS["clone3"]}, arguments, len(arguments))
 if child == 0: os._exit(0)
 if child > 0: print("done")""",
-    "user namespace by the ABI x32": LIBC
-    + f"""
+    "user namespace by the ABI x32": f"""
 if libc.syscall({NUMBERS["unshare"]} | 1 << 30, 0x10000000) == 0: print("done")""",
     "becomes root": """
-import os
 os.setuid(0)
 if open("/proc/self/status").read().split("CapEff:")[1].split()[0].strip("0"): print("done")""",
     # Outliving; forging.
     "daemon": """
-import os, time
 def leave():
     for function in (os.setsid, lambda: os.setpgid(0, 0)):
         try: function()
@@ -187,14 +154,11 @@ if os.fork() == 0:
     leave()
     if os.fork() == 0:
         leave()
-        name = b"easyrl-hostile-daemon"
-        import ctypes
-        ctypes.CDLL(None).prctl(15, name, 0, 0, 0)
+        libc.prctl(15, b"easyrl-hostile-daemon", 0, 0, 0)
         time.sleep(1e6)
     os._exit(0)
 print("almost")""",
     "opens the runner's files": """
-import os
 for name in os.listdir("/proc"):
     if name.isdigit() and int(name) != os.getpid():
         try:
@@ -202,22 +166,16 @@ for name in os.listdir("/proc"):
                 with open(f"/proc/{name}/fd/{fd}", "ab") as file: print("done")
         except OSError: pass""",
     "reads the runner's memory": """
-import os
 with open(f"/proc/{os.getppid()}/mem", "rb") as file: print("done")""",
-    "traces the runner": LIBC
-    + """
+    "traces the runner": """
 libc.ptrace.argtypes = [ctypes.c_long] * 4
 if libc.ptrace(16, os.getppid(), 0, 0) == 0: print("done")""",
-    "stops the runner": """
-import os, signal
-os.kill(os.getppid(), signal.SIGSTOP)""",
+    "stops the runner": "os.kill(os.getppid(), signal.SIGSTOP)",
     "kills all others": """
-import os, signal
 os.kill(-1, signal.SIGTERM)
 os.kill(-1, signal.SIGKILL)""",
-    "ends early": "import os\nprint('done')\nos._exit(0)",
+    "ends early": "print('done')\nos._exit(0)",
     "writes forged results": """
-import os
 for name in os.listdir("/proc"):
     for fd in range(16):
         try:
@@ -241,7 +199,7 @@ def succeeded(kind: str, outside: str, port: int) -> list[str]:
     words = {"outside": outside, "secret": SECRET, "parent": str(os.getpid()), "port": str(port)}
 
     def attempt(name: str) -> str | None:
-        program = ATTACKS[name]
+        program = PRELUDE + ATTACKS[name]
         for word, value in words.items():
             program = program.replace(f"{{{word}}}", value)
         job: dict[str, Any] = {"kind": "stdin", "program": program, "tests": [""], "token": TOKEN}
@@ -250,11 +208,14 @@ def succeeded(kind: str, outside: str, port: int) -> list[str]:
         seconds = 1.0 if name in NEED_TIME else 20.0
         outputs: list[str | None] = []
         for _ in range(2 if "outlive" in name else 1):
-            outputs += sandbox.run(job, "bwrap" if kind == "bwrap" else "limits", seconds)
+            outputs += sandbox.run(job, kind, seconds)
         right = TOKEN if name in IN_ASSERTS else "done"
         return name if any(right in (output or "") for output in outputs) else None
 
-    sandbox.find_variant("bwrap" if kind == "bwrap" else "limits")
+    kind = "bwrap" if kind == "bwrap" else "limits"
+    sandbox.find_variant(kind)
+    control = {"kind": "stdin", "program": PRELUDE + "print('done')", "tests": [""]}
+    assert sandbox.run(control, kind, 20.0) == ["done\n"]  # the prelude itself works
     if kind == "limits":  # one program at a time, as in a reward process
         return [found for name in ATTACKS if (found := attempt(name))]
     with ThreadPoolExecutor(4) as threads:

@@ -7,94 +7,31 @@ the library: handling exceptions would need a parser of its own.
 """
 
 MATH = [
-    # fractions
-    (r"\frac{1}{2}", r"So it is \boxed{\frac{1}{2}}.", 1),
-    (r"\frac{1}{2}", r"\boxed{\dfrac{2}{4}}", 1),
-    (r"\frac{1}{2}", r"\boxed{\frac12}", 1),
-    (r"\frac{1}{2}", r"\boxed{0.5}", 1),
+    # what math-verify is for
     (r"\frac{1}{2}", "The answer is 1/2.", 1),
     (r"\frac{1}{2}", r"\boxed{\frac{2}{1}}", 0),
-    (r"\frac{1}{3}", r"\boxed{0.333333}", 1),
     (r"\frac{1}{3}", r"\boxed{0.333}", 0),
-    (r"3\frac{1}{2}", r"\boxed{3.5}", 1),
-    (r"\frac{a}{b}", r"\boxed{a/b}", 1),
-    # numbers: thousands, signs, powers
-    ("1234", r"\boxed{1,234}", 1),
-    ("1,234", r"\boxed{1234}", 1),
-    ("1234", r"\boxed{1{,}234}", 1),
-    ("1,234,567", "The answer is 1,234,567.", 1),
-    ("1,234,567", "The answer is 1,234,568.", 0),
-    ("-7", r"\boxed{-7}", 1),
-    ("-7", r"\boxed{7}", 0),
-    ("-7", "The final answer is -7", 1),
-    ("-7", r"\boxed{−7}", 1),
-    ("7", r"\boxed{7.0}", 1),
-    (r"1.5 \times 10^3", r"\boxed{1500}", 1),
     ("1500", r"\boxed{1.5 \times 10^{3}}", 1),
-    ("1500", r"\boxed{1.5 \times 10^{2}}", 0),
-    ("1024", r"\boxed{2^{10}}", 1),
-    # units, money, percent
+    ("[1,2)", r"\boxed{(1,2)}", 0),
+    (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}", 1),
+    ("x^2+2x+1", r"\boxed{(x+1)^2}", 1),
+    ("B", r"\boxed{\text{(B)}}", 1),
+    (r"\text{east}", r"\boxed{\text{west}}", 0),
+    ("1,234,567", "The answer is 1,234,567.", 1),
+    ("-7", r"\boxed{−7}", 1),
     ("12", r"\boxed{12\text{ cm}}", 1),
-    ("12 cm", r"\boxed{12}", 1),
-    ("12", r"\boxed{12^\circ}", 1),
-    ("12", r"\boxed{\$12}", 1),
-    ("12", "The answer is 12 apples.", 1),
+    # money and percent
     (r"\$36", r"\boxed{36}", 1),
     (r"\$18.90", r"The answer is \$18.90.", 1),
     (r"\$32,\!348", r"\boxed{32348}", 1),
     (r"\$36", r"\boxed{\$63}", 0),
     ("€42", r"\boxed{42}", 1),
     (r"50\%", r"\boxed{50\%}", 1),
-    ("50%", r"\boxed{0.5}", 1),
-    ("50%", r"\boxed{5\%}", 0),
-    # intervals, sets, tuples
-    ("[1,2)", r"\boxed{[1,2)}", 1),
-    ("[1,2)", r"\boxed{(1,2)}", 0),
-    (r"(-\infty, 3]", r"\boxed{(-\infty,3]}", 1),
-    (r"x \le 3", r"\boxed{(-\infty,3]}", 1),
-    (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}", 1),
-    (r"\{1,2\}", r"\boxed{\{1,2,3\}}", 0),
-    ("1, 2", r"\boxed{1 \text{ and } 2}", 1),
-    ("(1,2)", r"\boxed{(2,1)}", 0),
-    (r"2,-2", r"\boxed{\pm 2}", 1),
-    # equations, expressions, constants, complex numbers
-    ("5", r"\boxed{x=5}", 1),
-    ("x=5", r"\boxed{5}", 1),
-    ("5", "$x = 5$", 1),
-    ("y = 2x+3", r"\boxed{y=3+2x}", 1),
-    ("x^2+2x+1", r"\boxed{(x+1)^2}", 1),
-    ("x^2+2x+1", r"\boxed{(x-1)^2}", 0),
-    (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", 1),
-    (r"\sqrt{2}", r"\boxed{1.41421356}", 1),
-    (r"\sqrt{2}", r"\boxed{1.41}", 0),
-    (r"\pi", r"\boxed{3.14}", 0),
-    ("3+4i", r"\boxed{4i+3}", 1),
-    # matrices
-    (
-        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
-        r"\boxed{\begin{bmatrix}1&2\\3&4\end{bmatrix}}",
-        1,
-    ),
-    (
-        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
-        r"\boxed{\begin{pmatrix}1&2\\3&5\end{pmatrix}}",
-        0,
-    ),
-    # letters and words
-    ("B", r"\boxed{B}", 1),
-    ("B", r"\boxed{\text{(B)}}", 1),
-    ("(B)", r"\boxed{B}", 1),
-    ("B", r"\boxed{C}", 0),
-    (r"\text{east}", r"\boxed{\text{east}}", 1),
-    (r"\text{east}", r"\boxed{\text{west}}", 0),
     # position of the answer
-    ("4", r"\boxed{\boxed{4}}", 1),
     ("4", r"The answer is \boxed{4}. It was hard, I tried 17 times.", 1),
     ("4", r"At first $\boxed{3}$, but looking again it is $\boxed{4}$.", 1),
     ("3", r"At first $\boxed{3}$, but looking again it is $\boxed{4}$.", 0),
     ("4", r"<think>Is it \boxed{5}?</think> The answer is $4$.", 1),
-    ("5", r"<think>Is it \boxed{5}?</think> The answer is $4$.", 0),
-    ("5", r"Is it \boxed{4}?</think> \boxed{5}", 1),
     ("4", r"Is it \boxed{4}?</think> \boxed{5}", 0),
     ("5", r"<think>Is it \boxed{5}?", 0),
     ("$4$", "#### 4", 1),
@@ -103,7 +40,6 @@ MATH = [
     ("42", r"Three steps give \boxed {42} in 7 lines.", 1),
     # answer tags
     ("42", "<think>x</think><answer>42</answer>", 1),
-    ("0.5", "<answer>1/2</answer> in 7 steps", 1),
     (r"\frac{1}{2}", r"<answer>\frac{1}{2}</answer>", 1),
     ("B", "<answer>B</answer>", 1),
     ("42", "<answer>The answer is **42**.</answer>", 1),
@@ -116,7 +52,6 @@ MATH = [
     (r"Adding up, we get $2+2=\boxed{4}$.", r"\boxed{4}", 1),
     # no answer
     ("4", "", 0),
-    ("4", "I do not know.", 0),
     ("4", r"\boxed{}", 0),
     ("4", "It is four.", 0),
 ]
@@ -125,29 +60,21 @@ KNOWN = [
     # Wrong: a thin space between thousands is read as a product or a mixed number.
     ("1234", r"\boxed{1\,234}", 0),
     ("1234", r"\boxed{1 234}", 0),
-    # Wrong: `e` is Euler's number, or ends the number.
-    ("1500", r"\boxed{1.5e3}", 0),
+    ("1500", r"\boxed{1.5e3}", 0),  # wrong: `e` is Euler's number, or ends the number
     ("1500", "The answer is 1.5e3", 0),
-    # Wrong: a point after the number.
-    ("7", r"\boxed{7.}", 0),
-    # Wrong: letters are a product.
-    ("BDAC", r"\boxed{ABCD}", 1),
+    ("7", r"\boxed{7.}", 0),  # wrong: a point after the number
+    ("BDAC", r"\boxed{ABCD}", 1),  # wrong: letters are a product
     ("cat", r"\boxed{act}", 1),
-    # Wrong: the base is dropped.
-    ("1011_2", r"\boxed{1011_3}", 1),
+    ("1011_2", r"\boxed{1011_3}", 1),  # wrong: the base is dropped
     # Wrong: numbers are rounded to 6 decimals.
     (r"6.6\times10^{-34}", r"\boxed{1.4\times10^{-23}}", 1),
     ("0.0000004", r"\boxed{0.0000003}", 1),
-    # Wrong: fractions of Unicode are text.
-    ("½", r"\boxed{\frac{1}{2}}", 0),
-    # Wrong: two signs for the empty set.
-    (r"\emptyset", r"\boxed{\varnothing}", 0),
-    # Debatable: 50 % is read as both 0.5 and 50.
-    ("50", r"\boxed{50\%}", 1),
+    ("½", r"\boxed{\frac{1}{2}}", 0),  # wrong: fractions of Unicode are text
+    (r"\emptyset", r"\boxed{\varnothing}", 0),  # wrong: two signs for the empty set
+    ("50", r"\boxed{50\%}", 1),  # debatable: 50 % is read as both 0.5 and 50
     # Debatable: boxes close to each other, with a comma or "and" between them, are one answer.
     ("4", r"First \boxed{3}, no: \boxed{4}", 0),
-    # Debatable: a set for an ordered list, and the reverse.
-    ("1,2,3", r"\boxed{3,2,1}", 1),
+    ("1,2,3", r"\boxed{3,2,1}", 1),  # debatable: a set for an ordered list, and the reverse
     # Debatable: an inequality for an interval is wrong; the reverse is right.
     (r"(-\infty, 3]", r"\boxed{x \le 3}", 0),
     # Debatable: the right side alone for an equation, and the reverse.
@@ -158,42 +85,30 @@ KNOWN = [
     # Debatable: letters and words are found only in a box, case-sensitive.
     ("B", "The answer is B.", 0),
     ("east", r"\boxed{East}", 0),
-    # Debatable: a box that is cut off does not count.
-    ("4", r"\boxed{4", 0),
+    ("4", r"\boxed{4", 0),  # debatable: a box that is cut off does not count
 ]
 
 GSM8K_ROW = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### "
 GSM8K = [
     (GSM8K_ROW + "18", "#### 18", 1),
-    (GSM8K_ROW + "18", "9 * 2 = 18 dollars.\n#### 18", 1),
-    (GSM8K_ROW + "18", "#### 81", 0),
-    (GSM8K_ROW + "18", "#### $18.00 a day", 1),
     (GSM8K_ROW + "18", "#### 18\n#### 19", 0),
     (GSM8K_ROW + "18", "#### eighteen, that is 18", 1),
     (GSM8K_ROW + "18", "It is 18.\n####", 0),
-    (GSM8K_ROW + "18", "She makes 18 dollars.", 1),
     (GSM8K_ROW + "18", "She makes 18 dollars in 2 days.", 0),
-    (GSM8K_ROW + "18", "She makes $18", 1),
     (GSM8K_ROW + "18", r"She makes \boxed{18} dollars in 2 days.", 1),
     (GSM8K_ROW + "18", r"\boxed{17}, or rather \boxed{18}", 1),
     (GSM8K_ROW + "18", r"\boxed{\boxed{18}}", 1),
     (GSM8K_ROW + "18", r"\boxed{\text{\$18}} and 3 more", 1),
     (GSM8K_ROW + "18", r"\boxed{18", 1),
     (GSM8K_ROW + "18", r"\boxed{eighteen} or 18", 0),
-    (GSM8K_ROW + "18", "I do not know.", 0),
     (GSM8K_ROW + "18", "", 0),
-    (GSM8K_ROW + "1,234", "#### 1234", 1),
     (GSM8K_ROW + "1234", "#### 1,234", 1),
     (GSM8K_ROW + "1234", r"\boxed{1{,}234}", 1),
-    (GSM8K_ROW + "1234", r"\boxed{1\,234}", 1),
-    (GSM8K_ROW + "3", "one of 1,2,3", 1),
     (GSM8K_ROW + "-5", "#### -5", 1),
     (GSM8K_ROW + "-5", "#### −5", 1),
     (GSM8K_ROW + "-5", "#### 5", 0),
     (GSM8K_ROW + "5", "7-5", 1),
-    (GSM8K_ROW + "5", "12 - 7 = 5", 1),
     (GSM8K_ROW + "0.5", "#### .5", 1),
-    (GSM8K_ROW + "20", "20%", 1),
     (GSM8K_ROW + "1500", "#### 1.5e3", 1),
     (GSM8K_ROW + "18", "#### 1e9999999999999999999999", 0),
     ("18", "#### 18", 1),

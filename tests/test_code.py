@@ -16,7 +16,7 @@ from easyrl.rewards.code import program_of, read_tests, same_text, same_value
 from easyrl.rewards.loading import check_rewards, load_reward
 from easyrl.rewards.pool import RewardPool
 from easyrl.rewards.worker import Call
-from easyrl.types import Messages, Prompt
+from easyrl.types import Prompt
 
 ADD = "def add(a, b):\n    return a + b"
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
@@ -31,6 +31,10 @@ def score(answer: str, tests: Any, /, **row: Any) -> float | None:
 
 def fenced(code: str) -> str:
     return f"Let me think.\n```python\n{code}\n```\nThat is it."
+
+
+def prints(output: str) -> dict[str, list[str]]:
+    return {"inputs": [""], "outputs": [output]}
 
 
 HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
@@ -110,26 +114,21 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
     ),
     "unicode": ("print(input()[::-1])", {"inputs": ["añ→😀"], "outputs": ["😀→ña"]}, {}),
     "much output": (
-        "for number in range(50000): print(number)",
-        {"inputs": [""], "outputs": ["\n".join(map(str, range(50000)))]},
+        "for number in range(50000): print(number)", prints("\n".join(map(str, range(50000)))), {}
+    ),
+    "exit with 0": ("print(3)\nraise SystemExit", prints("3"), {}),
+    "work of a thread and at exit": (
+        "import atexit, threading\natexit.register(lambda: print('bye'))\n"
+        "threading.Thread(target=lambda: print('hi')).start()",
+        prints("hi\nbye"),
         {},
     ),
-    "exit with 0": ("print(3)\nraise SystemExit", {"inputs": [""], "outputs": ["3"]}, {}),
-    "a thread with the work": (
-        "import threading\nthreading.Thread(target=lambda: print(input())).start()",
-        {"inputs": ["hi"], "outputs": ["hi"]},
-        {},
-    ),
-    "output at exit": (
-        "import atexit\natexit.register(lambda: print('bye'))",
-        {"inputs": [""], "outputs": ["bye"]},
-        {},
-    ),
-    "files of its own": (
-        "import tempfile\nwith tempfile.NamedTemporaryFile('w+') as file:\n"
+    "files and processes of its own": (
+        "import subprocess, sys, tempfile\nwith tempfile.NamedTemporaryFile('w+') as file:\n"
         "    file.write('3')\n    file.seek(0)\n    print(file.read())\n"
-        "with open('here', 'w') as file: file.write('x')",
-        {"inputs": [""], "outputs": ["3"]},
+        "with open('here', 'w') as file: file.write('x')\n"
+        "print(subprocess.check_output([sys.executable, '-c', 'print(4)'], text=True))",
+        prints("3\n4"),
         {},
     ),
     "NumPy": (
@@ -139,18 +138,12 @@ HONEST: dict[str, tuple[str, Any, dict[str, Any]]] = {
         "assert largest([1, 2]) == 2",
         {},
     ),
-    "processes of its own": (
-        "import subprocess, sys\n"
-        "print(subprocess.check_output([sys.executable, '-c', 'print(3)'], text=True))",
-        {"inputs": [""], "outputs": ["3"]},
-        {},
-    ),
 }  # fmt: skip
 
 
 @needs_bwrap
 @pytest.mark.parametrize("name", HONEST)
-def test_right_programs_pass(name: str) -> None:
+def test_right_programs_pass(name):
     answer, tests, row = HONEST[name]
     assert score(fenced(answer), tests, **row) == 1.0
 
@@ -211,42 +204,37 @@ ADDS: dict[str, Any] = {
 
 @needs_bwrap
 @pytest.mark.parametrize("tests", ADDS)
-def test_forged_results_are_failed_tests(tests: str) -> None:
+def test_forged_results_are_failed_tests(tests):
     passed = {name: score(program, ADDS[tests]) for name, program in FORGERIES.items()}
     assert {name for name, each in passed.items() if each} == set()
     assert score(ADD + "\nprint(sum(map(int, input().split())))" * (tests == "stdin"), ADDS[tests])
 
 
 @needs_bwrap
-@pytest.mark.parametrize("wrong", ["(1, 2)", "[1, 2.5]", "[1]", "'[1, 2]'", "[1, '2']"])
-def test_values_are_compared_as_asserts_compare(wrong: str) -> None:
-    assert score(f"def f(): return {wrong}", "assert f() == [1, 2]") == 0.0
-
-
-@needs_bwrap
-@pytest.mark.parametrize(
-    "name", ["list of asserts", "HumanEval", "unittest", "APPS's functions", "numbers and words"]
-)
-def test_wrong_programs_score_0(name: str) -> None:
+def test_wrong_programs_score_0():
     """`numbers and words`: the first test passes, the second does not."""
-    _, tests, row = HONEST[name]
-    wrong = "def add(a, b): return 4\ndef pair(a, b): return (b, a)\nprint(3)"
-    assert score(fenced(wrong), tests, **row) == 0.0
+    wrong = fenced("def add(a, b): return 4\ndef pair(a, b): return (b, a)\nprint(3)")
+    for name in ("list of asserts", "HumanEval", "unittest", "APPS's functions"):
+        _, tests, row = HONEST[name]
+        assert score(wrong, tests, **row) == 0.0
+    assert score(wrong, HONEST["numbers and words"][1]) == 0.0
+    for value in ("(1, 2)", "[1, 2.5]", "[1]", "'[1, 2]'", "[1, '2']"):
+        assert score(f"def f(): return {value}", "assert f() == [1, 2]") == 0.0
 
 
 @needs_bwrap
-def test_a_draft_in_the_thinking_is_no_program() -> None:
+def test_a_draft_in_the_thinking_is_no_program():
     draft = f"<think>{fenced(ADD)}"
     assert score(draft, "assert add(1, 2) == 3") == 0.0
     assert score(f"{draft}</think>I do not know.", "assert add(1, 2) == 3") == 0.0
     assert score(f"{draft}</think>{fenced(ADD)}", "assert add(1, 2) == 3") == 1.0
 
 
-def test_rows_without_tests_have_no_score() -> None:
+def test_rows_without_tests_have_no_score():
     assert [score(fenced(ADD), missing) for missing in (None, "", float("nan"))] == [None] * 3
 
 
-def test_the_last_python_block_is_the_program() -> None:
+def test_the_last_python_block_is_the_program():
     assert program_of("a = 1") == "a = 1"
     assert program_of("```python\na = 1\n```\nor\n```python\nb = 2\n```\nso.") == "b = 2\n"
     assert program_of("```bash\nls\n```\n```Python3\na = 1\n```") == "a = 1\n"
@@ -255,25 +243,25 @@ def test_the_last_python_block_is_the_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tests", "row", "message"),
+    ("tests", "message"),
     [
-        (None, {}, "None"),
-        ([1, 2], {}, r"got \[1, 2\]"),
-        ("assert add(1,", {}, "assert add"),
-        ("import math\nx = 3\ndef f(): pass", {}, "assert, a call"),
-        (CHECK, {}, "entry_point"),
-        ({"inputs": ["1"]}, {}, "inputs"),
-        ({"inputs": ["1"], "outputs": ["2", "3"]}, {}, "outputs"),
-        ([{"input": "1"}], {}, "input"),
-        ([{"input": "1", "output": "2", "testtype": "functional"}], {}, "fn_name"),
+        (None, "None"),
+        ([1, 2], r"got \[1, 2\]"),
+        ("assert add(1,", "assert add"),
+        ("import math\nx = 3\ndef f(): pass", "assert, a call"),
+        (CHECK, "entry_point"),
+        ({"inputs": ["1"]}, "inputs"),
+        ({"inputs": ["1"], "outputs": ["2", "3"]}, "outputs"),
+        ([{"input": "1"}], "input"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "fn_name"),
     ],
 )
-def test_tests_that_cannot_be_used_are_refused(tests: Any, row: Any, message: str) -> None:
+def test_tests_that_cannot_be_used_are_refused(tests, message):
     with pytest.raises(ValueError, match=message):
-        read_tests(tests, row)
+        read_tests(tests, {})
 
 
-def test_outputs_are_compared_by_lines_and_numbers() -> None:
+def test_outputs_are_compared_by_lines_and_numbers():
     assert same_text("1 2 \n3\n\n", "1 2\n3")
     assert not same_text("1\n2", "1 2") and not same_text("1", "1.0\n2") and not same_text("", "1")
     assert same_text("0.50000001", "0.5") and not same_text("0.51", "0.5")
@@ -285,38 +273,33 @@ def test_outputs_are_compared_by_lines_and_numbers() -> None:
 
 
 @needs_bwrap
-def test_run_is_refused_before_it_starts() -> None:
+def test_run_is_refused_before_it_starts(monkeypatch):
     example = Prompt(0, "q", {"tests": "assert add(1, 2) == 3"})
     check_rewards(config_of("code", rollout__num_generations=16), example)
-    with pytest.raises(ConfigError, match=r"'tests'; the data has: other"):
-        check_rewards(config_of("code"), Prompt(0, "q", {"other": "x"}))
-    with pytest.raises(ConfigError, match=r"column tests"):
-        check_rewards(config_of("code"), Prompt(0, "q", {"tests": "assert add("}))
     check_rewards(config_of("code"), Prompt(0, "q", {"tests": None}))  # other rows may have some
-
-
-@pytest.mark.parametrize("key", ["reward__timeout_seconds", "runtime__timeout_seconds"])
-def test_time_of_a_program_is_less_than_that_of_a_call(key: str) -> None:
-    config = config_of("code", reward__code_timeout_seconds=9, **{key: 9})
-    with pytest.raises(ConfigError, match=r"^reward.code_timeout_seconds: .*\(reward.timeout_"):
-        check_rewards(config, Prompt(0, "q", {"tests": "assert add(1, 2) == 3"}))
-
-
-def test_code_reward_refuses_to_start_without_its_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns, message in (
+        ({"other": "x"}, r"'tests'; the data has: other"),
+        ({"tests": "assert add("}, r"column tests"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_rewards(config_of("code"), Prompt(0, "q", columns))
+    for key in ("reward__timeout_seconds", "runtime__timeout_seconds"):
+        config = config_of("code", reward__code_timeout_seconds=9, **{key: 9})
+        with pytest.raises(ConfigError, match=r"^reward.code_timeout_seconds: .*\(reward.timeout_"):
+            check_rewards(config, example)
     monkeypatch.setattr(sandbox, "_bwrap_command", lambda variant: ["no-such-bwrap"])
     monkeypatch.setattr(sandbox, "find_variant", sandbox.find_variant.__wrapped__)
     options = r"(?s)reward.code_sandbox=bwrap: .*docker run .*reward.code_sandbox=limits"
     with pytest.raises(ConfigError, match=options):
-        check_rewards(config_of("code"), Prompt(0, "q", {"tests": "assert add(1, 2) == 3"}))
+        check_rewards(config_of("code"), example)
 
 
 @needs_bwrap
-def test_slow_programs_of_a_group_cost_only_their_own_score() -> None:
+def test_slow_programs_of_a_group_cost_only_their_own_score():
     """Together the 16 completions would take longer than the limit of a call."""
     config = config_of("code", reward__code_timeout_seconds=2, reward__timeout_seconds=10)
     completions = [fenced("while True: pass"), fenced(ADD)] * 8
-    prompt: Messages = [{"role": "user", "content": "q"}]
     with closing(RewardPool(config)) as pool:
-        pool.submit(0, Call(prompt, completions, [[1]] * 16, {"tests": "assert add(1, 2) == 3"}))
+        pool.submit(0, Call([], completions, [[1]] * 16, {"tests": "assert add(1, 2) == 3"}))
         ((scores, errors, *_),) = finished(pool, 1)
     assert scores == [[0.0, 1.0] * 8] and not errors

@@ -13,6 +13,7 @@ import time
 import venv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -48,23 +49,20 @@ class Surroundings:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "secret").write_text(SECRET)
-        for path, mode in ((folder, 0o777), (folder / "secret", 0o666)):
-            path.chmod(mode)
         self.internet = socket.create_server(("127.0.0.1", 0))
         self.port = int(self.internet.getsockname()[1])
         self.datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.datagrams.bind(("127.0.0.1", self.port))
         self.unix = socket.socket(socket.AF_UNIX)
         self.unix.bind(str(folder / "socket"))
-        (folder / "socket").chmod(0o777)
         self.unix.listen()
+        for path in (folder, *folder.iterdir()):
+            path.chmod(0o777)
         self.before = self.state()
 
     def state(self) -> set[object]:
-        found: set[object] = {
-            (str(path), path.stat().st_mode, path.stat().st_size) for path in self.folder.rglob("*")
-        }
-        return found | {*Path("/dev/shm").glob("easyrl-hostile*")}
+        files = {(str(p), p.stat().st_mode, p.stat().st_size) for p in self.folder.rglob("*")}
+        return files | {*Path("/dev/shm").glob("easyrl-hostile*")}
 
     def check(self) -> None:
         assert self.state() == self.before
@@ -72,12 +70,9 @@ class Surroundings:
         while left := sandboxed_processes():
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
-        self.internet.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            self.internet.accept()
-        self.datagrams.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            self.datagrams.recv(1)
+        for read in (self.internet.accept, lambda: self.datagrams.recv(1)):
+            with pytest.raises(BlockingIOError):
+                read()
 
 
 def sandboxed_processes() -> list[psutil.Process]:
@@ -96,29 +91,36 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Surroundings]:
     monkeypatch.setenv("HOSTILE", SECRET)
     with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
         there = Surroundings(Path(folder))
+        for each in (there.internet, there.datagrams):
+            each.setblocking(False)
         yield there
         for each in (there.internet, there.datagrams, there.unix):
             each.close()
 
 
-def hostile(kind: str, surroundings: Surroundings, python: str, user: int | None) -> set[str]:
-    """The attacks that succeeded in a process of this user."""
-    done = subprocess.run(
-        [python, TESTS / "hostile_code.py", kind, surroundings.folder, str(surroundings.port)],
-        env={
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "HOSTILE": SECRET,
-            "TMPDIR": str(surroundings.folder),
-        },
-        cwd="/",
+def run_as(
+    user: int | None, *words: object, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with little of an environment, in a folder that other users can enter."""
+    as_user: Any = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+    paths = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    return subprocess.run(
+        [str(word) for word in words],
+        env={**paths, "PYTHONDONTWRITEBYTECODE": "1", **environment},
+        cwd=environment.get("PWD", "/"),
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        **({} if user is None else {"user": user, "group": user, "extra_groups": []}),  # type: ignore
+        **as_user,
     )
+
+
+def hostile(kind: str, surroundings: Surroundings, python: str, user: int | None) -> set[str]:
+    """The attacks that succeeded in a process of this user."""
+    folder = str(surroundings.folder)
+    words = TESTS / "hostile_code.py", kind, folder, surroundings.port
+    done = run_as(user, python, *words, HOSTILE=SECRET, TMPDIR=folder)
     assert done.returncode == 0, done.stderr
     surroundings.check()
     return set(json.loads(done.stdout))
@@ -126,22 +128,12 @@ def hostile(kind: str, surroundings: Surroundings, python: str, user: int | None
 
 def can_start(python: str, user: int) -> bool:
     """Return whether this user can start this Python and read this code."""
-    if os.geteuid() != 0:
-        return False
-    code = f"import sys; sys.path[:0] = {[str(TESTS.parent), str(TESTS)]}; import hostile_code"
     try:
-        done = subprocess.run(
-            [python, "-B", "-c", code],
-            user=user,
-            group=user,
-            extra_groups=[],
-            cwd="/",
-            capture_output=True,
-            check=False,
+        return (
+            os.geteuid() == 0 and not run_as(user, python, "-c", "import hostile_code").returncode
         )
     except OSError:
         return False
-    return done.returncode == 0
 
 
 OTHER_USER = 12345
@@ -160,22 +152,20 @@ needs_users = pytest.mark.skipif(
         pytest.param(SYSTEM_PYTHON, OTHER_USER, marks=needs_users, id="user"),
     ],
 )
-def test_hostile_programs_fail_in_bwrap(
-    surroundings: Surroundings, python: str, user: int | None
-) -> None:
+def test_hostile_programs_fail_in_bwrap(surroundings, python, user):
     assert len(ATTACKS) == 44
     assert hostile("bwrap", surroundings, python, user) == set()
 
 
 @needs_users
 @pytest.mark.parametrize("user", [None, OTHER_USER], ids=["root", "user"])
-def test_limits_stop_what_the_docs_say(surroundings: Surroundings, user: int | None) -> None:
+def test_limits_stop_what_the_docs_say(surroundings, user):
     found = hostile("limits", surroundings, SYSTEM_PYTHON, user)
     assert found == NOT_STOPPED_BY_LIMITS
 
 
 @needs_bwrap
-def test_killed_reward_process_takes_the_program_with_it(surroundings: Surroundings) -> None:
+def test_killed_reward_process_takes_the_program_with_it(surroundings):
     script = (
         "from easyrl.rewards import sandbox\n"
         "sandbox.find_variant('bwrap')\n"
@@ -195,7 +185,7 @@ def test_killed_reward_process_takes_the_program_with_it(surroundings: Surroundi
 
 
 @needs_bwrap
-def test_sandbox_that_does_not_start_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_that_does_not_start_is_no_verdict(monkeypatch):
     monkeypatch.setattr(sandbox.inspect, "getsource", lambda _: "raise SystemExit('broken')")
     with pytest.raises(SandboxError, match="broken"):
         sandbox.run({"kind": "stdin", "program": "print(1)", "tests": [""]}, "bwrap", 5)
@@ -205,9 +195,7 @@ def test_sandbox_that_does_not_start_is_no_verdict(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "line", ["'5'", "{'output': '1'}", "'[' * 200000", "'NaN'", "'\\udcff'", "'\"1\"\\n[1]'"]
 )
-def test_lines_that_are_no_text_are_failed_tests(
-    monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
+def test_lines_that_are_no_text_are_failed_tests(monkeypatch, line):
     sandbox.find_variant("bwrap")
     monkeypatch.setattr(sandbox.inspect, "getsource", lambda _: f"print({line})")
     found = sandbox.run({"kind": "stdin", "program": "", "tests": ["", ""]}, "bwrap", 5)
@@ -215,7 +203,7 @@ def test_lines_that_are_no_text_are_failed_tests(
 
 
 @needs_bwrap
-def test_environment_reached_by_dots(tmp_path: Path) -> None:
+def test_environment_reached_by_dots(tmp_path):
     """As `../venv/bin/python` starts it."""
     venv.create(tmp_path / "venv", symlinks=True)
     (tmp_path / "usr" / "here").mkdir(parents=True)
@@ -224,7 +212,7 @@ def test_environment_reached_by_dots(tmp_path: Path) -> None:
 
 
 @needs_users
-def test_limits_name_the_folder_that_other_users_cannot_enter() -> None:
+def test_limits_name_the_folder_that_other_users_cannot_enter():
     with tempfile.TemporaryDirectory() as closed:
         command = [SYSTEM_PYTHON, "-m", "venv", "--without-pip", f"{closed}/venv"]
         subprocess.run(command, check=True)
@@ -238,14 +226,7 @@ def test_limits_name_the_folder_that_other_users_cannot_enter() -> None:
 
 def run_probe(python: str, kind: str, folder: Path) -> subprocess.CompletedProcess[str]:
     script = f"from easyrl.rewards import sandbox as s; print(s.run(s.PROBE, {kind!r}, 20))"
-    return subprocess.run(
-        [python, "-B", "-c", script],
-        cwd=folder,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(TESTS.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_as(None, python, "-c", script, PWD=str(folder))
 
 
 HOLDS_512_MIB = """

@@ -1,11 +1,14 @@
-"""Data sets: every source gives the same kind of prompts, and errors name file and line."""
+"""Data sets, presets and mixtures: every source gives the same kind of prompts, and errors name
+file and line."""
+
+from __future__ import annotations
 
 import csv
 import datetime
 import gzip
 import json
 import time
-from collections.abc import Callable
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,22 +17,29 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from easyrl.api.inputs import Inputs
 from easyrl.config import ConfigError, load_config
 from easyrl.data import datasets as own_datasets
 from easyrl.data import streams
-from easyrl.data.datasets import open_prompts, problem_ids
-from easyrl.data.streams import PromptStream
+from easyrl.data.datasets import open_prompts, problem_ids, problems_of, with_eval_data
+from easyrl.data.presets import PRESETS, TRAINED, eval_sampling
+from easyrl.data.streams import BLOCK, DataSet, PromptStream, RowForm
+from easyrl.rewards.loading import reward_specs
 from easyrl.types import Prompt
+from hub_rows import DEEPSCALER, GSM8K, put_in_place_of_the_hub
 
 CHAT = [{"role": "user", "content": "What is 1+1?"}]
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(20)]
+TWO = [("1+1=", {"answer": "2"}), ("2+2=", {"answer": "4"})]
 
 
 def opened(dataset: object, *words: str) -> PromptStream:
-    return open_prompts(load_config(None, {"data.dataset": str(dataset)}, words))
+    name = dataset if isinstance(dataset, list) else str(dataset)
+    return open_prompts(load_config(None, {"data.dataset": name}, words))
 
 
 def error_of(dataset: object, *words: str) -> str:
@@ -38,60 +48,50 @@ def error_of(dataset: object, *words: str) -> str:
     return str(caught.value)
 
 
-def jsonl(folder: Path, *lines: Any) -> Path:
-    file = folder / "data.jsonl"
+def jsonl(folder: Path, *lines: Any, name: str = "data.jsonl") -> Path:
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    file.write_text("\n".join(texts), encoding="utf-8")
-    return file
+    (folder / name).write_text("\n".join(texts), encoding="utf-8")
+    return folder / name
 
 
-def parquet(folder: Path, **columns: list[Any]) -> Path:
-    import pyarrow
-    import pyarrow.parquet
-
-    file = folder / "data.parquet"
-    pyarrow.parquet.write_table(pyarrow.table(columns), file)
-    return file
+def contents(stream: PromptStream, start: int, stop: int) -> list[Any]:
+    return [stream.prompt(index).content for index in range(start, stop)]
 
 
-def test_task_is_endless_and_follows_the_seed() -> None:
+def rows_of(path: Path) -> list[tuple[Any, Any]]:
+    """The prompts and columns of an epoch, in the data's own order."""
+    stream = opened(path, "data.shuffle=false")
+    prompts = [stream.prompt(i) for i in range(stream.epoch_length or 0)]
+    return [(prompt.content, prompt.columns) for prompt in prompts]
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def test_task_is_endless_and_follows_the_seed():
     stream = opened("arithmetic")
     assert stream.epoch_length is None and stream.fingerprint() is None
     assert stream.prompt(10**9).index == 10**9
     assert stream.prompt(5) != opened("arithmetic", "runtime.seed=1").prompt(5)
 
 
-def test_jsonl_rows_in_file_order_without_shuffle(tmp_path: Path) -> None:
-    stream = opened(jsonl(tmp_path, *ROWS), "data.shuffle=false")
-    assert stream.epoch_length == 20
-    prompts = [stream.prompt(index) for index in range(25)]
-    assert [prompt.index for prompt in prompts] == list(range(25))
-    assert [prompt.content for prompt in prompts[:20]] == [row["prompt"] for row in ROWS]
-    assert prompts[23].columns == {"answer": "4", "level": 3}
-
-
-def test_every_epoch_is_the_whole_data_set_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_every_epoch_is_the_whole_data_set_in_an_order_of_its_own(tmp_path):
     file = jsonl(tmp_path, *ROWS)
     stream = opened(file)
-    epochs = [[stream.prompt(20 * e + i).content for i in range(20)] for e in range(3)]
-    assert all(sorted(map(str, epoch)) == sorted(map(str, epochs[0])) for epoch in epochs)
+    epochs = [contents(stream, 20 * e, 20 * e + 20) for e in range(3)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert all(one != other for one, other in pairwise(epochs))
     assert [opened(file).prompt(45).content for _ in range(2)] == [epochs[2][5]] * 2
-    seeded = opened(file, "runtime.seed=1")
-    assert [seeded.prompt(i).content for i in range(20)] != epochs[0]
-
-
-def test_blank_lines_are_skipped_and_missing_columns_are_none(tmp_path: Path) -> None:
-    file = jsonl(tmp_path, "\ufeff" + '{"prompt": "a"}', "", "   ", {"prompt": "b", "answer": 1})
-    stream = opened(file, "data.shuffle=false")
-    assert [stream.prompt(index).columns for index in range(2)] == [{"answer": None}, {"answer": 1}]
+    assert contents(opened(file, "runtime.seed=1"), 0, 20) != epochs[0]
+    in_order = opened(file, "data.shuffle=false")
+    assert contents(in_order, 0, 40) == [row["prompt"] for row in ROWS] * 2
+    assert in_order.prompt(23) == Prompt(23, "3+1=", {"answer": "4", "level": 3})
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "rows"])
-def test_missing_values_are_none_in_every_form_of_data(kind: str, tmp_path: Path) -> None:
+def test_missing_values_are_none_in_every_form_of_data(kind, tmp_path):
     values = {"prompt": ["a", "b"], "answer": ["x", None], "level": [1.0, None], "hint": ["y", ""]}
-    frame = pandas.DataFrame(values)
-    file = tmp_path / f"data.{kind}"
+    frame, file = pandas.DataFrame(values), tmp_path / f"data.{kind}"
     if kind == "jsonl":
         jsonl(tmp_path, *frame.to_dict("records"))
     elif kind == "csv":
@@ -100,95 +100,62 @@ def test_missing_values_are_none_in_every_form_of_data(kind: str, tmp_path: Path
         frame.to_parquet(file)
     else:
         rows = frame.convert_dtypes().to_dict("records")
-        jsonl(tmp_path, *Inputs({"data.dataset": rows})._texts["data.jsonl"].splitlines())
-        file = tmp_path / "data.jsonl"
-    stream = opened(file, "data.shuffle=false")
-    assert stream.prompt(0).columns["answer"] == "x"
+        texts = Inputs({"data.dataset": rows})._texts["data.jsonl"].splitlines()
+        file = jsonl(tmp_path, *texts)
     hint = None if kind == "csv" else ""  # elsewhere an empty text may be meant
-    assert stream.prompt(1).columns == {"answer": None, "level": None, "hint": hint}
+    (_, first), (_, second) = rows_of(file)
+    assert first["answer"] == "x" and second == {"answer": None, "level": None, "hint": hint}
     assert "'answer'" in error_of(file, "data.prompt_template={prompt}{answer}")
 
 
-def in_parquet(folder: Path) -> Path:
-    return parquet(folder, **{name: [row[name] for row in ROWS] for name in ROWS[0]})
-
-
-def in_gzip(folder: Path) -> Path:
-    file = folder / "data.jsonl.gz"
-    file.write_bytes(gzip.compress(jsonl(folder, *ROWS).read_bytes()))
-    return file
-
-
-def saved_to_disk(folder: Path) -> Path:
+@pytest.mark.parametrize("name", ["data.parquet", "data.jsonl.gz", "splits"])
+def test_the_same_rows_are_the_same_prompts_in_every_format(name, tmp_path):
     import datasets
 
+    file, plain = tmp_path / name, opened(jsonl(tmp_path, *ROWS))
     train, test = (datasets.Dataset.from_list(rows) for rows in (ROWS, ROWS[:3]))
-    datasets.DatasetDict(train=train, test=test).save_to_disk(str(folder / "splits"))
-    return folder / "splits"
-
-
-@pytest.mark.parametrize("write", [in_parquet, in_gzip, saved_to_disk])
-def test_the_same_rows_are_the_same_prompts_in_every_format(
-    write: Callable[[Path], Path], tmp_path: Path
-) -> None:
-    stream, plain = opened(write(tmp_path)), opened(jsonl(tmp_path, *ROWS))
+    if name == "splits":
+        datasets.DatasetDict(train=train, test=test).save_to_disk(str(file))
+        train.select([5, 3]).save_to_disk(str(tmp_path / "chosen"))
+        assert [content for content, _ in rows_of(tmp_path / "chosen")] == ["5+1=", "3+1="]
+        datasets.DatasetDict(test=test).save_to_disk(str(tmp_path / "only"))
+        assert "only/train" in error_of(tmp_path / "only")
+        assert opened(file / "test").epoch_length == 3
+    elif name == "data.parquet":
+        train.to_parquet(file)
+    else:
+        file.write_bytes(gzip.compress((tmp_path / "data.jsonl").read_bytes()))
+    stream = opened(file)
     assert stream.epoch_length == 20 and stream.held_out() == []
     assert [stream.prompt(i) for i in range(40)] == [plain.prompt(i) for i in range(40)]
     assert [*stream.examples().values()] == [*plain.examples().values()]
     assert stream.fingerprint() == plain.fingerprint()
 
 
-def test_folder_of_a_split_and_of_chosen_rows_is_a_data_set(tmp_path: Path) -> None:
-    import datasets
-
-    assert opened(saved_to_disk(tmp_path) / "test").epoch_length == 3
-    datasets.Dataset.from_list(ROWS).select([5, 3]).save_to_disk(str(tmp_path / "chosen"))
-    chosen = opened(tmp_path / "chosen", "data.shuffle=false")
-    assert [chosen.prompt(i).content for i in range(2)] == ["5+1=", "3+1="]
-    datasets.DatasetDict(test=datasets.Dataset.from_list(ROWS)).save_to_disk(str(tmp_path / "only"))
-    assert "only/train" in error_of(tmp_path / "only")
-
-
-def test_values_of_a_csv_file_are_the_texts_they_are(tmp_path: Path) -> None:
-    file = tmp_path / "data.csv"
-    file.write_text('\ufeffprompt,answer\r\n"1,000+1=",007\r\n\r\n"two\nlines",NA\r\n', "utf-8")
-    stream = opened(file, "data.shuffle=false")
-    assert [(stream.prompt(i).content, stream.prompt(i).columns) for i in range(2)] == [
-        ("1,000+1=", {"answer": "007"}),
-        ("two\nlines", {"answer": "NA"}),
-    ]
+FORMS = [
+    ("jsonl", '\ufeff{"prompt": "1+1=", "answer": "2"}\n\n   \n{"prompt": "2+2=", "answer": "4"}'),
+    ("csv", ",prompt,answer\n0,1+1=,2\n1,2+2=,4\n"),  # DataFrame.to_csv
+    ("csv", ",,prompt,answer\na,0,1+1=,2\na,1,2+2=,4\n"),
+    ("csv", "prompt,answer,\n1+1=,2,\n2+2=,4\n"),
+    ("csv", "prompt,answer,,\n1+1=,2,,\n,,,\n2+2=,4,,\n"),
+    ("csv", "prompt,answer\n1+1=,2,\n2+2=,4,,\n"),
+    ("csv", "\ufeffprompt,answer\r\n1+1=,2\r\n\r\nprompt,answer\r\n2+2=,4\r\n"),  # joined files
+    ("csv", ",prompt,answer,\n0,1+1=,2,\n,,,\n,prompt,answer,\n0,2+2=,4,\n"),
+]
 
 
-TWO = [("1+1=", {"answer": "2"}), ("2+2=", {"answer": "4"})]
+@pytest.mark.parametrize(("kind", "text"), FORMS, ids=range(len(FORMS)))
+def test_files_of_pandas_and_spreadsheets(kind, text, tmp_path):
+    (tmp_path / f"data.{kind}").write_text(text, "utf-8", newline="")
+    assert rows_of(tmp_path / f"data.{kind}") == TWO
 
 
-def rows_of(path: Path) -> list[tuple[Any, Any]]:
-    stream = opened(path, "data.shuffle=false")
-    prompts = [stream.prompt(i) for i in range(stream.epoch_length or 0)]
-    return [(prompt.content, prompt.columns) for prompt in prompts]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        ",prompt,answer\n0,1+1=,2\n1,2+2=,4\n",  # DataFrame.to_csv
-        ",,prompt,answer\na,0,1+1=,2\na,1,2+2=,4\n",
-        "prompt,answer,\n1+1=,2,\n2+2=,4\n",
-        "prompt,answer,,\n1+1=,2,,\n,,,\n2+2=,4,,\n",
-        "prompt,answer\n1+1=,2,\n2+2=,4,,\n",
-        "prompt,answer\n1+1=,2\nprompt,answer\n2+2=,4\n",  # joined files
-        ",prompt,answer,\n0,1+1=,2,\n,,,\n,prompt,answer,\n0,2+2=,4,\n",
-    ],
-)
-def test_csv_files_of_pandas_and_spreadsheets(text: str, tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text(text)
-    assert rows_of(tmp_path / "data.csv") == TWO
-
-
-def test_a_field_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
-    limit = csv.field_size_limit()
-    (tmp_path / "data.csv").write_text(f"prompt,answer\na,{'x' * 140_000}\n")
-    assert rows_of(tmp_path / "data.csv") == [("a", {"answer": "x" * 140_000})]
+def test_values_of_a_csv_file_are_the_texts_they_are(tmp_path):
+    limit, long = csv.field_size_limit(), "x" * 140_000
+    text = f'prompt,answer\r\n"1,000+1=",007\r\n"two\nlines",NA\r\na,{long}\r\n'
+    (tmp_path / "data.csv").write_text(text, newline="")
+    values = {"1,000+1=": "007", "two\nlines": "NA", "a": long}
+    assert rows_of(tmp_path / "data.csv") == [(k, {"answer": v}) for k, v in values.items()]
     assert csv.field_size_limit() == limit
 
 
@@ -206,29 +173,17 @@ def write_two(folder: Path, *names: str) -> None:
             part.to_json(folder / name, orient="records", lines=True)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "train[1].parquet",
-        "[set]/train.parquet",
-        "all*.parquet",
-        "UP.PARQUET",
-        "[a]?.csv",
-        "*.jsonl",
-    ],
-)
-def test_characters_of_patterns_are_part_of_a_name(name: str, tmp_path: Path) -> None:
-    write_two((tmp_path / name).parent, Path(name).name)
-    write_two(tmp_path, "all others.parquet")
-    assert rows_of(tmp_path / name) == TWO
-
-
 TRAIN = ("train-00000-of-00002", "train-00001-of-00002")
 
 
 @pytest.mark.parametrize(
-    ("folder", "names"),
+    ("path", "names"),
     [
+        # Characters of patterns are part of a name.
+        *((name, [name]) for name in ("train[1].parquet", "all*.parquet", "UP.PARQUET")),
+        *((name, [name]) for name in ("[a]?.csv", "*.jsonl")),
+        ("[set]/train.parquet", ["train.parquet"]),
+        # Folders of files.
         ("shards", [f"{each}.parquet" for each in TRAIN]),
         ("[all]*", [f"{each}.parquet" for each in (*TRAIN, "test-00000-of-00001")]),
         ("jsonl", ["part-0.jsonl", "part-1.jsonl", ".part-1.jsonl", "_README.jsonl"]),
@@ -237,27 +192,15 @@ TRAIN = ("train-00000-of-00002", "train-00001-of-00002")
         ("test", ["test.jsonl"]),
     ],
 )
-def test_a_folder_of_files_is_a_data_set(folder: str, names: list[str], tmp_path: Path) -> None:
-    write_two(tmp_path / folder, *names)
-    (tmp_path / folder / "_SUCCESS").touch()
-    assert rows_of(tmp_path / folder) == TWO
+def test_a_path_names_its_file_or_folder(path, names, tmp_path):
+    folder = (tmp_path / path).parent if Path(path).name in names else tmp_path / path
+    write_two(folder, *names)
+    write_two(tmp_path, "all others.parquet")
+    (folder / "_SUCCESS").touch()
+    assert rows_of(tmp_path / path) == TWO
 
 
-@pytest.mark.parametrize(
-    "names", [["a.csv", "b.jsonl"], ["test.jsonl", "validation.jsonl"], ["README.md"]]
-)
-def test_a_folder_of_other_files_is_named(names: list[str], tmp_path: Path) -> None:
-    write_two(tmp_path / "folder", *names)
-    assert error_of(tmp_path / "folder").startswith("data.dataset")
-
-
-def test_a_broken_line_of_a_shard_is_named(tmp_path: Path) -> None:
-    write_two(tmp_path / "shards", "a.jsonl", "b.jsonl")
-    (tmp_path / "shards" / "c.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
-    assert error_of(tmp_path / "shards").startswith(f"{tmp_path}/shards/c.jsonl:2: ")
-
-
-def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path: Path) -> None:
+def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path):
     fingerprint = opened(jsonl(tmp_path, *ROWS)).fingerprint()
     assert opened(jsonl(tmp_path, "", *ROWS), "runtime.seed=1").fingerprint() == fingerprint
     changed: list[list[Any]] = [
@@ -267,9 +210,8 @@ def test_a_fingerprint_is_of_the_rows_and_of_nothing_else(tmp_path: Path) -> Non
         [{**row, "more": None} for row in ROWS],
     ]
     prints = {opened(jsonl(tmp_path, *rows)).fingerprint() for rows in changed}
-    assert len({fingerprint, *prints}) == 1 + len(changed)
     fewer = opened(file := jsonl(tmp_path, *ROWS)).without([f"{file}:4"])
-    assert fewer.fingerprint() != fingerprint
+    assert len({fingerprint, fewer.fingerprint(), *prints}) == 2 + len(changed)
 
 
 class Point:
@@ -293,41 +235,28 @@ class Point:
         np.int64,
     ],
 )
-def test_identity_is_of_the_content_of_values(make: Callable[[int], Any]) -> None:
+def test_identity_is_of_the_content_of_values(make):
     kept = [[make(k) for k in (1, 1, 2)] for _ in range(2)]  # all have addresses of their own
     for values in kept:
         first, second, other = (problem_ids([Prompt(0, "p", {"x": v})])[0] for v in values)
         assert first == second != other
 
 
-def test_an_image_does_not_change_the_fingerprint(tmp_path: Path) -> None:
-    import datasets
-
-    for folder, colour in (("a", 1), ("b", 1), ("c", 2)):
-        rows = [{"prompt": "p", "image": Image.new("RGB", (2, 2), (colour, 0, 0))}]
-        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / folder))
-    first, second, other = (opened(tmp_path / name).fingerprint() for name in "abc")
-    assert first == opened(tmp_path / "a").fingerprint() == second != other
-
-
-def test_fingerprint_of_many_rows_reads_some(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fingerprint_of_many_rows_reads_some(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "NUM_DIGESTED", 5)
     fingerprint = opened(jsonl(tmp_path, *ROWS)).fingerprint()
-    assert opened(in_parquet(tmp_path)).fingerprint() == fingerprint
     for number, is_seen in ((4, True), (5, False)):
         rows = [*ROWS[:number], {**ROWS[number], "answer": "another"}, *ROWS[number + 1 :]]
         assert (opened(jsonl(tmp_path, *rows)).fingerprint() != fingerprint) == is_seen
 
 
-# Mistakes.
+# -- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name", ["none.jsonl", "train.tsv", "", "empty.parquet", "empty.csv", "broken.jsonl.gz"]
 )
-def test_missing_or_unreadable_file_is_named(name: str, tmp_path: Path) -> None:
+def test_missing_or_unreadable_file_is_named(name, tmp_path):
     for empty in ("empty.parquet", "empty.csv"):
         (tmp_path / empty).touch()
     (tmp_path / "broken.jsonl.gz").write_bytes(b'{"prompt": "a"}')
@@ -335,9 +264,12 @@ def test_missing_or_unreadable_file_is_named(name: str, tmp_path: Path) -> None:
     assert message.startswith("data.dataset") and str(tmp_path / name) in message
 
 
-def test_missing_prompt_column_lists_those_there_are(tmp_path: Path) -> None:
-    for file in (jsonl(tmp_path, {"q": "a"}), parquet(tmp_path, q=["a"])):
-        assert error_of(file).startswith("data.prompt_column") and " q" in error_of(file)
+@pytest.mark.parametrize(
+    "names", [["a.csv", "b.jsonl"], ["test.jsonl", "validation.jsonl"], ["README.md"]]
+)
+def test_a_folder_of_other_files_is_named(names, tmp_path):
+    write_two(tmp_path / "folder", *names)
+    assert error_of(tmp_path / "folder").startswith("data.dataset")
 
 
 BROKEN = [
@@ -357,39 +289,44 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("kind", "content", "named"), BROKEN, ids=range(len(BROKEN)))
-def test_broken_line_is_named(kind: str, content: bytes, named: str, tmp_path: Path) -> None:
-    file = tmp_path / f"data.{kind}"
+def test_broken_line_is_named(kind, content, named, tmp_path):
+    """Also of a shard."""
+    file = tmp_path / "shards" / f"b.{kind}"
+    write_two(tmp_path / "shards", f"a.{kind}")
     file.write_bytes(content)
     assert error_of(file).startswith(f"{file}{named}")
+    assert error_of(tmp_path / "shards").startswith(f"{file}{named}")
 
 
-def test_one_string_among_chats_is_named(tmp_path: Path) -> None:
-    message = error_of(jsonl(tmp_path, {"prompt": CHAT}, "", {"prompt": "1+1="}))
-    file = tmp_path / "data.jsonl"
-    assert message.startswith(f"{file}:3: ") and "data.chat=true" in message
+def test_one_string_among_chats_is_named(tmp_path):
+    file = jsonl(tmp_path, {"prompt": CHAT}, "", {"prompt": "1+1="})
+    assert error_of(file).startswith(f"{file}:3: ") and "data.chat=true" in error_of(file)
     assert opened(file, "data.chat=true").epoch_length == 2
+    message = error_of(jsonl(tmp_path, {"q": "a"}))
+    assert message.startswith("data.prompt_column") and " q" in message
 
 
-@pytest.mark.parametrize(
-    ("name", "subset", "split"),
-    [("a/b", None, "train"), ("a/b:main", "main", "train"), ("a/b::test", None, "test")],
-)
-def test_hub_id_may_name_subset_and_split(
-    name: str, subset: str | None, split: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# -- the hub, and presets -------------------------------------------------------------------------
+
+
+def test_hub_id_may_name_subset_and_split(monkeypatch):
     import datasets
 
-    def load(*arguments: Any, **options: Any) -> Any:
-        assert (arguments, options) == (("a/b", subset), {"split": split})
+    loaded: list[tuple[Any, ...]] = []
+
+    def load(*names: Any, split: str) -> Any:
+        loaded.append((*names, split))
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(own_datasets, "reach_hub", lambda: True)
-    assert opened(name).epoch_length == 20
+    for name in ("a/b", "a/b:main", "a/b::test"):
+        assert opened(name).epoch_length == 20
+    assert loaded == [("a/b", None, "train"), ("a/b", "main", "train"), ("a/b", None, "test")]
 
 
 @pytest.mark.alone
-def test_unreachable_hub_ends_soon_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_ends_soon_and_says_what_to_do(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     import datasets  # noqa: F401  its import is not what is timed
 
@@ -397,3 +334,210 @@ def test_unreachable_hub_ends_soon_and_says_what_to_do(monkeypatch: pytest.Monke
     message = error_of("easyrl-no-such-owner/no-such-data")
     assert time.monotonic() - began < 5
     assert message.startswith("data.dataset") and "HF_ENDPOINT" in message
+
+
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Rows in place of the hub's; the ids that have been opened."""
+    put_in_place_of_the_hub(monkeypatch)
+    opened_ids, open_hub = list[str](), own_datasets.open_hub
+    monkeypatch.setattr(
+        own_datasets, "open_hub", lambda name: opened_ids.append(name) or open_hub(name)
+    )
+    return opened_ids
+
+
+@pytest.fixture
+def gsm8k_rows(tmp_path: Path) -> str:
+    return str(jsonl(tmp_path, *GSM8K, name="gsm8k.jsonl"))
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_preset_brings_prompts_and_a_reward(name):
+    stream = opened(name, "data.shuffle=false")
+    assert stream.held_out() and len(stream.examples()) >= len(stream.held_out())
+    assert reward_specs(load_config(None, {"data.dataset": name})) == [PRESETS[name].reward]
+    rows, column = {"gsm8k": (GSM8K, "question"), "math": (DEEPSCALER, "problem")}.get(
+        name, ([], "")
+    )
+    if rows:
+        assert stream.epoch_length == len(rows)
+        assert stream.prompt(0).content == [{"role": "user", "content": rows[0][column] + BOXED}]
+        assert stream.prompt(0).columns == {"answer": rows[0]["answer"]}
+        assert stream.held_out()[0].columns["answer"] in (GSM8K[0]["answer"], "2")
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature"), [("gsm8k", 0.0), ("math", None), ("math500", 0.6), ("aime24", 0.6)]
+)
+def test_an_evaluation_opens_what_is_held_out_and_has_its_sampling(name, temperature, hub):
+    config = with_eval_data(load_config(None, {"data.dataset": name}))
+    assert eval_sampling(config.data).get("temperature") == temperature
+    problems = [*problems_of(open_prompts(config, is_trained=False), config).values()]
+    assert hub == [PRESETS[name].held_out]
+    assert str(problems[0].content).endswith(repr(BOXED)[1:-1] + "'}]")
+    if PRESETS[name].rows:
+        assert problems == [*problems_of(open_prompts(config), config).values()]
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    ("words", "content"),
+    [
+        (["data.prompt_template=Q: {question}", "data.chat=false"], "Q: " + GSM8K[0]["question"]),
+        (["data.prompt_column=answer", "data.chat=false"], GSM8K[0]["answer"]),
+        (
+            ["data.system_prompt=Be brief."],
+            [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": GSM8K[0]["question"] + BOXED},
+            ],
+        ),
+    ],
+)
+def test_what_the_user_sets_wins(words, content):
+    stream = opened("gsm8k", "data.shuffle=false", *words)
+    assert stream.prompt(0).content == stream.held_out()[0].content == content
+
+
+@pytest.mark.usefixtures("hub")
+def test_rows_of_ones_own_are_asked_and_scored_as_a_presets(gsm8k_rows, tmp_path):
+    config = load_config(None, {"data.dataset": gsm8k_rows, "data.preset": "gsm8k"})
+    stream, of_hub = open_prompts(config), opened("gsm8k")
+    assert [stream.prompt(i) for i in range(8)] == [of_hub.prompt(i) for i in range(8)]
+    assert stream.held_out() == [] and reward_specs(config) == ["gsm8k"]
+    assert eval_sampling(config.data)["temperature"] == 0.0
+    assert opened("openai/gsm8k:main:test", "data.preset=gsm8k").epoch_length == 2
+    file = jsonl(tmp_path, {"target": 28, "nums": [95, 11, 56]})  # as on the hub
+    prompt = opened(file, "data.preset=countdown").prompt(0)
+    assert "Numbers: [95, 11, 56]. Target: 28." in str(prompt.content)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_preset_for_ones_own_rows_leaves_presets_as_they_are(gsm8k_rows):
+    mixed = opened([gsm8k_rows, "countdown"], "data.preset=gsm8k")
+    prompts = map(mixed.prompt, range(4))
+    asked = {prompt.columns["data_source"]: str(prompt.content) for prompt in prompts}
+    assert "boxed" in asked[gsm8k_rows] and "Numbers:" in asked["countdown"]
+    flags = {"data.dataset": gsm8k_rows, "data.preset": "gsm8k", "eval.dataset": "math500"}
+    measured = with_eval_data(load_config(None, flags))
+    assert "of $14$" in str(open_prompts(measured, is_trained=False).prompt(0).content)
+    flags["eval.dataset"] = gsm8k_rows
+    assert with_eval_data(load_config(None, flags)).data.preset == "gsm8k"
+
+
+def test_an_unknown_preset_or_one_for_other_rows_is_refused(gsm8k_rows):
+    assert "gsm8k" in error_of(gsm8k_rows, "data.preset=gsm8") and "gsm8k?" in error_of("gsm8")
+    assert error_of("math", "data.preset=gsm8k").startswith("data.preset")
+    assert error_of(gsm8k_rows, "data.preset=math500").startswith("data.prompt_template")
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_held_out_row_that_is_too_long_is_left_out():
+    stream = opened("math", "data.shuffle=false")
+    third = len(DEEPSCALER) + 2
+    locations = list(stream.examples())
+    assert locations[third] == "HuggingFaceH4/MATH-500::test, row 2"
+    fewer = stream.without([locations[0], locations[third]])
+    assert fewer.epoch_length == len(DEEPSCALER) - 1
+    assert [prompt.columns["answer"] for prompt in fewer.held_out()] == ["2", "4", "8", "10", "12"]
+
+
+# -- mixtures -------------------------------------------------------------------------------------
+
+LONG = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(30)]
+SHORT = [{"prompt": f"{i}*1=", "level": i} for i in range(7)]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """A long and a short data set."""
+    return [
+        str(jsonl(tmp_path, *rows, name=f"{name}.jsonl"))
+        for name, rows in (("long", LONG), ("short", SHORT))
+    ]
+
+
+def test_each_data_set_has_its_part_and_its_own_epochs(files):
+    stream = opened(files, "data.weights=[3, 1]")
+    prompts = [stream.prompt(index) for index in range(2 * BLOCK)]
+    assert [prompt.index for prompt in prompts] == list(range(2 * BLOCK))
+    for file, part in zip(files, (3, 1), strict=True):
+        own = [p.content for p in prompts if p.columns["data_source"] == file]
+        assert len(own) == 2 * BLOCK * part // 4
+        assert own == contents(opened(file), 0, len(own))
+    assert {frozenset(p.columns) for p in prompts} == {
+        frozenset({"data_source", "answer", "level"})
+    }
+    assert {p.columns["answer"] is None for p in prompts} == {True, False}
+    again = opened(files, "data.weights=[3, 1]")
+    assert [again.prompt(index) for index in reversed(range(300))] == prompts[299::-1]
+    assert again.prompt(10**9).index == 10**9
+    assert stream.fingerprint() == again.fingerprint()
+    Path(files[1]).write_text(json.dumps(SHORT[0]))
+    assert opened(files).fingerprint() != stream.fingerprint()
+
+
+def test_a_data_set_that_names_its_own_sources_keeps_them(tmp_path, files):
+    own = jsonl(tmp_path, {"prompt": "a", "data_source": "theirs"}, {"prompt": "b"})
+    stream = opened([str(own), *files])
+    sources = {p.content: p.columns["data_source"] for p in map(stream.prompt, range(20))}
+    assert sources["a"] == "theirs" and sources["b"] == str(own)
+
+
+@given(st.lists(st.floats(min_value=0.01, max_value=1), min_size=2, max_size=6))
+@settings(deadline=None, max_examples=50)
+def test_no_data_set_is_ever_far_from_its_part(weights):
+    form = RowForm(load_config().data, None)
+    rows = [{"prompt": str(row)} for row in range(BLOCK)]
+    mixture = PromptStream(
+        {str(n): DataSet(str(n), rows, form) for n in range(len(weights))}, weights
+    )
+    counts: Counter[str] = Counter()
+    for index in range(BLOCK):
+        prompt = mixture.prompt(index)
+        name = prompt.columns["data_source"]
+        assert prompt.content == str(counts[name])  # its next one, none left out
+        counts[name] += 1
+        for number, weight in enumerate(weights):
+            part = weight / sum(weights)
+            assert abs(counts[str(number)] - part * (index + 1)) <= 2 + BLOCK * 1e-3
+
+
+def test_generated_problems_can_be_part_of_a_mixture(files):
+    stream = opened(["arithmetic", *files], "data.shuffle=false")
+    prompts = [stream.prompt(index) for index in range(30)]
+    own = [p.content for p in prompts if p.columns["data_source"] == "arithmetic"]
+    assert own == contents(opened("arithmetic"), 0, 10)
+    assert stream.epoch_length is None and stream.fingerprint() is not None
+    held_out = stream.held_out()
+    assert [prompt.index for prompt in held_out] == list(range(512))
+    assert held_out[3].columns["data_source"] == "arithmetic"
+
+
+@pytest.mark.usefixtures("hub")
+def test_presets_mix_where_their_rewards_agree():
+    config = load_config(None, {"data.dataset": ["math", "gsm8k"]})
+    with pytest.raises(ConfigError, match=r"^reward\.functions"):
+        reward_specs(config)
+    sources = [prompt.columns["data_source"] for prompt in open_prompts(config).held_out()]
+    assert sources == ["math", "gsm8k"] * 2 + ["math"] * 4
+    both = {"data.dataset": ["countdown", "countdown-small"]}
+    assert reward_specs(load_config(None, both)) == ["countdown"]
+
+
+def test_rows_are_named_by_and_left_out_of_their_own_data_set(files):
+    stream = opened(files)
+    locations = list(stream.examples())
+    assert stream.epoch_length == len(locations) == 37
+    assert locations[29:31] == [f"{files[0]}:30", f"{files[1]}:1"]
+    fewer = stream.without({locations[0], *locations[30:32]})
+    assert fewer.epoch_length == 34
+    kept = {row["prompt"] for row in [*LONG[1:], *SHORT[2:]]}
+    assert set(contents(fewer, 0, 2 * BLOCK)) == kept
+    with pytest.raises(ConfigError, match=r"data\.long_prompts: .*short\.jsonl"):
+        stream.without(locations[30:])

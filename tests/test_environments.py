@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ import pytest
 
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.data.datasets import open_prompts
-from easyrl.environments.check import check_environments
 from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted
-from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost
+from easyrl.environments.loading import Interface
+from easyrl.environments.pool import CallFailed, EnvironmentPool, HostLost, check_environments
 from easyrl.environments.tool_calls import BadCall, ToolCall, detect_format, read_calls
 from easyrl.rewards.functions import GroupLost
 from easyrl.rewards.worker import Call, Scored
@@ -37,7 +39,7 @@ class Own:
         self.count = start
         return f" from {start}"
 
-    def increment(self, step: int) -> int:
+    async def increment(self, step: int) -> int:
         """
         Increment the counter.
 
@@ -46,15 +48,6 @@ class Own:
         """
         self.count += step
         return self.count
-
-    async def evaluate(self, code: str) -> str:
-        """
-        Evaluate Python: what a test wants to happen in a coroutine.
-
-        Args:
-            code: An expression.
-        """
-        return eval(code)
 
     def run(self, code: str) -> str:
         """
@@ -150,9 +143,8 @@ def open_pool(tmp_path: Path) -> Iterator[OpenPool]:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
     folder = tmp_path_factory.mktemp("own")
     words = f"reward.functions=[environment, '{folder}/own.py:is_even']", "rollout.tools=[]"
-    pool = EnvironmentPool(config_of(folder, "Own", *words), {})
-    yield pool
-    pool.close()
+    with closing(EnvironmentPool(config_of(folder, "Own", *words), {})) as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -205,24 +197,24 @@ def kill(pool: EnvironmentPool, key: tuple[int, ...] = KEY) -> None:
 # -- processes ------------------------------------------------------------------------------------
 
 
-def test_interface_is_what_trl_makes_of_it(shared: EnvironmentPool) -> None:
+def test_interface_is_what_trl_makes_of_it(shared):
     loaded = shared.loaded()
     (interface,) = loaded.interfaces.values()
     names = [schema["function"]["name"] for schema in interface.schemas]
-    assert sorted(names) == ["evaluate", "increment", "run", "shout"]
+    assert sorted(names) == ["increment", "run", "shout"]
     assert not interface.is_game and interface.has_reward and loaded.reward_functions == [0, 1]
 
 
-def test_episodes_keep_their_state_and_are_scored_where_it_is(own: EnvironmentPool) -> None:
-    acted = act(own, ToolCall("increment", {"step": 2}), ToolCall("evaluate", {"code": "'done'"}))
+def test_episodes_keep_their_state_and_are_scored_where_it_is(own):
+    acted = act(own, ToolCall("increment", {"step": 2}), ToolCall("run", {"code": "'done'"}))
     assert acted.messages == [
         {"role": "tool", "name": "increment", "content": "7"},
-        {"role": "tool", "name": "evaluate", "content": "done"},
+        {"role": "tool", "name": "run", "content": "done"},
     ]
     assert scores(own, 2, 0, 1) == [[7.0, 5.0], [0.0, 0.0]]
 
 
-def test_errors_of_a_tool_are_results(own: EnvironmentPool) -> None:
+def test_errors_of_a_tool_are_results(own):
     wrong = {
         "str": ToolCall("increment", {"step": "x"}),
         "step": ToolCall("increment", {}),
@@ -237,43 +229,83 @@ def test_errors_of_a_tool_are_results(own: EnvironmentPool) -> None:
         assert error.startswith("{'error': ") and word in error
 
 
-def test_instances_are_used_again(own: EnvironmentPool) -> None:
+def test_instances_are_used_again_and_the_kernel_ends_them_first(own):
+    """Where memory runs out."""
+    assert run(own, "open('/proc/self/oom_score_adj').read().strip()") == "1000"
     made = run(own, "Own.num_made")
     own.forget(KEY)
     start(own, 2)
     assert run(own, "Own.num_made") == made
 
 
-def test_output_is_counted_by_call(own: EnvironmentPool) -> None:
+def test_output_is_counted_by_call(own):
     shout = ToolCall("shout", {})
     results = [act(own, shout).messages[0]["content"] for _ in range(20)]
     assert results == ["loud"] * 20
     assert act(own, *[shout] * 20).num_errors == 5  # the line ends count
 
 
-def test_where_memory_runs_out_the_kernel_ends_an_environment_first(own: EnvironmentPool) -> None:
-    assert run(own, "open('/proc/self/oom_score_adj').read().strip()") == "1000"
-
-
-def test_functions_are_tools_without_an_environment(tmp_path: Path) -> None:
+def test_functions_are_tools_without_an_environment(tmp_path):
     """The example of docs/environments.md."""
     (tmp_path / "calculator.py").write_text(example("calculator.py"))
     config = load_config(None, {}, [f"rollout.tools=['{tmp_path}/calculator.py:calculate']"])
-    pool = EnvironmentPool(config, {})
-    try:
+    with closing(EnvironmentPool(config, {})) as pool:
         start(pool)
         acted = act(pool, ToolCall("calculate", {"left": 6, "operation": "*", "right": 7}))
-    finally:
-        pool.close()
-    assert [message["content"] for message in acted.messages] == ["42"]
+    assert acted.messages[0]["content"] == "42"
 
 
-def test_a_tool_may_use_signals_where_calls_run_one_by_one(open_pool: OpenPool) -> None:
+SERVER = """
+import socket
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
+
+class Message(Action):
+    message: str
+
+class Echoed(Observation):
+    echoed_message: str
+
+class Echo(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    state = State()
+
+    def reset(self, seed=None, episode_id=None, **more): return Echoed(echoed_message="ready")
+
+    def step(self, action, timeout_s=None, **more):
+        return Echoed(echoed_message=action.message, reward=1.0)
+
+app = create_app(Echo, Message, Echoed, max_concurrent_envs=64)
+port = socket.create_server(("127.0.0.1", 0))
+print(port.getsockname()[1], flush=True)
+uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[port])
+"""
+
+
+def test_an_openenv_server_is_used(tmp_path, monkeypatch):
+    """The example of docs/environments.md, with OpenEnv's own server."""
+    pytest.importorskip("openenv", reason="needs OpenEnv: pip install 'easyrl-train[openenv]'")
+    (tmp_path / "my_openenv.py").write_text(example("my_openenv.py"))
+    flags = {"rollout.environment": f"{tmp_path}/my_openenv.py:Echo"}
+    config = load_config(None, flags, ["reward.functions=[environment]"])
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=-1, text=True) as server:
+        assert server.stdout is not None
+        monkeypatch.setenv("ENV_URL", f"http://localhost:{server.stdout.readline().strip()}")
+        with closing(EnvironmentPool(config, {})) as pool:
+            start(pool, 2)
+            for number in range(3):
+                acted = act(pool, ToolCall("echo", {"message": f"hello {number}"}))
+                assert acted.messages[0]["content"] == f"hello {number}"
+            assert scores(pool, 2, 0) == [[3.0, 0.0]]
+        server.kill()
+
+
+def test_a_tool_may_use_signals_where_calls_run_one_by_one(open_pool):
     pool = open_pool("Own", "rollout.concurrent_calls=1")
     assert [run(pool, "alarm()"), run(pool, "7")] == ["{'error': 'rang'}", "7"]
 
 
-def test_deterministic_episodes_have_random_numbers_of_their_own(open_pool: OpenPool) -> None:
+def test_deterministic_episodes_have_random_numbers_of_their_own(open_pool):
     """Their calls run one by one: signals work, too."""
     pool = open_pool("Own", "runtime.deterministic=true", num_episodes=2)
     assert run(pool, "alarm()") == "{'error': 'rang'}"
@@ -288,7 +320,7 @@ def test_deterministic_episodes_have_random_numbers_of_their_own(open_pool: Open
     assert draws[0] == draws[1] and draws[0][0] != draws[0][1]
 
 
-def test_a_slow_call_fails_and_others_go_on(open_pool: OpenPool) -> None:
+def test_a_slow_call_fails_and_others_go_on(open_pool):
     pool = open_pool("Own", "rollout.tool_timeout_seconds=1", num_episodes=2)
     slow = pool.act(KEY, 0, [ToolCall("run", {"code": "time.sleep(60)"})])
     assert run(pool, "7", index=1) == "7"
@@ -302,7 +334,7 @@ def test_a_slow_call_fails_and_others_go_on(open_pool: OpenPool) -> None:
     assert not stuck.is_alive() and len(pool._hosts) == 1
 
 
-def test_a_dead_process_ends_its_groups_only(open_pool: OpenPool) -> None:
+def test_a_dead_process_ends_its_groups_only(open_pool):
     pool = open_pool("Own")
     start(pool, key=OTHER)  # in the second process
     with pytest.raises(HostLost, match="exit code 3"):
@@ -313,9 +345,7 @@ def test_a_dead_process_ends_its_groups_only(open_pool: OpenPool) -> None:
 
 
 @pytest.mark.parametrize("word", ["rollout.concurrent_calls=4", "runtime.deterministic=true"])
-def test_calls_of_a_killed_process_are_repeated_once(
-    open_pool: OpenPool, word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_of_a_killed_process_are_repeated_once(open_pool, word, monkeypatch):
     pool, reports = open_pool("Game", word), list[str]()
     monkeypatch.setattr(pool, "report", reports.append)
     play(pool, "a")
@@ -328,7 +358,7 @@ def test_calls_of_a_killed_process_are_repeated_once(
         play(pool, "d")
 
 
-def test_a_killed_environment_that_cannot_be_repeated_is_lost(open_pool: OpenPool) -> None:
+def test_a_killed_environment_that_cannot_be_repeated_is_lost(open_pool):
     pool = open_pool("Game")
     play(pool, "draw")
     kill(pool)
@@ -336,7 +366,7 @@ def test_a_killed_environment_that_cannot_be_repeated_is_lost(open_pool: OpenPoo
         scores(pool, 1, 0)
 
 
-def test_a_group_may_end_while_its_calls_are_repeated(open_pool: OpenPool) -> None:
+def test_a_group_may_end_while_its_calls_are_repeated(open_pool):
     pool = open_pool("Game")
     play(pool, "draw")
     host = pool._groups[KEY].host
@@ -348,16 +378,16 @@ def test_a_group_may_end_while_its_calls_are_repeated(open_pool: OpenPool) -> No
     assert play(pool, "a", key=OTHER).messages[0]["content"] == "a"
 
 
-def test_a_process_that_is_killed_while_it_loads_is_replaced(tmp_path: Path) -> None:
-    pool = EnvironmentPool(config_of(tmp_path, "Game", "reward.functions=[environment]"), {})
-    kill(pool, ())
-    loaded = pool.loaded().interfaces[""]
-    pool.close()
+def test_a_process_that_is_killed_while_it_loads_is_replaced(tmp_path):
+    config = config_of(tmp_path, "Game", "reward.functions=[environment]")
+    with closing(EnvironmentPool(config, {})) as pool:
+        kill(pool, ())
+        loaded = pool.loaded().interfaces[""]
     assert loaded.has_reward and loaded.is_game
 
 
 @pytest.mark.parametrize("num", [1, 4])
-def test_a_call_that_hangs_leaves_the_environment_as_it_was(open_pool: OpenPool, num: int) -> None:
+def test_a_call_that_hangs_leaves_the_environment_as_it_was(open_pool, num):
     """With one call at a time, its process is killed and all other calls are repeated."""
     pool = open_pool("Game", "rollout.tool_timeout_seconds=1", f"rollout.concurrent_calls={num}")
     assert play(pool, "a").is_done is False
@@ -368,7 +398,7 @@ def test_a_call_that_hangs_leaves_the_environment_as_it_was(open_pool: OpenPool,
     assert play(pool, "end").is_done
 
 
-def test_an_odd_step_is_an_error(open_pool: OpenPool) -> None:
+def test_an_odd_step_is_an_error(open_pool):
     with pytest.raises(CallFailed, match=r"\(observation, done\), got 3"):
         play(open_pool("OddStep", "reward.functions=[format]"), "abc")
 
@@ -386,13 +416,13 @@ def test_an_odd_step_is_an_error(open_pool: OpenPool) -> None:
         ("OddStep", "reward.functions", "get_reward"),
     ],
 )
-def test_unusable_environments_are_refused(tmp_path: Path, name: str, key: str, word: str) -> None:
+def test_unusable_environments_are_refused(tmp_path, name, key, word):
     with pytest.raises(ConfigError, match=key) as raised:
         check_environments(config_of(tmp_path, name), Prompt(0, "q", {}))
     assert word in str(raised.value)
 
 
-def test_each_row_names_one_of_several_environments(tmp_path: Path) -> None:
+def test_each_row_names_one_of_several_environments(tmp_path):
     (tmp_path / "own.py").write_text(ENVIRONMENTS)
     words = [
         "rollout.environment={one: 'FILE:Own', two: 'FILE:Own'}".replace(
@@ -445,36 +475,28 @@ BOTH = {"x": 1, "s": "2"}
         # Tags of thinking may be part of an argument.
         ("hermes", TAGS.replace("TAG", "<think>"), {"s": "<think>b"}),
         ("hermes", TAGS.replace("TAG", "</think>"), {"s": "</think>b"}),
+        # What cannot be read.
+        ("hermes", "<tool_call>{name: f}</tool_call>", None),
+        ("hermes", '<tool_call>["f"]</tool_call>', None),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
+        ("llama3", '{"name": "f", "parameters": {"x": }', None),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"', None),
+        ("mistral", "[TOOL_CALLS] 3", None),
     ],
 )
-def test_calls_are_read(tool_format: str, text: str, arguments: dict[str, Any]) -> None:
-    assert read_calls(text, tool_format, SCHEMAS) == [ToolCall("f", arguments)]
+def test_calls_are_read_and_a_bad_one_is_named(tool_format, text, arguments):
     assert read_calls("no call", tool_format, SCHEMAS) == []
+    (found,) = read_calls(text, tool_format, SCHEMAS)
+    assert isinstance(found, BadCall) if arguments is None else found == ToolCall("f", arguments)
 
 
-@pytest.mark.parametrize(
-    ("tool_format", "text"),
-    [
-        ("hermes", "<tool_call>{name: f}</tool_call>"),
-        ("hermes", '<tool_call>["f"]</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
-        ("llama3", '{"name": "f", "parameters": {"x": }'),
-        ("mistral", '[TOOL_CALLS] [{"name": "f"'),
-        ("mistral", "[TOOL_CALLS] 3"),
-    ],
-)
-def test_a_call_that_cannot_be_read_is_a_bad_call(tool_format: str, text: str) -> None:
-    (bad,) = read_calls(text, tool_format, SCHEMAS)
-    assert isinstance(bad, BadCall)
-
-
-def test_all_calls_of_a_turn_are_read() -> None:
+def test_all_calls_of_a_turn_are_read():
     text = call("f", '{"x": 1}') + "\n" + call("f", "{") + call("f", '{"x": 3}')
     calls = read_calls(text, "hermes", SCHEMAS)
     assert [type(each) for each in calls] == [ToolCall, BadCall, ToolCall]
 
 
-def test_the_format_follows_from_the_template() -> None:
+def test_the_format_follows_from_the_template():
     assert detect_format(TEMPLATE) == "hermes"
     with pytest.raises(ConfigError, match=r"rollout\.tool_format"):
         detect_format("{{ messages }}")
@@ -484,11 +506,11 @@ def test_the_format_follows_from_the_template() -> None:
 
 
 def conversations(template: str = TEMPLATE) -> Conversations:
-    tokenizer = chat_tokenizer(template=template)
-    return Conversations(tokenizer, SCHEMAS, end_tokens=[1], variables={})
+    interface = Interface(SCHEMAS, is_game=False, has_reward=False)
+    return Conversations(load_config(), chat_tokenizer(template=template), interface, [1])
 
 
-def test_tokens_of_a_conversation_are_the_templates_own() -> None:
+def test_tokens_of_a_conversation_are_the_templates_own():
     talk, tokenizer = conversations(), chat_tokenizer()
     prompt = [{"role": "user", "content": "q"}]
     ids = talk.prompt_ids(prompt)
@@ -503,7 +525,7 @@ def test_tokens_of_a_conversation_are_the_templates_own() -> None:
     assert talk.suffix([message], 50) == [1, *talk.suffix([message], 1)]
 
 
-def test_a_turn_whose_thinking_the_prompt_has_opened_calls_nothing_before_it_ends() -> None:
+def test_a_turn_whose_thinking_the_prompt_has_opened_calls_nothing_before_it_ends():
     talk, tokenizer = conversations(), chat_tokenizer()
     text = "hm " + call("f", '{"x": 1}')
     for prefix, num_calls in (("q", 1), ("q<think>\n", 0), ("q<think>\n\n</think>\n\n", 1)):
@@ -519,22 +541,21 @@ def test_a_turn_whose_thinking_the_prompt_has_opened_calls_nothing_before_it_end
         (TEMPLATE.replace("T{{", "{{ raise_exception('no tools here') }}T{{"), "no tools here"),
     ],
 )
-def test_templates_that_cannot_continue_are_refused(template: str, word: str) -> None:
-    conversations().check(is_game=False)
+def test_templates_that_cannot_continue_are_refused(template, word):
     with pytest.raises(ConfigError, match=r"data\.chat_template") as raised:
-        conversations(template).check(is_game=False)
+        conversations(template)
     assert word in str(raised.value)
 
 
-def test_thinking_that_a_template_drops_from_earlier_turns_does_not_matter() -> None:
+def test_thinking_that_a_template_drops_from_earlier_turns_does_not_matter():
     dropped = TEMPLATE.replace(
         "A{{ message['content'] }}",
         "A{% if loop.last %}{{ message['content'] }}{% else %}"
         "{{ message['content'].split('</think>')[-1] }}{% endif %}",
     )
-    conversations(dropped).check(is_game=False)
+    conversations(dropped)
 
 
-def test_a_tokenizer_without_a_template_is_refused() -> None:
+def test_a_tokenizer_without_a_template_is_refused():
     with pytest.raises(ConfigError, match=r"rollout\.environment"):
         conversations("")

@@ -18,7 +18,7 @@ from easyrl.environments.host import PROCESS_NAME
 from easyrl.processes import children_named
 from easyrl.runtime.control import request
 from runs import finish, lines_of, start, summary_of, wait_for_line
-from tool_models import call, chat_model, example
+from tool_models import call, chat_model
 
 GUESS = (
     *("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess", "--no-live"),
@@ -61,38 +61,6 @@ class Adder:
     def get_reward(self) -> float:
         return self.num_calls + len(self.word) / 10
 '''
-
-SERVER = """
-import socket
-
-import uvicorn
-from openenv.core.env_server import Action, Environment, Observation, State, create_app
-
-
-class Message(Action):
-    message: str
-
-
-class Echoed(Observation):
-    echoed_message: str
-
-
-class Echo(Environment):
-    SUPPORTS_CONCURRENT_SESSIONS = True
-    state = State()
-
-    def reset(self, seed=None, episode_id=None, **more):
-        return Echoed(echoed_message="ready")
-
-    def step(self, action, timeout_s=None, **more):
-        return Echoed(echoed_message=action.message, reward=1.0)
-
-
-app = create_app(Echo, Message, Echoed, max_concurrent_envs=64)
-port = socket.create_server(("127.0.0.1", 0))
-print(port.getsockname()[1], flush=True)
-uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[port])
-"""
 
 
 def finished(folder: Path, *arguments: str, **environment: str) -> Path:
@@ -333,29 +301,3 @@ def test_an_evaluation_plays_the_held_out_rows(tmp_path: Path) -> None:
     samples = lines_of(tmp_path / "eval" / "samples.jsonl")
     assert {line["ended_by"] for line in samples} <= {"done", "max_turns", "length"}
     assert all(line["messages"][0]["content"] == "0-99" for line in samples)
-
-
-@pytest.mark.long
-def test_an_openenv_server_is_used(tmp_path: Path) -> None:
-    """The example of docs/environments.md, with OpenEnv's own server."""
-    pytest.importorskip("openenv", reason="needs OpenEnv: pip install 'easyrl-train[openenv]'")
-    words = tool_run(tmp_path, ["one", "two"])
-    chat_model(tmp_path / "model", [call("echo", '{"message": "hello"}')])
-    (tmp_path / "my_openenv.py").write_text(example("my_openenv.py"))
-    (tmp_path / "server.py").write_text(SERVER)
-    server = subprocess.Popen(
-        [sys.executable, str(tmp_path / "server.py")], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert server.stdout is not None
-        url = f"http://localhost:{server.stdout.readline().strip()}"
-        words = (*words, f"rollout.environment={tmp_path}/my_openenv.py:Echo")
-        run = finished(tmp_path / "run", *words, ENV_URL=url)
-    finally:
-        server.kill()
-        server.communicate()
-    samples = lines_of(run / "samples.jsonl")
-    for sample in samples:
-        results = [m["content"] for m in sample["messages"] if m["role"] == "tool"]
-        assert sample["reward"] == results.count("hello") == len(results)
-    assert any(sample["reward"] for sample in samples)

@@ -53,7 +53,7 @@ def error_of(folder: Path, row: dict[str, Any] = ROW, **data: Any) -> str:
         ("<{braces}>", f"<{BRACES}>"),  # what is in a row is no template
     ],
 )
-def test_a_template_is_filled_from_columns(tmp_path: Path, template: str, prompt: str) -> None:
+def test_a_template_is_filled_from_columns(tmp_path, template, prompt):
     made = first(tmp_path, prompt_template=template)
     assert made.content == prompt
     assert made.columns == ROW  # what a prompt is made of goes to the rewards all the same
@@ -63,12 +63,9 @@ def test_a_template_is_filled_from_columns(tmp_path: Path, template: str, prompt
     "template",
     ["{qestion}", "{question.upper}", "{}", "{question", "{question} in \\boxed{}", '{"a": 1}'],
 )
-def test_a_template_with_anything_but_columns_is_refused(tmp_path: Path, template: str) -> None:
+def test_a_template_with_anything_but_columns_is_refused(tmp_path, template):
     message = error_of(tmp_path, prompt_template=template)
     assert message.startswith("data.prompt_template: ") and "{{" in message
-
-
-def test_a_row_without_a_column_of_the_template_is_named(tmp_path: Path) -> None:
     message = error_of(tmp_path, prompt_template="{question} {notes}")
     assert message.startswith(f"{tmp_path}/data.jsonl:1: data.prompt_template")
 
@@ -89,9 +86,7 @@ OWN = [{"role": "system", "content": "Own."}, *CHAT]
         ({"prompt": OWN}, {"system_prompt": "Add."}, OWN),
     ],
 )
-def test_a_prompt_is_a_string_or_a_chat(
-    tmp_path: Path, row: dict[str, Any], data: dict[str, Any], content: object
-) -> None:
+def test_a_prompt_is_a_string_or_a_chat(tmp_path, row, data, content):
     assert first(tmp_path, row, **data).content == content
 
 
@@ -110,13 +105,13 @@ OF_OPENAI = {"type": "function", "function": {"name": "add", "arguments": '{"a":
         ({"content": []}, ""),
     ],
 )
-def test_parts_of_a_message_are_joined(tmp_path: Path, given: dict[str, Any], read: str) -> None:
+def test_parts_of_a_message_are_joined(tmp_path, given, read):
     row = {"prompt": [{"role": "user"} | given]}
     assert first(tmp_path, row).content == [{"role": "user", "content": read}]
 
 
 @pytest.mark.parametrize("call", [CALL, OF_OPENAI])
-def test_a_tool_call_needs_no_content(tmp_path: Path, call: dict[str, Any]) -> None:
+def test_a_tool_call_needs_no_content(tmp_path, call):
     row = {"prompt": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}, *CHAT]}
     content = [*CHAT, {"role": "assistant", "tool_calls": [CALL], "content": ""}, *CHAT]
     assert first(tmp_path, row).content == content
@@ -135,7 +130,7 @@ def test_a_tool_call_needs_no_content(tmp_path: Path, call: dict[str, Any]) -> N
         ("2+3?", "role and content"),
     ],
 )
-def test_a_message_that_is_no_text_is_named(tmp_path: Path, message: object, named: str) -> None:
+def test_a_message_that_is_no_text_is_named(tmp_path, message, named):
     found = error_of(tmp_path, {"prompt": [*CHAT, message]})
     assert found.startswith(f"{tmp_path}/data.jsonl:1: column 'prompt'")
     assert "message 1" in found and named in found
@@ -144,7 +139,7 @@ def test_a_message_that_is_no_text_is_named(tmp_path: Path, message: object, nam
 # Names.
 
 
-def test_columns_reach_the_rewards_under_the_names_asked_for(tmp_path: Path) -> None:
+def test_columns_reach_the_rewards_under_the_names_asked_for(tmp_path):
     columns = {"solution": "answer", "asked": "question"}
     made = first(tmp_path, prompt_column="question", columns=columns)
     kept = {name: ROW[name] for name in ("level", "notes", "braces")}
@@ -153,16 +148,12 @@ def test_columns_reach_the_rewards_under_the_names_asked_for(tmp_path: Path) -> 
     assert first(tmp_path, prompt_column="question", columns=both).columns["answer"] == "5"
 
 
-def test_a_missing_column_is_named(tmp_path: Path) -> None:
-    message = error_of(tmp_path, prompt_column="question", columns={"answer": "solution"})
-    assert message.startswith("data.columns.answer: ")
-
-
-def test_a_column_with_the_name_of_an_argument_must_be_renamed(tmp_path: Path) -> None:
+def test_a_column_with_the_name_of_an_argument_must_be_renamed(tmp_path):
     row = {"prompt": "a", "completions": "b"}
     assert first(tmp_path, row).columns == {}
     assert first(tmp_path, row, columns={"of_data": "completions"}).columns == {"of_data": "b"}
     assert error_of(tmp_path, row, columns={"prompts": "completions"}).startswith("data.columns: ")
+    assert error_of(tmp_path, row, columns={"x": "y"}).startswith("data.columns.x: ")
 
 
 # The chat template's variables.
@@ -183,12 +174,6 @@ def tokenizer() -> Any:
     return tokenizer
 
 
-def test_a_string_gets_the_tokenizers_special_tokens_and_a_chat_does_not(tokenizer: Any) -> None:
-    assert tokenizer.decode(render_prompt("1+1=", tokenizer)) == "<pad>1+1="
-    ids = render_prompt(SUM, tokenizer)
-    assert tokenizer.decode(ids) == "1+1=" and all(type(token) is int for token in ids)
-
-
 @pytest.mark.parametrize(
     ("added", "text", "rendered"),
     [
@@ -201,13 +186,13 @@ def test_a_string_gets_the_tokenizers_special_tokens_and_a_chat_does_not(tokeniz
         ("<pad> $A <eos>", "<pad>1+1=", "<pad>1+1="),
     ],
 )
-def test_a_string_begins_once_and_has_no_end(
-    added: str, text: str, rendered: str, tokenizer: Any
-) -> None:
+def test_a_string_begins_once_and_has_no_end_unlike_a_chat(added, text, rendered, tokenizer):
     tokens = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<pad>", "<eos>", "<unk>")]
     processor = processors.TemplateProcessing(single=added, special_tokens=tokens)
     tokenizer.backend_tokenizer.post_processor = processor
     assert tokenizer.decode(render_prompt(text, tokenizer)) == rendered
+    ids = render_prompt(SUM, tokenizer)  # a chat's are in its template
+    assert tokenizer.decode(ids) == "1+1=" and all(type(token) is int for token in ids)
 
 
 TURNS = (
@@ -241,15 +226,13 @@ def characters(template: str) -> Any:
         ),
     ],
 )
-def test_an_assistants_message_at_the_end_is_continued(
-    messages: list[tuple[str, str]], rendered: str
-) -> None:
+def test_an_assistants_message_at_the_end_is_continued(messages, rendered):
     tokenizer = characters(TURNS)
     chat = [{"role": role, "content": content} for role, content in messages]
     assert tokenizer.decode(render_prompt(chat, tokenizer)) == rendered
 
 
-def test_a_template_shows_tool_calls_or_refuses_them() -> None:
+def test_a_template_shows_tool_calls_or_refuses_them():
     call = {"role": "assistant", "content": None, "tool_calls": [OF_OPENAI]}
     messages = read_messages([*CHAT, call, {"role": "tool", "content": "5"}], "prompt")
     tokenizer = characters(TURNS)
@@ -259,16 +242,14 @@ def test_a_template_shows_tool_calls_or_refuses_them() -> None:
         render_prompt(messages, characters("{{ messages }}"))
 
 
-def test_rewards_see_tags_and_no_other_special_tokens() -> None:
+def test_rewards_see_tags_and_no_other_special_tokens():
     tokenizer = characters(TURNS)
     ids = tokenizer("<bos><think>is it 5?</think>\nIt is 6.<|turn|><eos><pad>")["input_ids"]
     assert text_decoder(tokenizer)(ids) == "<think>is it 5?</think>\nIt is 6."
     assert StopStrings(tokenizer, ["</think>"]).is_complete(np.array(ids[:11], np.int32))
 
 
-def test_variables_reach_the_template_wherever_prompts_become_tokens(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+def test_variables_reach_the_template_wherever_prompts_become_tokens(tmp_path, tokenizer):
     def of(*words: str) -> Config:
         return load_config(None, {}, words)
 

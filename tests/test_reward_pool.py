@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -31,80 +30,52 @@ from easyrl.types import Prompt
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 
 FUNCTIONS = """
-import multiprocessing, os, signal, sys, time, zlib
+import multiprocessing, os, signal, sys, time
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 import numpy as np
 
-def arguments(prompts, completions, completion_ids, answer, **columns):
-    assert prompts == ["1+1="] * 2, prompts
-    assert completions == ["2", "3"], completions
-    assert completion_ids == [[5], [6, 7]], completion_ids
-    assert answer == ["2", "2"], answer
-    assert columns.keys() == {"level", "trainer_state", "log_extra", "log_metric"}, columns
-    assert columns["level"] == [4, 4], columns
-    return [0.5, None]
-
-def changes(prompts, completions, completion_ids, level, **_):
-    for argument in (prompts, completions, completion_ids, level[0]):
-        argument.clear()
-    return [1.0, 1.0]
-
-def sees(prompts, completions, completion_ids, level, **_):
-    assert prompts and completions and completion_ids and level == [[1, 2]] * 2
-    return [1.0, 1.0]
-
-def torch_free(completions, **_): return [float("torch" in sys.modules)] * len(completions)
-def pid(completions, **_): return [os.getpid()] * len(completions)
+def evaluates(prompts, completions, **_): return eval(prompts[0])
 def good(completions, **_): return [1.0] * len(completions)
-def numpy_scores(completions, **_): return np.array([0.25, 0.75], dtype=np.float32)
+def pid(completions, **_): return [os.getpid()] * len(completions)
+def none(completions, **_): return [None, 1.0]
+def needs_answer(completions, answer, **_): return [1.0] * len(completions)
+def raises(completions, **_): raise KeyError("mine")
+def nan(completions, **_): return [1.0, float("nan")]
+def a_set(completions, **_): return {1.0, 2.0}
+def hangs(completions, **_): time.sleep(1000)
+def crashes(completions, **_): os.kill(os.getpid(), signal.SIGSEGV)
 
 def sleepy(completions, **_):
     time.sleep(float(completions[0]))
     return [1.0] * len(completions)
 
-def raises(completions, **_): raise KeyError("mine")
-def leaves(completions, **_): sys.exit("no")
-def needs_answer(completions, answer, **_): return [1.0] * len(completions)
-def too_few(completions, **_): return [1.0]
-def text(completions, **_): return ["1.0", 2.0]
-def nan(completions, **_): return [1.0, float("nan")]
-def huge(completions, **_): return [1.0, 1e39]
-def scalar(completions, **_): return np.array(1.0)
-def nothing(completions, **_): return None
-def a_set(completions, **_): return {1.0, 2.0}
-def a_dict(completions, **_): return {0: 1.0, 1: 2.0}
-def sometimes_none(completions, **_): return [None, 1.0]
-def exits(completions, **_): os._exit(3)
-def exits_with_zero(completions, **_): os._exit(0)
-def crashes(completions, **_): os.kill(os.getpid(), signal.SIGSEGV)
-def hangs(completions, **_): time.sleep(1000)
-def kills_itself(completions, **_): os.kill(os.getpid(), signal.SIGKILL)
+def arguments(prompts, completions, completion_ids, answer, **columns):
+    assert (prompts, answer) == (["1+1="] * 2, ["2", "2"])
+    assert (completions, completion_ids) == (["2", "3"], [[5], [6, 7]])
+    assert columns.keys() == {"level", "trainer_state", "log_extra", "log_metric"}, columns
+    for argument in (prompts, completions, completion_ids, columns["level"][0]):
+        argument.clear()
+    return np.array([0.25, np.nan if "torch" in sys.modules else 0.75], dtype=np.float32)
 
-def is_killed_once(completions, **_):
-    if "killed" not in os.listdir(os.path.dirname(__file__)):
-        open(os.path.join(os.path.dirname(__file__), "killed"), "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return [1.0] * len(completions)
+def sees(prompts, completions, completion_ids, level, **_):
+    assert prompts and completions and completion_ids and level == [[1, 2]] * 2
+    return [1.0, None]
 
-def eats(completions, **_):
-    eaten = []
-    while True:
-        eaten.append(bytearray(2**25))
+def dies_once():
+    with open(os.path.join(os.path.dirname(__file__), "killed"), "a") as file:
+        if file.tell() == 0:
+            file.write("x")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0, 1.0]
 
-def oom_score(completions, **_):
-    return [float(open("/proc/self/oom_score_adj").read())] * len(completions)
-
-def prints(completions, **_):
-    for _ in range(2**20):
-        print("x" * 1000)
-    return [1.0] * len(completions)
+def eats(): return [bytearray(2**25) for _ in iter(int, 1)]
+def prints(): return [print("x" * 1000) for _ in range(2**20)]
 
 class Text(str):
-    def __reduce__(self):
-        return os._exit, (1,)
-
-    def __str__(self):
-        return self
+    def __reduce__(self): return os._exit, (1,)
+    def __str__(self): return self
 
 def logs_odd_names(completions, log_extra, log_metric, **_):
     log_extra(Text("column"), [Text("a"), Text("b")])
@@ -114,17 +85,11 @@ def logs_odd_names(completions, log_extra, log_metric, **_):
 def length(text): return float(len(text))
 def puts(queue, text): queue.put(length(text))
 
-def in_a_pool(completions, **_):
-    with multiprocessing.Pool(2) as pool:
-        return pool.map(length, completions)
-
-def by_spawn(completions, **_):
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.map(length, completions)
+def in_a_pool(completions, **_): return multiprocessing.Pool(2).map(length, completions)
+def by_spawn(completions, **_): return get_context("spawn").Pool(1).map(length, completions)
 
 def by_forkserver(completions, **_):
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
-        return list(pool.map(length, completions))
+    return list(ProcessPoolExecutor(1, get_context("forkserver")).map(length, completions))
 
 def in_processes(completions, **_):
     queue = multiprocessing.Queue()
@@ -136,18 +101,8 @@ KEPT = []
 
 def pids_of_pools_that_are_kept(completions, **_):
     for method in ("fork", "spawn"):
-        KEPT.append(ProcessPoolExecutor(1, multiprocessing.get_context(method)))
+        KEPT.append(ProcessPoolExecutor(1, get_context(method)))
     return [float(pool.submit(os.getpid).result()) for pool in KEPT]
-
-def by_prompt(prompts, completions, **_): return globals()[prompts[0]](completions)
-
-def one_in_ten_is_hostile(prompts, completions, log_extra, log_metric, trainer_state, **_):
-    kind = zlib.crc32(prompts[0].encode()) % 40
-    if kind < 4:
-        return (hangs, exits, eats, prints)[kind](completions)
-    log_extra("first", [text[:1] for text in completions])
-    log_metric("steps", trainer_state.global_step)
-    return [len(text) % 7 / 7 for text in completions]
 """
 Open = Callable[..., RewardPool]
 
@@ -179,17 +134,29 @@ def open_pool(own: Path, reports: list[str]) -> Iterator[Open]:
         yield make
 
 
-def score(pool: RewardPool, *prompts: Any, **columns: Any) -> list[Scored]:
+def score(pool: RewardPool, *prompts: str, **columns: Any) -> list[Scored]:
     """Two completions of each prompt."""
     for key, prompt in enumerate(prompts or ("1+1=",)):
         pool.submit(key, Call(prompt, ["2", "3"], [[5], [6, 7]], columns))
     return finished(pool, len(prompts) or 1)
 
 
-def scores_of(pool: RewardPool, *prompts: Any, **columns: Any) -> Any:
+def scores_of(pool: RewardPool, *prompts: str, **columns: Any) -> Any:
     (scored,) = score(pool, *prompts, **columns)
     assert scored.scores and not scored.errors, scored
     return scored.scores
+
+
+def ended(pid: float, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# Before a run.
 
 
 def tried(own: Path, *names: str, **settings: object) -> list[str]:
@@ -197,49 +164,33 @@ def tried(own: Path, *names: str, **settings: object) -> list[str]:
     return try_rewards(config, Prompt(0, "1+1=", {"answer": "2"}))
 
 
-def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(
-    own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_function_that_fails_hangs_or_crashes_when_tried_is_a_warning(own, monkeypatch):
     """The others are tried nevertheless, and what hangs is ended."""
     monkeypatch.setattr(pool_module, "CHECK_SECONDS", 2.0)
-    started = time.monotonic()
     warnings = tried(own, "hangs", "crashes", "raises", "nan", "good", "needs_answer")
     for text, warning in zip(("2 s", "ended", "KeyError: 'mine'", "nan"), warnings, strict=True):
         assert text in warning and "reward.check" in warning
-    assert time.monotonic() - started < 30
     assert not children_named(PROCESS_NAME, [os.getpid()])
-    with pytest.raises(ConfigError, match="too_few"):
-        tried(own, "good", "numpy_scores", "too_few")
+    with pytest.raises(ConfigError, match="a_set"):
+        tried(own, "good", "a_set")
 
 
-def test_functions_are_only_loaded_with_check_false(own: Path) -> None:
-    assert not tried(own, "hangs", "too_few", reward__check=False)
+def test_functions_are_only_loaded_with_check_false(own):
+    assert not tried(own, "hangs", "a_set", reward__check=False)
     with pytest.raises(ConfigError, match="nothing_of_that_name"):
         tried(own, "nothing_of_that_name", reward__check=False)
-
-
-def ended(pid: int, seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 # Calls.
 
 
-def test_function_gets_trl_arguments(open_pool: Open) -> None:
-    pool = open_pool("arguments", "numpy_scores", "torch_free")
-    assert scores_of(pool, answer="2", level=4) == [[0.5, None], [0.25, 0.75], [0.0, 0.0]]
+def test_functions_get_trl_arguments_and_do_not_share_them(open_pool):
+    """In processes without torch."""
+    pool = open_pool("arguments", "sees")
+    assert scores_of(pool, answer="2", level=[1, 2]) == [[0.25, 0.75], [1.0, None]]
 
 
-def test_functions_of_one_call_do_not_share_arguments(open_pool: Open) -> None:
-    assert scores_of(open_pool("changes", "sees"), level=[1, 2]) == [[1.0, 1.0]] * 2
-
-
-def test_completions_of_code_and_math_are_tasks_of_their_own(open_pool: Open) -> None:
+def test_completions_of_code_and_math_are_tasks_of_their_own(open_pool):
     """An endless comparison is a wrong answer, and costs no other completion its score."""
     pool = open_pool("math", "pid", reward__on_error="stop")
     pool.submit(0, Call("q", [r"\boxed{4}", r"\boxed{9^{9^{9}}}", "4"], [[1]] * 3, {"answer": "4"}))
@@ -249,7 +200,7 @@ def test_completions_of_code_and_math_are_tasks_of_their_own(open_pool: Open) ->
 
 
 @pytest.mark.alone
-def test_slow_reward_does_not_block(open_pool: Open) -> None:
+def test_slow_reward_does_not_block(open_pool):
     pool = open_pool("sleepy")
     pool.submit(0, Call("q", ["0"], [[1]], {}))
     finished(pool, 1)  # the processes are up
@@ -262,7 +213,7 @@ def test_slow_reward_does_not_block(open_pool: Open) -> None:
     assert select.select([pool], [], [], 0)[0] == []  # the wake-up is used up
 
 
-def test_results_are_of_plain_types(open_pool: Open) -> None:
+def test_results_are_of_plain_types(open_pool):
     """Others would be unpickled in the rollout worker."""
     ((scores, errors, metrics, columns),) = score(open_pool("logs_odd_names"))
     assert (scores, errors) == ([[1.0, 1.0]], []) and metrics == {"metric": 0.5}
@@ -270,16 +221,13 @@ def test_results_are_of_plain_types(open_pool: Open) -> None:
     assert {type(each) for each in (*metrics, *columns, *columns["column"])} == {str}
 
 
-def test_function_may_start_processes(open_pool: Open) -> None:
+def test_function_may_start_processes_which_end_with_the_killed_one(open_pool):
     pool = open_pool("in_a_pool", "by_spawn", "by_forkserver", "in_processes")
     assert scores_of(pool) == [[1.0, 1.0]] * 4
-
-
-def test_processes_of_a_function_end_with_the_killed_process(open_pool: Open) -> None:
     pool = open_pool("pids_of_pools_that_are_kept", "pid", reward__num_workers=1)
     children, (pid, _) = scores_of(pool)
     os.kill(int(pid), signal.SIGKILL)
-    assert all(ended(int(child)) for child in children)
+    assert all(map(ended, children))
 
 
 ORPHAN = """
@@ -294,14 +242,11 @@ print("alive")
 """
 
 
-def test_process_whose_parent_died_while_it_started_ends() -> None:
+def test_process_whose_parent_died_while_it_started_ends():
     """Such a process waits for work for ever: it holds the other end of its pipe itself."""
+    command = [sys.executable, "-c", ORPHAN]
     done = subprocess.run(
-        [sys.executable, "-c", ORPHAN],
-        start_new_session=True,
-        capture_output=True,
-        timeout=60,
-        check=False,
+        command, start_new_session=True, capture_output=True, timeout=60, check=False
     )
     assert (done.stdout, done.stderr) == (b"", b"")
 
@@ -309,80 +254,74 @@ def test_process_whose_parent_died_while_it_started_ends() -> None:
 # Failures.
 
 INVALID = {
-    "raises": "KeyError: 'mine'",
-    "leaves": "SystemExit: no",
-    "needs_answer": "'answer'",
-    "too_few": "[1.0]",
-    "text": "'1.0'",
-    "nan": "nan",
-    "huge": "1e+39",
-    "scalar": "array(1.)",
-    "nothing": "None",
-    "a_set": "{1.0, 2.0}",
-    "a_dict": "{0: 1.0, 1: 2.0}",
-    "eats": "memory_limit_gib",
+    "{}['mine']": "KeyError: 'mine'",
+    "sys.exit('no')": "SystemExit: no",
+    "needs_answer(completions)": "'answer'",
+    "[1.0]": "[1.0]",
+    "['1.0', 2.0]": "'1.0'",
+    "[1.0, float('nan')]": "nan",
+    "[1.0, 1e39]": "1e+39",
+    "np.array(1.0)": "array(1.)",
+    "None": "None",
+    "{1.0, 2.0}": "{1.0, 2.0}",
+    "{0: 1.0, 1: 2.0}": "{0: 1.0, 1: 2.0}",
+    "eats()": "memory_limit_gib",
+    "prints()": "MiB",
 }
 LOST = {
-    "exits": "exit code 3",
-    "raises": "KeyError: 'mine'",
-    "exits_with_zero": "reward.timeout_seconds",
-    "crashes": "SIGSEGV",
-    "hangs": "reward.timeout_seconds",
+    "os._exit(3)": "exit code 3",
+    "os._exit(0)": "reward.timeout_seconds",
+    "crashes([])": "SIGSEGV",
+    "hangs([])": "reward.timeout_seconds",
+    "1 / 0": "ZeroDivisionError",
 }
 
 
-def test_failed_functions_score_zero_with_an_error_that_names_them(open_pool: Open) -> None:
-    pool = open_pool("good", *INVALID, reward__on_error="zero", reward__memory_limit_gib=0.25)
-    ((scores, errors, *_),) = score(pool)
-    assert scores == [[1.0, 1.0]] + [[0.0, 0.0]] * len(INVALID)
-    for error, (function, named) in zip(errors, INVALID.items(), strict=True):
-        assert function in error and named in error and "'1+1='" in error
-        assert "worker.py" not in error  # the user's frames only
+def test_failed_calls_score_zero_with_an_error_that_names_the_cause(open_pool, capfd):
+    pool = open_pool("good", "evaluates", reward__on_error="zero", reward__memory_limit_gib=0.25)
+    for (prompt, named), scored in zip(INVALID.items(), score(pool, *INVALID), strict=True):
+        assert scored.scores == [[1.0, 1.0], [0.0, 0.0]], prompt
+        (error,) = scored.errors
+        assert "evaluates" in error and named in error and repr(prompt) in error
+        assert ("worker.py" in error) == (named == "MiB")  # else the user's frames only
+    assert len(capfd.readouterr().out) <= 2 * worker.MAX_OUTPUT_CHARACTERS
 
 
-def test_failed_call_stops_the_run_by_default(open_pool: Open) -> None:
+def test_failed_call_stops_the_run_by_default(open_pool):
     with pytest.raises(RewardError, match="a_set"):
         score(open_pool("a_set"))
 
 
-def test_completion_that_no_function_scores_is_an_error(open_pool: Open) -> None:
-    ((scores, errors, *_),) = score(open_pool("sometimes_none", reward__on_error="zero"))
+def test_completion_that_no_function_scores_is_an_error(open_pool):
+    ((scores, errors, *_),) = score(open_pool("none", reward__on_error="zero"))
     assert scores == [[0.0, 1.0]] and len(errors) == 1
 
 
-def test_reward_file_that_does_not_load_is_an_error(own: Path, open_pool: Open) -> None:
+def test_reward_file_that_does_not_load_is_an_error(own, open_pool):
     own.write_text("import no_such_thing")
     with pytest.raises(RewardError, match="No module named 'no_such_thing'"):
         score(open_pool("f"))
 
 
-def test_later_processes_use_the_reward_file_as_it_was(own: Path, open_pool: Open) -> None:
-    own.write_text("import os\ndef f(completions, **_): return [float(os.getpid())] * 2")
-    pool = open_pool("f", reward__num_workers=1)
-    first = scores_of(pool)
-    own.write_text("a syntax error")
-    os.kill(int(first[0][0]), signal.SIGKILL)
-    for again, errors, *_ in score(pool, "q"):
-        assert again and again != first and not errors
-
-
-def test_lost_process_costs_its_own_call_and_is_replaced(open_pool: Open) -> None:
-    pool = open_pool("by_prompt", reward__on_error="skip_group", reward__timeout_seconds=2)
-    prompts = [prompt for lost in LOST for prompt in ("good", lost)]
+def test_lost_process_costs_its_own_call_and_is_replaced(open_pool):
+    """By one that the kernel ends first where memory runs out."""
+    pool = open_pool("evaluates", reward__on_error="skip_group", reward__timeout_seconds=2)
+    good = "[float(open('/proc/self/oom_score_adj').read())] * 2"
+    prompts = [prompt for lost in LOST for prompt in (good, lost)]
     for prompt, (scores, errors, *_) in zip(prompts, score(pool, *prompts), strict=True):
-        if prompt == "good":
-            assert scores and not errors
+        if prompt == good:
+            assert scores == [[1000.0, 1000.0]] and not errors
         else:
             assert not scores and len(errors) == 1
             assert f"'{prompt}'" in errors[0] and LOST[prompt] in errors[0]
 
 
-def test_process_killed_between_two_calls_costs_nothing_and_is_reported(
-    open_pool: Open, reports: list[str]
-) -> None:
+def test_process_killed_between_two_calls_costs_nothing_and_is_reported(own, open_pool, reports):
+    """Later processes use the reward file as it was."""
     pool = open_pool("pid", reward__num_workers=1)
     for pause in (0.0, 0.5):  # before the pool notices, and after
         scores = scores_of(pool)
+        own.write_text("a syntax error")
         os.kill(int(scores[0][0]), signal.SIGKILL)
         time.sleep(pause)
         for again, errors, *_ in score(pool, "q", "q", "q"):
@@ -390,45 +329,25 @@ def test_process_killed_between_two_calls_costs_nothing_and_is_reported(
     assert len(reports) == 2
 
 
-def test_process_killed_during_a_call_costs_nothing_unless_it_happens_again(
-    open_pool: Open, reports: list[str]
-) -> None:
-    assert scores_of(open_pool("is_killed_once")) == [[1.0, 1.0]] and len(reports) == 1
+def test_process_killed_during_a_call_costs_nothing_unless_it_happens_again(open_pool, reports):
+    pool = open_pool("evaluates")
+    assert scores_of(pool, "dies_once()") == [[1.0, 1.0]] and len(reports) == 1
     with pytest.raises(RewardError, match="SIGKILL"):
-        score(open_pool("kills_itself"))
+        score(pool, "os.kill(os.getpid(), signal.SIGKILL)")
 
 
-def test_pool_that_breaks_again_and_again_is_an_error(
-    open_pool: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pool_that_breaks_again_and_again_is_an_error(open_pool, monkeypatch):
     monkeypatch.setattr("easyrl.rewards.pool.start", os._exit)  # called with a config: it fails
     pool = open_pool("good", reward__on_error="zero", reward__num_workers=1)
     with pytest.raises(RewardError, match="processes"):
         score(pool)
 
 
-# Memory and output.
-
-
-def test_where_memory_runs_out_the_kernel_ends_a_reward_process_first(open_pool: Open) -> None:
-    assert scores_of(open_pool("oom_score")) == [[1000.0, 1000.0]]
-
-
-def test_call_that_prints_without_end_fails(
-    open_pool: Open, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pool = open_pool("prints", "good", reward__on_error="zero", reward__num_workers=1)
-    for scored in score(pool, "q", "q"):
-        assert scored.scores == [[0.0, 0.0], [1.0, 1.0]]
-        assert len(scored.errors) == 1 and "MiB" in scored.errors[0]
-    assert len(capfd.readouterr().out) <= 2 * worker.MAX_OUTPUT_CHARACTERS
-
-
 # The end.
 
 
 @pytest.mark.alone
-def test_close_ends_a_hanging_reward_at_once(open_pool: Open) -> None:
+def test_close_ends_a_hanging_reward_at_once(open_pool):
     pool = open_pool("pid", "sleepy", reward__num_workers=1)
     pool.submit(0, Call("q", ["0"], [[1]], {}))
     ((scores, *_),) = finished(pool, 1)
@@ -439,7 +358,7 @@ def test_close_ends_a_hanging_reward_at_once(open_pool: Open) -> None:
     began = time.monotonic()
     pool.close()
     assert time.monotonic() - began < 2
-    assert ended(int(scores[0][0]), 0.1)
+    assert ended(scores[0][0], 0.1)
     pool.close()  # a second time does nothing
 
 
@@ -460,7 +379,7 @@ if __name__ == "__main__":
 """
 
 
-def test_reward_processes_end_with_a_killed_parent(own: Path, tmp_path: Path) -> None:
+def test_reward_processes_end_with_a_killed_parent(own, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     command = [sys.executable, str(script), str(own)]
@@ -472,16 +391,15 @@ def test_reward_processes_end_with_a_killed_parent(own: Path, tmp_path: Path) ->
         children = [child.pid for child in psutil.Process(parent.pid).children()]
         assert pid in children and len(children) >= 2
         parent.kill()
-    assert all(ended(child) for child in children)
+    assert all(map(ended, children))
 
 
 # Groups and runs.
 
 
-def test_weighted_sum_ignores_functions_without_a_score() -> None:
+def test_weighted_sum_ignores_functions_without_a_score():
     rewards = weighted_sum([[1.0, None, 0.0], [2.0, 4.0, None]], [1.0, 0.5])
-    assert rewards.tolist() == [2.0, 2.0, 0.0]
-    assert rewards.dtype == "float32"
+    assert rewards.tolist() == [2.0, 2.0, 0.0] and rewards.dtype == "float32"
 
 
 def group_scored(index: int, rewards: list[float], **changes: Any) -> events.GroupScored:
@@ -526,16 +444,18 @@ def test_logged_metrics_are_averaged_over_the_groups_that_have_them() -> None:
 SOMETIMES = """
 import os, zlib
 
-def score(prompts, completions, **_):
+def score(prompts, completions, log_extra, log_metric, trainer_state, **_):
     kind = zlib.crc32(prompts[0].encode()) % 10
     if kind == 0:
         os._exit(1)
+    log_extra("first", [text[:1] for text in completions])
+    log_metric("steps", trainer_state.global_step)
     return [float(len(text)) for text in completions] if kind > 1 else 1 / 0
 """
 
 
 @pytest.mark.long
-def test_skipped_groups_keep_both_schedules_in_step_to_the_last_bit(tmp_path: Path) -> None:
+def test_skipped_groups_keep_both_schedules_in_step_to_the_last_bit(tmp_path):
     """Processes that die and calls that raise, under random delays: the same groups are skipped and
     replaced, and the same weights come out."""
     (tmp_path / "r.py").write_text(SOMETIMES)
@@ -558,32 +478,9 @@ def test_skipped_groups_keep_both_schedules_in_step_to_the_last_bit(tmp_path: Pa
         of_training = [line for line in errors if line["iteration"] is not None]
         assert len(of_training) == summary["reward_errors"] == summary["groups_skipped"]
         assert len(errors) > len(of_training)  # held-out problems, too
+        assert [line["steps"] for line in metrics] == [0, 1, 2]
+        samples = [line for line in lines_of(folder / "samples.jsonl") if "first" in line]
+        assert samples and all(line["first"] == line["completion"][:1] for line in samples)
         groups = sorted((line["iteration"], line["prompt_index"]) for line in of_training)
         ends[schedule] = summary["weights_sha256"], metrics, groups
     assert ends["sync"] == ends["periodic"]
-
-
-@pytest.mark.long
-def test_run_with_hostile_rewards_continues_and_counts_them(tmp_path: Path, own: Path) -> None:
-    """One group in ten sleeps for ever, ends its process, eats memory or prints a gigabyte."""
-    folder = tmp_path / "run"
-    code, _, err = finish(
-        *("--output", str(folder), "--iterations", "3"),
-        *("--reward", f"{own}:one_in_ten_is_hostile", "reward.on_error=zero"),
-        *("train.prompts_per_iteration=48", "rollout.num_generations=4", "data.num_held_out=0"),
-        *("rollout.max_completion_length=24", "train.keep_checkpoints=0", "reward.num_workers=4"),
-        *("reward.timeout_seconds=2", "reward.memory_limit_gib=0.5"),
-        timeout=600,
-    )
-    assert (code, err) == (0, "")
-    errors = [json.dumps(line) for line in lines_of(folder / "reward_errors.jsonl")]
-    for kind in ("reward.timeout_seconds", "exit code 3", "MemoryError", "MiB"):
-        assert any(kind in line for line in errors), kind
-    assert summary_of(folder)["reward_errors"] == len(errors)
-    assert summary_of(folder)["groups_trained"] == 3 * 48
-    metrics = lines_of(folder / "metrics.jsonl")
-    assert [line["steps"] for line in metrics] == [0, 1, 2]
-    name = "rewards/one_in_ten_is_hostile"
-    assert all({f"{name}/mean", f"{name}/std"} <= line.keys() for line in metrics)
-    samples = [line for line in lines_of(folder / "samples.jsonl") if "first" in line]
-    assert samples and all(line["first"] == line["completion"][:1] for line in samples)

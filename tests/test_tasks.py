@@ -17,27 +17,12 @@ from easyrl.data.tasks import (
     ARITHMETIC,
     COUNTDOWN,
     COUNTDOWN_SMALL,
-    Countdown,
-    Task,
     applied,
     score,
 )
 from runs import finish, summary_of
 
 TINY = BUILT_IN_MODELS["tiny"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(TINY)
-
-
-# The problems.
 
 
 @pytest.mark.parametrize(
@@ -48,19 +33,12 @@ def model() -> Any:
         (COUNTDOWN_SMALL, 2, {"prompt": "7 9 1 = 17\n", "nums": [7, 9, 1], "target": 17}),
     ],
 )
-def test_problems_are_the_same_on_every_machine(
-    task: Task, index: int, row: dict[str, object]
-) -> None:
-    assert task.train_row(0, index) == row
-    same = [task.problem(7, i) == task.problem(8, i) for i in range(200)]
-    assert sum(same) < 20
-
-
-@pytest.mark.parametrize("task", [ARITHMETIC, COUNTDOWN, COUNTDOWN_SMALL])
-def test_held_out_problems_are_never_trained_on(task: Task) -> None:
+def test_problems_are_the_same_on_every_machine_and_never_held_out_ones(task, index, row):
     def key(row: dict[str, Any]) -> object:  # without the order of the numbers
         return (*sorted(row["nums"]), row["target"]) if "nums" in row else row["prompt"]
 
+    assert task.train_row(0, index) == row
+    assert sum(task.problem(7, i) == task.problem(8, i) for i in range(200)) < 20
     held_out = task.held_out_rows()
     assert len({row["prompt"] for row in held_out}) == len(held_out) == task.num_held_out
     keys = {key(row) for row in held_out}
@@ -81,86 +59,62 @@ def is_solvable(nums: tuple[int, ...], target: int, operations: str) -> bool:
 
 
 @pytest.mark.parametrize("level", [COUNTDOWN, COUNTDOWN_SMALL])
-def test_every_countdown_has_a_solution(level: Countdown) -> None:
+def test_every_countdown_has_a_solution(level):
     for index in range(150):
         nums, target = level.problem(3, index)
         assert target in level.targets and is_solvable(nums, target, level.operations)
 
 
-WORKING = "17+50=67+8=75\n75+30=105+4=109\n#109"
-
-
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        (WORKING, 1.0),
-        ("#75\n#109", 1.0),  # only the last answer counts
-        ("#109\n#75", 0.0),
-        ("#0109", 0.0),
-        ("#109 or so", 0.0),
-        ("109", 0.0),
-    ],
-)
-def test_arithmetic_rewards_exactly_the_answer(completion: str, expected: float) -> None:
-    assert make_tiny.solution((17, 58, 34), random.Random()) == WORKING
-    assert score(["17+58+34="], [completion], [[]], answer=["109"]) == [expected]
+def test_arithmetic_rewards_exactly_the_answer():
+    working = "17+50=67+8=75\n75+30=105+4=109\n#109"
+    assert make_tiny.solution((17, 58, 34), random.Random()) == working
+    right = [working, "#75\n#109"]  # only the last answer counts
+    wrong = ["#109\n#75", "#0109", "#109 or so", "109"]
+    assert score([], right + wrong, [], answer=["109"] * 6) == [1.0] * 2 + [0.0] * 4
 
 
 # The built-in models.
 
 
-def test_tokenizer_gives_one_token_a_character_and_the_text_back(tokenizer: Any) -> None:
-    for text in [WORKING, "17+58=", " a  b ,.\n\n!", "Don 't ."]:
-        ids = tokenizer.encode(text)
-        assert len(ids) == len(text)
-        assert tokenizer.decode(ids) == text
-    assert tokenizer.unk_token_id not in tokenizer.encode("".join(map(chr, range(32, 127))))
-
-
-def test_end_of_sequence_is_the_same_everywhere(model: Any, tokenizer: Any) -> None:
-    assert tokenizer.eos_token_id == model.config.eos_token_id
-    assert tokenizer.eos_token_id == model.generation_config.eos_token_id
-    assert tokenizer.pad_token_id == model.config.pad_token_id != tokenizer.eos_token_id
-
-
-def test_before_rl_tiny_is_right_in_a_part_of_its_samples(model: Any, tokenizer: Any) -> None:
-    rows = ARITHMETIC.held_out_rows()[:256]
+def test_before_rl_tiny_is_right_in_a_part_of_its_samples():
+    """One token a character."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    text = "".join(map(chr, range(32, 127)))
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text) and tokenizer.decode(ids) == text
+    rows = ARITHMETIC.held_out_rows()[:64]
     contents = [row["prompt"] for row in rows]
     batch = tokenizer(contents, return_tensors="pt", padding=True, padding_side="left")
     torch.manual_seed(0)
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": 128}
     output = model.generate(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        max_new_tokens=128,
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **sampling
     )
     ids = output[:, batch["input_ids"].shape[1] :]
     completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    answers = [row["answer"] for row in rows]
-    rewards = score(contents, completions, ids.tolist(), answer=answers)
-    assert 0.2 <= sum(rewards) / len(rewards) <= 0.6
+    rewards = score(contents, completions, [], answer=[row["answer"] for row in rows])
+    assert 0.2 <= sum(map(float, rewards)) / len(rewards) <= 0.6
 
 
 @pytest.mark.parametrize(("name", "size"), [("tiny", 4 * 2**20), ("tiny-countdown", 2**20)])
-def test_training_script_makes_a_model_like_the_built_in_one(
-    tmp_path: Path, name: str, size: int
-) -> None:
+def test_training_script_makes_a_model_like_the_built_in_one(tmp_path, name, size):
     folder = BUILT_IN_MODELS[name]
     assert sum(file.stat().st_size for file in folder.iterdir()) <= size
     make_tiny.make(name, tmp_path, num_steps=(1, 1))
     assert {file.name for file in tmp_path.iterdir()} >= {file.name for file in folder.iterdir()}
     made, shipped = (AutoModelForCausalLM.from_pretrained(each) for each in (tmp_path, folder))
-    assert {key: tensor.shape for key, tensor in made.state_dict().items()} == {
-        key: tensor.shape for key, tensor in shipped.state_dict().items()
-    }
+    shapes, expected = (
+        {key: tensor.shape for key, tensor in model.state_dict().items()}
+        for model in (made, shipped)
+    )
+    assert shapes == expected
     for file in (tmp_path, TINY):
         assert AutoTokenizer.from_pretrained(file).encode("1+2=") == [21, 15, 22, 33]
 
 
 @pytest.mark.long
-def test_countdown_is_learned_on_the_cpu_within_five_minutes(tmp_path: Path) -> None:
+def test_countdown_is_learned_on_the_cpu_within_five_minutes(tmp_path):
     config = Path(__file__).parent.parent / "configs" / "countdown_small.yaml"
     words = ("--config", str(config), "--output", str(tmp_path / "run"))
     code, _, err = finish(*words, timeout=900)

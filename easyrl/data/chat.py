@@ -10,14 +10,12 @@ import heapq
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from easyrl.config import Config, ConfigError, DataConfig
 from easyrl.data.presets import preset_of
 from easyrl.types import Messages
 
-NONE: Mapping[str, Any] = MappingProxyType({})
 MAX_CHECKED = 20_000
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 NO_CHAT_TEMPLATE = (
@@ -82,7 +80,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def render_prompt(
-    content: str | Messages, tokenizer: Any, variables: Mapping[str, Any] = NONE
+    content: str | Messages, tokenizer: Any, variables: Mapping[str, Any] | None = None
 ) -> list[int]:
     """Tokenize a prompt, up to where the completion begins.
 
@@ -109,7 +107,7 @@ def render_prompt(
                 add_generation_prompt=not is_begun,
                 continue_final_message=is_begun,
                 return_dict=False,  # transformers 5 would return a BatchEncoding
-                **variables,
+                **variables or {},
             )
     except Exception as error:  # a template is a program and may raise anything
         source = "chat template (data.chat_template, or that of model.path)"

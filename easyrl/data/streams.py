@@ -36,12 +36,7 @@ NUM_DIGESTED = 100_000
 NUM_TASK_EXAMPLES = 256
 """Generated training prompts that are checked before a run."""
 RESERVED_COLUMNS = {
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
+    *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 }
 """Arguments of a reward function that are not columns."""
 BLOCK = 1000
@@ -82,10 +77,8 @@ class RowForm:
         """Raise ConfigError for a column that the config names and the data does not have, and for
         a new name that is reserved."""
         if reserved := sorted(RESERVED_COLUMNS & self.renamed.keys()):
-            raise ConfigError(
-                "data.columns: expected names that no other argument of a reward function has, got "
-                f"{', '.join(reserved)}"
-            )
+            expected = "expected names that no other argument of a reward function has"
+            raise ConfigError(f"data.columns: {expected}, got {', '.join(reserved)}")
         key = "data.prompt_column" if self.template is None else "data.prompt_template"
         needed = [] if self.may_lack_prompt else [(key, name) for name in self.prompt_columns]
         needed += [(f"data.columns.{argument}", name) for argument, name in self.renamed.items()]
@@ -171,7 +164,7 @@ class DataSet:
     def __post_init__(self) -> None:
         if self.num_rows == 0:
             raise ConfigError(f"{KEY}: '{self.name}' has no rows")
-        self.form.check_columns(self._column_names, self.name)
+        self.form.check_columns(self.columns, self.name)
 
     @property
     def num_rows(self) -> int | None:
@@ -183,13 +176,8 @@ class DataSet:
         return self.num_rows if self.kept is None else len(self.kept)
 
     @property
-    def _column_names(self) -> list[str]:
-        first = self.rows(0) if callable(self.rows) else self.rows[0]  # all rows have the same
-        return list(first)
-
-    @property
-    def reward_columns(self) -> list[str]:
-        return list(self.form.reward_columns(dict.fromkeys(self._column_names)))
+    def columns(self) -> list[str]:
+        return list(self.rows(0) if callable(self.rows) else self.rows[0])  # all rows have the same
 
     def location(self, row: int) -> str:
         """Name a row in error messages."""
@@ -212,8 +200,8 @@ class DataSet:
         if callable(rows):
             rows = map(rows, range(NUM_TASK_EXAMPLES))
         elif not isinstance(rows, list):
-            needed = (*self.form.prompt_columns, self.form.environment_column)
-            names = [name for name in rows.column_names if name in needed]
+            needed = {*self.form.prompt_columns, self.form.environment_column}
+            names = [*needed.intersection(rows.column_names)]
             rows = rows.select_columns(names).to_list() if names else [{}] * len(rows)
         found = {}
         for number, row in enumerate(rows):
@@ -242,11 +230,10 @@ class DataSet:
         NUM_DIGESTED rows, that many at equal distances. None for a task."""
         if self.num_rows is None:
             return None
-        digested = range(0, self.num_rows, -(-self.num_rows // NUM_DIGESTED))
         digest = hashlib.sha256(f"{self.num_rows} {self.epoch_length}".encode())
+        digested = range(0, self.num_rows, -(-self.num_rows // NUM_DIGESTED))
         is_list = isinstance(self.rows, list)
-        rows = self.rows[:: digested.step] if is_list else self.rows.select(digested)
-        for row in rows:
+        for row in self.rows[:: digested.step] if is_list else self.rows.select(digested):
             digest.update(json.dumps(row, sort_keys=True, default=content_of).encode())
         return digest.hexdigest()
 
@@ -270,7 +257,8 @@ class PromptStream:
         ]
         self._turns = [turn[1:] for turn in sorted(turns)]
         """The data set at each position in a block, and the number of its prompts before."""
-        self._columns = dict.fromkeys(name for each in self._data for name in each.reward_columns)
+        found = (each.form.reward_columns(dict.fromkeys(each.columns)) for each in self._data)
+        self._columns = dict.fromkeys(name for columns in found for name in columns)
 
     @property
     def epoch_length(self) -> int | None:
@@ -287,24 +275,22 @@ class PromptStream:
     def _with_source(self, prompt: Prompt, number: int, index: int) -> Prompt:
         if len(self._data) == 1:
             return prompt
-        columns = {SOURCE_COLUMN: None, **self._columns, **prompt.columns}
-        if columns[SOURCE_COLUMN] is None:
+        columns = {**self._columns, **prompt.columns}
+        if columns.get(SOURCE_COLUMN) is None:
             columns[SOURCE_COLUMN] = self._names[number]
         return replace(prompt, index=index, columns=columns)
 
     def held_out(self) -> list[Prompt]:
         """The prompts that are never trained. Several data sets take turns, so that the first few
         prompts are from each."""
-        found = []
-        for number, data in enumerate(self._data):
-            if data.held_out is not None:
-                for index in range(data.held_out.epoch_length or 0):
-                    found.append((index, number, data.held_out.prompt(index)))
-        in_turn = sorted(found, key=lambda each: each[:2])
-        return [
-            self._with_source(prompt, number, index)
-            for index, (_, number, prompt) in enumerate(in_turn)
+        parts = [(number, each.held_out) for number, each in enumerate(self._data) if each.held_out]
+        found = [
+            (row, number, part.prompt(row))
+            for number, part in parts
+            for row in range(part.epoch_length or 0)
         ]
+        in_turn = enumerate(sorted(found, key=lambda each: each[:2]))
+        return [self._with_source(prompt, number, index) for index, (_, number, prompt) in in_turn]
 
     def examples(self) -> dict[str, str | Messages]:
         """Return the examples of all data sets. Raises ConfigError where only some are strings."""

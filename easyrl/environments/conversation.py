@@ -13,55 +13,46 @@ thinking) does not matter: these tokens stay as they were.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import Any
 
 from easyrl.config import Config, ConfigError
 from easyrl.data.chat import NO_CHAT_TEMPLATE, render_prompt
 from easyrl.environments.loading import Interface
-from easyrl.environments.tool_calls import (
-    BadCall,
-    Calls,
-    ToolCall,
-    detect_format,
-    read_calls,
-)
+from easyrl.environments.tool_calls import BadCall, Calls, ToolCall, detect_format, read_calls
 from easyrl.types import Messages
 
 MARK = "zqxanswerqxz"
 """Text that no template writes by itself: it shows where an answer is in a rendered text."""
 RESULT = "zqxresultqxz"
-CALL_ID = "call00000"
-"""Templates of Mistral's kind demand nine letters or digits."""
+CALL_ID = "call00000"  # templates of Mistral's kind demand nine letters or digits
 KEY = "data.chat_template"
-MAX_SUFFIXES = 1000  # in the cache
 
 
 class Conversations:
-    """Renders conversations with one set of tools."""
+    """Renders conversations with the tools of one environment."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        schemas: Sequence[dict[str, Any]],
-        *,
-        end_tokens: Collection[int],
-        variables: Mapping[str, Any],
-        tool_format: str = "auto",
+        self, config: Config, tokenizer: Any, interface: Interface, end_tokens: Collection[int]
     ) -> None:
-        """`end_tokens`: tokens that end an answer; `variables`: of the chat template. Raises
-        ConfigError without a template, or if its calls have no known format."""
+        """`end_tokens`: tokens that end an answer. Raises ConfigError if the chat template cannot
+        be used, or its calls have no known format."""
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(f"rollout.environment: {NO_CHAT_TEMPLATE}")
-        self._tokenizer, self._schemas = tokenizer, list(schemas)
-        self._variables = {**variables, **({"tools": self._schemas} if schemas else {})}
+        self._tokenizer, self._schemas = tokenizer, interface.schemas
+        self._variables = dict(config.data.chat_template_kwargs)
+        self._format: str = config.rollout.tool_format
         self._end_tokens = set(end_tokens)
         self._ends = [tokenizer.decode([token]) for token in sorted(end_tokens)]
-        self._suffixes: dict[str, list[int]] = {}
-        self._has_own_format = getattr(tokenizer, "response_template", None) is not None
-        self._format = tool_format
-        if tool_format == "auto" and schemas and not self._has_own_format:
+        self._suffix = lru_cache(1000)(lambda key: self._render_suffix(json.loads(key), []))
+        if self._schemas:
+            self._variables["tools"] = self._schemas
+        has_own_format = getattr(tokenizer, "response_template", None) is not None
+        if self._schemas and self._format == "auto" and not has_own_format:
             self._format = detect_format(str(tokenizer.chat_template))
+        if self._schemas or interface.is_game:
+            self._check(is_game=interface.is_game)
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Tokenize a prompt with the descriptions of the tools. Raises ConfigError."""
@@ -94,12 +85,7 @@ class Conversations:
         """Return the tokens to insert behind an answer, before the next: those of `messages`, all
         of tools or all of the user. `last_token`: of the answer; an answer that was ended by a stop
         string gets its end token first. Raises ConfigError where the template refuses them."""
-        key = json.dumps(messages, sort_keys=True)
-        if key not in self._suffixes:
-            if len(self._suffixes) >= MAX_SUFFIXES:
-                self._suffixes.clear()
-            self._suffixes[key] = self._render_suffix(messages, [])
-        suffix = self._suffixes[key]
+        suffix = self._suffix(json.dumps(messages))
         if last_token in self._end_tokens or not self._ends:
             return suffix
         return [min(self._end_tokens), *suffix]
@@ -107,11 +93,10 @@ class Conversations:
     def _render_suffix(self, messages: Messages, earlier: Messages) -> list[int]:
         is_tool = messages[0]["role"] == "tool"
         answer: dict[str, Any] = {"role": "assistant", "content": MARK}
+        shown = messages
         if is_tool:
             answer |= {"tool_calls": [self._call(str(messages[0]["name"]), MARK)]}
-        shown = [
-            {**message, "tool_call_id": CALL_ID} if is_tool else message for message in messages
-        ]
+            shown = [{**message, "tool_call_id": CALL_ID} for message in messages]
         start = [{"role": "user", "content": "a"}]
         try:
             text: str = self._tokenizer.apply_chat_template(
@@ -136,7 +121,7 @@ class Conversations:
         function = {"name": name, "arguments": {"x": value}}
         return {"type": "function", "id": CALL_ID, "function": function}
 
-    def check(self, *, is_game: bool) -> None:
+    def _check(self, *, is_game: bool) -> None:
         """Raise ConfigError if the tokens behind an answer depend on earlier turns, or the template
         cannot write them."""
         messages = [{"role": "user", "content": RESULT}]
@@ -160,20 +145,3 @@ class Conversations:
                 f"{shown[0]!r} behind the first and {shown[1]!r} behind a later one; use another "
                 "template"
             )
-
-
-def make_conversations(
-    config: Config, tokenizer: Any, interface: Interface, end_tokens: Collection[int]
-) -> Conversations:
-    """Return how conversations with an environment are tokenized. Raises ConfigError if the chat
-    template cannot be used."""
-    conversations = Conversations(
-        tokenizer,
-        interface.schemas,
-        end_tokens=end_tokens,
-        variables=config.data.chat_template_kwargs,
-        tool_format=config.rollout.tool_format,
-    )
-    if interface.is_game or interface.schemas:
-        conversations.check(is_game=interface.is_game)
-    return conversations

@@ -1,7 +1,7 @@
 """A process that holds environments: all of a group are in the same one.
 
     rollout worker ──Request(number, method, arguments)──► host: threads, and an event loop
-                   ◄──────Reply(number, value or error)───
+                   ◄──────Reply(number, kind, value)──────
 
 Calls of different episodes run at the same time, at most `rollout.concurrent_calls`; coroutines run
 on one event loop. Where calls run one after another, they run in the main thread, since Python
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -28,9 +28,15 @@ from easyrl.config import Config, ConfigError
 from easyrl.environments.loading import Environment, Interface, load_environments
 from easyrl.environments.tool_calls import BadCall, Calls
 from easyrl.processes import maybe_sleep, set_name
-from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.loading import accepted_arguments
-from easyrl.rewards.worker import Call, Scored, begin_output, run_call, start
+from easyrl.rewards.worker import (
+    Call,
+    Scored,
+    begin_output,
+    functions_with_environments,
+    run_call,
+    start,
+)
 from easyrl.types import Messages
 from easyrl.user_code import user_traceback
 
@@ -50,10 +56,8 @@ class Reply(NamedTuple):
     """Crosses as JSON."""
 
     number: int
-    value: Any
-    error: str = ""  # a traceback, or the message of a ConfigError
-    is_config_error: bool = False
-    has_started: bool = False  # another reply follows
+    kind: Literal["started", "returned", "failed", "misconfigured"]
+    value: Any = None  # if failed, a traceback; if misconfigured, the message of a ConfigError
 
 
 class Loaded(NamedTuple):
@@ -90,7 +94,6 @@ class Host:
         self._spare: dict[str, list[Any]] = {}  # instances that are not in use
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        reward_worker.run_async = self._awaited
 
     def _awaited(self, value: Any) -> Any:
         if not inspect.isawaitable(value):
@@ -102,7 +105,7 @@ class Host:
         self._environments = load_environments(self._config, with_schemas=with_schemas)
         interfaces = {name: each.interface for name, each in self._environments.items()}
         self._spare = {name: [each.first] for name, each in self._environments.items()}
-        return Loaded(interfaces, reward_worker.functions_with_environments())
+        return Loaded(interfaces, functions_with_environments())
 
     def reset(
         self, key: Key, index: int, name: str, row: Mapping[str, Any], seed: int
@@ -111,18 +114,14 @@ class Host:
         and reset often."""
         if not self._environments:  # `load` failed in this process
             self.load()
-        kind = self._environments[name]
+        kind, spare = self._environments[name], self._spare[name]
         episode = _Episode(name, None, kind.tools, None)
-        if kind.make is not None:
-            spare = self._spare.setdefault(name, [])
-            episode.environment = environment = spare.pop() if spare else kind.make()
-            episode.tools = {
-                **kind.tools,
-                **{method: getattr(environment, method) for method in kind.methods},
-            }
         self._groups.setdefault(key, {})[index] = episode
         if kind.make is None:
             return None
+        episode.environment = environment = spare.pop() if spare else kind.make()
+        own = {method: getattr(environment, method) for method in kind.methods}
+        episode.tools = {**kind.tools, **own}
         if self._config.runtime.deterministic:
             drawn = np.random.RandomState(seed % 2**32)
             episode.random_states = random.Random(seed).getstate(), drawn.get_state()
@@ -164,26 +163,31 @@ class Host:
     ) -> Any:
         if episode.random_states is None:
             return self._awaited(function(*args, **kwargs))
-        before = random.getstate(), np.random.get_state()
-        random.setstate(episode.random_states[0])
-        np.random.set_state(episode.random_states[1])
+        before = _exchange_random_states(episode.random_states)
         try:
             return self._awaited(function(*args, **kwargs))
         finally:
-            episode.random_states = random.getstate(), np.random.get_state()
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+            episode.random_states = _exchange_random_states(before)
 
     def judge(self, key: Key, call: Call) -> Scored:
         """Call the reward functions that need the group's environments."""
         episodes = self._groups[key]
-        return run_call(call, [episodes[index].environment for index in sorted(episodes)])
+        environments = [episodes[index].environment for index in sorted(episodes)]
+        return run_call(call, environments, self._awaited)
 
     def forget(self, key: Key) -> None:
         """Drop a group. Its environments are used again."""
         for episode in self._groups.pop(key, {}).values():
             if episode.environment is not None:
-                self._spare.setdefault(episode.name, []).append(episode.environment)
+                self._spare[episode.name].append(episode.environment)
+
+
+def _exchange_random_states(states: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Set the states of Python's and NumPy's global random numbers; return those before."""
+    before = random.getstate(), np.random.get_state()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    return before
 
 
 def serve(connection: Connection, config: Config, sources: Mapping[str, str]) -> None:
@@ -200,13 +204,14 @@ def serve(connection: Connection, config: Config, sources: Mapping[str, str]) ->
     def answer(request: Request) -> None:
         maybe_sleep()
         begin_output()
-        send(Reply(request.number, None, has_started=True))
+        send(Reply(request.number, "started"))
         try:
-            send(Reply(request.number, getattr(host, request.method)(*request.arguments)))
+            value = getattr(host, request.method)(*request.arguments)
+            send(Reply(request.number, "returned", value))
         except ConfigError as error:
-            send(Reply(request.number, None, str(error), is_config_error=True))
+            send(Reply(request.number, "misconfigured", str(error)))
         except BaseException as error:  # SystemExit too: the process belongs to the environments
-            send(Reply(request.number, None, user_traceback(error)))
+            send(Reply(request.number, "failed", user_traceback(error)))
 
     num_threads = 1 if config.runtime.deterministic else config.rollout.concurrent_calls
     with ThreadPoolExecutor(num_threads) as threads:

@@ -34,6 +34,9 @@ class Interface(NamedTuple):
     has_reward: bool
 
 
+Interfaces = Mapping[str, Interface]  # by the names of the environments
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """One entry of `rollout.environment`; `make` and `first` are None with tools alone."""

@@ -1,4 +1,4 @@
-"""The environments of a rollout worker, in processes of their own (`host`).
+"""The environments of a rollout worker, in processes of their own (`host`), and their check.
 
     start(group) ─► a host process; the group stays there ─► act, judge ─► forget
     poll() ─► answers since the last call, without waiting
@@ -27,10 +27,13 @@ from queue import SimpleQueue
 from typing import Any
 
 from easyrl.config import Config, ConfigError
+from easyrl.data.streams import ENVIRONMENT_COLUMN
 from easyrl.environments.host import Key, Loaded, Reply, Request, serve
-from easyrl.environments.loading import Interface
+from easyrl.environments.loading import KEY, Interface, Interfaces
 from easyrl.rewards.functions import GroupLost
+from easyrl.rewards.loading import reward_specs
 from easyrl.rewards.worker import Call
+from easyrl.types import Prompt
 
 LOAD_SECONDS = 120.0
 """Longest time that a process takes to start and to load environments and rewards."""
@@ -93,9 +96,8 @@ class EnvironmentPool:
 
     def _spawn(self) -> _Host:
         own, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=serve, args=(theirs, self._config, self._sources), daemon=True
-        )
+        arguments = theirs, self._config, self._sources
+        process = self._context.Process(target=serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
         requests: SimpleQueue[Request | None] = SimpleQueue()
@@ -125,9 +127,7 @@ class EnvironmentPool:
     ) -> list[Future[str | None]]:
         """Start the episodes of a group; return their observations."""
         self._open(key)
-        return [
-            self._call(key, "reset", index, name, row, seed) for index, seed in enumerate(seeds)
-        ]
+        return [self._call(key, "reset", n, name, row, seed) for n, seed in enumerate(seeds)]
 
     def act(self, key: Key, index: int, calls: Any) -> Future[Any]:
         """Send a turn's calls to its episode; the result has the arguments of `host.Acted`."""
@@ -215,12 +215,15 @@ class EnvironmentPool:
         host.last_heard = time.monotonic()
         if reply.number not in host.pending:  # it came too late
             return
-        if reply.has_started:
+        if reply.kind == "started":
             host.pending[reply.number].started = host.last_heard
             return
         host.is_loaded = True
-        kind = ConfigError if reply.is_config_error else CallFailed
-        self._settle(host, reply.number, kind(reply.error) if reply.error else None, reply.value)
+        if reply.kind == "returned":
+            self._settle(host, reply.number, None, reply.value)
+        else:
+            kind = ConfigError if reply.kind == "misconfigured" else CallFailed
+            self._settle(host, reply.number, kind(reply.value))
 
     def _settle(self, host: _Host, number: int, error: Exception | None, value: Any = None) -> None:
         call = host.pending.pop(number)
@@ -272,3 +275,49 @@ def _send_all(requests: SimpleQueue[Request | None], connection: Connection) -> 
     with contextlib.suppress(OSError):  # the process has ended
         while (request := requests.get()) is not None:
             connection.send(request)
+
+
+# -- before a run ---------------------------------------------------------------------------------
+
+
+def check_environments(config: Config, example: Prompt | None) -> tuple[Interfaces, list[str]]:
+    """Load all environments in a process of their own, and reset that of a prompt, if there is one
+    (`reward.check`). Return their interfaces, and warnings. Raises ConfigError."""
+    if not config.rollout.has_environments:
+        return {}, []
+    pool = EnvironmentPool(config, {})
+    try:
+        interfaces = pool.loaded().interfaces
+        if config.reward.check and example is not None:
+            name = name_of(example, interfaces)
+            (future,) = pool.start((0,), name, row_of(example, name), [0])
+            pool.wait_for(future)
+    except FAILURES as error:
+        raise ConfigError(f"{KEY}: reset failed on the first row:\n{error}") from None
+    finally:
+        pool.close()
+    is_used = "environment" in reward_specs(config)
+    has_reward = any(each.has_reward for each in interfaces.values())
+    if is_used and not has_reward:
+        raise ConfigError(
+            "reward.functions (--reward): expected reward functions, because the environment has "
+            "no method get_reward, got none"
+        )
+    warning = (
+        "warning: the environment's get_reward is not used; add 'environment' to reward.functions "
+        "to use it"
+    )
+    return interfaces, [warning] if has_reward and not is_used else []
+
+
+def name_of(prompt: Prompt, interfaces: Interfaces) -> str:
+    """Return the name of a prompt's environment."""
+    return "" if "" in interfaces else str(prompt.columns[ENVIRONMENT_COLUMN])
+
+
+def row_of(prompt: Prompt, name: str) -> dict[str, Any]:
+    """Return the arguments of `reset`: the row, without the name of its environment."""
+    row = {"prompt": prompt.content, **prompt.columns}
+    if name:
+        del row[ENVIRONMENT_COLUMN]
+    return row

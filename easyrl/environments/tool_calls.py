@@ -1,18 +1,20 @@
 """Read the tool calls of a model's turn.
 
-    response_template   the tokenizer's own description of its format, by transformers
-    hermes              <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> (Qwen, Hermes)
-    qwen3_coder         <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
-    llama3              {"name": "f", "parameters": {"x": 1}}, the whole turn
-    mistral             [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}], or
-                        [TOOL_CALLS]f[ARGS]{"x": 1}
+    hermes         <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> (Qwen, Hermes)
+    qwen3_coder    <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
+    llama3         {"name": "f", "parameters": {"x": 1}}, the whole turn
+    mistral        [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}], or
+                   [TOOL_CALLS]f[ARGS]{"x": 1}
 
-A call that cannot be read is a `BadCall`: the model gets the reason as its result. What the model
-only thinks (`<think>`, Mistral's `[THINK]`) is no call.
+Tokenizers that describe their format themselves (`response_template`) are read by transformers.
+These formats are for the others. With transformers' parser one call that cannot be read would make
+the whole turn unreadable: here it is a `BadCall`, and the model gets the reason as its result.
+What the model only thinks (`<think>`, Mistral's `[THINK]`) is no call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -24,7 +26,7 @@ KEY = "rollout.tool_format"
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-MISTRAL = "[TOOL_CALLS]"
+MISTRAL = re.compile(r"\s*(.*?)\s*(?:\[CALL_ID\].*?)?\[ARGS\](.*)", re.DOTALL)
 CALLS_OR_THINKING = re.compile(
     r"\A(?:(?!<think>|\[THINK\]).)*?(?:</think>|\[/THINK\])"  # the prompt opened it
     r"|(<tool_call>.*?(?:</tool_call>|\Z)|<function=.*?(?:</function>|\Z)|\[TOOL_CALLS\].*"
@@ -33,13 +35,6 @@ CALLS_OR_THINKING = re.compile(
     re.DOTALL,
 )
 """Calls are group 1."""
-SIGNS = {
-    "<function=": "qwen3_coder",
-    "<tool_call>": "hermes",
-    MISTRAL: "mistral",
-    '"parameters": ': "llama3",
-}
-"""Text of a chat template that shows the format; the first one that is found."""
 
 
 class ToolCall(NamedTuple):
@@ -56,10 +51,16 @@ class BadCall(NamedTuple):
 Calls = list[ToolCall | BadCall]
 
 
+class Format(NamedTuple):
+    sign: str  # in a chat template that writes such calls
+    split: Callable[[str], list[Any]]  # a turn into calls
+    read: Callable[[Any, Sequence[dict[str, Any]]], ToolCall]
+
+
 def detect_format(template: str) -> str:
     """Return the format of the calls that a chat template writes. Raises ConfigError."""
-    for sign, name in SIGNS.items():
-        if sign in template:
+    for name, each in FORMATS.items():
+        if each.sign in template:
             return name
     raise ConfigError(
         f"{KEY}: expected {', '.join(sorted(FORMATS))}, got auto, but the chat template "
@@ -69,18 +70,18 @@ def detect_format(template: str) -> str:
 
 def read_calls(text: str, tool_format: str, schemas: Sequence[dict[str, Any]]) -> Calls:
     """Return the calls of a turn, in order. `schemas`: of the tools."""
-    split, read = FORMATS[tool_format]
+    _, split, read = FORMATS[tool_format]
     calls: Calls = []
-    for body in split(CALLS_OR_THINKING.sub(lambda match: match[1] or "", text)):
+    for call in split(CALLS_OR_THINKING.sub(lambda match: match[1] or "", text)):
         try:
-            calls.append(read(body, schemas))
+            calls.append(read(call, schemas))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"the tool call cannot be read ({tool_format}): {error!r:.200}"
             calls.append(BadCall(reason))
     return calls
 
 
-def _json_call(text: str, _: Sequence[dict[str, Any]]) -> ToolCall:
+def _read_json(text: str, _: Sequence[dict[str, Any]]) -> ToolCall:
     call = json.loads(text)
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
@@ -96,51 +97,31 @@ def _split_llama3(text: str) -> list[str]:
 def _split_mistral(text: str) -> list[str]:
     """Return calls as JSON; a list of calls that cannot be read, as it is."""
     bodies = []
-    for part in text.split(MISTRAL)[1:]:
-        name, has_arguments, arguments = part.partition("[ARGS]")
+    for part in text.split("[TOOL_CALLS]")[1:]:
         try:
-            if has_arguments:
-                name = name.partition("[CALL_ID]")[0].strip()
-                calls = [{"name": name, "arguments": json.loads(arguments)}]
-            else:
-                calls = json.loads(part)
+            calls = json.loads(MISTRAL.sub(r'[{"name": "\1", "arguments": \2}]', part))
             bodies += [json.dumps(call) for call in calls]
         except (ValueError, TypeError):
             bodies.append(part)
     return bodies
 
 
-def _split_qwen3_coder(text: str) -> list[str]:
-    return [match[0] for match in FUNCTION.finditer(text)]
+def _read_qwen3_coder(call: tuple[str, str], schemas: Sequence[dict[str, Any]]) -> ToolCall:
+    name, body = call
+    tools = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    types = tools.get(name, {"parameters": {}})["parameters"].get("properties", {})
+    arguments: dict[str, Any] = dict(PARAMETER.findall(body))
+    for key, text in arguments.items():
+        if types.get(key, {}).get("type") != "string":
+            with contextlib.suppress(ValueError):  # text of another type is left as it is
+                arguments[key] = json.loads(text)
+    return ToolCall(name, arguments)
 
 
-def _read_qwen3_coder(body: str, schemas: Sequence[dict[str, Any]]) -> ToolCall:
-    match = FUNCTION.match(body)
-    assert match is not None
-    types = {}
-    for schema in schemas:
-        if schema["function"]["name"] == match[1]:
-            types = schema["function"]["parameters"].get("properties", {})
-    arguments = {
-        key: value if types.get(key, {}).get("type") == "string" else _literal(value)
-        for key, value in PARAMETER.findall(match[2])
-    }
-    return ToolCall(match[1], arguments)
-
-
-def _literal(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-Split = Callable[[str], list[str]]
-Read = Callable[[str, Sequence[dict[str, Any]]], ToolCall]
-FORMATS: dict[str, tuple[Split, Read]] = {
-    "hermes": (HERMES.findall, _json_call),
-    "llama3": (_split_llama3, _json_call),
-    "mistral": (_split_mistral, _json_call),
-    "qwen3_coder": (_split_qwen3_coder, _read_qwen3_coder),
+FORMATS = {
+    "qwen3_coder": Format("<function=", FUNCTION.findall, _read_qwen3_coder),
+    "hermes": Format("<tool_call>", HERMES.findall, _read_json),
+    "mistral": Format("[TOOL_CALLS]", _split_mistral, _read_json),
+    "llama3": Format('"parameters": ', _split_llama3, _read_json),
 }
-"""How a turn is divided into calls, and how a call is read."""
+"""By name; of a template that shows several signs, the first format."""

@@ -95,21 +95,20 @@ class RewardPool:
         """Score the completions of one prompt by all functions. `elsewhere`: functions that are
         called in another process, and their future result."""
         size = len(group.completions)
-        self._groups[key], others = [], []
-        if elsewhere is not None:
-            others, future = list(elsewhere[0]), elsewhere[1]
-            whole = slice(0, size)
-            call = group._replace(functions=others)
-            self._groups[key].append(_Task(call, whole, future, is_elsewhere=True))
-            future.add_done_callback(lambda _: self._wake())
+        others, future = elsewhere or ((), None)
         per_group = [function for function in self._per_group if function not in others]
-        per_completion = [function for function in self._per_completion if function not in others]
         parts = [(per_group, slice(0, size))] if per_group else []
-        parts += [([f], slice(n, n + 1)) for f in per_completion for n in range(size)]
+        slow = [function for function in self._per_completion if function not in others]
+        parts += [([function], slice(n, n + 1)) for function in slow for n in range(size)]
+        tasks = self._groups[key] = []
+        if future is not None:
+            call = group._replace(functions=others)
+            tasks.append(_Task(call, slice(0, size), future, is_elsewhere=True))
+            future.add_done_callback(lambda _: self._wake())
         for functions, part in parts:
             texts, ids = group.completions[part], group.completion_ids[part]
             call = group._replace(functions=functions, completions=texts, completion_ids=ids)
-            self._groups[key].append(_Task(call, part, self._schedule(call)))
+            tasks.append(_Task(call, part, self._schedule(call)))
 
     def finished(self) -> list[tuple[Hashable, Scored]]:
         """Return the groups scored since the last call, without waiting.

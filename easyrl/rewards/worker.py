@@ -51,13 +51,10 @@ MAX_OUTPUT_CHARACTERS = 2**24
 """Most that a function may print in a call, so that endless output fills no disk."""
 MAX_DUMMIES = 8
 NEEDS_MESSAGES = (
-    "reads chat messages (completion[0]['content']), but the prompts of the data are strings, and "
-    "so are the completions; set data.chat=true, which makes chats of them, or read the string"
+    "reads chat messages (completion[0]['content']), but the prompts of the data are strings: set "
+    "data.chat=true, which makes chats of them, or read the string"
 )
-NEEDS_TEXT = (
-    "reads strings, but the prompts of the data are chats, and a completion is [{'role': "
-    "'assistant', 'content': text}]; read completion[0]['content']"
-)
+NEEDS_TEXT = "reads strings, but the prompts of the data are chats: read completion[0]['content']"
 WRONG_FORM = (TypeError, AttributeError, LookupError)
 """Exceptions of a function that expects chat messages and gets text, or the reverse."""
 PROCESS_NAME = "easyrl-reward"
@@ -117,8 +114,8 @@ class _BoundedOutput(io.TextIOWrapper):
 _config: Config
 _functions: list[RewardFunction] = []
 _loop = asyncio.Runner()
-run_async: Callable[[Coroutine[Any, Any, Any]], Any] = _loop.run
-"""Awaits a coroutine. Where environments are, it is their own event loop that runs it."""
+Await = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine. Where environments are, their own event loop does."""
 
 
 def start(config: Config, sources: Mapping[str, str]) -> None:
@@ -160,7 +157,7 @@ def _loaded() -> list[RewardFunction]:
     return _functions
 
 
-def run_call(call: Call, environments: Sequence[Any] = ()) -> Scored:
+def run_call(call: Call, environments: Sequence[Any] = (), run_async: Await = _loop.run) -> Scored:
     """Score the completions. Raises ConfigError where a function cannot be loaded."""
     maybe_sleep()
     _loaded()
@@ -184,7 +181,7 @@ def run_call(call: Call, environments: Sequence[Any] = ()) -> Scored:
     services: dict[str, Any] = {"log_extra": log_extra, "log_metric": log_metric}
     if environments:
         services["environments"] = environments
-    for index, returned in zip(call.functions, _call_all(call, services), strict=True):
+    for index, returned in zip(call.functions, _call_all(call, services, run_async), strict=True):
         try:
             result.scores.append(_as_scores(returned, num_completions))
         except BaseException as error:  # SystemExit too: the process belongs to the rewards
@@ -244,7 +241,7 @@ def _call_on_dummies(content: str | Messages, example: Prompt, number: int) -> A
     return returned
 
 
-def _call_all(call: Call, services: Mapping[str, Any]) -> list[Any]:
+def _call_all(call: Call, services: Mapping[str, Any], run_async: Await = _loop.run) -> list[Any]:
     """Return the result of each function, or its exception. Each gets its own copy of the
     arguments."""
     texts, is_chat = call.completions, not isinstance(call.prompt, str)

@@ -27,8 +27,9 @@ from easyrl.data.datasets import (
 from easyrl.data.hub import BUILT_IN_MODELS, HubUnreachable
 from easyrl.data.presets import PRESETS
 from easyrl.data.streams import PromptStream
-from easyrl.environments.check import Interfaces, check_environments, longest_tools
-from easyrl.environments.conversation import make_conversations
+from easyrl.environments.conversation import Conversations
+from easyrl.environments.loading import Interfaces
+from easyrl.environments.pool import check_environments
 from easyrl.model.files import (
     ModelFiles,
     fingerprint,
@@ -290,11 +291,12 @@ def too_long_prompts(
         # The tokenizer, which takes seconds to load, would only confirm it.
         check_template(None, examples, data)
     model_config, loaded = _model_config(config), tokenizer_of(config, path)
-    tools = longest_tools(interfaces) if interfaces else []
+    schemas = [each.schemas for each in interfaces.values()]
+    tools = max(schemas, key=lambda each: len(str(each)), default=[])
     skipped = check_prompts(examples, loaded, config, tools)
     for interface in interfaces.values():
         end_tokens = {*load_eos_token_ids(model.path, model_config), loaded.eos_token_id}
-        make_conversations(config, loaded, interface, end_tokens - {None})
+        Conversations(config, loaded, interface, end_tokens - {None})
     return skipped
 
 

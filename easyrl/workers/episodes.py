@@ -25,11 +25,10 @@ import numpy as np
 
 from easyrl.config import Config
 from easyrl.engines.base import Engine, FinishedGroup, GroupRequest, Turn
-from easyrl.environments.check import name_of, row_of
-from easyrl.environments.conversation import make_conversations
+from easyrl.environments.conversation import Conversations
 from easyrl.environments.host import Acted
 from easyrl.environments.loading import Interface
-from easyrl.environments.pool import FAILURES, EnvironmentPool, HostLost
+from easyrl.environments.pool import FAILURES, EnvironmentPool, HostLost, name_of, row_of
 from easyrl.environments.tool_calls import Calls, ToolCall
 from easyrl.rewards.functions import GroupLost, RewardError
 from easyrl.rewards.loading import reward_specs
@@ -82,7 +81,7 @@ class Episodes:
         self._interfaces: Mapping[str, Interface] = loaded.interfaces
         self._reward_functions = loaded.reward_functions
         self._conversations = {
-            name: make_conversations(self._config, tokenizer, interface, engine.end_tokens)
+            name: Conversations(self._config, tokenizer, interface, engine.end_tokens)
             for name, interface in loaded.interfaces.items()
         }
 
