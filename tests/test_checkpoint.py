@@ -167,37 +167,35 @@ def change_format(folder: Path) -> None:
     (folder / "state.json").write_text(json.dumps(content | {"format": 99}))
 
 
-def truncate(pattern: str, share: float) -> Callable[[Path], None]:
+def truncate(pattern: str) -> Callable[[Path], None]:
     def harm(folder: Path) -> None:
         (file,) = folder.glob(pattern)
-        size = file.stat().st_size
-        os.truncate(file, min(int(size * share), size - 1))
+        os.truncate(file, file.stat().st_size - 1)
 
     return harm
 
 
-def corrupt(folder: Path) -> None:
-    (file,) = folder.glob("*.safetensors")
-    with file.open("r+b") as content:  # the size stays the same
-        content.seek(8)
-        content.write(b"\xff" * 8)
+def overwrite(position: int, mask: int) -> Callable[[Path], None]:
+    """Flip bits of a byte of the tensors; the size stays the same."""
+
+    def harm(folder: Path) -> None:
+        (file,) = folder.glob("*.safetensors")
+        content = bytearray(file.read_bytes())
+        content[position] ^= mask
+        file.write_bytes(content)
+
+    return harm
 
 
-def flip_bit(folder: Path) -> None:
-    (file,) = folder.glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(content)
-
-
-SHARES = (0.0, 0.5, 1.0)
+flip_bit = overwrite(-9, 1)
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no state": (lambda folder: (folder / "state.json").unlink(), "state.json"),
     "no tensors": (lambda folder: next(folder.glob("*.safetensors")).unlink(), "shard-00001"),
+    "empty state": (lambda folder: (folder / "state.json").write_text(""), "state.json"),
     "another format": (change_format, "expected format 1, got 99"),
-    **{f"{share} of the state": (truncate("state.json", share), "state.json") for share in SHARES},
-    **{f"{share} of the tensors": (truncate("*.safetensors", share), "shard") for share in SHARES},
-    "the header": (corrupt, "shard"),
+    "the end of the state": (truncate("state.json"), "state.json"),
+    "the end of the tensors": (truncate("*.safetensors"), "shard"),
+    "the header": (overwrite(8, 255), "shard"),
     "a bit of the tensors": (flip_bit, "shard"),
 }
 

@@ -95,18 +95,6 @@ def weights(number: int, num_elements: int = 2**19) -> list[Weight]:
     return [Weight(f"w{n}", values, lambda: values, is_trained=True) for n in range(number)]
 
 
-def test_ranks_on_accelerators_wait_for_each_other_on_the_store(
-    tmp_path: Path, backend: Backend
-) -> None:
-    """The backend itself connects at the first broadcast, without a bound."""
-    joined: list[WeightChannel] = []
-    other = threading.Thread(target=lambda: joined.append(join(tmp_path, rank=1, size=2)))
-    other.start()
-    joined.append(join(tmp_path, rank=0, size=2))
-    other.join()
-    assert len(joined) == 2 and not backend.log
-
-
 def test_a_bucket_is_done_on_the_device_before_it_is_filled_again(
     tmp_path: Path, backend: Backend
 ) -> None:
