@@ -1,9 +1,7 @@
 """Packed rows give what each sequence gives alone through transformers' own attention."""
 
 from functools import cache
-from itertools import combinations, pairwise
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,13 +22,10 @@ from easyrl.model.attention import (
 from easyrl.model.flex_shared_prompt import FlexSharedPrompt
 from easyrl.model.policy import Policy
 from easyrl.model.shared_prompt import (
-    BUCKET_SCORES,
     AttentionSettings,
     Block,
     SharedPrompt,
     attend_block,
-    make_buckets,
-    padded_length,
 )
 from tiny_models import (
     FAMILIES,
@@ -190,47 +185,6 @@ def test_whole_sequences_are_attended_without_stored_scores(monkeypatch, window)
     )
     assert torch.equal(outputs[0], expected)
     assert peak < heads * max(lengths) ** 2 * 4  # of one sequence alone
-
-
-# -- padding: segments of a row share a bucket if that is cheaper than another bucket --------------
-
-lengths_of_segments = st.lists(st.integers(1, 200), min_size=1, max_size=12)
-
-
-def as_segments(lengths):
-    return np.stack([np.cumsum([0, *lengths[:-1]]), lengths], axis=1).astype(np.int64)
-
-
-def cost(widths):
-    """Cost of one bucket of segments with these widths, the longest first."""
-    return len(widths) * widths[0] ** 2 + BUCKET_SCORES
-
-
-@given(lengths_of_segments)
-def test_every_token_is_in_one_cell_and_returns_to_its_index(lengths):
-    tokens = torch.arange(sum(lengths), dtype=torch.float32).view(-1, 1, 1, 1)
-    back = torch.full_like(tokens, -1.0)
-    num_segments = 0
-    for bucket in make_buckets(as_segments(lengths), CPU):
-        cells = bucket.take(tokens, padding=-2.0)
-        assert cells.shape[:2] == (bucket.num_segments, bucket.longest)
-        num_segments += bucket.num_segments
-        bucket.put(back, cells.permute(0, 2, 3, 1, 4).flatten(0, 1))
-    assert num_segments == len(lengths)
-    assert torch.equal(back, tokens)
-
-
-@given(lengths_of_segments)
-def test_no_cut_into_buckets_costs_less(lengths):
-    buckets = make_buckets(as_segments(lengths), CPU)
-    got = sum(b.num_segments * b.longest**2 + BUCKET_SCORES for b in buckets)
-    widths = sorted((padded_length(length) for length in lengths), reverse=True)
-    inner = range(1, len(widths))
-    all_cuts = (
-        (0, *cut, len(widths)) for size in range(len(widths)) for cut in combinations(inner, size)
-    )
-    least = min(sum(cost(widths[i:j]) for i, j in pairwise(cut)) for cut in all_cuts)
-    assert got == least
 
 
 # -- FlexAttention: its mask, and when it is chosen (checked on the CPU) ---------------------------
