@@ -95,18 +95,6 @@ def weights(number: int, num_elements: int = 2**19) -> list[Weight]:
     return [Weight(f"w{n}", values, lambda: values, is_trained=True) for n in range(number)]
 
 
-def test_ranks_on_accelerators_wait_for_each_other_on_the_store(
-    tmp_path: Path, backend: Backend
-) -> None:
-    """The backend itself connects at the first broadcast, without a bound."""
-    joined: list[WeightChannel] = []
-    other = threading.Thread(target=lambda: joined.append(join(tmp_path, rank=1, size=2)))
-    other.start()
-    joined.append(join(tmp_path, rank=0, size=2))
-    other.join()
-    assert len(joined) == 2 and not backend.log
-
-
 def test_a_bucket_is_done_on_the_device_before_it_is_filled_again(
     tmp_path: Path, backend: Backend
 ) -> None:
@@ -169,24 +157,6 @@ def test_a_backend_that_hangs_when_it_connects_is_left_behind(
     with pytest.raises(TimeoutError, match="making the process group"):
         join(tmp_path)
     connected.set()
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        ("WorkNCCL(OpType=BROADCAST) ran for 120000 milliseconds before timing out", TimeoutError),
-        ("NCCL error: remote process exited or there was a network error", ConnectionError),
-    ],
-)
-def test_a_backends_timeout_and_its_broken_connection_are_distinguished(
-    error: str, kind: type[Exception], tmp_path: Path, backend: Backend
-) -> None:
-    """The broadcast may have begun long before the wait."""
-    channel = join(tmp_path)
-    channel.send(0, weights(1))
-    backend.error = error
-    with pytest.raises(kind, match=error[-20:]):
-        channel.send(1, weights(1))
 
 
 def test_a_handle_of_shared_memory_leaves_no_name() -> None:

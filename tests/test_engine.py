@@ -13,14 +13,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from easyrl.engines import embedded, kv_cache, sampling
 from easyrl.engines.base import GroupRequest, SamplingSettings
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
-from easyrl.engines.sampling import uniform_stream
-from easyrl.model.attention import ATTENTION_NAME, PackedGroups, register_attention
+from easyrl.engines.sampling import StopStrings, uniform_stream
+from easyrl.model.attention import ATTENTION_NAME, register_attention
 from easyrl.model.policy import Policy
 from easyrl.types import WeightPiece
 from tiny_models import SPREAD, UNSHARED, VOCABULARY, WINDOW, tiny_model
@@ -109,30 +115,9 @@ def bits_of(completions):
 # -- what is generated ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*EMBEDDED, "qwen3_next", "mamba", "gpt_oss"])
-def test_greedy_tokens_equal_those_of_generate(name):
-    """More sequences than rows, prompts of ragged lengths."""
-    prompts = draw_prompts(7)
-    submitted = requests(prompts, 2)
-    got = tokens_of(run(make_engine(name, temperature=0.0), submitted))
-    if name == "qwen3":
-        assert tokens_of(run(make_engine(name, top_k=1), submitted)) == got
-    for index, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt])
-        output = reference_of(name).generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=MAX_COMPLETION,
-            eos_token_id=EOS,
-            pad_token_id=0,
-        )
-        assert got[(index,)] == [output[0, len(prompt) :].tolist()] * 2
-
-
 @pytest.mark.parametrize(
     ("name", "temperature", "prompts_are"),
-    [(name, temperature, "copied") for name in MODELS for temperature in (1.0, 0.6)]
+    [(name, temperature, "copied") for name in MODELS for temperature in (1.0, 0.6, 0.0)]
     + [(name, 1.0, stored) for name in EMBEDDED for stored in ("shared", "either")],
 )
 def test_samples_and_logprobs_are_those_of_a_plain_forward(
@@ -151,7 +136,7 @@ def test_samples_and_logprobs_are_those_of_a_plain_forward(
             ids = torch.tensor([prompt + completion.token_ids.tolist()])
             with torch.no_grad():
                 logits = reference_of(name)(input_ids=ids, use_cache=False).logits[0]
-            logprobs = torch.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
+            logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)[len(prompt) - 1 : -1]
             expected = logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
             tolerance = 1e-5 if name in EMBEDDED else 1e-4
             np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=tolerance)
@@ -159,13 +144,16 @@ def test_samples_and_logprobs_are_those_of_a_plain_forward(
             *others, last = completion.token_ids.tolist()
             assert EOS not in others and (last == EOS or len(others) == MAX_COMPLETION - 1)
             assert completion.finish_reason == ("stop" if last == EOS else "length")
+            if temperature == 0.0:
+                assert completion.token_ids.tolist() == logprobs.argmax(-1).tolist()
+                continue
             numbers = uniform_stream(7, (*key, sample), MAX_COMPLETION)
             cumulative = logprobs.double().exp().cumsum(-1).numpy()
             for position, token in enumerate(completion.token_ids):
                 bounds = np.append(0.0, cumulative[position])
                 assert bounds[token] - 1e-5 <= numbers[position] <= bounds[token + 1] + 1e-5
                 num_narrow += bounds[token + 1] - bounds[token] < 0.5
-    assert num_narrow > 50  # intervals narrow enough to tell numbers apart
+    assert temperature == 0.0 or num_narrow > 50  # intervals narrow enough to tell numbers apart
 
 
 @pytest.fixture(scope="module")
@@ -179,25 +167,18 @@ def sampled():
 def test_samples_do_not_depend_on_rows_order_or_neighbours(sampled, num_rows, random, left_out):
     submitted = requests(draw_prompts(21), 3)[left_out:]
     random.shuffle(submitted)
-    got = tokens_of(run(make_engine(num_rows=num_rows), submitted))
-    assert got == {key: sampled[key] for key in got}
+    engine, got = make_engine(num_rows=num_rows), {}
+    while submitted or engine.has_work:  # groups arrive while others run
+        if submitted and random.random() < 0.7:
+            engine.submit(submitted.pop())
+        got |= {group.request.key: group.completions for group in engine.step()}
+    assert tokens_of(got) == {key: sampled[key] for key in got} and len(got) == 21 - left_out
 
 
 def test_random_streams_differ_in_seed_key_and_sample():
     keys = product((0, 1), (0, 1), (0, 1, 2**40), (0, 1))
     streams = [uniform_stream(seed, key, 4) for seed, *key in keys]
     assert len({number for stream in streams for number in stream}) == 4 * len(streams)
-
-
-def test_groups_that_arrive_while_others_run_change_no_sample(sampled):
-    engine = make_engine(num_rows=7)
-    waiting = requests(draw_prompts(21), 3)
-    finished = []
-    while waiting or engine.has_work:
-        if waiting:
-            engine.submit(waiting.pop(0))
-        finished += engine.step()
-    assert tokens_of({g.request.key: g.completions for g in finished}) == sampled
 
 
 def test_new_and_used_engines_give_the_same_bits_in_the_same_order():
@@ -214,72 +195,33 @@ def test_new_and_used_engines_give_the_same_bits_in_the_same_order():
 # -- how the embedded engine computes it ----------------------------------------------------------
 
 
-class Watch:
-    """Counts the rows of every forward of an engine: decode tokens and prompts."""
-
-    def __init__(self, monkeypatch, **options):
-        self.decode_rows, self.prompts = [], []
-        self.engine = make_engine(policy=make_policy("qwen3"), **options)
-        original = self.engine._run_model
-
-        def forward(input_ids, position_ids, layout, logits_at):
-            lengths = layout.prompt_lengths
-            num_decode = len(input_ids) - sum(lengths)
-            self.decode_rows.append(num_decode)
-            for prompt in torch.split(input_ids[num_decode:], lengths) if lengths else ():
-                self.prompts.append(tuple(prompt.tolist()))
-            return original(input_ids, position_ids, layout, logits_at)
-
-        monkeypatch.setattr(self.engine, "_run_model", forward)
-
-
-def test_finished_rows_are_refilled_and_cost_no_forward(monkeypatch):
-    """Every row of every forward gives a token that is kept, and rows are refilled."""
-    lengths = np.random.default_rng(0).integers(1, MAX_COMPLETION + 1, (30, 2)).tolist()
-    watch = Watch(monkeypatch, num_rows=8, ignore_eos=True)
-    run(watch.engine, requests(draw_prompts(30), 2, lengths))
+def test_finished_rows_are_refilled_and_prompts_prefilled_once_for_a_whole_group():
+    """Rows that wait for a prompt or for others to end are few."""
+    lengths = np.random.default_rng(0).integers(1, MAX_COMPLETION + 1, (30, 6)).tolist()
+    engine, prompts = make_engine(num_rows=8, ignore_eos=True), draw_prompts(30)
+    run(engine, requests(prompts, 6, lengths))
+    assert engine.num_prompt_tokens == sum(map(len, prompts))
     # A sequence's first token comes from its prompt's forward, each further one from a row.
-    assert sum(watch.decode_rows) == sum(length - 1 for group in lengths for length in group)
-    assert max(watch.decode_rows) == 8
-    last_full = max(step for step, rows in enumerate(watch.decode_rows) if rows == 8)
-    refilled, tail = watch.decode_rows[1:last_full], watch.decode_rows[last_full:]
-    assert np.mean(refilled) >= 7.5  # a row that ends before the next prompt is ready waits a step
-    assert tail == sorted(tail, reverse=True)  # then rows are only compacted
+    num_tokens = sum(length - 1 for group in lengths for length in group)
+    assert num_tokens / 8 <= engine.num_steps <= num_tokens / 7.5 + MAX_COMPLETION
+    assert len(engine.cache.prompt_lengths) < 10 and not engine.cache.prompt_lengths.any()
 
 
 @pytest.mark.parametrize("bound", [15, 5], ids=["some prompts", "less than the longest"])
-def test_prompts_are_prefilled_in_order_once_per_group_and_under_the_token_bound(
-    monkeypatch, bound
-):
-    """A prompt that is longer than the bound is prefilled alone. Slots are used again."""
+def test_prompts_of_one_step_stay_under_the_token_bound(monkeypatch, bound):
+    """A prompt that is longer than the bound is prefilled alone. They are served in order."""
     monkeypatch.setattr(embedded, "MAX_PREFILL_TOKENS", bound)
-    watch, prompts = Watch(monkeypatch, num_rows=16), draw_prompts(40)
-    for request in requests(prompts, 3):
-        watch.engine.submit(request)
-    while watch.engine.has_work:
-        before = len(watch.prompts)
-        watch.engine.step()
-        new = watch.prompts[before:]
-        assert len(new) <= 1 or sum(map(len, new)) <= bound
-    assert watch.prompts == list(map(tuple, prompts))
-    assert len(watch.engine.cache.prompt_lengths) < 30
-    assert not watch.engine.cache.prompt_lengths.any()
-
-
-def test_memory_of_an_evaluations_prompts_is_freed_for_training():
-    """The next weights free it if no prompt has needed it since the last ones. No bit changes."""
-    engine = make_engine(policy=make_policy("qwen3"), num_rows=8)
-    training, evaluation = requests(draw_prompts(6), 8), requests(draw_prompts(30))
-    expected, size = bits_of(run(engine, training)), engine.cache.prompts_size
-    run(engine, evaluation)
-    assert engine.cache.prompts_size[0] > 2 * size[0]
-    for _ in range(2):
-        engine.load_weights(pieces_of(make_policy("qwen3")))
-        assert bits_of(run(engine, training)) == expected
-    assert engine.cache.prompts_size == size
-    assert engine.cache.prompts[0][0].shape[0] == size[0]
-    engine.load_weights(pieces_of(make_policy("qwen3")))
-    assert engine.cache.prompts_size == size  # training needs as much again
+    engine, lengths = make_engine(num_rows=16), [len(prompt) for prompt in draw_prompts(40)]
+    for request in requests(draw_prompts(40)):
+        engine.submit(request)
+    while engine.has_work:
+        before = engine.num_prompt_tokens
+        engine.step()
+        num_new, taken = engine.num_prompt_tokens - before, []
+        while sum(taken) < num_new:
+            taken.append(lengths.pop(0))
+        assert sum(taken) == num_new and (num_new <= bound or len(taken) == 1)
+    assert not lengths
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
@@ -415,17 +357,6 @@ def test_new_weights_replace_the_old_ones_completely(name):
     assert tokens_of(got) != tokens_of(old)
 
 
-def test_engine_leaves_its_model_trainable():
-    """Sampling under inference mode must leave no inference tensor where autograd needs one."""
-    policy = make_policy("gemma2")
-    run(make_engine(policy=policy), requests(draw_prompts(3), 2))
-    logits = policy.forward(
-        torch.tensor([4, 5, 6]), torch.arange(3), PackedGroups.of_sequences([3]), torch.arange(3)
-    )
-    logits.sum().backward()
-    assert all(p.grad is not None for p in policy.model.parameters())
-
-
 # -- the sampling distribution --------------------------------------------------------------------
 
 
@@ -434,17 +365,6 @@ def sample(logits, uniforms, temperature, **settings):
         max_prompt_length=1, max_completion_length=1, temperature=temperature, **settings
     )
     return sampling.sample(logits, uniforms, settings)
-
-
-def test_inverse_transform_is_exact_at_every_boundary():
-    logits = torch.tensor([[0.0, 0.1, 0.2, 0.0, 0.7]]).log()  # tokens 0 and 3 are impossible
-    cases = {0.0: 1, 0.0999: 1, 0.1001: 2, 0.2999: 2, 0.3001: 4, 0.9999: 4, 1 - 2**-53: 4}
-    tokens, logprobs = sample(
-        logits.expand(len(cases), -1), torch.tensor(list(cases), dtype=torch.float64), 1.0
-    )
-    assert tokens.tolist() == list(cases.values())
-    expected = logits[0].exp()[tokens]
-    np.testing.assert_allclose(logprobs.exp(), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 5, 50, 128, 129, 1000])
@@ -462,31 +382,11 @@ def test_frequencies_are_the_probabilities(vocabulary):
     np.testing.assert_allclose(logprobs, expected.log()[tokens], rtol=0, atol=2e-6)
 
 
-def test_impossible_tokens_are_never_drawn():
-    """At the ends and at the bounds of every share, where sums are rounded."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, 5000, generator=generator)
-    logits[0, torch.rand(5000, generator=generator) < 0.9] = -torch.inf
-    bounds = logits[0].double().softmax(-1).cumsum(-1)
-    uniforms = torch.cat([bounds + shift for shift in (-1e-8, 0.0, 1e-8)]).clamp(0, 1 - 2**-53)
-    tokens, _ = sample(logits.expand(len(uniforms), -1), uniforms, 1.0)
-    assert logits[0, tokens].isfinite().all()
-    assert len(tokens.unique()) == logits.isfinite().sum()
-
-
 def test_greedy_tokens_have_logprobs_at_temperature_1_and_ties_go_to_the_first():
     _, logprob = sample(torch.tensor([[0.0, 1.0]]), torch.zeros(1, dtype=torch.float64), 0.0)
     assert float(logprob) == pytest.approx(-np.log1p(np.exp(-1.0)), abs=1e-6)
     uniforms = torch.tensor([0.0, 0.49, 0.51, 0.99], dtype=torch.float64)
     assert sample(torch.zeros(4, 5), uniforms, 1.0, top_k=2)[0].tolist() == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize("vocabulary", [99, 300])
-def test_logits_that_are_no_numbers_give_a_token_without_log_probability(vocabulary):
-    """The run reports it then."""
-    logits = torch.full((1, vocabulary), torch.nan)
-    token, logprob = sample(logits, torch.tensor([0.5], dtype=torch.float64), 1.0)
-    assert 0 <= int(token) < vocabulary and logprob.isnan()
 
 
 @settings(max_examples=40)
@@ -512,3 +412,89 @@ def test_top_k_and_top_p_equal_transformers_and_logprobs_are_of_the_whole_distri
     )
     assert tokens.tolist() == [*wanted.tolist(), int(wanted[0]), int(wanted[-1])]
     torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1)[0, tokens])
+
+
+# -- stop strings ----------------------------------------------------------------------------------
+
+
+@cache
+def bytes_tokenizer():
+    """Letters, spaces, the single bytes of "é" and "è", and tokens across them."""
+    pieces = [*"abcdef", "Ġ", "Ã", "©", "¨", "Ċ", "bc", "Ġa", "aÃ", "©b", "ab", "cdef", "©Ã"]
+    names = ["<pad>", "<bos>", "<eos>", *pieces]
+    names += [chr(number) for number in range(0x67, 0x67 + VOCABULARY - len(names))]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+
+
+@cache
+def pieces_tokenizer():
+    """Like SentencePiece: words with their space, which the first word loses, and bytes."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in (0xC3, 0xA9, 0xA8))]
+    names += [*"abc", "▁", "▁a", "▁b", "ab", "▁▁"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def first_stop(tokenizer, tokens, stops):
+    """Number of tokens up to the first one that completes a stop string; None: no string."""
+    for length in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:length], skip_special_tokens=True)
+        if any(stop in text for stop in stops):
+            return length
+    return None
+
+
+STOPS = ["é", "éé", " a", "a b", "cd", "\n", "abcabc", "è a", "ab é"]
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from([bytes_tokenizer, pieces_tokenizer]),
+    st.lists(st.integers(0, 20), min_size=1, max_size=25),
+    st.lists(st.sampled_from(STOPS), min_size=1, max_size=3, unique=True),
+)
+def test_stop_string_is_found_with_the_token_that_completes_it(tokenizer, tokens, stops):
+    tokens = [token % len(tokenizer()) for token in tokens]
+    finder = StopStrings(tokenizer(), stops)
+    found = None
+    for length in range(1, len(tokens) + 1):
+        if finder.is_complete(np.array(tokens[:length], dtype=np.int32)):
+            found = length
+            break
+    assert found == first_stop(tokenizer(), tokens, stops)
+
+
+@BOTH
+def test_completion_ends_with_the_token_that_completes_a_stop_string(name):
+    stops, tokenizer = ["a", "é", "cd", "\n", "j", "p"], bytes_tokenizer()
+    submitted = requests(draw_prompts(5), 6)
+    whole = run(make_engine(name), submitted)
+    num_stopped, lengths = 0, set()
+    for key, cut in run(make_engine(name, stop=stops, tokenizer=tokenizer), submitted).items():
+        for short, long in zip(cut, whole[key], strict=True):
+            tokens = long.token_ids.tolist()
+            length = first_stop(tokenizer, tokens, stops)
+            expected = tokens[: length or len(tokens)]
+            assert short.token_ids.tolist() == expected
+            np.testing.assert_allclose(short.logprobs, long.logprobs[: len(expected)], atol=1e-5)
+            is_stop = length is not None or expected[-1] == EOS
+            assert short.finish_reason == ("stop" if is_stop else "length")
+            num_stopped += length is not None
+            lengths.add(length)
+    assert num_stopped > 5 and 1 in lengths

@@ -69,7 +69,7 @@ def gap(got, expected):
 # -- the numbers ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_tokens=st.integers(1, 23),
     rows_per_chunk=st.integers(1, 30),
@@ -109,28 +109,6 @@ def test_chunks_change_neither_numbers_nor_gradients(
     torch.testing.assert_close(got[1].double(), expected[1], rtol=1e-5, atol=2e-6)
     assert gap(hidden.grad, of_hidden) <= 2e-6
     assert gap(weight.grad, of_weight) <= 2e-6
-
-
-def test_chunks_are_as_few_as_the_bound_allows(monkeypatch):
-    sizes = []
-
-    def head(rows):
-        sizes.append(len(rows))
-        return rows.repeat(1, 5)
-
-    def sizes_with(num_bytes):
-        sizes.clear()
-        monkeypatch.setattr("easyrl.model.logprobs.CPU_CHUNK_BYTES", num_bytes)
-        rows = torch.zeros(12, 2, requires_grad=True)
-        logprobs, _ = chunked_token_logprobs(
-            head_alone(head, 10, []), rows, torch.zeros(12, dtype=torch.int64), 1.0
-        )
-        logprobs.sum().backward()
-        return list(sizes)
-
-    assert sizes_with(12 * 10 * 4) == [12]  # all at once, and nothing twice
-    assert sorted(sizes_with(12 * 10 * 4 - 1)) == [6, 6, 6, 6]  # forward and again in backward
-    assert sorted(sizes_with(1)) == [1] * 24
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -212,7 +190,7 @@ def test_head_of_qwen3_is_read_10_times_per_16384_tokens(trains_head):
         )
     with HeadReads(vocabulary * width) as backward:
         logprobs.sum().backward()
-    assert forward.count == 10
+    assert forward.count == 10  # chunks of at most a gibibyte
     assert backward.count == 20  # for the logits, and for the gradient of the hidden states
     assert (weight.grad is not None) == trains_head
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from easyrl.config import ConfigError, load_config
+from easyrl.config import ConfigError
 from easyrl.config.model import DType, LoraConfig
 from easyrl.data.hub import resolve_model
 from easyrl.model.attention import PackedGroups
@@ -24,7 +24,6 @@ from easyrl.model.lora import PARTS, check_lora
 from easyrl.model.policy import Policy
 from easyrl.model.tri_model import PackedInput, TriModel
 from easyrl.types import Weight, WeightPiece
-from easyrl.workers.learner import Learner
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 from tiny_models import (
     FAMILIES,
@@ -142,26 +141,6 @@ def test_reference_is_the_base_model_without_a_copy(tmp_path: Path) -> None:
     assert all(parameter.grad is not None for parameter in policy.trained_parameters())
     again = models.logprobs(packed, policy_is_old=True)
     assert torch.equal(again.logprobs.detach(), got.logprobs.detach())
-
-
-def test_step_changes_adapters_only() -> None:
-    config = load_config(words=["model.lora.rank=2", "algorithm.beta=0.1"])
-    policy = Policy.load("tiny")
-    policy.add_adapter(config.model.lora, path="tiny", seed=0)
-    learner = Learner(policy, config)
-    (group,) = learner.optimizer.param_groups
-    assert {id(p) for p in group["params"]} == {id(p) for p in policy.trained_parameters()}
-    before = {name: weight.clone() for name, weight in policy.model.named_parameters()}
-    for parameter in policy.trained_parameters():
-        assert parameter.grad is not None
-        parameter.grad.fill_(1.0)
-    learner.begin_iteration(5)
-    learner.step(num_completions=1, num_tokens=1)
-    num_trained = sum(parameter.numel() for parameter in policy.trained_parameters())
-    assert learner.metrics()["grad_norm"] == pytest.approx(num_trained**0.5, rel=1e-4)
-    for name, weight in policy.model.named_parameters():
-        assert torch.equal(weight, before[name]) == (".lora_" not in name), name
-        assert (weight.grad is None) == (".lora_" not in name), name
 
 
 def test_initial_adapters_change_nothing_and_depend_on_the_seed() -> None:

@@ -1,18 +1,25 @@
-"""The loss family against numbers computed by hand, and against its definition token by token."""
+"""Losses, advantages and learning rates, against numbers computed by hand and definitions."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.algorithm.losses import LossInputs, kl_k3, loss_denominator, policy_loss
-from easyrl.config import Config
+from easyrl.algorithm import losses
+from easyrl.algorithm.advantages import group_advantages
+from easyrl.algorithm.losses import LossInputs, kl_k3, load_loss, loss_denominator, policy_loss
+from easyrl.config import Config, ConfigError, load_config
+from easyrl.workers.learner import learning_rate_factor
+from runs import SMALL, finish, lines_of
 
 torch.set_num_threads(1)
 
@@ -99,57 +106,6 @@ def test_one_token(*, level, loss_type, ratio, advantage, loss, gradient, clippe
     check({"ratios": [ratio], "advantages": [advantage]}, algorithm, loss, [gradient], **counted)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "weight", "clipped_high"),
-    [
-        (1.0, 2.0, 1.0, 0),
-        (4.0, 2.0, 4.0, 0),
-        (9.0, 2.0, 5.0, 1),  # the weight is clipped at epsilon_high, and the token still trained
-        (9.0, -2.0, 5.0, 1),
-        (9.0, 0.0, 5.0, 0),
-        (0.1, -2.0, 0.1, 0),  # no lower clip
-    ],
-)
-def test_cispo_clips_the_weight_and_keeps_the_gradient(
-    level, ratio, advantage, weight, clipped_high
-):
-    tokens = {"ratios": [ratio], "advantages": [advantage]}
-    algorithm = {"loss_type": "cispo", "importance_sampling_level": level}
-    loss = -weight * advantage * (-3.0 + math.log(ratio))
-    counted = {"clipped_low": 0, "clipped_high": clipped_high}
-    check(tokens, algorithm, loss, [-weight * advantage], **counted)
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES[:3])
-@pytest.mark.parametrize(
-    ("kind", "weight", "applied", "capped"),
-    [
-        ("none", 2.0, 1.0, None),
-        ("truncate", 2.0, 2.0, 0),
-        ("truncate", 4.0, 3.0, 1),
-        ("truncate", 0.1, 0.1, 0),
-        ("mask", 2.0, 2.0, 0),
-        ("mask", 4.0, 0.0, 1),
-        ("mask", 0.1, 0.1, 0),  # only large weights are masked
-    ],
-)
-def test_the_correction_weighs_the_surrogate_and_not_the_kl(
-    loss_type, kind, weight, applied, capped
-):
-    tokens = {"ratios": [1.2], "advantages": [-1.0], "weights": [weight], "ref_ratios": [2.0]}
-    algorithm = {"loss_type": loss_type, "importance_sampling_correction": kind, "beta": 0.5}
-    loss, gradient = 1.2 * applied + 0.5 * (1 - math.log(2)), 1.2 * applied - 0.5
-    ratio = None if kind == "none" else applied
-    measured = {"importance_sampling_capped": capped, "importance_sampling_ratio": ratio}
-    check(tokens, algorithm, loss, [gradient], **measured)
-
-
-# By hand: several tokens.
-
-DAPO, DR_GRPO, CISPO = ({"loss_type": loss_type} for loss_type in LOSS_TYPES[1:])
-GSPO = {"importance_sampling_level": "sequence"}
-
 # Surrogates: -1.0, -1.2, -0.9; +2; -0.5, -0.5. Log-probabilities of the old policy: -3.0, -2.42,
 # -1.84, -1.26, -0.68, -0.1.
 THREE = {
@@ -157,56 +113,22 @@ THREE = {
     "advantages": [1.0, 1.0, 1.0, -2.0, 0.5, 0.5],
     "completions": [0, 0, 0, 1, 2, 2],
 }
-SUMMED = [-1.0, -1.2, -0.9, 2.0, -0.5, -0.5]
-AVERAGED = [-1 / 3, -1.2 / 3, -0.9 / 3, 2.0, -0.25, -0.25]
 OF_CISPO = 3.0 + 1.2 * (2.42 - math.log(1.2)) + 0.9 * (1.84 - math.log(0.9)) - 2 * 1.26 + 0.39
-
-# sqrt(1.44 * 1) = 1.2, whose derivative by either log-probability is 1.2 / 2. Log-probabilities of
-# the old policy: -3.0, -1.55, -0.1.
-PAIR = {"ratios": [1.44, 1.0, 1.0], "advantages": [1.0, 1.0, -2.0], "completions": [0, 0, 1]}
-OF_CISPO_PAIR = 1.2 * (3.0 - math.log(1.44) + 1.55) - 0.2
-
-# sqrt(4 * 1) = 2 is over 1.3, though the second token's own ratio is not; 0.5 is under 0.8.
-CLIPPED = {
-    "ratios": [4.0, 1.0, 0.25, 1.0],
-    "advantages": [1.0, 1.0, -1.0, -1.0],
-    "completions": [0, 0, 1, 1],
-}
-# One masked token in each completion, with the largest ratio and weight.
-HALF_MASKED = {
-    "ratios": [1.0, 9.0, 0.1, 1.2],
-    "advantages": [1.0, 1.0, -1.0, -1.0],
-    "mask": [True, False, False, True],
-    "completions": [0, 0, 1, 1],
-    "weights": [2.0, 9.0, 9.0, 9.0],
-}
-CORRECTED = {"importance_sampling_correction": "truncate"}
-OF_HALF = {"tokens": 2, "importance_sampling_ratio": 2.0 + 3.0, "importance_sampling_capped": 1}
-
-# At a reference twice as likely k3 is 2 - log 2 - 1, with derivative 1 - 2; at an equal one 0.
-K3 = 1 - math.log(2)
-KL = {"ratios": [1.0] * 2, "ref_ratios": [2.0, 1.0], "advantages": [1.0] * 2}
-ENTROPY = {"ratios": [1.0] * 3, "advantages": [0.0] * 3, "completions": [0, 0, 1]}  # 0.5, 1.25, 2
-BONUS = {"entropy": 3.75, "entropy_gradient": [-0.05, -0.05, -0.1]}
 
 
 @pytest.mark.parametrize(
-    ("tokens", "algorithm", "loss", "gradient", "others"),
+    ("loss_type", "loss", "scales"),
     [
-        (THREE, {}, -3.1 / 3 + 2.0 - 0.5, AVERAGED, {}),
-        (THREE, DAPO, -3.1 + 2.0 - 1.0, SUMMED, {}),
-        (THREE, DR_GRPO, -3.1 + 2.0 - 1.0, SUMMED, {}),
-        (THREE, CISPO, OF_CISPO, SUMMED, {}),
-        (PAIR, GSPO, -1.2 + 2.0, [-0.6, -0.6, 2.0], {"clipped_high": 0, "clipped_low": 0}),
-        (PAIR, GSPO | CISPO, OF_CISPO_PAIR, [-1.2, -1.2, 2.0], {}),
-        (CLIPPED, GSPO, -1.3 + 0.8, [0.0] * 4, {"clipped_low": 2, "clipped_high": 2}),
-        (KL, {"beta": 0.5}, -1.0 + 0.25 * K3, [-0.75, -0.5], {"kl": K3}),
-        (ENTROPY, {"entropy_coef": 0.1}, -0.2875, [0.0] * 3, BONUS),
-        (HALF_MASKED, CORRECTED, 2 * -1.0 + 3 * 1.2, [-2.0, 0.0, 0.0, 3.6], OF_HALF),
+        ("grpo", -3.1 / 3 + 2.0 - 0.5, [1 / 3] * 3 + [1.0] + [0.5] * 2),
+        ("dapo", -3.1 + 2.0 - 1.0, [1.0] * 6),
+        ("dr_grpo", -3.1 + 2.0 - 1.0, [1.0] * 6),
+        ("cispo", OF_CISPO, [1.0] * 6),
     ],
 )
-def test_several_tokens(tokens, algorithm, loss, gradient, others):
-    check(tokens, algorithm, loss, gradient, **others)
+def test_three_completions(loss_type, loss, scales):
+    each = [-1.0, -1.2, -0.9, 2.0, -0.5, -0.5]
+    gradient = [value * scale for value, scale in zip(each, scales, strict=True)]
+    check(THREE, {"loss_type": loss_type}, loss, gradient)
 
 
 @pytest.mark.parametrize(
@@ -391,3 +313,152 @@ def test_any_split_into_micro_batches_has_the_same_sums(lengths, chosen, seed, r
     torch.testing.assert_close(gradients(inputs, summed), gradients(inputs, whole.loss))
     for name, value in whole.metrics.items():
         torch.testing.assert_close(sum(part.metrics[name] for part in parts), value)
+
+
+# -- a loss of the user's own ----------------------------------------------------------------------
+
+REINFORCE = """
+from easyrl.algorithm.losses import LossOutputs
+def loss(inputs):
+    per_token = -inputs.advantages * inputs.logprobs
+    likely = inputs.logprobs.detach().exp() * inputs.loss_mask
+    return LossOutputs(per_token.sum(), {"probability": likely.sum()})
+"""
+WORDS = (*SMALL, "rollout.max_completion_length=80", "train.iterations=2", "data.num_held_out=0")
+
+
+def copy_of(loss_type: str) -> str:
+    """The source of the built-in losses, for one of them."""
+    functions = inspect.getsource(losses.policy_loss) + inspect.getsource(losses.loss_denominator)
+    functions = functions.replace("config.algorithm.loss_type", repr(loss_type))
+    return (
+        "from easyrl.algorithm.losses import *\n"
+        "from easyrl.algorithm.losses import _surrogate, _sum_over_completion, _zero_masked\n"
+        + functions.replace("algorithm.loss_type", repr(loss_type))
+    )
+
+
+def own_config(tmp_path: Path, source: str, name: str = "loss") -> Config:
+    file = tmp_path / "my_loss.py"
+    file.write_text(source)
+    return load_config(None, {"algorithm.loss_type": f"{file}:{name}", "algorithm.beta": 0.3})
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_a_copy_of_a_built_in_loss_gives_the_same_bits(loss_type: str, tmp_path: Path) -> None:
+    own = load_loss(own_config(tmp_path, copy_of(loss_type), "policy_loss"))
+    config = config_of(loss_type=loss_type, beta=0.3)
+    found = []
+    for loss in (own, load_loss(config)):
+        inputs = random_inputs([3, 5, 1], seed=0)
+        outputs = loss.policy_loss(inputs, config)
+        outputs.loss.backward()
+        found.append([outputs.loss, inputs.logprobs.grad, *outputs.metrics.values()])
+        assert loss.loss_denominator(config, num_completions=3, num_tokens=7) in (3.0, 7.0)
+    assert all(map(torch.equal, *found)) and found[0][1].any()
+
+
+def test_every_train_worker_uses_it_and_a_changed_file_is_not_resumed(tmp_path: Path) -> None:
+    file, folder = tmp_path / "my_loss.py", tmp_path / "run"
+    file.write_text(REINFORCE)
+    words = ("--output", str(folder), *WORDS, "--train-devices", "cpu:2")
+    code, _, err = finish(*words, f"algorithm.loss_type={file}:loss")
+    assert code == 0, err
+    line = lines_of(folder / "metrics.jsonl")[0]
+    assert 0.0 < line["loss/probability"] <= 1.0 and "clip_ratio/low_mean" not in line
+    assert line["entropy"] > 0 and line["grad_norm"] > 0
+    file.write_text(REINFORCE.replace("-inputs", "-2.0 * inputs"))
+    code, _, err = finish("--resume", str(folder), "--iterations", "3")
+    assert code == 2 and "algorithm.loss_type" in err and "changed" in err
+
+
+def test_the_divisor_is_the_number_of_completions_or_that_of_the_file(tmp_path: Path) -> None:
+    config = own_config(tmp_path, REINFORCE)
+    assert load_loss(config).loss_denominator(config, num_completions=8, num_tokens=70) == 8.0
+    (tmp_path / "other").mkdir()
+    own = "\ndef loss_denominator(config, num_completions, num_tokens): return 2 * num_tokens"
+    config = own_config(tmp_path / "other", REINFORCE + own)
+    assert load_loss(config).loss_denominator(config, num_completions=8, num_tokens=70) == 140.0
+
+
+OUTPUTS = "from easyrl.algorithm.losses import LossOutputs\ndef loss(inputs, config): return "
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("def other(inputs): pass", "loss"),
+        ("def loss(): return 1", "loss()"),
+        ("def loss(inputs): return inputs.logits", "logits"),
+        ("def loss(inputs): return inputs.logprobs.sum()", "LossOutputs"),
+        (f"{OUTPUTS}LossOutputs(inputs.logprobs, {{}})", "scalar"),
+        (f"{OUTPUTS}LossOutputs(inputs.logprobs.sum(), {{'a': inputs.logprobs}})", "scalar"),
+        (f"{OUTPUTS}LossOutputs(inputs.advantages.sum(), {{}})", "gradient"),
+        (f"{REINFORCE}def loss_denominator(config, **numbers): return 0", "loss_denominator"),
+        ("import no_such_module", "no_such_module"),
+    ],
+)
+def test_a_loss_that_cannot_work_is_refused(source: str, shown: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.loss_type") as caught:
+        load_loss(own_config(tmp_path, source))
+    assert shown in str(caught.value)
+
+
+# -- advantages and learning rate ------------------------------------------------------------------
+
+
+def rewards(*values):
+    return np.array(values, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "estimator", "expected"),
+    [
+        ([1, 2, 6], "none", "group", [-2, -1, 3]),
+        # Mean 0.25; squares 3 * 0.0625 + 0.5625 = 0.75; by n - 1 = 3: 0.25, whose root is 0.5.
+        ([0, 0, 0, 1], "group", "group", np.array([-0.25, -0.25, -0.25, 0.75]) / 0.5001),
+        # 1 - (2 + 6) / 2; 2 - (1 + 6) / 2; 6 - (1 + 2) / 2.
+        ([1, 2, 6], "none", "rloo", [-3, -1.5, 4.5]),
+        # Exactly zero: a rounding error divided by a tiny deviation would be large.
+        *(
+            ([value] * 7, scale, estimator, [0] * 7)
+            for value in (1.0, 0.1, -1e6, 1e-8)
+            for scale in ("group", "none")
+            for estimator in ("group", "rloo")
+        ),
+        # The others' means are 1/3 and 0.
+        ([0, 0, 0, 1], "group", "rloo", np.array([-1, -1, -1, 3]) / 3 / 0.5001),
+    ],
+)
+def test_advantages(values, scale, estimator, expected):
+    got = group_advantages(rewards(*values), scale, estimator)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=0.0)
+    assert got.dtype == np.float32
+
+
+@given(
+    st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=16), st.floats(-50, 50, width=32)
+)
+def test_advantages_sum_to_zero_and_do_not_move_with_the_rewards(values, shift):
+    got = group_advantages(rewards(*values), "none")
+    assert abs(got.astype(np.float64).sum()) <= 1e-4
+    moved = group_advantages((rewards(*values) + np.float32(shift)).astype(np.float32), "none")
+    np.testing.assert_allclose(moved, got, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup", "expected"),
+    [
+        ("constant", 0, [1, 1, 1, 1]),
+        ("constant", 3, [0.25, 0.5, 0.75, 1]),
+        ("linear", 0, [1, 0.75, 0.5, 0.25]),
+        ("linear", 2, [1 / 3, 2 / 3, 1, 0.5]),
+        ("cosine", 0, [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
+        ("linear", 4, [0.2, 0.4, 0.6, 0.8]),
+        ("cosine", 9, [0.1, 0.2, 0.3, 0.4]),  # the run ends before its warm-up does
+    ],
+)
+def test_learning_rate(kind, warmup, expected):
+    options = {"num_iterations": 4, "warmup_iterations": warmup, "kind": kind}
+    factors = [learning_rate_factor(iteration, **options) for iteration in range(4)]
+    assert factors == pytest.approx(expected)

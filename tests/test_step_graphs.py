@@ -158,16 +158,3 @@ def test_a_model_that_reads_values_on_the_host_is_never_captured(monkeypatch):
     with pytest.warns(UserWarning, match="without CUDA graphs: .*synchronizing") as warned:
         assert bits_of(run(engine, submitted)) == bits_of(expected)
     assert len(warned) == 1
-
-
-@pytest.mark.parametrize("num_cells", [0, 20, 1000])
-def test_rows_of_very_different_lengths_are_computed_without_graphs(num_cells, monkeypatch):
-    """However long they are: buckets read no padding."""
-    submitted = requests(draw_prompts(12), 3)
-    expected = run(make_engine(num_rows=8), submitted)
-    recorded_graphs.install(monkeypatch)
-    monkeypatch.setattr(step_graphs, "MAX_PADDING", num_cells * 16)
-    engine = make_engine(num_rows=8)
-    assert tokens_of(run(engine, submitted)) == tokens_of(expected)
-    num_replays = engine.graphs.num_replays
-    assert num_replays == 0 if num_cells == 0 else 2 < num_replays <= engine.num_steps

@@ -328,30 +328,4 @@ def test_stuck_update_is_reported_and_ends_the_run(
 # -- memory ---------------------------------------------------------------------------------------
 
 FIRST, LAST = 10, 50
-MAX_GROWTH = 1.02
 """Bound of a process's resident memory, as a multiple of that after iteration FIRST."""
-
-
-@pytest.mark.long
-def test_no_process_grows_over_fifty_iterations(tmp_path: Path) -> None:
-    run = start(
-        *("--output", str(tmp_path / "run"), "--iterations", "100000", "--no-live"),
-        *("--infer-devices", "cpu", "rollout.engine=vllm", "data.num_held_out=8"),
-        "train.max_tokens_per_micro_batch=2048",  # of one size, as soon as there are several
-        "train.save_every=5",  # the first checkpoint's copies exist before iteration FIRST
-    )
-    table: list[list[int]] = []  # [iterations, processes], in bytes
-    try:
-        for iteration in range(FIRST, LAST + 1):
-            wait_for_line(run, f"iteration {iteration}/", timeout=START_SECONDS)
-            if not table:
-                processes = [psutil.Process(run.pid), *descendants(run.pid)]
-                names = [f"{each.name()} {' '.join(each.cmdline())[-60:]}" for each in processes]
-            table.append([process.memory_info().rss for process in processes])
-    finally:
-        run.terminate()
-        run.communicate(timeout=60)
-    assert any("VLLM::EngineCore" in name for name in names), names
-    for name, *rss in zip(names, *table, strict=True):
-        print(name, [f"{num_bytes / 2**20:.1f} MiB" for num_bytes in rss[::5]])
-        assert rss[-1] <= rss[0] * MAX_GROWTH, name

@@ -153,21 +153,17 @@ class Peer:
     def sizes_gathered(self):
         return self.gathered
 
-    def receive(self, version, pause_seconds=0.0, own=()):
-        """Digests of the weights; of `own`, which are received directly into their own memory."""
-        memory = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
-        got, landed = {}, dict.fromkeys(own, True)
-        for piece in self.channel.receive(
-            version, lambda name: memory[name].view(-1) if name in own else None
-        ):
+    def receive(self, version, pause_seconds=0.0):
+        """Digests of the weights. Two of them are received into their own memory, where they fill
+        a bucket."""
+        memory = {name: torch.zeros(37 * 19) for name in ("embedding.weight", "last.bias")}
+        got = {}
+        for piece in self.channel.receive(version, memory.get):
             pieces = got.setdefault(piece.name, [])
             assert piece.start == sum(map(len, pieces)), "pieces come in order, without gaps"
             pieces.append(piece.values.clone())
-            if piece.name in own:
-                address = memory[piece.name].view(-1)[piece.start :].data_ptr()
-                landed[piece.name] &= piece.values.data_ptr() == address
             time.sleep(pause_seconds)
-        return digests({name: torch.cat(pieces) for name, pieces in got.items()}), landed
+        return digests({name: torch.cat(pieces) for name, pieces in got.items()})
 
 
 def peer_main(control):
@@ -238,7 +234,7 @@ class Peers:
         (sent, _), *received = self.all(*commands)
         weights = make_weights(version)
         expected = digests({name: weights[name] for name in names})
-        assert received and all(got == expected for got, _ in received)
+        assert received and all(got == expected for got in received)
         return sent
 
     def join(self, size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
@@ -312,20 +308,11 @@ def test_all_receivers_get_the_senders_bytes(peers, bucket_bytes, alone_bytes):
 
 def test_weights_are_sent_in_the_engines_precision_and_gathered_once_in_order(peers):
     peers.join(2, 48)
-    (sent, gathered), (received, _) = peers.all(("send", 3, SHAPES, torch.bfloat16), ("receive", 3))
+    (sent, gathered), received = peers.all(("send", 3, SHAPES, torch.bfloat16), ("receive", 3))
     sizes = [tensor.numel() for tensor in make_weights(3).values() if tensor.numel()]
     assert sent == 2 * sum(sizes) and gathered == sizes
     halves = {name: tensor.to(torch.bfloat16) for name, tensor in make_weights(3).items()}
     assert received == digests(halves)
-
-
-def test_a_large_weight_is_received_into_its_own_memory(peers):
-    """Neither end copies it through a bucket."""
-    peers.join(2, 512, 600)
-    own = ["embedding.weight", "half", "counts"]
-    _, (received, landed) = peers.all(("send", 3), ("receive", 3, 0.0, own))
-    assert received == digests(make_weights(3))
-    assert landed == {"embedding.weight": True, "half": True, "counts": False}
 
 
 def test_some_weights_may_be_sent_then_others_then_all(peers):
