@@ -194,8 +194,10 @@ def test_newcomer_is_admitted_alone_over_a_channel_with_rank_0() -> None:
     exchange.admit(7)  # the third one's turn comes later
     assert two.taken() == FIRST and three.commands == [] and one.commands == []
     assert workers.rank0.commands == [events.SendWeights(7, 2, 0)]
-    assert exchange.on_event(workers.rank0, DONE) is None
-    assert exchange.on_event(two, DONE) is two and two.state == "working"
+    exchange.on_event(workers.rank0, DONE)
+    assert two.state == "joining"
+    exchange.on_event(two, DONE)
+    assert two.state == "working"
     exchange.admit(7)
     assert three.taken() == FIRST
 
@@ -204,9 +206,10 @@ def test_newcomer_that_is_too_late_waits_for_the_next_exchange() -> None:
     workers = StubWorkers(1)
     exchange, (one,) = exchange_of(workers), workers.rollout
     exchange.admit(7)
-    assert exchange.on_event(workers.rank0, FAILED) is None
+    exchange.on_event(workers.rank0, FAILED)
     assert one.taken() == [*FIRST, "CancelExchange"] and workers.limited == {one}
-    assert exchange.on_event(one, FAILED) is None and one.state == "ready"
+    exchange.on_event(one, FAILED)
+    assert one.state == "ready"
     exchange.exchange(8, Script(exchange, [(workers.rank0, DONE), (one, DONE)]))
     assert one.state == "working"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,16 +10,16 @@ import pytest
 from easyrl import events
 from easyrl.observe.lines import status_table
 from easyrl.observe.text import say_rich
-from easyrl.runtime.metrics import IterationRecord
 from easyrl.runtime.status import COLUMNS, Balance
 
 
 def add(balance: Balance, *engines: float, train: float, seconds: float = 100.0) -> None:
     """Add an iteration with the busy seconds of each worker, and 1 s of exchanging weights."""
-    record = IterationRecord(0, weights_seconds=1.0)
-    record.engine_seconds = {f"rollout-{number}": busy for number, busy in enumerate(engines)}
-    record.trained = events.IterationTrained(0, 1, 4, 100, train, {})
-    balance.add(record, seconds, len(engines))
+    ledger: Any = SimpleNamespace(
+        engine_seconds=dict(enumerate(engines)),
+        trained=events.IterationTrained(0, 1, 4, 100, train, {}),
+    )
+    balance.add(ledger, seconds, 1.0, len(engines))
 
 
 def test_shares_of_waiting_and_the_number_of_engines_that_balances() -> None:

@@ -24,8 +24,8 @@ Who waits for whom:
     the train worker waits for    commands (controller), groups (rollout workers, through the ring)
     the controller waits for      events of any worker, only in `Supervisor.wait`
 
-A rollout worker that dies is replaced (`workers`): what it has not put into the ring goes back to
-the queue (`dispatch`). The replacement gets the weights from train rank 0 alone (`exchange`), then
+A rollout worker that dies is replaced (`workers`): what it has not put into the ring waits again
+(`ledger`). The replacement gets the weights from train rank 0 alone (`exchange`), then
 prompts, in the same iteration if that is still going on.
 
 At most one checkpoint is being written. If the next one is due meanwhile, the controller waits
@@ -50,19 +50,20 @@ from typing import Any
 
 from easyrl import events
 from easyrl.config import Config, ConfigError
-from easyrl.config.algorithm import REPLACEMENT_ROUNDS
 from easyrl.config.devices import DeviceSet, count_devices
 from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.control import serving
-from easyrl.runtime.dispatch import Dispatcher, Rounds
+from easyrl.runtime.evaluation import answers_of, hand_out, ledger_of_evaluation
 from easyrl.runtime.exchange import WeightExchange
 from easyrl.runtime.launchers import Launcher
+from easyrl.runtime.ledger import Ledger, ledger_of_iteration
 from easyrl.runtime.metrics import (
     NO_LEARNING_ITERATIONS,
-    IterationRecord,
     best_of,
     evaluation_metrics,
+    iteration_metrics,
+    logged_metrics,
     no_learning_warning,
     summarize,
 )
@@ -115,6 +116,7 @@ class Controller:
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
+        self.ledger: Ledger | None = None  # of the iteration or evaluation that is going on
         self.balance = Balance()
         self._balanced = 0  # the balanced number of rollout workers an iteration ago
 
@@ -222,7 +224,6 @@ class Controller:
             resumed=self.resumed,
         )
         self.workers.wait_until_ready()
-        self.dispatcher = Dispatcher(self.workers.rollout, self.config, placement)
         self.exchange = WeightExchange(
             self.workers,
             ranks_per_engine=placement.engine.tensor_parallel_size,
@@ -237,28 +238,17 @@ class Controller:
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
-        started = time.monotonic()
+        started, cpu_started = time.monotonic(), time.process_time()
         self.notify(events.IterationStarted(started, iteration))
-        rounds = Rounds(
-            self.checked.prompts,
-            self.state.next_prompt_index,
-            num_groups=self.config.train.prompts_per_iteration,
-            max_replacements=REPLACEMENT_ROUNDS,
+        checked, first_index = self.checked, self.state.next_prompt_index
+        ledger = ledger_of_iteration(
+            self.config, checked.placement, iteration, checked.prompts, first_index
         )
-        prompts = rounds.start()
-        cpu_started = time.process_time()
-        record = IterationRecord(
-            iteration,
-            weights_seconds=self._exchange_weights(),
-            max_concurrent_groups=self.checked.placement.max_concurrent_groups,
-        )
+        weights_seconds = self._exchange_weights()
+        self.ledger = ledger
         self.workers.rank0.send(events.TrainIteration(iteration))
-        self.dispatcher.start(iteration, prompts, is_last_round=rounds.is_last)
-        while record.trained is None or not rounds.is_complete or not self.dispatcher.is_idle:
-            if rounds.is_over and not rounds.is_complete and self.dispatcher.is_idle:
-                prompts = rounds.start()
-                record.num_replacement_rounds = rounds.number
-                self.dispatcher.start(iteration, prompts, is_last_round=rounds.is_last)
+        while ledger.trained is None or not ledger.is_complete:
+            hand_out(ledger, self.workers.rollout)
             try:
                 worker, event = self._next_event()
             except Interrupted as interrupted:
@@ -267,54 +257,55 @@ class Controller:
                 self._begin_to_stop(interrupted)
                 self.workers.rank0.send(events.Halt())
                 continue
-            match event:
-                case events.GroupScored():
-                    record.add_group(worker.name, event)
-                    rounds.add(event)
-                case events.Lost():
-                    self._reopen_undelivered(worker, record, rounds)
-                case events.IterationTrained():
-                    record.trained = event
-                case events.Halted():
-                    if record.trained is None and self._stopping is not None:
-                        raise self._stopping
-            self.dispatcher.on_event(worker, event)
-        self.state = replace(self.state, next_prompt_index=rounds.next_index)
-        record.controller_seconds = time.process_time() - cpu_started
-        self._finish_iteration(record, record.trained, time.monotonic() - started)
-        self.state = replace(self.state, file_sizes=self.folder.file_sizes())
+            if isinstance(event, events.Lost):
+                ledger.lost(worker.name, self.launcher.delivered(iteration))
+            elif isinstance(event, events.Halted) and self._stopping and ledger.trained is None:
+                raise self._stopping
+            ledger.on_event(worker.name, event)
+        self._finish_iteration(ledger, iteration, started, cpu_started, weights_seconds)
         self._autoscale()
         if self._stopping is not None:
             raise self._stopping
 
-    def _reopen_undelivered(self, worker: Worker, record: IterationRecord, rounds: Rounds) -> None:
-        """Take back the reports of groups that a dead worker did not put into the ring: it reports
-        a group just before."""
-        delivered = rounds.delivered = self.launcher.delivered(record.iteration)
-        for group in list(record.groups):
-            is_missing = not group.is_rejected and group.group_index not in delivered
-            if is_missing and self.dispatcher.has_answer(worker, group.prompt_index):
-                record.groups.remove(group)
-                rounds.reopen(group.group_index)
-                self.dispatcher.reopen(worker, group.prompt_index)
-
     def _finish_iteration(
-        self, record: IterationRecord, trained: events.IterationTrained, seconds: float
+        self,
+        ledger: Ledger,
+        iteration: int,
+        started: float,
+        cpu_started: float,
+        weights_seconds: float,
     ) -> None:
-        expected, version = self.config.train.prompts_per_iteration, trained.policy_version
+        expected, trained = self.config.train.prompts_per_iteration, ledger.trained
+        assert trained is not None
         if trained.groups_trained != expected:
             raise RuntimeError(f"expected {expected} trained groups, got {trained.groups_trained}")
+        controller_seconds = time.process_time() - cpu_started
+        seconds = time.monotonic() - started
         num_engines = sum(worker.is_placed for worker in self.workers.rollout)
-        self.balance.add(record, seconds, max(1, num_engines))
-        number = record.iteration + 1
-        self.state = replace(self.state, policy_version=version, num_iterations=number)
-        names, num_devices = reward_names(self.config), self._num_devices
-        line = record.metrics(names, self._metrics, seconds=seconds, num_devices=num_devices)
+        self.balance.add(ledger, seconds, weights_seconds, max(1, num_engines))
+        self.state = replace(
+            self.state,
+            policy_version=trained.policy_version,
+            num_iterations=iteration + 1,
+            next_prompt_index=ledger.next_index,
+        )
+        line = iteration_metrics(
+            ledger,
+            iteration,
+            reward_names(self.config),
+            self._metrics,
+            seconds=seconds,
+            num_devices=self._num_devices,
+        )
+        line["perf/weights_seconds"] = weights_seconds
+        line["perf/controller_seconds"] = controller_seconds  # processor time of this process
+        line["perf/max_concurrent_groups"] = self.checked.placement.max_concurrent_groups
         line |= self._evaluate_iteration()
-        line |= record.logged(taken=line.keys())
+        line |= logged_metrics(ledger.reports, taken=line.keys())
         self._metrics = finite(line)
         self._best = best_of([self._best, self._metrics])
         self.notify(events.IterationFinished(time.monotonic(), self._metrics))
+        self.state = replace(self.state, file_sizes=self.folder.file_sizes())
         self._newest.append(self._metrics)
         warning = no_learning_warning(self._newest, self.config, self.folder.path)
         if warning and not self._is_warned:
@@ -326,7 +317,9 @@ class Controller:
         self._exchange_weights()
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), len(held_out)))
-        answers = list(self.dispatcher.evaluate(round_, held_out, self._next_event))
+        placement = self.checked.placement
+        self.ledger = ledger_of_evaluation(self.config, placement, round_, held_out)
+        answers = list(answers_of(self.ledger, self.workers.rollout, self._next_event))
         metrics, num_problems = evaluation_metrics(answers, self.config.eval.correct_reward)
         accuracy, error = metrics["eval/accuracy"], metrics["eval/standard_error"]
         self.notify(
@@ -372,13 +365,13 @@ class Controller:
 
     def _receive(self) -> tuple[Worker, events.WorkerEvent]:
         """Return the next event, after all that concerns workers who come and go."""
-        if not self.dispatcher.is_idle and self._stopping is None:
+        ledger = self.ledger
+        if ledger is not None and not ledger.is_complete and self._stopping is None:
             self.exchange.admit(self.state.policy_version)
         worker, event = self.workers.next_event()
-        if (joined := self.exchange.on_event(worker, event)) is not None:
-            self.dispatcher.on_joined(joined)
+        self.exchange.on_event(worker, event)
         for each in self.workers.rollout:
-            is_done = not self.exchange.is_busy and not self.dispatcher.num_open(each)
+            is_done = not self.exchange.is_busy and not (ledger and ledger.num_open(each.name))
             if each.is_leaving and is_done and each.state != "stopping":
                 self.workers.dismiss(each)
         if isinstance(event, events.CheckpointSaved):

@@ -120,9 +120,8 @@ class WeightExchange:
         self._admitted = worker
         self._awaited, self._errors = {worker, self._workers.rank0}, []
 
-    def on_event(self, worker: Worker, event: events.WorkerEvent) -> Worker | None:
-        """Record an answer, or cancel the exchange if one of its members has died. Return the
-        worker that has been admitted with this event."""
+    def on_event(self, worker: Worker, event: events.WorkerEvent) -> None:
+        """Record an answer, or cancel the exchange if one of its members has died."""
         match event:
             case events.WeightsExchanged(error=error):
                 self._workers.answered(worker)
@@ -139,9 +138,8 @@ class WeightExchange:
                 self._awaited.discard(worker)
                 if is_member:
                     self._cancel()
-        if self._admitted is None or self._awaited:
-            return None
-        return self._end_admission(self._admitted)
+        if self._admitted is not None and not self._awaited:
+            self._end_admission(self._admitted)
 
     def _cancel(self) -> None:
         for worker in self._awaited:
@@ -154,13 +152,12 @@ class WeightExchange:
             reason = "was killed: it did not take part in a weight exchange"
             self._workers.kill_unless_answered(worker, self._timeout_seconds, reason)
 
-    def _end_admission(self, worker: Worker) -> Worker | None:
+    def _end_admission(self, worker: Worker) -> None:
         self._admitted = None
         if worker not in self._workers.rollout:
-            return None
+            return
         worker.state = "ready" if self._errors else "working"
         self._num_refused[worker] += bool(self._errors)
         if self._num_refused[worker] == MAX_FAILURES:
             worker.kill(f"was killed: it could not get the weights: {self._errors[0]}")
         self._holders |= set() if self._errors else {worker}
-        return None if self._errors else worker

@@ -9,7 +9,7 @@ from typing import Any
 
 from easyrl.processes import children_named
 from easyrl.rewards.worker import PROCESS_NAME
-from easyrl.runtime.metrics import IterationRecord
+from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.workers import Workers
 
 ITERATIONS = 3
@@ -31,11 +31,11 @@ class Balance:
     def __init__(self) -> None:
         self._iterations: deque[tuple[float, ...]] = deque(maxlen=ITERATIONS)
 
-    def add(self, record: IterationRecord, seconds: float, num_engines: int) -> None:
-        """Add an iteration that took so long."""
-        assert record.trained is not None
-        engines, train = sum(record.engine_seconds.values()), record.trained.busy_seconds
-        mean, weights = engines / num_engines, record.weights_seconds
+    def add(self, ledger: Ledger, seconds: float, weights: float, num_engines: int) -> None:
+        """Add an iteration that took `seconds`, of which `weights` for the exchange of weights."""
+        assert ledger.trained is not None
+        engines, train = sum(ledger.engine_seconds.values()), ledger.trained.busy_seconds
+        mean = engines / num_engines
         self._iterations.append((seconds, engines, train, mean + weights, train + weights))
 
     def clear(self) -> None:
