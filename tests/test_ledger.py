@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -250,19 +251,32 @@ def test_answers_of_an_evaluation_outlive_their_worker() -> None:
     )
     problems = [Prompt(index, "", {}) for index in (3, 5, 8, 9)]
     ledger = ledger_of_evaluation(config, placement, 1, problems, num_samples=6)
-    workers: Any = [SimpleNamespace(name=name, can_work=True, sent=[]) for name in WORKERS]
-    for each in workers:
-        each.send = each.sent.append
-    steps: list[Any] = [
-        (workers[0], events.PromptEvaluated(1, 3, [1.0])),
-        (workers[0], events.Lost("was killed")),
-        *[(workers[1], events.PromptEvaluated(1, index, [1.0])) for index in (5, 9)],
-        (workers[0], events.PromptEvaluated(1, 8, [1.0])),
-    ]
-    found = [each.prompt_index for each in answers_of(ledger, workers, lambda: steps.pop(0))]
-    assert found == [3, 5, 9, 8] and steps == []
-    sent = [[p.index for command in each.sent for p in command.prompts] for each in workers]
-    assert sent == [[3, 8, 8], [5, 9]]
+    fleet: Any = SimpleNamespace(ledger=None)
+    given = [[p.index for p in each.prompts] for each in take(ledger)]
+    assert given == [[3, 8], [5, 9]]
+
+    def steps() -> Iterator[events.WorkerEvent]:
+        assert fleet.ledger is ledger
+        for worker, index in ((WORKERS[0], 3), (None, 0), (WORKERS[1], 5), (WORKERS[1], 9)):
+            if worker is None:
+                ledger.lost(WORKERS[0], in_ring=())
+                (again,) = take(ledger)
+                assert [prompt.index for prompt in again.prompts] == [8]
+                continue
+            answer = events.PromptEvaluated(1, index, [1.0])
+            ledger.on_event(worker, answer)
+            yield answer
+        holder = ledger.groups[8].worker
+        last = events.PromptEvaluated(1, 8, [1.0])
+        ledger.on_event(holder, last)
+        yield last
+
+    found = [each.prompt_index for each in answers_of(fleet, ledger, steps().__next__)]
+    assert found == [3, 5, 9, 8] and fleet.ledger is None
+
+
+def take(ledger: Ledger) -> list[Any]:
+    return [*ledger.take(WORKERS).values()]
 
 
 def test_metrics_include_replaced_groups() -> None:

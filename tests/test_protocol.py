@@ -292,6 +292,7 @@ def control(world):
             PLACEMENT,
             lambda index: Prompt(index, "", {}),
             partial(events.Generate, iteration),
+            iteration=iteration,
             first_index=next_index,
             num_groups=NUM_GROUPS,
             num_samples=num_samples,

@@ -29,7 +29,7 @@ from easyrl.runtime.placement import (
 )
 from easyrl.runtime.ray import cluster as cluster_module
 from easyrl.runtime.ray.cluster import Resources, connect, versions
-from easyrl.runtime.supervisor import Supervisor
+from easyrl.runtime.supervisor import Supervisor, Worker
 from own_workers import make_ring
 
 ray_host = pytest.importorskip("easyrl.runtime.ray.host", reason="needs Ray: pip install ray")
@@ -228,7 +228,8 @@ def test_workers_on_lost_nodes_are_waited_for_together(monkeypatch: pytest.Monke
     with Supervisor() as supervisor:
         for number in range(4):
             process = ray_launcher.RemoteProcess(Unreachable(), lambda *_: int(is_over.wait()))
-            supervisor.adopt(f"rollout-{number}", process)
+            name = f"rollout-{number}"
+            supervisor.watch(Worker(name, process, process.control, is_replaceable=False))
         started = time.monotonic()
     assert time.monotonic() - started < 2.5
     is_over.set()

@@ -15,44 +15,37 @@ from easyrl.runtime.status import COLUMNS, Balance
 
 def add(balance: Balance, *engines: float, train: float, seconds: float = 100.0) -> None:
     """Add an iteration with the busy seconds of each worker, and 1 s of exchanging weights."""
-    ledger: Any = SimpleNamespace(
-        engine_seconds=dict(enumerate(engines)),
-        trained=events.IterationTrained(0, 1, 4, 100, train, {}),
-    )
+    trained = events.IterationTrained(0, 1, 4, 100, train, {})
+    ledger: Any = SimpleNamespace(engine_seconds=dict(enumerate(engines)), trained=trained)
     balance.add(ledger, seconds, 1.0, len(engines))
 
 
-def test_shares_of_waiting_and_the_number_of_engines_that_balances() -> None:
+def test_shares_of_waiting_of_the_last_iterations() -> None:
     balance = Balance()
     assert balance.waiting() == {"rollout": None, "train": None}
     assert balance.num_engines() is None
     add(balance, 9.0, 5.0, train=6.0, seconds=10.0)
     shares = {"rollout": pytest.approx(0.2), "train": pytest.approx(0.3)}
     assert balance.waiting() == shares
-    assert balance.num_engines() == 3  # 14 s of generating, 6 s of training
-
-
-@pytest.mark.parametrize(("engine", "train", "expected"), [
-    (1.0, 9.0, 1),
-    (12.0, 10.0, 1),  # a second engine would mostly wait
-    (13.0, 10.0, 2),
-    (30.0, 10.0, 3),
-])  # fmt: skip
-def test_the_balanced_number_follows_from_the_work_of_both_sides(
-    engine: float, train: float, expected: int
-) -> None:
-    balance = Balance()
-    add(balance, engine, train=train)
-    assert balance.num_engines() == expected
-
-
-def test_the_last_iterations_count() -> None:
-    balance = Balance()
+    balance.clear()
     for engine, expected in ((50.0, 5), (50.0, 5), (20.0, 4), (20.0, 3), (20.0, 2)):
         add(balance, engine, train=10.0)
         assert balance.num_engines() == expected
-    balance.clear()
-    assert balance.num_engines() is None
+
+
+@pytest.mark.parametrize(("engines", "train", "expected"), [
+    ((9.0, 5.0), 6.0, 3),
+    ((1.0,), 9.0, 1),
+    ((12.0,), 10.0, 1),  # a second engine would mostly wait
+    ((13.0,), 10.0, 2),
+    ((30.0,), 10.0, 3),
+])  # fmt: skip
+def test_the_balanced_number_follows_from_the_work_of_both_sides(
+    engines: tuple[float, ...], train: float, expected: int
+) -> None:
+    balance = Balance()
+    add(balance, *engines, train=train)
+    assert balance.num_engines() == expected
 
 
 @pytest.mark.parametrize("waiting", [0.25, None])

@@ -24,9 +24,9 @@ Who waits for whom:
     the train worker waits for    commands (controller), groups (rollout workers, through the ring)
     the controller waits for      events of any worker, only in `Supervisor.wait`
 
-A rollout worker that dies is replaced (`workers`): what it has not put into the ring waits again
-(`ledger`). The replacement gets the weights from train rank 0 alone (`exchange`), then
-prompts, in the same iteration if that is still going on.
+A rollout worker that dies is replaced, and what it has not put into the ring waits again
+(`Fleet._on_lost`). The replacement gets the weights from train rank 0 alone, then prompts, in the
+same iteration if that is still going on.
 
 At most one checkpoint is being written. If the next one is due meanwhile, the controller waits
 before it sends anything else: a train worker that waited for its writer would keep the rollout
@@ -54,8 +54,8 @@ from easyrl.config.devices import DeviceSet, count_devices
 from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.control import serving
-from easyrl.runtime.evaluation import answers_of, hand_out, ledger_of_evaluation
-from easyrl.runtime.exchange import WeightExchange
+from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
+from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import Launcher
 from easyrl.runtime.ledger import Ledger, ledger_of_iteration
 from easyrl.runtime.metrics import (
@@ -72,8 +72,7 @@ from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
 from easyrl.runtime.status import Balance, worker_rows
-from easyrl.runtime.supervisor import Interrupted, Supervisor, Worker
-from easyrl.runtime.workers import Workers
+from easyrl.runtime.supervisor import Interrupted, Supervisor
 
 BEFORE, AFTER = 0, 1
 """Evaluation rounds. The round after iteration n (from 1), unless it is the last, is AFTER + n."""
@@ -116,7 +115,6 @@ class Controller:
         self._newest_checkpoint = before.policy_version  # written, or being written
         self._is_writing = False  # a checkpoint
         self._stopping: Interrupted | None = None  # the signal that is stopping the run
-        self.ledger: Ledger | None = None  # of the iteration or evaluation that is going on
         self.balance = Balance()
         self._balanced = 0  # the balanced number of rollout workers an iteration ago
 
@@ -132,7 +130,16 @@ class Controller:
                 scale=self._scale_by_hand,
             ),
         ):
-            self._start_workers(supervisor)
+            self.fleet = Fleet(
+                self.config,
+                self.checked.placement,
+                supervisor,
+                self.launcher,
+                log_of=self.folder.log_of,
+                notify=self.notify,
+                resumed=self.resumed,
+            )
+            self.fleet.wait_until_ready()
             return self._run()
 
     def _run(self) -> dict[str, Any]:
@@ -158,7 +165,7 @@ class Controller:
             "accuracy_after": self._accuracy_after,
             "wall_seconds": self._wall_seconds,
             "weights_sha256": sha256,
-            "worker_restarts": self.workers.num_restarts.total(),
+            "worker_restarts": self.fleet.num_restarts.total(),
         }
 
     @property
@@ -173,7 +180,7 @@ class Controller:
             "num_iterations": self.config.train.iterations,
             "waiting": self.balance.waiting(),
             "balanced_rollout_workers": self._balanced_number(),
-            "workers": worker_rows(self.workers),
+            "workers": worker_rows(self.fleet),
         }
 
     def _scale_by_hand(self, wanted: DeviceSet) -> dict[str, Any]:
@@ -183,9 +190,9 @@ class Controller:
 
     def _scale(self, wanted: DeviceSet) -> dict[str, Any]:
         """Let rollout workers come and go, so that those on `wanted` remain."""
-        before = self.workers.infer_devices
-        check_scale(self.config, self.checked.placement, before, wanted, self.workers.changing)
-        self.workers.scale(wanted)
+        before = self.fleet.infer_devices
+        check_scale(self.config, self.checked.placement, before, wanted, self.fleet.changing)
+        self.fleet.scale(wanted)
         self.balance.clear()
         message = f"rollout workers on {wanted}, before on {before}"
         self.notify(events.Note(message))
@@ -200,41 +207,22 @@ class Controller:
         """Change to the number of rollout workers that balances both sides, once two iterations in
         a row agree on it (`runtime.autoscale`)."""
         placement, balanced = self.checked.placement, self._balanced_number()
-        is_wanted = self.config.runtime.autoscale and self.workers.num_refused == 0
+        is_wanted = self.config.runtime.autoscale and self.fleet.num_refused == 0
         if not is_wanted or balanced is None:
             return
         number = min(max(balanced, placement.num_rollout_workers), placement.max_rollout_workers)
         is_agreed, self._balanced = number == self._balanced, number
         wanted = first_engines(number, placement)
-        if is_agreed and wanted != self.workers.infer_devices:
+        if is_agreed and wanted != self.fleet.infer_devices:
             with contextlib.suppress(ConfigError):  # some are starting or leaving
                 self._scale(wanted)
 
     # -- phases of a run --------------------------------------------------------------------------
 
-    def _start_workers(self, supervisor: Supervisor) -> None:
-        placement = self.checked.placement
-        self.workers = Workers(
-            self.config,
-            placement,
-            supervisor,
-            self.launcher,
-            log_of=self.folder.log_of,
-            notify=self.notify,
-            resumed=self.resumed,
-        )
-        self.workers.wait_until_ready()
-        self.exchange = WeightExchange(
-            self.workers,
-            ranks_per_engine=placement.engine.tensor_parallel_size,
-            waits_for_all=self.config.runtime.deterministic,
-            timeout_seconds=self.config.runtime.timeout_seconds,
-        )
-
     def _exchange_weights(self) -> float:
         """Broadcast the trainer's weights to the rollout workers; returns the seconds it took."""
         started = time.monotonic()
-        self.exchange.exchange(self.state.policy_version, self._next_event)
+        self.fleet.exchange(self.state.policy_version, self._next_event)
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
@@ -245,23 +233,20 @@ class Controller:
             self.config, checked.placement, iteration, checked.prompts, first_index
         )
         weights_seconds = self._exchange_weights()
-        self.ledger = ledger
-        self.workers.rank0.send(events.TrainIteration(iteration))
+        self.fleet.ledger = ledger
+        self.fleet.rank0.send(events.TrainIteration(iteration))
         while ledger.trained is None or not ledger.is_complete:
-            hand_out(ledger, self.workers.rollout)
             try:
-                worker, event = self._next_event()
+                event = self._next_event()
             except Interrupted as interrupted:
                 if self._newest_checkpoint == self.state.policy_version:
                     raise
                 self._begin_to_stop(interrupted)
-                self.workers.rank0.send(events.Halt())
+                self.fleet.rank0.send(events.Halt())
                 continue
-            if isinstance(event, events.Lost):
-                ledger.lost(worker.name, self.launcher.delivered(iteration))
-            elif isinstance(event, events.Halted) and self._stopping and ledger.trained is None:
+            if isinstance(event, events.Halted) and self._stopping and ledger.trained is None:
                 raise self._stopping
-            ledger.on_event(worker.name, event)
+        self.fleet.ledger = None
         self._finish_iteration(ledger, iteration, started, cpu_started, weights_seconds)
         self._autoscale()
         if self._stopping is not None:
@@ -281,7 +266,7 @@ class Controller:
             raise RuntimeError(f"expected {expected} trained groups, got {trained.groups_trained}")
         controller_seconds = time.process_time() - cpu_started
         seconds = time.monotonic() - started
-        num_engines = sum(worker.is_placed for worker in self.workers.rollout)
+        num_engines = sum(worker.is_placed for worker in self.fleet.rollout)
         self.balance.add(ledger, seconds, weights_seconds, max(1, num_engines))
         self.state = replace(
             self.state,
@@ -317,9 +302,8 @@ class Controller:
         self._exchange_weights()
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), len(held_out)))
-        placement = self.checked.placement
-        self.ledger = ledger_of_evaluation(self.config, placement, round_, held_out)
-        answers = list(answers_of(self.ledger, self.workers.rollout, self._next_event))
+        ledger = ledger_of_evaluation(self.config, self.checked.placement, round_, held_out)
+        answers = list(answers_of(self.fleet, ledger, self._next_event))
         metrics, num_problems = evaluation_metrics(answers, self.config.eval.correct_reward)
         accuracy, error = metrics["eval/accuracy"], metrics["eval/standard_error"]
         self.notify(
@@ -348,35 +332,19 @@ class Controller:
 
     def _save_model(self) -> str:
         self.notify(events.SavingModel(time.monotonic()))
-        self.workers.rank0.send(events.SaveModel(str(self.folder.model)))
-        while True:
-            _, event = self._next_event()
-            if isinstance(event, events.ModelSaved):
-                return event.weights_sha256
+        self.fleet.rank0.send(events.SaveModel(str(self.folder.model)))
+        while not isinstance(event := self._next_event(), events.ModelSaved):
+            pass
+        return event.weights_sha256
 
     # -- checkpoints, and stopping ----------------------------------------------------------------
 
-    def _next_event(self) -> tuple[Worker, events.WorkerEvent]:
-        """Return the next event that is not about a checkpoint."""
-        while True:
-            worker, event = self._receive()
-            if not isinstance(event, events.CheckpointSaved):
-                return worker, event
-
-    def _receive(self) -> tuple[Worker, events.WorkerEvent]:
-        """Return the next event, after all that concerns workers who come and go."""
-        ledger = self.ledger
-        if ledger is not None and not ledger.is_complete and self._stopping is None:
-            self.exchange.admit(self.state.policy_version)
-        worker, event = self.workers.next_event()
-        self.exchange.on_event(worker, event)
-        for each in self.workers.rollout:
-            is_done = not self.exchange.is_busy and not (ledger and ledger.num_open(each.name))
-            if each.is_leaving and is_done and each.state != "stopping":
-                self.workers.dismiss(each)
+    def _next_event(self) -> events.WorkerEvent:
+        """Return the next event; handle it here if a checkpoint has been written."""
+        event = self.fleet.next_event()
         if isinstance(event, events.CheckpointSaved):
             self._on_saved(event)
-        return worker, event
+        return event
 
     def _on_saved(self, saved: events.CheckpointSaved) -> None:
         self._is_writing = False
@@ -405,13 +373,13 @@ class Controller:
         self._newest_checkpoint, self._is_writing = version, True
         path = str(self.folder.checkpoints / str(version))
         best_version = self._best.get("policy_version")
-        self.workers.rank0.send(events.SaveCheckpoint(path, version, asdict(state), best_version))
+        self.fleet.rank0.send(events.SaveCheckpoint(path, version, asdict(state), best_version))
 
     def _wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is being written is on the disk, if there is one. What
         workers report of an iteration that is dropped does not matter."""
         while self._is_writing:
-            self._receive()
+            self._next_event()
 
     def _begin_to_stop(self, interrupted: Interrupted) -> None:
         """End once the last complete iteration is saved. Raises `interrupted` at a second signal,
@@ -420,11 +388,12 @@ class Controller:
         if self._stopping is not None or not is_resumable:
             raise interrupted
         self._stopping = interrupted
-        self.workers.begin_to_stop()
+        self.fleet.begin_to_stop()
         again = " (Ctrl-C again: stop without it)" if interrupted.signum == signal.SIGINT else ""
         self.notify(events.Note(f"{interrupted}: saving the last checkpoint{again}"))
 
     def _save_last_boundary(self, interrupted: Interrupted) -> None:
+        self.fleet.ledger = None
         if self._stopping is not interrupted:
             self._begin_to_stop(interrupted)
         if self._newest_checkpoint != self.state.policy_version:

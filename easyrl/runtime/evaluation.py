@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from easyrl import events
 from easyrl.config import Config
+from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.placement import Placement
-from easyrl.runtime.supervisor import Worker
 from easyrl.types import IndexedPrompt, Prompt
 
 
@@ -38,6 +38,7 @@ def ledger_of_evaluation(
         placement,
         problems.__getitem__,
         evaluate,
+        iteration=None,
         first_index=0,
         num_groups=len(problems),
         num_samples=num_samples,
@@ -46,23 +47,14 @@ def ledger_of_evaluation(
 
 
 def answers_of(
-    ledger: Ledger,
-    workers: Sequence[Worker],
-    next_event: Callable[[], tuple[Worker, events.WorkerEvent]],
+    fleet: Fleet, ledger: Ledger, next_event: Callable[[], events.WorkerEvent]
 ) -> Iterator[events.PromptEvaluated]:
-    """Send the problems to whichever of these workers is free; yield the answers as they arrive."""
-    while not ledger.is_complete:
-        hand_out(ledger, workers)
-        worker, event = next_event()
-        if isinstance(event, events.Lost):
-            ledger.lost(worker.name, in_ring=())
-        ledger.on_event(worker.name, event)
-        if isinstance(event, events.PromptEvaluated):
-            yield event
-
-
-def hand_out(ledger: Ledger, workers: Sequence[Worker]) -> None:
-    """Send the workers that can work their next prompts."""
-    able = {worker.name: worker for worker in workers if worker.can_work}
-    for name, command in ledger.take([*able]).items():
-        able[name].send(command)
+    """Send the problems to whichever rollout worker is free; yield the answers as they arrive."""
+    fleet.ledger = ledger
+    try:
+        while not ledger.is_complete:
+            event = next_event()
+            if isinstance(event, events.PromptEvaluated):
+                yield event
+    finally:
+        fleet.ledger = None

@@ -83,6 +83,7 @@ class Ledger:
         prompt_at: Callable[[int], Prompt],
         make_command: MakeCommand,
         *,
+        iteration: int | None,
         first_index: int,
         num_groups: int,
         num_samples: int,
@@ -91,12 +92,13 @@ class Ledger:
         """Begin the first round.
 
         Args:
+            iteration: None in an evaluation.
             prompt_at: The stream of prompts, and `first_index` of the next one.
             num_samples: Completions of a group.
             max_replacements: How many times a group is replaced at most.
         """
         self._prompt_at, self._make_command = prompt_at, make_command
-        self._max_replacements = max_replacements
+        self.iteration, self._max_replacements = iteration, max_replacements
         numbers = range(placement.num_rollout_workers if config.runtime.deterministic else 0)
         self._fixed_workers = [f"rollout-{number}" for number in numbers]
         num_rows = max_open_groups(placement.max_concurrent_groups) * config.rollout.num_generations
@@ -245,6 +247,7 @@ def ledger_of_iteration(
         placement,
         prompts.prompt,
         partial(events.Generate, iteration),
+        iteration=iteration,
         first_index=first_index,
         num_groups=config.train.prompts_per_iteration,
         num_samples=config.rollout.num_generations,

@@ -9,8 +9,8 @@ from typing import Any
 
 from easyrl.processes import children_named
 from easyrl.rewards.worker import PROCESS_NAME
+from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.ledger import Ledger
-from easyrl.runtime.workers import Workers
 
 ITERATIONS = 3
 COLUMNS = ("name", "kind", "pid", "device", "state", "restarts")
@@ -56,15 +56,14 @@ class Balance:
         return max(1, math.ceil(engines / train - 0.25)) if train > 0.0 else None
 
 
-def worker_rows(workers: Workers) -> list[dict[str, Any]]:
+def worker_rows(fleet: Fleet) -> list[dict[str, Any]]:
     """Describe every process of the run."""
     rows: list[tuple[Any, ...]] = [("controller", "controller", os.getpid(), "cpu", "running", 0)]
-    for worker in (*workers.rollout, *workers.train):
-        name, state = worker.name, "leaving" if worker.is_leaving else worker.state
-        kind, num_restarts = name.partition("-")[0], workers.num_restarts[name]
-        pid, device = worker.process.pid, workers.device_of(worker)
-        rows.append((name, kind, pid, device, state, num_restarts))
-    names = {worker.local_pid: worker.name for worker in workers.rollout if worker.local_pid}
+    for worker in (*fleet.rollout, *fleet.train):
+        name, pid, device = worker.name, worker.process.pid, fleet.device_of(worker)
+        kind, num_restarts = name.partition("-")[0], fleet.num_restarts[name]
+        rows.append((name, kind, pid, device, worker.state, num_restarts))
+    names = {worker.local_pid: worker.name for worker in fleet.rollout if worker.local_pid}
     for pid, parent in sorted(children_named(PROCESS_NAME, names).items()):
         rows.append((f"{names[parent]}/reward", "reward", pid, "cpu", "running", 0))
     return [dict(zip(COLUMNS, row, strict=True)) for row in rows]

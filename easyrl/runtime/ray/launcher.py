@@ -272,7 +272,9 @@ class RayLauncher:
             peers = {peer: self._train[peer].actor for peer in others}
             layout = self._layout if rank == 0 else None
             serve = partial(self._serve, each, (layout, peers, ""))
-            workers.append(supervisor.adopt(each.name, RemoteProcess(self._train[rank], serve)))
+            process = RemoteProcess(self._train[rank], serve)
+            worker = Worker(each.name, process, process.control, is_replaceable=False)
+            workers.append(supervisor.watch(worker))
         return workers
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
@@ -281,7 +283,9 @@ class RayLauncher:
         is_placed, others = bool(self._rollout), (self._layout, peers, sender)
         host = self._rollout.pop(0) if is_placed else self._new_host("rollout", "SPREAD")
         serve = partial(self._serve, settings, others, is_placed=is_placed)
-        return supervisor.adopt(settings.name, RemoteProcess(host, serve), is_replaceable=True)
+        process = RemoteProcess(host, serve)
+        worker = Worker(settings.name, process, process.control, is_replaceable=True)
+        return supervisor.watch(worker)
 
     def _wait_for_place(self, process: RemoteProcess, control: Connection, name: str) -> bool:
         """Wait until Ray has placed a later rollout worker, however long. Reports what is wrong;
