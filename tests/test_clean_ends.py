@@ -185,16 +185,6 @@ def hangs(prompts, completions, **columns):
 
 
 @pytest.mark.long
-def test_a_reward_that_raises_ends_the_run_with_its_own_traceback_once(tmp_path: Path) -> None:
-    (tmp_path / "r.py").write_text(REWARDS)
-    run, reward = ("--output", str(tmp_path / "run")), ("--reward", f"{tmp_path}/r.py:fails")
-    code, _, err = finish(*run, *reward, *ENDLESS, timeout=120)
-    assert code == 1
-    assert err.count("KeyError: 'no such thing'") == 1
-    assert "r.py" in err and "for the prompt" in err
-
-
-@pytest.mark.long
 def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(REWARDS)
     run, reward = ("--output", str(tmp_path / "run")), ("--reward", f"{tmp_path}/r.py:hangs")
@@ -205,6 +195,28 @@ def test_a_reward_that_never_returns_does_not_hold_up_the_end(tmp_path: Path) ->
     processes = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     assert end(process, processes)[0] == 130 and (tmp_path / "under_way").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["reward", "model"])
+def test_an_exception_in_a_worker_is_reported_once_with_its_traceback(
+    tmp_path: Path, what: str
+) -> None:
+    """Of a reward function; of a model that its own class refuses, an unforeseen error."""
+    (tmp_path / "r.py").write_text(REWARDS)
+    words = ["--output", str(tmp_path / "run"), *ENDLESS]
+    if what == "reward":
+        code, _, err = finish(*words, "--reward", f"{tmp_path}/r.py:fails")
+        assert err.count("KeyError: 'no such thing'") == 1 and "for the prompt" in err
+    else:
+        built_in = Path(__file__).parent.parent / "easyrl" / "model" / "built_in" / "tiny"
+        shutil.copytree(built_in, tmp_path / "model")
+        change_json("config.json", hidden_act="frobnicate")(tmp_path / "model")
+        code, _, err = finish(*words, "--model", str(tmp_path / "model"))
+        assert err.count("Traceback (most recent call last)") >= 1
+        last = err.partition("to start again")[0].strip().splitlines()[-1]
+        assert "Error" in last and err.count(last) == 1
+    assert code == 1 and err.count("easyrl: ") == 1
 
 
 def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody() -> None:
@@ -221,17 +233,3 @@ def test_a_stopped_worker_with_a_full_pipe_holds_up_nobody() -> None:
 
 def sleep_for_ever(control: object) -> None:
     time.sleep(1000)
-
-
-@pytest.mark.long
-def test_an_exception_in_a_worker_is_reported_once_with_its_traceback(tmp_path: Path) -> None:
-    """A model that its own class refuses: an unforeseen error."""
-    folder = tmp_path / "model"
-    shutil.copytree(Path(__file__).parent.parent / "easyrl" / "model" / "built_in" / "tiny", folder)
-    change_json("config.json", hidden_act="frobnicate")(folder)
-    code, _, err = finish("--model", str(folder), "--output", str(tmp_path / "run"), *ENDLESS)
-    assert code == 1
-    assert err.count("Traceback (most recent call last)") >= 1
-    assert err.count("easyrl: ") == 1
-    last = err.partition("to start again")[0].strip().splitlines()[-1]
-    assert "Error" in last and err.count(last) == 1
