@@ -233,6 +233,23 @@ def test_features_end_in_the_same_bits_with_and_without_ray(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
+def test_a_killed_and_resumed_run_ends_in_the_same_bits(
+    cluster: Any, tmp_path: Path, infer: int, train: int
+) -> None:
+    whole = assert_same_bits(cluster, tmp_path, infer, train, "--iterations=6")
+    folder, devices = tmp_path / "run", on(cluster, f"ray:cpu:{infer}", f"ray:cpu:{train}")
+    words = (*SAME, "train.save_every=2", *devices)
+    process = start("--output", str(folder), "--iterations=6", *words)
+    wait_for_line(process, "checkpoint of iteration 2")
+    process.kill()
+    process.communicate()
+    code, _, err = finish("--resume", str(folder))
+    assert (code, err) == (0, "")
+    assert outcome_of(folder) == outcome_of(whole)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_head_that_does_not_answer_ends_the_run_resumable(
     signum: signal.Signals, tmp_path: Path
