@@ -213,8 +213,7 @@ def test_workers_on_lost_nodes_are_waited_for_together(monkeypatch: pytest.Monke
     with Supervisor() as supervisor:
         for number in range(4):
             process = ray_launcher.RemoteProcess(Unreachable(), lambda *_: int(is_over.wait()))
-            name = f"rollout-{number}"
-            supervisor.watch(Worker(name, process, process.control, is_replaceable=False))
+            supervisor.watch(Worker(f"rollout-{number}", process, process.control))
         started = time.monotonic()
     assert time.monotonic() - started < 2.5
     is_over.set()

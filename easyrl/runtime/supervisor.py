@@ -107,19 +107,12 @@ class Worker:
     waits for the controller to read) must not block the controller's only thread.
     """
 
-    def __init__(
-        self,
-        name: str,
-        process: BaseProcess | Any,
-        control: Connection,
-        *,
-        is_replaceable: bool,
-    ) -> None:
+    def __init__(self, name: str, process: BaseProcess | Any, control: Connection) -> None:
         """`process` may also be a `ray.launcher.RemoteProcess`, which has its attributes."""
         self.name = name
         self.process = process
         self.control = control
-        self.is_replaceable = is_replaceable
+        self.is_replaceable = name.startswith("rollout")
         self.is_open = True
         self.kill_reason = ""  # set by `kill`
         self.state: WorkerState = "starting"
@@ -209,9 +202,7 @@ class Supervisor:
             self._is_interrupted = True
             self._on_signal(signal.SIGTERM, None)
 
-    def spawn(
-        self, name: str, target: Callable[..., None], *arguments: Any, is_replaceable: bool = False
-    ) -> Worker:
+    def spawn(self, name: str, target: Callable[..., None], *arguments: Any) -> Worker:
         """Start `target(*arguments, control)` in a process of its own."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=target, args=(*arguments, theirs), name=name)
@@ -219,7 +210,7 @@ class Supervisor:
         with _terminal_signals_blocked():  # a worker later ignores them itself
             process.start()
         theirs.close()
-        return self.watch(Worker(name, process, ours, is_replaceable=is_replaceable))
+        return self.watch(Worker(name, process, ours))
 
     def watch(self, worker: Worker) -> Worker:
         """Watch a worker that has been started."""

@@ -273,8 +273,7 @@ class RayLauncher:
             layout = self._layout if rank == 0 else None
             serve = partial(self._serve, each, (layout, peers, ""))
             process = RemoteProcess(self._train[rank], serve)
-            worker = Worker(each.name, process, process.control, is_replaceable=False)
-            workers.append(supervisor.watch(worker))
+            workers.append(supervisor.watch(Worker(each.name, process, process.control)))
         return workers
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
@@ -284,8 +283,7 @@ class RayLauncher:
         host = self._rollout.pop(0) if is_placed else self._new_host("rollout", "SPREAD")
         serve = partial(self._serve, settings, others, is_placed=is_placed)
         process = RemoteProcess(host, serve)
-        worker = Worker(settings.name, process, process.control, is_replaceable=True)
-        return supervisor.watch(worker)
+        return supervisor.watch(Worker(settings.name, process, process.control))
 
     def _wait_for_place(self, process: RemoteProcess, control: Connection, name: str) -> bool:
         """Wait until Ray has placed a later rollout worker, however long. Reports what is wrong;
