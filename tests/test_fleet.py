@@ -333,11 +333,14 @@ def test_workers_leave_once_new_ones_are_ready_or_stay(last: events.WorkerEvent)
     assert fleet.infer_devices.indices == ((2, 3) if has_started else (0, 1))
     assert fleet.num_refused == (0 if has_started else 2)
     if has_started:
+        fleet.follow(("train-0", DONE), ("rollout-2", DONE))  # its admission
+        fleet._let_leave()
         assert "Stop" in fleet.workers["rollout-0"].taken()
         assert "Stop" not in fleet.workers["rollout-1"].taken(), "it has a group"
         fleet.follow(("rollout-0", LOST))
         assert "rollout-0" not in fleet.states() and fleet.num_restarts.total() == 0
         ledger.open = {}
+        fleet.follow(("train-0", DONE), ("rollout-3", DONE))
         fleet._let_leave()
         assert fleet.workers["rollout-1"].taken() == ["Stop"]
 
