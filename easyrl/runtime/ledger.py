@@ -123,7 +123,7 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no group is missing, and no worker has any."""
+        """Whether no group waits, and no worker has any."""
         every = self.groups.values()
         return not any(group.state is State.WAITING or group.is_open for group in every)
 
@@ -197,8 +197,7 @@ class Ledger:
             case events.IterationTrained():
                 self.trained = event
                 self._accept({group.index for group in self.groups.values()})
-        if self.is_complete and (missing := self._missing()):
-            self._begin_round(missing)
+        self._replace_rejected()
 
     def _on_report(self, worker: str, report: events.GroupScored | events.PromptEvaluated) -> None:
         group = self.groups.get(report.prompt_index)
@@ -217,10 +216,14 @@ class Ledger:
             if group.is_in_ring and group.state is State.REPORTED:
                 group.state = State.ACCEPTED
 
-    def _missing(self) -> list[int]:
-        """Indices of the groups whose newest prompt was rejected."""
+    def _replace_rejected(self) -> None:
+        """Begin the next round, if this one is over and groups are missing."""
+        if not self.is_complete:
+            return
         newest = {group.index: group.state for group in self.groups.values()}
-        return sorted(index for index, state in newest.items() if state is State.REJECTED)
+        missing = [index for index in sorted(newest) if newest[index] is State.REJECTED]
+        if missing:
+            self._begin_round(missing)
 
     def lost(self, worker: str, in_ring: Collection[int]) -> None:
         """Let the groups of a dead worker wait again, except those that are in the ring.
@@ -236,6 +239,7 @@ class Ledger:
             group.is_recomputed = False
             if group.state in (State.GIVEN, State.REPORTED):
                 group.state, group.report = State.WAITING, None
+        self._replace_rejected()
 
 
 def ledger_of_iteration(
