@@ -150,16 +150,18 @@ def test_a_client_that_sends_nothing_keeps_nobody_waiting(
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused(folder: Path, control: ControlSocket) -> None:
     """Even where the file's mode lets it connect."""
-    folder.chmod(0o700)
     reached = os.open(folder, os.O_RDONLY)
     (folder / "control.sock").chmod(0o666)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     os.seteuid(NOBODY)
     try:
-        with pytest.raises(ValueError, match="run of your own"):
-            request(folder, STATUS)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.connect(f"/proc/self/fd/{reached}/control.sock")
         connection.send(b'{"say": 1}')
+        os.seteuid(0)
+        folder.chmod(0o700)
+        os.seteuid(NOBODY)
+        with pytest.raises(ValueError, match="run of your own"):
+            request(folder, STATUS)
     finally:
         os.seteuid(0)
     control.serve()
