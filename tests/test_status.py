@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from easyrl import events
+from easyrl.config import load_config
 from easyrl.observe.lines import status_table
 from easyrl.observe.text import say_rich
+from easyrl.runtime.controller import Controller
+from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.status import COLUMNS, Balance
 
 
@@ -46,6 +49,28 @@ def test_the_balanced_number_follows_from_the_work_of_both_sides(
     balance = Balance()
     add(balance, *engines, train=train)
     assert balance.num_engines() == expected
+
+
+def test_autoscale_follows_the_balanced_number_once_two_iterations_agree() -> None:
+    words = ["devices.infer=cpu", "devices.train=cpu", "devices.spare=cpu:2"]
+    config = load_config(words=[*words, "runtime.autoscale=true"])
+    placement, numbers = resolve_placement(config), iter([2, 5, 5, 3, None, 1, 1])
+    scaled: list[str] = []
+    controller: Any = SimpleNamespace(
+        config=config,
+        checked=SimpleNamespace(placement=placement),
+        fleet=SimpleNamespace(num_refused=0, infer_devices=placement.infer),
+        _balanced=0,
+        _balanced_number=numbers.__next__,
+        _scale=lambda wanted: scaled.append(str(wanted)),
+    )
+    for expected in ([], [], ["cpu:3"], ["cpu:3"], ["cpu:3"]):
+        Controller._autoscale(controller)
+        assert scaled == expected
+    controller.fleet.num_refused = 1  # one could not be started
+    for _ in range(2):
+        Controller._autoscale(controller)
+    assert scaled == ["cpu:3"]
 
 
 @pytest.mark.parametrize("waiting", [0.25, None])
