@@ -55,22 +55,22 @@ def test_autoscale_follows_the_balanced_number_once_two_iterations_agree() -> No
     words = ["devices.infer=cpu", "devices.train=cpu", "devices.spare=cpu:2"]
     config = load_config(words=[*words, "runtime.autoscale=true"])
     placement, numbers = resolve_placement(config), iter([2, 5, 5, 3, None, 1, 1])
-    scaled: list[str] = []
+    fleet = SimpleNamespace(num_refused=0, infer_devices=placement.infer)
     controller: Any = SimpleNamespace(
         config=config,
         checked=SimpleNamespace(placement=placement),
-        fleet=SimpleNamespace(num_refused=0, infer_devices=placement.infer),
+        fleet=fleet,
         _balanced=0,
         _balanced_number=numbers.__next__,
-        _scale=lambda wanted: scaled.append(str(wanted)),
+        _scale=lambda wanted: setattr(fleet, "infer_devices", wanted),
     )
-    for expected in ([], [], ["cpu:3"], ["cpu:3"], ["cpu:3"]):
+    for expected in ("cpu:1", "cpu:1", "cpu:3", "cpu:3", "cpu:3"):
         Controller._autoscale(controller)
-        assert scaled == expected
-    controller.fleet.num_refused = 1  # one could not be started
+        assert str(fleet.infer_devices) == expected
+    fleet.num_refused = 1  # one could not be started
     for _ in range(2):
         Controller._autoscale(controller)
-    assert scaled == ["cpu:3"]
+    assert str(fleet.infer_devices) == "cpu:3"
 
 
 @pytest.mark.parametrize("waiting", [0.25, None])
