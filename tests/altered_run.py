@@ -1,18 +1,15 @@
-"""`easyrl grpo` whose rollout workers die at given points, or whose steps take given times.
+"""`easyrl grpo` whose rollout workers die at given points, or that sleeps in place of computing.
 
     LOSE=rollout-0@weights:0,rollout-1@iteration:3 python altered_run.py --output RUN ...
-    STEP_SECONDS=0.2 COMPLETION_SECONDS=0.4 python altered_run.py --output RUN ...
     RATES='[[0.05, 0.001, 0.02], [0.1, 0.0005, 0.05]]' python altered_run.py --output RUN ...
     PLAIN_KERNELS=1 GRAPHS=1 python altered_run.py --output RUN ...
 
 LOSE: a worker kills itself once in the middle of receiving weights version 0 (`weights:0`), or of
 its work for iteration 3 (`iteration:3`) or evaluation round 0 (`evaluation:0`); `rollout-0` is the
-worker of this name that is there then. `iteration:5:10` is every tenth from 5 on. STEP_SECONDS:
-each step of the engine sleeps for this long besides. COMPLETION_SECONDS: the trainer sleeps for
-this long for each completion. With both, machines with few cores show how a run scales. RATES: in
-place of computing, an engine sleeps for these seconds per step, row and prompt, and a trainer per
-micro-batch, token and update. A completion ends with probability END at each token, or with
-ENDS=0.01,0.1 with one between these, depending on the prompt.
+worker of this name that is there then. `iteration:5:10` is every tenth from 5 on. RATES: an engine
+sleeps for these seconds per step, row and prompt, and a trainer per micro-batch, token and update.
+A completion ends with probability END at each token, or with ENDS=0.01,0.1 with one between these,
+depending on the prompt.
 
 Spawned processes import the main script too, so that this holds in all of them.
 """
@@ -56,11 +53,8 @@ def alter(settings: WorkerSettings) -> None:
     if settings.name.startswith("rollout"):
         if engine is not None:
             _sleep_in_engine(*engine)
-        _slow_steps(float(os.environ.get("STEP_SECONDS", "0")))
-    else:
-        if trainer is not None:
-            _sleep_in_trainer(*trainer)
-        _slow_training(float(os.environ.get("COMPLETION_SECONDS", "0")))
+    elif trainer is not None:
+        _sleep_in_trainer(*trainer)
 
 
 def _leave_out_fused_kernels() -> None:
@@ -131,30 +125,6 @@ def _lose(point: str, worker: str, output: Path) -> None:
     EmbeddedEngine.submit = submit_and_count  # type: ignore[method-assign]
     EmbeddedEngine.step = step_or_die  # type: ignore[method-assign]
     WeightChannel.receive = receive_or_die  # type: ignore[method-assign]
-
-
-def _slow_steps(seconds: float) -> None:
-    from easyrl.engines.embedded import EmbeddedEngine
-
-    step = EmbeddedEngine.step
-
-    def step_slowly(self: EmbeddedEngine) -> Any:
-        time.sleep(seconds)
-        return step(self)
-
-    EmbeddedEngine.step = step_slowly  # type: ignore[method-assign]
-
-
-def _slow_training(seconds: float) -> None:
-    from easyrl.workers.learner import Learner
-
-    accumulate = Learner.accumulate
-
-    def accumulate_slowly(self: Learner, batch: Any, *more: Any, **named: Any) -> Any:
-        time.sleep(seconds * batch.num_completions)
-        return accumulate(self, batch, *more, **named)
-
-    Learner.accumulate = accumulate_slowly  # type: ignore[method-assign]
 
 
 def _sleep_in_engine(step: float, row: float, prompt: float) -> None:

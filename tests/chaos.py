@@ -104,11 +104,11 @@ class Outcome:
     num_restarts: int = 0
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def text(self) -> str:
+    def __str__(self) -> str:
         ending = "resumed" if self.has_resumed else "finished"
         replaced = f", {self.num_restarts} replaced" if self.num_restarts else ""
-        return "FAILED: " + "; ".join(self.problems) if self.problems else ending + replaced
+        result = "FAILED: " + "; ".join(self.problems) if self.problems else ending + replaced
+        return f"{self.plan.victim} {self.plan.action} in {self.phase}: {result}"
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -174,46 +174,40 @@ class Run:
         """Processes of this kind, in the order in which they were started."""
         if kind == "controller":
             return [psutil.Process(self.process.pid)]
-        processes = self.processes()
-        workers = self._children(processes, {self.process.pid})
-        named = {process.pid: _log_of(process) for process in workers}
+        workers = self._children({self.process.pid})
         # A worker writes to its log after a second; until then, its order tells what it is.
-        roles = {
-            process.pid: (named[process.pid] or f"{'train' if n == 2 else 'rollout'}-{n}")
-            for n, process in enumerate(workers)
-        }
-        rollout = {pid for pid, name in roles.items() if name.startswith("rollout")}
+        rollout = set()
+        for number, process in enumerate(workers):
+            name = _log_of(process) or ("train" if number == 2 else "rollout")
+            if name.startswith("rollout"):
+                rollout.add(process.pid)
         if kind in ("reward", "environment"):
-            return self._children(processes, rollout, are_environments=kind == "environment")
+            return self._children(rollout, are_environments=kind == "environment")
         return [process for process in workers if (process.pid in rollout) == (kind == "rollout")]
 
-    @staticmethod
     def _children(
-        processes: list[psutil.Process], parents: set[int], *, are_environments: bool = False
+        self, parents: set[int], *, are_environments: bool = False
     ) -> list[psutil.Process]:
         """Python processes that these have spawned."""
         found = []
-        for process in processes:
-            try:
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 is_spawned = "spawn_main" in " ".join(process.cmdline())
                 is_of_kind = (process.name() == PROCESS_NAME) == are_environments
                 if process.ppid() in parents and is_spawned and is_of_kind:
                     found.append((process.create_time(), process.pid, process))
-            except psutil.NoSuchProcess:
-                continue
         return [process for *_, process in sorted(found, key=lambda each: each[:2])]
-
-    # -- what is left ---------------------------------------------------------------------------
 
     def leftovers(self) -> list[str]:
         """Processes and shared memory that are still there after LEAVING_SECONDS."""
+
+        def left() -> list[Any]:
+            return [*self.processes(), *(path for path in self.shared_memory if path.exists())]
+
         deadline = time.monotonic() + LEAVING_SECONDS
-        while (processes := self.processes()) and time.monotonic() < deadline:
+        while left() and time.monotonic() < deadline:
             time.sleep(0.1)
-        while self._shared() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        found = [f"process {p.pid} left: {_description(p)}" for p in processes]
-        return found + [f"{path} left" for path in self._shared()]
+        return [f"{each} left" for each in left()]
 
     def files_left(self) -> list[str]:
         """Sockets and temporary files."""
@@ -221,15 +215,10 @@ class Run:
         unfinished = [p for p in self.output.rglob("*") if p.name.endswith(".unfinished")]
         return [f"{path} left" for path in (*files, *unfinished, *self.temporary.iterdir())]
 
-    def _shared(self) -> list[Path]:
-        return [path for path in self.shared_memory if path.exists()]
-
     def kill(self) -> None:
         for process in self.processes():
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         self.process.wait()
 
 
@@ -240,13 +229,6 @@ def _log_of(process: psutil.Process) -> str:
     except OSError:
         return ""
     return log.stem if log.suffix == ".log" else ""
-
-
-def _description(process: psutil.Process) -> str:
-    try:
-        return f"{process.status()} {_log_of(process)} {' '.join(process.cmdline())}"
-    except psutil.NoSuchProcess:
-        return "gone"
 
 
 # -- one trial ------------------------------------------------------------------------------------
@@ -354,18 +336,11 @@ def _check_end(run: Run, outcome: Outcome, limit: float) -> None:
     problems += [*ledger(run.output), *run.files_left()]
     outcome.num_restarts = summary_of(run.output).get("worker_restarts", 0)
     if not outcome.has_resumed:
-        low, high = expected_restarts(outcome)
+        is_lost = plan.victim == "rollout" and plan.action != "stopped"
+        is_needed = plan.action == "killed" and outcome.phase in PHASES[:3]  # to the run's end
+        low, high = int(is_lost and is_needed), int(is_lost)
         if not low <= outcome.num_restarts <= high:
             problems.append(f"{outcome.num_restarts} workers replaced, expected {low} to {high}")
-
-
-def expected_restarts(outcome: Outcome) -> tuple[int, int]:
-    """Least and most rollout workers that are replaced."""
-    plan = outcome.plan
-    if plan.victim != "rollout" or plan.action == "stopped":
-        return 0, 0
-    is_needed = plan.action == "killed" and outcome.phase in PHASES[:3]  # to the end of the run
-    return (1 if is_needed else 0), 1
 
 
 def ledger(output: Path) -> list[str]:
@@ -440,26 +415,6 @@ def phase_at(output: Path, moment: float) -> str:
 # -- all trials -----------------------------------------------------------------------------------
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """Outcomes by victim and phase, as Markdown."""
-    lines = ["| victim | action | " + " | ".join(PHASES) + " |", "|---|---|" + "---|" * len(PHASES)]
-    for victim in VICTIMS:
-        of_victim = [each for each in outcomes if each.plan.victim == victim]
-        for action in ("killed", "stopped", "stopped past the limit"):
-            chosen = [each for each in of_victim if each.plan.action == action]
-            cells = []
-            for phase in PHASES:
-                texts = Counter(
-                    "FAILED" if each.problems else each.text
-                    for each in chosen
-                    if each.phase == phase
-                )
-                cells.append("; ".join(f"{n} {text}" for text, n in sorted(texts.items())))
-            if chosen:
-                lines.append(f"| {victim} | {action} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -467,31 +422,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
     parser.add_argument("--only", type=int, help="run this trial alone")
-    parser.add_argument(
-        "--victims", help="leave out trials with other victims, as in rollout,train"
-    )
     parser.add_argument("--folder", type=Path, help="where runs are kept that failed")
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="easyrl-chaos-"))
     numbers = range(arguments.trials) if arguments.only is None else [arguments.only]
-    victims = arguments.victims.split(",") if arguments.victims else VICTIMS
     plans = {n: Plan.of_trial(arguments.seed, n) for n in numbers}
-    plans = {n: plan for n, plan in plans.items() if plan.victim in victims}
-    baselines = {}
-    for words in {plan.words for plan in plans.values()}:
-        baselines[words] = each = measure(folder, min(arguments.jobs, len(plans)), words)
-        print(f"undisturbed: ready after {each.ready:.1f} s, {each.total:.1f} s in all")
+    jobs = min(arguments.jobs, len(plans))
+    baselines = {
+        words: measure(folder, jobs, words) for words in {plan.words for plan in plans.values()}
+    }
+    print(f"undisturbed: {[*baselines.values()]}")
 
     def one(number: int) -> Outcome:
         plan = plans[number]
         outcome = run_trial(plan, folder / f"trial-{number}", baselines[plan.words])
-        what = f"{plan.victim} {plan.action} in {outcome.phase}"
-        print(f"trial {number}: {what}, {outcome.seconds:.1f} s: {outcome.text}", flush=True)
+        print(f"trial {number}, {outcome.seconds:.1f} s: {outcome}", flush=True)
         return outcome
 
-    with ThreadPoolExecutor(arguments.jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         outcomes = dict(zip(plans, pool.map(one, plans), strict=True))
-    print("", table(list(outcomes.values())), "", sep="\n")
     failed = [number for number, outcome in outcomes.items() if outcome.problems]
     for number in failed:
         again = f"python -m tests.chaos --seed {arguments.seed} --only {number}"

@@ -10,9 +10,9 @@ from test_packing import LONGEST_COMPLETION, LONGEST_PROMPT, NUM_GENERATIONS
 
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout
 from easyrl.config import Config, load_config
+from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import ProcessLauncher
 from easyrl.runtime.placement import Placement
-from easyrl.runtime.workers import Workers
 from easyrl.workers.settings import WorkerSettings
 
 
@@ -53,7 +53,7 @@ def spawned_settings(placement: Placement) -> dict[str, WorkerSettings]:
 
     supervisor: Any = SimpleNamespace(spawn=spawn)
     with ProcessLauncher() as launcher:
-        Workers(
+        Fleet(
             load_config(),
             placement,
             supervisor,

@@ -1,44 +1,23 @@
 """Hosts of a Ray cluster as Linux namespaces: each with an address, processes, /dev/shm and
-/tmp/ray of its own. They share the disk.
-
-    hosts = Hosts(3)                      # 10.99.0.1 has the bridge, and Ray's head without CPUs
-    hosts = Hosts(3, delay_seconds=0.05)  # all packets pass through a thread here, that much later
+/tmp/ray of its own. They share the disk. The first one, 10.99.0.1, has the bridge and Ray's head.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import os
 import secrets
-import select
 import shutil
-import socket
-import struct
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
-UNSHARE = [
-    "setpriv",
-    "--pdeathsig=KILL",
-    "unshare",
-    "--net",
-    "--mount",
-    "--pid",
-    "--uts",
-    "--ipc",
-    "--mount-proc",
-]
-UNSHARE += ["--fork", "--kill-child", "sh", "-c"]
+UNSHARE = ["setpriv", "--pdeathsig=KILL", "unshare", "--net", "--mount", "--pid", "--uts", "--ipc"]
+UNSHARE += ["--mount-proc", "--fork", "--kill-child", "sh", "-c"]
 SET_UP = """
 set -e
 mkdir -p /tmp/ray
@@ -55,10 +34,13 @@ true
 RAY_WORDS = ("--block", "--disable-usage-stats", "--object-store-memory=100000000")
 RAY_PORT = 6379
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-
-TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # of Linux's if_tun.h
-CLONE_NEWNET = 0x40000000
-LISTENING = "0A"
+LISTENING = "0A"  # in /proc/net/tcp
+WAIT_FOR_NODES = """
+import ray, sys, time
+ray.init(address=sys.argv[1], log_to_driver=False)
+end = time.time() + 60
+while len(ray.nodes()) < int(sys.argv[2]): time.sleep(0.1); assert time.time() < end
+"""
 
 
 def unsupported_reason() -> str:
@@ -66,9 +48,8 @@ def unsupported_reason() -> str:
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         return "needs unshare and ip (util-linux, iproute2)"
     command = [*UNSHARE, "mount -t tmpfs tmpfs /dev/shm && ip link add type veth"]
-    if subprocess.run(command, check=False, capture_output=True).returncode:
-        return "needs the right to make network, mount and process namespaces"
-    return "" if Path("/dev/net/tun").exists() else "needs /dev/net/tun"
+    has_right = subprocess.run(command, check=False, capture_output=True).returncode == 0
+    return "" if has_right else "needs the right to make network, mount and process namespaces"
 
 
 class Host:
@@ -124,12 +105,11 @@ class Host:
         return found
 
     def listening(self, process: psutil.Process) -> set[str]:
-        """Addresses on which a process and its descendants listen."""
+        """Addresses on which a process listens; psutil looks at our own network alone."""
         sockets = set()
-        for each in [process, *process.children(recursive=True)]:
-            for fd in Path(f"/proc/{each.pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    sockets.add(str(fd.readlink()))
+        for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(str(fd.readlink()))
         found = set()
         for family in ("tcp", "tcp6"):
             for line in Path(f"/proc/{process.pid}/net/{family}").read_text().splitlines()[1:]:
@@ -138,23 +118,6 @@ class Host:
                     raw = bytes.fromhex(words[1].partition(":")[0])
                     found.add(".".join(map(str, raw[::-1])) if len(raw) == 4 else raw.hex())
         return found
-
-    def open_tun(self) -> int:
-        """Make the network interface eth0 here, and return the descriptor of its packets."""
-        opened: list[int] = []
-
-        def enter() -> None:  # a thread of its own: it never returns to our namespace
-            namespace = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY)
-            assert ctypes.CDLL(None).setns(namespace, CLONE_NEWNET) == 0
-            os.close(namespace)
-            tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", b"eth0", IFF_TUN | IFF_NO_PI))
-            opened.append(tun)
-
-        thread = threading.Thread(target=enter)
-        thread.start()
-        thread.join()
-        return opened[0]
 
     def kill(self) -> None:
         """End all of the host's processes at once."""
@@ -169,18 +132,15 @@ class Host:
 class Hosts:
     """A Ray cluster: a head without CPUs on the first host, a node on each other one."""
 
-    def __init__(self, num_hosts: int, num_cpus: int, *, delay_seconds: float = 0.0) -> None:
+    def __init__(self, num_hosts: int, num_cpus: int) -> None:
         self._exit = contextlib.ExitStack()
         self.all: list[Host] = []
         try:
             for number in range(1, num_hosts + 1):
                 self.all.append(Host(number))
                 self._exit.callback(self.all[-1].kill)
-            if delay_seconds:
-                self._exit.enter_context(delayed_network(self.all, delay_seconds))
-            else:
-                bridge(self.all)
             self.head, self.nodes = self.all[0], self.all[1:]
+            self._bridge()
             self.address = f"{self.head.address}:{RAY_PORT}"
             self.head.start_ray(
                 "--head", f"--port={RAY_PORT}", "--num-cpus=0", "--include-dashboard=false"
@@ -199,14 +159,19 @@ class Hosts:
     def __exit__(self, *exc_info: object) -> None:
         self._exit.close()
 
+    def _bridge(self) -> None:
+        """Connect the hosts by veth pairs and a bridge on the first one."""
+        self.head.ip("link add eth0 type bridge")
+        for host in self.nodes:
+            port = f"port-{host.address.rpartition('.')[2]}"
+            self.head.ip(f"link add {port} type veth peer name eth0 netns {host.pid}")
+            self.head.ip(f"link set {port} master eth0 up")
+        for host in self.all:
+            host.ip(f"addr add {host.address}/24 dev eth0")
+            host.ip("link set eth0 up")
+
     def _wait_for_nodes(self, number: int) -> None:
-        script = (
-            "import ray, sys, time\n"
-            "ray.init(address=sys.argv[1], log_to_driver=False)\n"
-            "end = time.time() + 60\n"
-            "while len(ray.nodes()) < int(sys.argv[2]): time.sleep(0.1); assert time.time() < end\n"
-        )
-        words = (sys.executable, "-c", script, self.address, str(number))
+        words = (sys.executable, "-c", WAIT_FOR_NODES, self.address, str(number))
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             if self.head.popen(*words, stderr=subprocess.DEVNULL).wait() == 0:
@@ -221,51 +186,3 @@ class Hosts:
 
     def host_of(self, worker: str) -> Host:
         return next(host for host in self.all if worker in host.workers())
-
-
-def bridge(hosts: list[Host]) -> None:
-    """Connect hosts by veth pairs and a bridge on the first one."""
-    first = hosts[0]
-    first.ip("link add eth0 type bridge")
-    for host in hosts[1:]:
-        port = f"port-{host.address.rpartition('.')[2]}"
-        first.ip(f"link add {port} type veth peer name eth0 netns {host.pid}")
-        first.ip(f"link set {port} master eth0 up")
-    for host in hosts:
-        host.ip(f"addr add {host.address}/24 dev eth0")
-        host.ip("link set eth0 up")
-
-
-@contextlib.contextmanager
-def delayed_network(hosts: list[Host], seconds: float) -> Iterator[None]:
-    """Connect hosts by a thread that passes on each packet after this time."""
-    fds = {socket.inet_aton(host.address): host.open_tun() for host in hosts}
-    for host in hosts:
-        host.ip(f"addr add {host.address}/24 dev eth0")
-        host.ip("link set eth0 mtu 60000 up")
-    packets: deque[tuple[float, int, bytes]] = deque()
-    is_over = threading.Event()
-
-    def run() -> None:
-        while not is_over.is_set():
-            due = packets[0][0] - time.monotonic() if packets else 0.1
-            ready, _, _ = select.select([*fds.values()], [], [], max(0.0, due))
-            for fd in ready:
-                packet = os.read(fd, 65536)
-                target = fds.get(packet[16:20])  # its destination, if it is IPv4
-                if target is not None:
-                    packets.append((time.monotonic() + seconds, target, packet))
-            while packets and packets[0][0] <= time.monotonic():
-                _, target, packet = packets.popleft()
-                with contextlib.suppress(OSError):  # the host is gone, or its queue is full
-                    os.write(target, packet)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-        for fd in fds.values():
-            os.close(fd)

@@ -1,6 +1,6 @@
 """The protocol of an iteration, explored: 2 producers, 2 consumers, 3 slots, crashes at every step.
 
-The ring, its ports, `GroupReader`, `Rounds` and `Dispatcher` are the real ones. Each process is a
+The ring, its ports, `GroupReader` and `Ledger` are the real ones. Each process is a
 thread, and one runs at a time. A step is a store to shared memory, a transfer on a pipe, a rest of
 `reclaim` or `delivered`, or a message to the controller. Before each step a schedule may switch to
 another process, or kill this one: nothing of it runs any more. Without such a decision a process
@@ -29,8 +29,7 @@ from easyrl import events
 from easyrl.channels import ring_buffer
 from easyrl.channels.ring_buffer import FREE, READING, STATE_BITS, RingBuffer, RingLayout, TokenPipe
 from easyrl.config import load_config
-from easyrl.runtime.controller import Controller
-from easyrl.runtime.dispatch import Dispatcher, Rounds
+from easyrl.runtime.ledger import Ledger, State
 from easyrl.types import Prompt
 from easyrl.workers.batches import GroupReader
 
@@ -40,6 +39,7 @@ REJECTED = {1, 6}  # prompts, unless it is the last round
 KILL = "kill"
 MAX_STEPS = 5000
 CONFIG = load_config(None, {"train.prompts_per_iteration": NUM_GROUPS})
+PLACEMENT = SimpleNamespace(max_concurrent_groups=1, max_rollout_workers=2, num_rollout_workers=2)
 SMALL_GROUP = test_ring_buffer.make_group(0, lengths=[1], prompt_length=1)
 
 
@@ -285,65 +285,45 @@ def consume(world, owner):
 
 
 def control(world):
-    next_index = 0
+    next_index, num_samples = 0, CONFIG.rollout.num_generations
     for iteration in range(world.num_iterations):
-        rounds = Rounds(
-            SimpleNamespace(prompt=lambda index: Prompt(index, "", {})),
-            next_index,
+        ledger = Ledger(
+            CONFIG,
+            PLACEMENT,
+            lambda index: Prompt(index, "", {}),
+            partial(events.Generate, iteration),
+            iteration=iteration,
+            first_index=next_index,
             num_groups=NUM_GROUPS,
+            num_samples=num_samples,
             max_replacements=1,
         )
         world.iteration, world.prompts = iteration, {}
-        run_iteration(world, iteration, rounds)
+        run_iteration(world, iteration, ledger)
         assert [world.trained[iteration, i] for i in range(NUM_GROUPS)] == [1] * NUM_GROUPS
-        expected = {*range(next_index, rounds.next_index)} - REJECTED
+        expected = {*range(next_index, ledger.next_index)} - REJECTED
         assert {*world.prompts.values()} == expected
-        next_index = rounds.next_index
+        next_index = ledger.next_index
     world.is_stopped = True
 
 
-class Producer:
-    """A rollout worker as the dispatcher sees it."""
-
-    def __init__(self, world, owner):
-        self.name, self.world, self.owner, self.can_work = f"rollout-{owner}", world, owner, True
-
-    def send(self, command):
-        for group_index, prompt in command.prompts:
-            task = command.iteration, group_index, prompt.index, command.is_last_round
-            self.world.tasks[self.owner].append(task)
-
-
-def run_iteration(world, iteration, rounds):
+def run_iteration(world, iteration, ledger):
     ring, dead = world.ring, set()
-    workers = [Producer(world, owner) for owner in PRODUCERS]
-    placement = SimpleNamespace(max_concurrent_groups=1, max_rollout_workers=len(PRODUCERS))
-    dispatcher = Dispatcher(workers, CONFIG, placement)
-    record = SimpleNamespace(iteration=iteration, groups=[])
+    owners = {f"rollout-{owner}": owner for owner in PRODUCERS}
 
     def is_over():
         states = ring.slots["status"].view(np.ndarray) & (1 << STATE_BITS) - 1
         is_drained = len(world.prompts) == NUM_GROUPS and (states == FREE).all()
-        return rounds.is_complete and dispatcher.is_idle and is_drained and not world.reading
+        return ledger.is_complete and is_drained and not world.reading
 
-    def replace_producer(owner, delivered):
-        worker = workers[owner]
-        asked = SimpleNamespace(delivered=lambda iteration: delivered)
-        controller = SimpleNamespace(launcher=asked, dispatcher=dispatcher)
-        num_groups = len(record.groups)
-        Controller._reopen_undelivered(controller, worker, record, rounds)
-        world.counts["lost"] += num_groups - len(record.groups)
-        workers[owner] = Producer(world, owner)
-        workers[owner].can_work = False
-        dispatcher.on_event(worker, events.Lost("died"))
-        world.spawn(owner)
-        workers[owner].can_work = True
-        dispatcher.on_joined(workers[owner])
+    def hand_out():
+        for name, command in ledger.take([*owners]).items():
+            for group_index, prompt in command.prompts:
+                task = iteration, group_index, prompt.index, command.is_last_round
+                world.tasks[owners[name]].append(task)
 
     while True:
-        if rounds.is_over and not rounds.is_complete and dispatcher.is_idle:
-            prompts = rounds.start()
-            dispatcher.start(iteration, prompts, is_last_round=rounds.is_last)
+        hand_out()
         if not dead:
             world.wait_for(lambda: world.inbox or is_over())
             if not world.inbox:
@@ -353,21 +333,22 @@ def run_iteration(world, iteration, rounds):
             if group is None:
                 dead.add(owner)
                 continue
-            record.groups.append(group)
-            rounds.add(group)
-            dispatcher.on_event(workers[owner], group)
+            ledger.on_event(f"rollout-{owner}", group)
+            hand_out()
         if dead:
             try:
-                delivered = world.recover(ring, dead, iteration)
+                in_ring = world.recover(ring, dead, iteration)
             except TimeoutError:  # another process is in a move, or has died in it
                 world.let_others_run()
                 continue
             while dead:
                 owner = dead.pop()
                 if owner in PRODUCERS:
-                    replace_producer(owner, delivered)
-                else:
-                    world.spawn(owner)
+                    was_reported = [g for g in ledger.groups.values() if g.report is not None]
+                    ledger.lost(f"rollout-{owner}", in_ring)
+                    lost = [each for each in was_reported if each.state is State.WAITING]
+                    world.counts["lost"] += len(lost)
+                world.spawn(owner)
 
 
 # -- exploration

@@ -80,15 +80,34 @@ def assert_same_bits(
     every = ("--iterations", "2", *SAME, *words)
     code, _, err = finish("--output", str(here), *on_here, *every, **environment)
     assert (code, err) == (0, "")
-    code, _, err = finish("--output", str(there), *on_there, *every)
-    assert (code, err) == (0, "")
+    process = start("--output", str(there), *on_there, *every)
+    wait_for_line(process, "iteration 1/")
+    assert_shown(there, process.pid, cluster.address.rpartition(":")[0], infer, train)
+    _, err = process.communicate(timeout=240)
+    assert (process.returncode, err) == (0, "")
     assert len({*nodes_of_newest_run(cluster)}) == infer + train
     assert outcome_of(here) == outcome_of(there)
     assert summary_of(there)["groups_off_policy"] == summary_of(there)["worker_restarts"] == 0
     return there
 
 
-@pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
+def assert_shown(folder: Path, pid: int, address: str, infer: int, train: int) -> None:
+    """`easyrl status` shows the workers, not their actors, and their nodes."""
+    workers = {each["name"]: each for each in workers_of(folder)}
+    named = [f"rollout-{n}" for n in range(infer)] + [f"train-{n}" for n in range(train)]
+    assert workers.keys() == {"controller", *named} and workers["controller"]["pid"] == pid
+    for name in named:
+        assert workers[name]["device"] == f"{address}/cpu"
+        command = " ".join(psutil.Process(workers[name]["pid"]).cmdline())
+        assert "multiprocessing" in command
+    assert len({each["pid"] for each in workers.values()}) == len(workers)
+
+
+@pytest.mark.parametrize(
+    ("infer", "train"),
+    [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)],
+    ids=["engines", "train-ranks"],
+)
 def test_runs_end_in_the_same_bits_with_and_without_ray(
     cluster: Any, no_ray: dict[str, str], tmp_path: Path, infer: int, train: int
 ) -> None:
@@ -97,8 +116,8 @@ def test_runs_end_in_the_same_bits_with_and_without_ray(
 
 def test_commands_without_ray_devices_do_not_import_it(no_ray: dict[str, str]) -> None:
     environment = os.environ | no_ray
-    for words in (("-m", "easyrl", "--help"), ("-c", "import easyrl"), ("-m", "easyrl", "config")):
-        subprocess.run([sys.executable, *words], env=environment, check=True, capture_output=True)
+    command = [sys.executable, "-c", "import easyrl.cli"]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
     with pytest.raises(subprocess.CalledProcessError):  # or the check above checks nothing
         subprocess.run([sys.executable, "-c", "import ray"], env=environment, check=True)
 
@@ -134,23 +153,6 @@ def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> Non
         time.sleep(0.2)
 
 
-def test_the_demo_runs_and_status_shows_its_workers_and_their_nodes(
-    cluster: Any, tmp_path: Path
-) -> None:
-    folder, address = tmp_path / "run", cluster.address.rpartition(":")[0]
-    with live(folder, *on(cluster, "ray:cpu:2")) as process:
-        workers = {each["name"]: each for each in workers_of(folder)}
-        assert workers.keys() == {"controller", "rollout-0", "rollout-1", "train-0"}
-        assert workers["controller"]["pid"] == process.pid
-        for name in ("rollout-0", "rollout-1", "train-0"):
-            assert workers[name]["device"] == f"{address}/cpu"
-            command = " ".join(psutil.Process(workers[name]["pid"]).cmdline())
-            assert "multiprocessing" in command  # the worker, not its actor
-        assert len({each["pid"] for each in workers.values()}) == 4
-    lines = lines_of(folder / "metrics.jsonl")
-    assert all(line["sampling/sampling_logp_difference/max"] <= 1e-4 for line in lines)
-
-
 # -- bad input -------------------------------------------------------------------------------------
 
 
@@ -164,6 +166,7 @@ def refused(*words: str, timeout_seconds: int) -> str:
     return err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("infer", "train", "named"), [
     ("ray:cpu:3", "ray:cpu:1", ("devices.infer (--infer-devices)", "of 3 rollout workers")),
     ("ray:cpu:1", "ray:cpu:4", ("devices.train (--train-devices)", "all 4 train workers")),
@@ -171,38 +174,23 @@ def refused(*words: str, timeout_seconds: int) -> str:
 def test_more_workers_than_the_cluster_has_room_for(
     cluster: Any, tmp_path: Path, infer: str, train: str, named: tuple[str, ...]
 ) -> None:
+    """A signal ends the wait for places."""
     folder = tmp_path / "run"
-    err = refused("--output", str(folder), *on(cluster, infer, train), timeout_seconds=10)
+    words = ("--output", str(folder), *on(cluster, infer, train))
+    err = refused(*words, timeout_seconds=10)
     expected = (*named, "runtime.timeout_seconds", "need 1 CPU each", "the cluster has 3 CPU")
     assert [text for text in expected if text not in err] == [], err
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize(("signum", "infer", "train"), [
-    (signal.SIGTERM, "ray:cpu:3", "ray:cpu:1"), (signal.SIGINT, "ray:cpu:1", "ray:cpu:4"),
-])  # fmt: skip
-def test_a_signal_ends_a_run_that_waits_for_places(
-    cluster: Any, tmp_path: Path, signum: signal.Signals, infer: str, train: str
-) -> None:
-    folder = tmp_path / "run"
-    process = start("--output", str(folder), *on(cluster, infer, train))
+    process = start(*words)
     wait_for_line(process, "waiting for places")
     time.sleep(1.0)
-    process.send_signal(signum)
+    process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (128 + signum, "")
+    assert (process.returncode, err) == (128 + signal.SIGTERM, "")
     assert not folder.exists()
 
 
-def test_a_dry_run_prints_the_cluster(cluster: Any) -> None:
-    code, out, _ = finish(*on(cluster, "ray:cpu:2"), "--dry-run")
-    assert code == 0 and out.count("(1 CPU)") == 3
-    assert all(f"# {worker}: cpu, 1 CPU" in out for worker in ("rollout-0", "rollout-1", "train-0"))
-
-
-@pytest.mark.parametrize(
-    "problem", ["another version", pytest.param("no EasyRL", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("problem", ["another version", "no EasyRL"])
 def test_a_node_that_cannot_run_easyrl(cluster: Any, tmp_path: Path, problem: str) -> None:
     path = tmp_path / "path"
     if problem == "no EasyRL":
@@ -224,9 +212,11 @@ def test_a_node_that_cannot_run_easyrl(cluster: Any, tmp_path: Path, problem: st
 
 # -- pairs of features (docs/compatibility.md) -----------------------------------------------------
 
-DYNAMIC = ("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100")
-TWO_UPDATES = ("train.updates_per_iteration=2", "algorithm.epsilon_high=0.28")
-LORA = ("model.lora.rank=4",)
+ALL = (
+    *("algorithm.dynamic_sampling=true", "rollout.max_completion_length=100"),
+    *("train.updates_per_iteration=2", "algorithm.epsilon_high=0.28"),
+    *("model.lora.rank=4", "train.eval_every=1"),
+)
 ENVIRONMENT = (
     *("model.path=tiny-guess", "data.dataset=guess", "rollout.environment=guess"),
     *("data.max_prompt_length=16", "rollout.max_completion_length=60"),
@@ -235,14 +225,7 @@ ENVIRONMENT = (
 
 @pytest.mark.long
 @pytest.mark.parametrize(("infer", "train"), [(2, 1), (1, 2)], ids=["engines", "train-ranks"])
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(LORA, DYNAMIC, TWO_UPDATES, (*LORA, *DYNAMIC, *TWO_UPDATES), ("train.eval_every=1",)),
-        ENVIRONMENT,
-    ],
-    ids=["LoRA", "dynamic-sampling", "two-updates", "all", "evaluation", "environment"],
-)
+@pytest.mark.parametrize("words", [ALL, ENVIRONMENT], ids=["all", "environment"])
 def test_features_end_in_the_same_bits_with_and_without_ray(
     cluster: Any, tmp_path: Path, words: tuple[str, ...], infer: int, train: int
 ) -> None:
@@ -285,26 +268,13 @@ def test_a_head_that_does_not_answer_ends_the_run_resumable(
     assert process.returncode == 1 and "head" in err and f"--resume {folder}" in err
 
 
-@pytest.mark.long
-def test_the_demo_is_as_accurate_as_on_one_node(cluster: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    code, _, err = finish("--output", str(folder), *on(cluster, "ray:cpu:2"), timeout=600)
-    assert (code, err) == (0, "")
-    summary = summary_of(folder)
-    assert 0.2 <= summary["accuracy_before"] <= 0.6
-    assert summary["accuracy_after"] >= 0.85 and summary["reward_last"] >= 0.9
-    assert summary["updates_not_finite"] == summary["groups_off_policy"] == 0
-    assert summary["sampling_logp_difference_max"] <= 1e-4
-
-
 def names_of_engines(folder: Path) -> set[str]:
     is_working = {each["name"]: each["state"] == "working" for each in workers_of(folder)}
     return {name for name, works in is_working.items() if works and name.startswith("rollout")}
 
 
 def scale(folder: Path, wanted: str) -> None:
-    words = ["scale", str(folder), "--infer-devices", wanted]
-    subprocess.run([sys.executable, "-m", "easyrl", *words], check=True, capture_output=True)
+    request(folder, {"command": "scale", "infer_devices": wanted})
 
 
 def wait_for_iteration(folder: Path, process: subprocess.Popen[str]) -> None:
@@ -325,7 +295,7 @@ def test_a_live_run_is_scaled_while_requested_nodes_start(cluster: Any, tmp_path
     with live(folder, *words) as process:
         for wanted in ("cpu:2", "0-1"):
             with pytest.raises(ValueError, match=r"--infer-devices: expected .*ray:cpu"):
-                request(folder, {"command": "scale", "infer_devices": wanted})
+                scale(folder, wanted)
         scale(folder, "ray:cpu:3")  # there is a place for one of the two new engines
         wait_until(lambda: len(names_of_engines(folder)) == 2, process)
         devices = {each["device"] for each in workers_of(folder) if each["state"] == "starting"}
@@ -342,32 +312,6 @@ def test_a_live_run_is_scaled_while_requested_nodes_start(cluster: Any, tmp_path
             wait_for_iteration(folder, process)
         finally:
             cluster.remove_node(node)
-
-
-@pytest.mark.long
-def test_autoscale_uses_spare_devices_of_the_cluster(cluster: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    words = (*on(cluster, "ray:cpu:1"), *SMALL, "runtime.autoscale=true", ONE_THREAD)
-    long_answers = ("rollout.max_completion_length=200", "train.prompts_per_iteration=16")
-    with live(folder, *words, *long_answers, "--spare-devices", "ray:cpu:1") as process:
-        wait_until(lambda: len(names_of_engines(folder)) == 2, process)
-
-
-@pytest.mark.long
-def test_a_run_that_loses_its_trainer_starts_again_by_itself(cluster: Any, tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    every = ("--iterations", "30", *SAME, "train.save_every=2", "train.keep_checkpoints=1")
-    code, _, _ = finish("--output", str(here), "--infer-devices", "cpu:2", *every)
-    assert code == 0
-    folder = tmp_path / "run"
-    words = (*on(cluster, "ray:cpu:2"), *every, "runtime.restart=on_failure")
-    process = start("--output", str(folder), *words)
-    wait_for_line(process, "checkpoint of iteration 4")
-    trainer = next(each for each in workers_of(folder) if each["name"] == "train-0")
-    psutil.Process(trainer["pid"]).kill()
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 0 and err.count("starts again") == 1
-    assert outcome_of(folder)[0] == outcome_of(here)[0]
 
 
 @pytest.mark.long
@@ -399,10 +343,6 @@ def test_an_evaluation_on_a_cluster_has_the_results_of_one_node(
     here = ("--infer-devices", "cpu:2")
     there = ("--infer-devices", "ray:cpu:2", "--ray-address", cluster.address)
     command = [sys.executable, "-m", "easyrl", "eval", "--model", "tiny", "--dataset", "arithmetic"]
-    too_many = ["--infer-devices", "ray:cpu:4", *there[2:], "--output", str(tmp_path / "none")]
-    too_many += ["runtime.timeout_seconds=10"]
-    ended = subprocess.run([*command, *too_many], capture_output=True, text=True, check=False)
-    assert ended.returncode == 2 and "of 4 rollout workers" in ended.stderr
     for name, devices in (("here", here), ("there", there)):
         words = [*devices, *SAME, "--num-samples", "2", "--output", str(tmp_path / name)]
         subprocess.run([*command, *words], check=True, timeout=240)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -25,7 +26,7 @@ from easyrl.rewards import worker
 from easyrl.rewards.functions import RewardError
 from easyrl.rewards.pool import RewardPool, try_rewards, weighted_sum
 from easyrl.rewards.worker import PROCESS_NAME, Call, Scored
-from easyrl.runtime.metrics import IterationRecord
+from easyrl.runtime.metrics import iteration_metrics, logged_metrics
 from easyrl.types import Prompt
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 
@@ -417,28 +418,28 @@ def group_scored(index: int, rewards: list[float], **changes: Any) -> events.Gro
 
 
 def test_skipped_groups_are_counted_and_have_no_reward() -> None:
-    record = IterationRecord(0, num_replacement_rounds=1)
     nan = float("nan")
-    record.add_group("rollout-0", group_scored(0, [0.0, 1.0]))
     skipped = {"errors": ["why"], "is_skipped": True, "is_unwanted": True}
     skipped["rewards_by_function"] = []
-    record.add_group("rollout-0", group_scored(1, [nan, nan], **skipped))
-    record.trained = events.IterationTrained(0, 1, 2, 16, 0.0, {})
-    metrics = record.metrics(["score"], {}, seconds=1.0, num_devices=2)
+    groups = [group_scored(0, [0.0, 1.0]), group_scored(1, [nan, nan], **skipped)]
+    trained = events.IterationTrained(0, 1, 2, 16, 0.0, {})
+    ledger: Any = SimpleNamespace(
+        reports=groups, trained=trained, round=1, engine_seconds={"rollout-0": 1.0}
+    )
+    metrics = iteration_metrics(ledger, 0, ["score"], {}, seconds=1.0, num_devices=2)
     assert (metrics["groups_skipped"], metrics["reward_errors"]) == (1, 1)
     assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (0, 1)
     assert metrics["reward"] == metrics["rewards/score/mean"] == 0.5
     assert metrics["completions/mean_length"] == 4.0
-    record.groups.pop(0)
-    metrics = record.metrics(["score"], {}, seconds=1.0, num_devices=2)
+    groups.pop(0)
+    metrics = iteration_metrics(ledger, 0, ["score"], {}, seconds=1.0, num_devices=2)
     assert str(metrics["reward"]) == "nan"
 
 
 def test_logged_metrics_are_averaged_over_the_groups_that_have_them() -> None:
-    record = IterationRecord(0)
-    for index, logged in enumerate([{"words": 2.0, "reward": 1.0}, {"words": 3.0}, {}]):
-        record.add_group("rollout-0", group_scored(index, [0.0, 1.0], logged=logged))
-    assert record.logged(taken=["reward"]) == {"words": 2.5, "logged/reward": 1.0}
+    logged = [{"words": 2.0, "reward": 1.0}, {"words": 3.0}, {}]
+    groups = [group_scored(n, [0.0, 1.0], logged=each) for n, each in enumerate(logged)]
+    assert logged_metrics(groups, taken=["reward"]) == {"words": 2.5, "logged/reward": 1.0}
 
 
 SOMETIMES = """

@@ -2,56 +2,75 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from easyrl import events
+from easyrl.config import load_config
 from easyrl.observe.lines import status_table
 from easyrl.observe.text import say_rich
-from easyrl.runtime.metrics import IterationRecord
+from easyrl.runtime.controller import Controller
+from easyrl.runtime.placement import resolve_placement
 from easyrl.runtime.status import COLUMNS, Balance
 
 
 def add(balance: Balance, *engines: float, train: float, seconds: float = 100.0) -> None:
     """Add an iteration with the busy seconds of each worker, and 1 s of exchanging weights."""
-    record = IterationRecord(0, weights_seconds=1.0)
-    record.engine_seconds = {f"rollout-{number}": busy for number, busy in enumerate(engines)}
-    record.trained = events.IterationTrained(0, 1, 4, 100, train, {})
-    balance.add(record, seconds, len(engines))
+    trained = events.IterationTrained(0, 1, 4, 100, train, {})
+    ledger: Any = SimpleNamespace(engine_seconds=dict(enumerate(engines)), trained=trained)
+    balance.add(ledger, seconds, 1.0, len(engines))
 
 
-def test_shares_of_waiting_and_the_number_of_engines_that_balances() -> None:
+def test_shares_of_waiting_of_the_last_iterations() -> None:
     balance = Balance()
     assert balance.waiting() == {"rollout": None, "train": None}
     assert balance.num_engines() is None
     add(balance, 9.0, 5.0, train=6.0, seconds=10.0)
     shares = {"rollout": pytest.approx(0.2), "train": pytest.approx(0.3)}
     assert balance.waiting() == shares
-    assert balance.num_engines() == 3  # 14 s of generating, 6 s of training
-
-
-@pytest.mark.parametrize(("engine", "train", "expected"), [
-    (1.0, 9.0, 1),
-    (12.0, 10.0, 1),  # a second engine would mostly wait
-    (13.0, 10.0, 2),
-    (30.0, 10.0, 3),
-])  # fmt: skip
-def test_the_balanced_number_follows_from_the_work_of_both_sides(
-    engine: float, train: float, expected: int
-) -> None:
-    balance = Balance()
-    add(balance, engine, train=train)
-    assert balance.num_engines() == expected
-
-
-def test_the_last_iterations_count() -> None:
-    balance = Balance()
+    balance.clear()
     for engine, expected in ((50.0, 5), (50.0, 5), (20.0, 4), (20.0, 3), (20.0, 2)):
         add(balance, engine, train=10.0)
         assert balance.num_engines() == expected
-    balance.clear()
-    assert balance.num_engines() is None
+
+
+@pytest.mark.parametrize(("engines", "train", "expected"), [
+    ((9.0, 5.0), 6.0, 3),
+    ((1.0,), 9.0, 1),
+    ((12.0,), 10.0, 1),  # a second engine would mostly wait
+    ((13.0,), 10.0, 2),
+    ((30.0,), 10.0, 3),
+])  # fmt: skip
+def test_the_balanced_number_follows_from_the_work_of_both_sides(
+    engines: tuple[float, ...], train: float, expected: int
+) -> None:
+    balance = Balance()
+    add(balance, *engines, train=train)
+    assert balance.num_engines() == expected
+
+
+def test_autoscale_follows_the_balanced_number_once_two_iterations_agree() -> None:
+    words = ["devices.infer=cpu", "devices.train=cpu", "devices.spare=cpu:2"]
+    config = load_config(words=[*words, "runtime.autoscale=true"])
+    placement, numbers = resolve_placement(config), iter([2, 5, 5, 3, None, 1, 1])
+    fleet = SimpleNamespace(num_refused=0, infer_devices=placement.infer)
+    controller: Any = SimpleNamespace(
+        config=config,
+        checked=SimpleNamespace(placement=placement),
+        fleet=fleet,
+        _balanced=0,
+        _balanced_number=numbers.__next__,
+        _scale=lambda wanted: setattr(fleet, "infer_devices", wanted),
+    )
+    for expected in ("cpu", "cpu", "cpu:3", "cpu:3", "cpu:3"):
+        Controller._autoscale(controller)
+        assert str(fleet.infer_devices) == expected
+    fleet.num_refused = 1  # one could not be started
+    for _ in range(2):
+        Controller._autoscale(controller)
+    assert str(fleet.infer_devices) == "cpu:3"
 
 
 @pytest.mark.parametrize("waiting", [0.25, None])

@@ -33,7 +33,8 @@ from easyrl.model.export import CheckpointGone, ModelSource, find_model
 from easyrl.model.files import ModelFiles, read_model_files
 from easyrl.observe.text import say
 from easyrl.rewards.loading import digest_code, reward_names, reward_specs, reward_weights
-from easyrl.runtime.dispatch import Dispatcher
+from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
+from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import make_launcher
 from easyrl.runtime.memory import (
     bytes_by_memory,
@@ -58,11 +59,9 @@ from easyrl.runtime.supervisor import (
     USER_ERROR,
     Interrupted,
     Supervisor,
-    Worker,
     WorkerFailure,
     signals_as_interrupts,
 )
-from easyrl.runtime.workers import Workers
 from easyrl.types import Prompt
 
 MAX_NEWER = 3
@@ -230,7 +229,7 @@ def answers_of_workers(
     num_samples = plan.sampling.num_samples
     launcher = make_launcher(config, placement, view.observe)
     with launcher, Supervisor() as supervisor:
-        workers = Workers(
+        fleet = Fleet(
             config,
             placement,
             supervisor,
@@ -239,21 +238,12 @@ def answers_of_workers(
             notify=view.observe,
             sampling=plan.sampling,
         )
-        dispatcher = Dispatcher(workers.rollout, config, placement)
-
-        def next_event() -> tuple[Worker, events.WorkerEvent]:
-            worker, event = workers.next_event()
-            if isinstance(event, events.Ready):  # the first ones, or a replacement
-                worker.state = "working"  # with the weights that it has loaded
-                dispatcher.on_joined(worker)
-            return worker, event
-
-        while not all(worker.can_work for worker in workers.rollout):
-            next_event()
+        fleet.wait_until_ready()
         began = time.monotonic()
-        for answer in dispatcher.evaluate(
-            0, prompts, next_event, num_samples=num_samples, with_texts=True
-        ):
+        ledger = ledger_of_evaluation(
+            config, placement, 0, prompts, num_samples=num_samples, with_texts=True
+        )
+        for answer in answers_of(fleet, ledger, fleet.next_event):
             yield time.monotonic() - began, answer
 
 

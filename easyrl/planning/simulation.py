@@ -2,7 +2,7 @@
 
     broadcast ─► engines: prompts on demand, rows refilled ─► rewards ─► ring ─► trainers ─► update
 
-It follows the real parts: who gets a prompt (`runtime.dispatch`), which rows an engine fills
+It follows the real parts: who gets a prompt (`runtime.ledger`), which rows an engine fills
 (`engines.embedded`), when a micro-batch starts and what it contains (`workers.batches`). Not
 simulated: rounds of replacements (rejected groups are generated, all in one round), waits for a
 full ring, the order of deterministic runs, the controller (half a millisecond per message).

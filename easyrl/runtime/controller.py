@@ -24,9 +24,9 @@ Who waits for whom:
     the train worker waits for    commands (controller), groups (rollout workers, through the ring)
     the controller waits for      events of any worker, only in `Supervisor.wait`
 
-A rollout worker that dies is replaced (`workers`): what it has not put into the ring goes back to
-the queue (`dispatch`). The replacement gets the weights from train rank 0 alone (`exchange`), then
-prompts, in the same iteration if that is still going on.
+A rollout worker that dies is replaced, and what it has not put into the ring waits again
+(`Fleet._on_lost`). The replacement gets the weights from train rank 0 alone, then prompts, in the
+same iteration if that is still going on.
 
 At most one checkpoint is being written. If the next one is due meanwhile, the controller waits
 before it sends anything else: a train worker that waited for its writer would keep the rollout
@@ -50,19 +50,20 @@ from typing import Any
 
 from easyrl import events
 from easyrl.config import Config, ConfigError
-from easyrl.config.algorithm import REPLACEMENT_ROUNDS
 from easyrl.config.devices import DeviceSet, count_devices
 from easyrl.events import Observer
 from easyrl.rewards.loading import reward_names
 from easyrl.runtime.control import serving
-from easyrl.runtime.dispatch import Dispatcher, Rounds
-from easyrl.runtime.exchange import WeightExchange
+from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
+from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import Launcher
+from easyrl.runtime.ledger import Ledger, ledger_of_iteration
 from easyrl.runtime.metrics import (
     NO_LEARNING_ITERATIONS,
-    IterationRecord,
     best_of,
     evaluation_metrics,
+    iteration_metrics,
+    logged_metrics,
     no_learning_warning,
     summarize,
 )
@@ -71,8 +72,7 @@ from easyrl.runtime.preflight import Preflight
 from easyrl.runtime.resume import Resume, SavedState
 from easyrl.runtime.run_folder import RunFolder, finite
 from easyrl.runtime.status import Balance, worker_rows
-from easyrl.runtime.supervisor import Interrupted, Supervisor, Worker
-from easyrl.runtime.workers import Workers
+from easyrl.runtime.supervisor import Interrupted, Supervisor
 
 BEFORE, AFTER = 0, 1
 """Evaluation rounds. The round after iteration n (from 1), unless it is the last, is AFTER + n."""
@@ -130,7 +130,16 @@ class Controller:
                 scale=self._scale_by_hand,
             ),
         ):
-            self._start_workers(supervisor)
+            self.fleet = Fleet(
+                self.config,
+                self.checked.placement,
+                supervisor,
+                self.launcher,
+                log_of=self.folder.log_of,
+                notify=self.notify,
+                resumed=self.resumed,
+            )
+            self.fleet.wait_until_ready()
             return self._run()
 
     def _run(self) -> dict[str, Any]:
@@ -156,7 +165,7 @@ class Controller:
             "accuracy_after": self._accuracy_after,
             "wall_seconds": self._wall_seconds,
             "weights_sha256": sha256,
-            "worker_restarts": self.workers.num_restarts.total(),
+            "worker_restarts": self.fleet.num_restarts.total(),
         }
 
     @property
@@ -171,7 +180,7 @@ class Controller:
             "num_iterations": self.config.train.iterations,
             "waiting": self.balance.waiting(),
             "balanced_rollout_workers": self._balanced_number(),
-            "workers": worker_rows(self.workers),
+            "workers": worker_rows(self.fleet),
         }
 
     def _scale_by_hand(self, wanted: DeviceSet) -> dict[str, Any]:
@@ -181,9 +190,9 @@ class Controller:
 
     def _scale(self, wanted: DeviceSet) -> dict[str, Any]:
         """Let rollout workers come and go, so that those on `wanted` remain."""
-        before = self.workers.infer_devices
-        check_scale(self.config, self.checked.placement, before, wanted, self.workers.changing)
-        self.workers.scale(wanted)
+        before = self.fleet.infer_devices
+        check_scale(self.config, self.checked.placement, before, wanted, self.fleet.changing)
+        self.fleet.scale(wanted)
         self.balance.clear()
         message = f"rollout workers on {wanted}, before on {before}"
         self.notify(events.Note(message))
@@ -198,123 +207,90 @@ class Controller:
         """Change to the number of rollout workers that balances both sides, once two iterations in
         a row agree on it (`runtime.autoscale`)."""
         placement, balanced = self.checked.placement, self._balanced_number()
-        is_wanted = self.config.runtime.autoscale and self.workers.num_refused == 0
+        is_wanted = self.config.runtime.autoscale and self.fleet.num_refused == 0
         if not is_wanted or balanced is None:
             return
         number = min(max(balanced, placement.num_rollout_workers), placement.max_rollout_workers)
         is_agreed, self._balanced = number == self._balanced, number
         wanted = first_engines(number, placement)
-        if is_agreed and wanted != self.workers.infer_devices:
+        if is_agreed and wanted != self.fleet.infer_devices:
             with contextlib.suppress(ConfigError):  # some are starting or leaving
                 self._scale(wanted)
 
     # -- phases of a run --------------------------------------------------------------------------
 
-    def _start_workers(self, supervisor: Supervisor) -> None:
-        placement = self.checked.placement
-        self.workers = Workers(
-            self.config,
-            placement,
-            supervisor,
-            self.launcher,
-            log_of=self.folder.log_of,
-            notify=self.notify,
-            resumed=self.resumed,
-        )
-        self.workers.wait_until_ready()
-        self.dispatcher = Dispatcher(self.workers.rollout, self.config, placement)
-        self.exchange = WeightExchange(
-            self.workers,
-            ranks_per_engine=placement.engine.tensor_parallel_size,
-            waits_for_all=self.config.runtime.deterministic,
-            timeout_seconds=self.config.runtime.timeout_seconds,
-        )
-
     def _exchange_weights(self) -> float:
         """Broadcast the trainer's weights to the rollout workers; returns the seconds it took."""
         started = time.monotonic()
-        self.exchange.exchange(self.state.policy_version, self._next_event)
+        self.fleet.exchange(self.state.policy_version, self._next_event)
         return time.monotonic() - started
 
     def _run_iteration(self, iteration: int) -> None:
-        started = time.monotonic()
+        started, cpu_started = time.monotonic(), time.process_time()
         self.notify(events.IterationStarted(started, iteration))
-        rounds = Rounds(
-            self.checked.prompts,
-            self.state.next_prompt_index,
-            num_groups=self.config.train.prompts_per_iteration,
-            max_replacements=REPLACEMENT_ROUNDS,
+        checked, first_index = self.checked, self.state.next_prompt_index
+        ledger = ledger_of_iteration(
+            self.config, checked.placement, iteration, checked.prompts, first_index
         )
-        prompts = rounds.start()
-        cpu_started = time.process_time()
-        record = IterationRecord(
-            iteration,
-            weights_seconds=self._exchange_weights(),
-            max_concurrent_groups=self.checked.placement.max_concurrent_groups,
-        )
-        self.workers.rank0.send(events.TrainIteration(iteration))
-        self.dispatcher.start(iteration, prompts, is_last_round=rounds.is_last)
-        while record.trained is None or not rounds.is_complete or not self.dispatcher.is_idle:
-            if rounds.is_over and not rounds.is_complete and self.dispatcher.is_idle:
-                prompts = rounds.start()
-                record.num_replacement_rounds = rounds.number
-                self.dispatcher.start(iteration, prompts, is_last_round=rounds.is_last)
+        weights_seconds = self._exchange_weights()
+        self.fleet.ledger = ledger
+        self.fleet.rank0.send(events.TrainIteration(iteration))
+        while ledger.trained is None or not ledger.is_complete:
             try:
-                worker, event = self._next_event()
+                event = self._next_event()
             except Interrupted as interrupted:
                 if self._newest_checkpoint == self.state.policy_version:
                     raise
                 self._begin_to_stop(interrupted)
-                self.workers.rank0.send(events.Halt())
+                self.fleet.rank0.send(events.Halt())
                 continue
-            match event:
-                case events.GroupScored():
-                    record.add_group(worker.name, event)
-                    rounds.add(event)
-                case events.Lost():
-                    self._reopen_undelivered(worker, record, rounds)
-                case events.IterationTrained():
-                    record.trained = event
-                case events.Halted():
-                    if record.trained is None and self._stopping is not None:
-                        raise self._stopping
-            self.dispatcher.on_event(worker, event)
-        self.state = replace(self.state, next_prompt_index=rounds.next_index)
-        record.controller_seconds = time.process_time() - cpu_started
-        self._finish_iteration(record, record.trained, time.monotonic() - started)
-        self.state = replace(self.state, file_sizes=self.folder.file_sizes())
+            if isinstance(event, events.Halted) and self._stopping and ledger.trained is None:
+                raise self._stopping
+        self.fleet.ledger = None
+        self._finish_iteration(ledger, iteration, started, cpu_started, weights_seconds)
         self._autoscale()
         if self._stopping is not None:
             raise self._stopping
 
-    def _reopen_undelivered(self, worker: Worker, record: IterationRecord, rounds: Rounds) -> None:
-        """Take back the reports of groups that a dead worker did not put into the ring: it reports
-        a group just before."""
-        delivered = rounds.delivered = self.launcher.delivered(record.iteration)
-        for group in list(record.groups):
-            is_missing = not group.is_rejected and group.group_index not in delivered
-            if is_missing and self.dispatcher.has_answer(worker, group.prompt_index):
-                record.groups.remove(group)
-                rounds.reopen(group.group_index)
-                self.dispatcher.reopen(worker, group.prompt_index)
-
     def _finish_iteration(
-        self, record: IterationRecord, trained: events.IterationTrained, seconds: float
+        self,
+        ledger: Ledger,
+        iteration: int,
+        started: float,
+        cpu_started: float,
+        weights_seconds: float,
     ) -> None:
-        expected, version = self.config.train.prompts_per_iteration, trained.policy_version
+        expected, trained = self.config.train.prompts_per_iteration, ledger.trained
+        assert trained is not None
         if trained.groups_trained != expected:
             raise RuntimeError(f"expected {expected} trained groups, got {trained.groups_trained}")
-        num_engines = sum(worker.is_placed for worker in self.workers.rollout)
-        self.balance.add(record, seconds, max(1, num_engines))
-        number = record.iteration + 1
-        self.state = replace(self.state, policy_version=version, num_iterations=number)
-        names, num_devices = reward_names(self.config), self._num_devices
-        line = record.metrics(names, self._metrics, seconds=seconds, num_devices=num_devices)
+        controller_seconds = time.process_time() - cpu_started
+        seconds = time.monotonic() - started
+        num_engines = sum(worker.is_placed for worker in self.fleet.rollout)
+        self.balance.add(ledger, seconds, weights_seconds, max(1, num_engines))
+        self.state = replace(
+            self.state,
+            policy_version=trained.policy_version,
+            num_iterations=iteration + 1,
+            next_prompt_index=ledger.next_index,
+        )
+        line = iteration_metrics(
+            ledger,
+            iteration,
+            reward_names(self.config),
+            self._metrics,
+            seconds=seconds,
+            num_devices=self._num_devices,
+        )
+        line["perf/weights_seconds"] = weights_seconds
+        line["perf/controller_seconds"] = controller_seconds  # processor time of this process
+        line["perf/max_concurrent_groups"] = self.checked.placement.max_concurrent_groups
         line |= self._evaluate_iteration()
-        line |= record.logged(taken=line.keys())
+        line |= logged_metrics(ledger.reports, taken=line.keys())
         self._metrics = finite(line)
         self._best = best_of([self._best, self._metrics])
         self.notify(events.IterationFinished(time.monotonic(), self._metrics))
+        self.state = replace(self.state, file_sizes=self.folder.file_sizes())
         self._newest.append(self._metrics)
         warning = no_learning_warning(self._newest, self.config, self.folder.path)
         if warning and not self._is_warned:
@@ -326,7 +302,8 @@ class Controller:
         self._exchange_weights()
         held_out = self.checked.held_out
         self.notify(events.EvaluationStarted(time.monotonic(), len(held_out)))
-        answers = list(self.dispatcher.evaluate(round_, held_out, self._next_event))
+        ledger = ledger_of_evaluation(self.config, self.checked.placement, round_, held_out)
+        answers = list(answers_of(self.fleet, ledger, self._next_event))
         metrics, num_problems = evaluation_metrics(answers, self.config.eval.correct_reward)
         accuracy, error = metrics["eval/accuracy"], metrics["eval/standard_error"]
         self.notify(
@@ -355,35 +332,19 @@ class Controller:
 
     def _save_model(self) -> str:
         self.notify(events.SavingModel(time.monotonic()))
-        self.workers.rank0.send(events.SaveModel(str(self.folder.model)))
-        while True:
-            _, event = self._next_event()
-            if isinstance(event, events.ModelSaved):
-                return event.weights_sha256
+        self.fleet.rank0.send(events.SaveModel(str(self.folder.model)))
+        while not isinstance(event := self._next_event(), events.ModelSaved):
+            pass
+        return event.weights_sha256
 
     # -- checkpoints, and stopping ----------------------------------------------------------------
 
-    def _next_event(self) -> tuple[Worker, events.WorkerEvent]:
-        """Return the next event that is not about a checkpoint."""
-        while True:
-            worker, event = self._receive()
-            if not isinstance(event, events.CheckpointSaved):
-                return worker, event
-
-    def _receive(self) -> tuple[Worker, events.WorkerEvent]:
-        """Return the next event, after all that concerns workers who come and go."""
-        if not self.dispatcher.is_idle and self._stopping is None:
-            self.exchange.admit(self.state.policy_version)
-        worker, event = self.workers.next_event()
-        if (joined := self.exchange.on_event(worker, event)) is not None:
-            self.dispatcher.on_joined(joined)
-        for each in self.workers.rollout:
-            is_done = not self.exchange.is_busy and not self.dispatcher.num_open(each)
-            if each.is_leaving and is_done and each.state != "stopping":
-                self.workers.dismiss(each)
+    def _next_event(self) -> events.WorkerEvent:
+        """Return the next event; handle it here if a checkpoint has been written."""
+        event = self.fleet.next_event()
         if isinstance(event, events.CheckpointSaved):
             self._on_saved(event)
-        return worker, event
+        return event
 
     def _on_saved(self, saved: events.CheckpointSaved) -> None:
         self._is_writing = False
@@ -412,13 +373,13 @@ class Controller:
         self._newest_checkpoint, self._is_writing = version, True
         path = str(self.folder.checkpoints / str(version))
         best_version = self._best.get("policy_version")
-        self.workers.rank0.send(events.SaveCheckpoint(path, version, asdict(state), best_version))
+        self.fleet.rank0.send(events.SaveCheckpoint(path, version, asdict(state), best_version))
 
     def _wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is being written is on the disk, if there is one. What
         workers report of an iteration that is dropped does not matter."""
         while self._is_writing:
-            self._receive()
+            self._next_event()
 
     def _begin_to_stop(self, interrupted: Interrupted) -> None:
         """End once the last complete iteration is saved. Raises `interrupted` at a second signal,
@@ -427,11 +388,12 @@ class Controller:
         if self._stopping is not None or not is_resumable:
             raise interrupted
         self._stopping = interrupted
-        self.workers.begin_to_stop()
+        self.fleet.begin_to_stop()
         again = " (Ctrl-C again: stop without it)" if interrupted.signum == signal.SIGINT else ""
         self.notify(events.Note(f"{interrupted}: saving the last checkpoint{again}"))
 
     def _save_last_boundary(self, interrupted: Interrupted) -> None:
+        self.fleet.ledger = None
         if self._stopping is not interrupted:
             self._begin_to_stop(interrupted)
         if self._newest_checkpoint != self.state.policy_version:

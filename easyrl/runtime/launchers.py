@@ -81,7 +81,7 @@ class ProcessLauncher:
             self._ring.close()
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
-        return self._start(supervisor, settings, is_replaceable=True)
+        return self._start(supervisor, settings)
 
     def start_train(
         self, supervisor: Supervisor, settings: Sequence[WorkerSettings]
@@ -99,10 +99,10 @@ class ProcessLauncher:
                 end.close()
         return workers
 
-    def _start(self, supervisor: Supervisor, settings: WorkerSettings, **options: bool) -> Worker:
+    def _start(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
         settings = with_environment(settings)
         with environment_of_children(settings.environment):
-            return supervisor.spawn(settings.name, worker_main, settings, self._ring, **options)
+            return supervisor.spawn(settings.name, worker_main, settings, self._ring)
 
     def reclaim(self, owner_ids: Sequence[int]) -> None:
         if self._ring is not None:

@@ -1,4 +1,4 @@
-"""Metrics of an iteration and of an evaluation from the workers' events; the summary of a run.
+"""Metrics of an iteration and of an evaluation from the workers' reports; the summary of a run.
 
 Shapes: N groups or problems, G completions of a group, S samples of a problem.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from easyrl import events
 from easyrl.config import Config
 from easyrl.rewards.loading import reward_names
+from easyrl.runtime.ledger import Ledger
 from easyrl.runtime.resume import SavedState
 
 LAST_ITERATIONS = 5
@@ -29,82 +29,63 @@ TOLERANCE = 1e-6
 """A reward that is below the bound by less than this is correct: rewards are sums in float32."""
 
 
-@dataclass(slots=True)
-class IterationRecord:
-    """Filled from events while the iteration runs."""
+def iteration_metrics(
+    ledger: Ledger,
+    iteration: int,
+    reward_names: Sequence[str],
+    before: Mapping[str, Any],
+    *,
+    seconds: float,
+    num_devices: int,
+) -> dict[str, float]:
+    """Metrics of a complete iteration, with TRL's names where it has one.
 
-    iteration: int
-    groups: list[events.GroupScored] = field(default_factory=list)
-    trained: events.IterationTrained | None = None
-    weights_seconds: float = 0.0
-    controller_seconds: float = 0.0  # processor time of this process
-    max_concurrent_groups: int = 0  # of each rollout worker
-    num_replacement_rounds: int = 0
-    engine_seconds: dict[str, float] = field(default_factory=dict)  # by worker: busy
+    Rewards and lengths cover all generated groups, also rejected ones, as in TRL: they describe the
+    policy, not the selection that is trained.
 
-    def add_group(self, worker: str, group: events.GroupScored) -> None:
-        self.groups.append(group)
-        # Reports of rejected groups can overtake those of groups that wait for a ring slot.
-        self.engine_seconds[worker] = max(group.busy_seconds, self.engine_seconds.get(worker, 0.0))
+    Args:
+        before: Metrics of the previous iteration, if any.
+        seconds: Duration of the iteration.
+        num_devices: Number of devices of both roles.
+    """
+    groups, trained = ledger.reports, ledger.trained
+    assert trained is not None
+    num_tokens = trained.completion_tokens
+    lengths = np.concatenate([group.completion_lengths for group in groups])
+    return {
+        "iteration": iteration,
+        "policy_version": trained.policy_version,
+        **_reward_metrics([group for group in groups if not group.is_skipped], reward_names),
+        "groups_skipped": sum(group.is_skipped for group in groups),
+        "groups_replaced": sum(group.is_rejected for group in groups),
+        "groups_not_replaced": sum(g.is_unwanted and not g.is_rejected for g in groups),
+        "replacement_rounds": ledger.round,
+        "reward_errors": sum(len(group.errors) for group in groups),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": sum(g.num_truncated for g in groups) / lengths.size,
+        **trained.metrics,
+        "num_tokens": before.get("num_tokens", 0) + num_tokens,
+        "num_generated_tokens": before.get("num_generated_tokens", 0) + int(lengths.sum()),
+        "perf/iteration_seconds": seconds,
+        "perf/infer_seconds": float(np.mean([*ledger.engine_seconds.values()])),
+        "perf/train_seconds": trained.busy_seconds,
+        "perf/tokens_per_second": num_tokens / seconds,
+        "perf/tokens_per_second_per_device": num_tokens / seconds / num_devices,
+    }
 
-    def metrics(
-        self,
-        reward_names: Sequence[str],
-        before: Mapping[str, Any],
-        *,
-        seconds: float,
-        num_devices: int,
-    ) -> dict[str, float]:
-        """Metrics of the iteration, with TRL's names where it has one.
 
-        Rewards and lengths cover all generated groups, also rejected ones, as in TRL: they describe
-        the policy, not the selection that is trained.
-
-        Args:
-            before: Metrics of the previous iteration, if any.
-            seconds: Duration of the iteration.
-            num_devices: Number of devices of both roles.
-        """
-        assert self.trained is not None
-        num_tokens = self.trained.completion_tokens
-        busy_seconds = list(self.engine_seconds.values())
-        # Events come in order of arrival: sort, so that sums do not depend on it.
-        groups = sorted(self.groups, key=lambda group: group.prompt_index)
-        lengths = np.concatenate([group.completion_lengths for group in groups])
-        return {
-            "iteration": self.iteration,
-            "policy_version": self.trained.policy_version,
-            **_reward_metrics([group for group in groups if not group.is_skipped], reward_names),
-            "groups_skipped": sum(group.is_skipped for group in groups),
-            "groups_replaced": sum(group.is_rejected for group in groups),
-            "groups_not_replaced": sum(g.is_unwanted and not g.is_rejected for g in groups),
-            "replacement_rounds": self.num_replacement_rounds,
-            "reward_errors": sum(len(group.errors) for group in groups),
-            "completions/mean_length": float(lengths.mean()),
-            "completions/min_length": float(lengths.min()),
-            "completions/max_length": float(lengths.max()),
-            "completions/clipped_ratio": sum(g.num_truncated for g in groups) / lengths.size,
-            **self.trained.metrics,
-            "num_tokens": before.get("num_tokens", 0) + num_tokens,
-            "num_generated_tokens": before.get("num_generated_tokens", 0) + int(lengths.sum()),
-            "perf/iteration_seconds": seconds,
-            "perf/infer_seconds": float(np.mean(busy_seconds)),
-            "perf/train_seconds": self.trained.busy_seconds,
-            "perf/weights_seconds": self.weights_seconds,
-            "perf/controller_seconds": self.controller_seconds,
-            "perf/max_concurrent_groups": self.max_concurrent_groups,
-            "perf/tokens_per_second": num_tokens / seconds,
-            "perf/tokens_per_second_per_device": num_tokens / seconds / num_devices,
-        }
-
-    def logged(self, taken: Collection[str]) -> dict[str, float]:
-        """Metrics that reward functions logged (`log_metric`), each averaged over the groups that
-        logged it. A name in `taken` gets the prefix `logged/`."""
-        values: dict[str, list[float]] = {}
-        for group in sorted(self.groups, key=lambda group: group.prompt_index):
-            for name, value in group.logged.items():
-                values.setdefault(f"logged/{name}" if name in taken else name, []).append(value)
-        return {name: float(np.mean(of_name)) for name, of_name in values.items()}
+def logged_metrics(
+    groups: Iterable[events.GroupScored], taken: Collection[str]
+) -> dict[str, float]:
+    """Metrics that reward functions logged (`log_metric`), each averaged over the groups that
+    logged it. A name in `taken` gets the prefix `logged/`."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for name, value in group.logged.items():
+            values.setdefault(f"logged/{name}" if name in taken else name, []).append(value)
+    return {name: float(np.mean(of_name)) for name, of_name in values.items()}
 
 
 def _reward_metrics(

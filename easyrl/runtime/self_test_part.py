@@ -30,11 +30,11 @@ from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import gathered
 from easyrl.processes import environment_of_children, pin
+from easyrl.runtime.fleet import worker_settings
 from easyrl.runtime.launch import run_worker, with_environment
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.run import run
 from easyrl.runtime.supervisor import Supervisor
-from easyrl.runtime.workers import worker_settings
 from easyrl.workers.packing import Rollout, pack
 from easyrl.workers.settings import WorkerSettings
 

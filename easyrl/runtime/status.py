@@ -9,8 +9,8 @@ from typing import Any
 
 from easyrl.processes import children_named
 from easyrl.rewards.worker import PROCESS_NAME
-from easyrl.runtime.metrics import IterationRecord
-from easyrl.runtime.workers import Workers
+from easyrl.runtime.fleet import Fleet
+from easyrl.runtime.ledger import Ledger
 
 ITERATIONS = 3
 COLUMNS = ("name", "kind", "pid", "device", "state", "restarts")
@@ -31,11 +31,11 @@ class Balance:
     def __init__(self) -> None:
         self._iterations: deque[tuple[float, ...]] = deque(maxlen=ITERATIONS)
 
-    def add(self, record: IterationRecord, seconds: float, num_engines: int) -> None:
-        """Add an iteration that took so long."""
-        assert record.trained is not None
-        engines, train = sum(record.engine_seconds.values()), record.trained.busy_seconds
-        mean, weights = engines / num_engines, record.weights_seconds
+    def add(self, ledger: Ledger, seconds: float, weights: float, num_engines: int) -> None:
+        """Add an iteration that took `seconds`, of which `weights` for the exchange of weights."""
+        assert ledger.trained is not None
+        engines, train = sum(ledger.engine_seconds.values()), ledger.trained.busy_seconds
+        mean = engines / num_engines
         self._iterations.append((seconds, engines, train, mean + weights, train + weights))
 
     def clear(self) -> None:
@@ -56,15 +56,14 @@ class Balance:
         return max(1, math.ceil(engines / train - 0.25)) if train > 0.0 else None
 
 
-def worker_rows(workers: Workers) -> list[dict[str, Any]]:
+def worker_rows(fleet: Fleet) -> list[dict[str, Any]]:
     """Describe every process of the run."""
     rows: list[tuple[Any, ...]] = [("controller", "controller", os.getpid(), "cpu", "running", 0)]
-    for worker in (*workers.rollout, *workers.train):
-        name, state = worker.name, "leaving" if worker.is_leaving else worker.state
-        kind, num_restarts = name.partition("-")[0], workers.num_restarts[name]
-        pid, device = worker.process.pid, workers.device_of(worker)
-        rows.append((name, kind, pid, device, state, num_restarts))
-    names = {worker.local_pid: worker.name for worker in workers.rollout if worker.local_pid}
+    for worker in (*fleet.rollout, *fleet.train):
+        name, pid, device = worker.name, worker.process.pid, fleet.device_of(worker)
+        kind, num_restarts = name.partition("-")[0], fleet.num_restarts[name]
+        rows.append((name, kind, pid, device, worker.state, num_restarts))
+    names = {worker.local_pid: worker.name for worker in fleet.rollout if worker.local_pid}
     for pid, parent in sorted(children_named(PROCESS_NAME, names).items()):
         rows.append((f"{names[parent]}/reward", "reward", pid, "cpu", "running", 0))
     return [dict(zip(COLUMNS, row, strict=True)) for row in rows]

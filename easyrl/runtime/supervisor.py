@@ -25,14 +25,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from easyrl import events
 from easyrl.channels.memory import kill_reason, oom_kills
 from easyrl.processes import UNGUARDED, UNGUARDED_MESSAGE
-
-if TYPE_CHECKING:
-    from easyrl.runtime.ray.launcher import RemoteProcess
 
 STOP_SECONDS = 2.0  # then a worker that has not obeyed `Stop` is killed
 CAUSE_SECONDS = 0.5
@@ -47,8 +44,9 @@ SIGNALLED = 128
 """Exit code of a command that a signal ended, without the signal's number (130 after Ctrl-C)."""
 PENDING = "pending"
 """Device of a worker that waits for a place on a cluster."""
-WorkerState = Literal["starting", "ready", "joining", "working", "stopping"]
-"""State of a rollout worker: `ready` has no current weights, `joining` receives them alone."""
+WorkerState = Literal["starting", "ready", "joining", "working", "leaving", "lost"]
+"""See `fleet`."""
+Origin = Literal["start", "replacement", "added"]
 
 
 class WorkerFailure(RuntimeError):
@@ -109,23 +107,16 @@ class Worker:
     waits for the controller to read) must not block the controller's only thread.
     """
 
-    def __init__(
-        self,
-        name: str,
-        process: BaseProcess | RemoteProcess,
-        control: Connection,
-        *,
-        is_replaceable: bool,
-    ) -> None:
+    def __init__(self, name: str, process: BaseProcess | Any, control: Connection) -> None:
+        """`process` may also be a `ray.launcher.RemoteProcess`, which has its attributes."""
         self.name = name
         self.process = process
         self.control = control
-        self.is_replaceable = is_replaceable
+        self.is_replaceable = name.startswith("rollout")
         self.is_open = True
         self.kill_reason = ""  # set by `kill`
         self.state: WorkerState = "starting"
-        self.origin: Literal["start", "replacement", "added"] = "start"
-        self.is_leaving = False  # it gets no more prompts, and no replacement
+        self.origin: Origin = "start"
         self._commands: SimpleQueue[events.Command | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_commands, daemon=True)
         self._sender.start()
@@ -135,15 +126,14 @@ class Worker:
         return int(self.name.rpartition("-")[2])
 
     @property
-    def local_pid(self) -> int:
-        """Its process id; 0 on another machine."""
-        is_local = isinstance(self.process, BaseProcess)
-        return self.process.pid or 0 if is_local else 0
-
-    @property
     def remote_device(self) -> str:
         """Its node and device on a cluster, or an empty string."""
-        return "" if isinstance(self.process, BaseProcess) else self.process.device
+        return getattr(self.process, "device", "")
+
+    @property
+    def local_pid(self) -> int:
+        """Its process id; 0 on another machine."""
+        return 0 if self.remote_device else self.process.pid or 0
 
     @property
     def is_placed(self) -> bool:
@@ -151,16 +141,11 @@ class Worker:
 
     def write_stacks(self) -> None:
         """Let the worker append the Python stacks of all its threads to its log."""
-        if isinstance(self.process, BaseProcess):
+        if self.remote_device:
+            self.process.write_stacks()
+        else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.local_pid, signal.SIGUSR1)
-        else:
-            self.process.write_stacks()
-
-    @property
-    def can_work(self) -> bool:
-        """Whether it has the current weights and takes prompts."""
-        return self.state == "working" and not self.is_leaving
 
     def send(self, command: events.Command) -> None:
         """Send without waiting. A dead worker is no error here: `Supervisor.wait` reports it."""
@@ -217,9 +202,7 @@ class Supervisor:
             self._is_interrupted = True
             self._on_signal(signal.SIGTERM, None)
 
-    def spawn(
-        self, name: str, target: Callable[..., None], *arguments: Any, is_replaceable: bool = False
-    ) -> Worker:
+    def spawn(self, name: str, target: Callable[..., None], *arguments: Any) -> Worker:
         """Start `target(*arguments, control)` in a process of its own."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=target, args=(*arguments, theirs), name=name)
@@ -227,13 +210,10 @@ class Supervisor:
         with _terminal_signals_blocked():  # a worker later ignores them itself
             process.start()
         theirs.close()
-        return self._add(Worker(name, process, ours, is_replaceable=is_replaceable))
+        return self.watch(Worker(name, process, ours))
 
-    def adopt(self, name: str, process: RemoteProcess, *, is_replaceable: bool = False) -> Worker:
-        """Watch a worker that was started elsewhere."""
-        return self._add(Worker(name, process, process.control, is_replaceable=is_replaceable))
-
-    def _add(self, worker: Worker) -> Worker:
+    def watch(self, worker: Worker) -> Worker:
+        """Watch a worker that has been started."""
         self._workers.append(worker)
         return worker
 

@@ -118,20 +118,22 @@ def versions() -> dict[str, str]:
     return {"Python": platform.python_version(), "easyrl": __version__, **found}
 
 
-def options_of(kind: str, num_devices: int, num_threads: int) -> dict[str, Any]:
-    """Resources of an actor with so many devices."""
+def bundle_of(kind: str, num_devices: int, num_threads: int) -> dict[str, float]:
+    """The resources of an actor with so many devices, or on the CPU with so many threads."""
     if kind == "cpu":
-        return {"num_cpus": num_threads}
+        return {"CPU": num_threads}
     name = next(name for name, torch_name in RAY_RESOURCES.items() if torch_name == kind)
-    if name == "GPU":
-        return {"num_cpus": 0, "num_gpus": num_devices}
-    return {"num_cpus": 0, "resources": {name: num_devices}}
+    return {name: num_devices}
 
 
-def bundle_of(options: dict[str, Any]) -> dict[str, float]:
-    """The same as a bundle of a placement group."""
-    bundle = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0)}
-    return {name: n for name, n in (bundle | options.get("resources", {})).items() if n}
+def options_of(bundle: dict[str, float]) -> dict[str, Any]:
+    """The same as options of an actor."""
+    others = {name: number for name, number in bundle.items() if name not in ("CPU", "GPU")}
+    return {
+        "num_cpus": bundle.get("CPU", 0),
+        "num_gpus": bundle.get("GPU", 0),
+        "resources": others,
+    }
 
 
 def reserve(bundles: Sequence[dict[str, float]], timeout_seconds: float) -> PlacementGroup:

@@ -147,7 +147,7 @@ class RayLauncher:
         self._senders: dict[int, str] = {}  # by owner id
         self.store = ""
         places = [
-            f"{counted(number, f'{role} worker')} ({text_of(bundle_of(self._options(role)))} each)"
+            f"{counted(number, f'{role} worker')} ({text_of(self._bundle(role))} each)"
             for role in ("train", "rollout")
             if (number := placement.num_workers(role))
         ]
@@ -200,21 +200,21 @@ class RayLauncher:
         if self._group is not None:
             remove_placement_group(self._group)
 
-    def _options(self, role: str) -> dict[str, Any]:
+    def _bundle(self, role: str) -> dict[str, float]:
         placement = self._placement
         kind = "cpu" if placement.infer.kind == "cpu" else placement.accelerator
         size = placement.engine.tensor_parallel_size if role == "rollout" else 1
-        return options_of(kind, size, placement.num_threads)
+        return bundle_of(kind, size, placement.num_threads)
 
     def _new_host(self, role: str, strategy: Any) -> Host:
-        self._every.append(Host(scheduling_strategy=strategy, **self._options(role)))
+        self._every.append(Host(scheduling_strategy=strategy, **options_of(self._bundle(role))))
         return self._every[-1]
 
     def _device_of(self, facts: NodeFacts) -> str:
         return f"{facts.address}/{device_name(self._placement.accelerator, facts.devices)}"
 
     def _place_train(self) -> None:
-        bundle, number = bundle_of(self._options("train")), self._placement.train.count
+        bundle, number = self._bundle("train"), self._placement.train.count
         self._group = reserve([bundle] * number, self._timeout_seconds)
         bundles = [PlacementGroupSchedulingStrategy(self._group, each) for each in range(number)]
         self._train = self._place("train", number, bundles)
@@ -230,7 +230,7 @@ class RayLauncher:
             left = max(0.0, deadline - time.monotonic())
             _, pending = ray.wait(asked, num_returns=number, timeout=left)
             if pending:
-                bundle, counts = bundle_of(self._options(role)), f"{len(pending)} of {number}"
+                bundle, counts = self._bundle(role), f"{len(pending)} of {number}"
                 raise ConfigError(no_place(role, counts, bundle, self._timeout_seconds))
             try:
                 found = ray.get(asked)
@@ -272,7 +272,8 @@ class RayLauncher:
             peers = {peer: self._train[peer].actor for peer in others}
             layout = self._layout if rank == 0 else None
             serve = partial(self._serve, each, (layout, peers, ""))
-            workers.append(supervisor.adopt(each.name, RemoteProcess(self._train[rank], serve)))
+            process = RemoteProcess(self._train[rank], serve)
+            workers.append(supervisor.watch(Worker(each.name, process, process.control)))
         return workers
 
     def start_rollout(self, supervisor: Supervisor, settings: WorkerSettings) -> Worker:
@@ -281,7 +282,8 @@ class RayLauncher:
         is_placed, others = bool(self._rollout), (self._layout, peers, sender)
         host = self._rollout.pop(0) if is_placed else self._new_host("rollout", "SPREAD")
         serve = partial(self._serve, settings, others, is_placed=is_placed)
-        return supervisor.adopt(settings.name, RemoteProcess(host, serve), is_replaceable=True)
+        process = RemoteProcess(host, serve)
+        return supervisor.watch(Worker(settings.name, process, process.control))
 
     def _wait_for_place(self, process: RemoteProcess, control: Connection, name: str) -> bool:
         """Wait until Ray has placed a later rollout worker, however long. Reports what is wrong;
@@ -293,7 +295,7 @@ class RayLauncher:
                 process.host.facts = ray.get(asked, timeout=PENDING_SECONDS)
             except GetTimeoutError:
                 if not is_reported:
-                    needed = text_of(bundle_of(self._options("rollout")))
+                    needed = text_of(self._bundle("rollout"))
                     control.send(Note(f"{name} waits for a place with {needed}; {cluster_text()}"))
                 is_reported = True
                 continue

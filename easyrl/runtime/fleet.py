@@ -1,0 +1,520 @@
+"""The workers of a run: start them, give them weights and groups, replace and scale them.
+
+A rollout worker's states (the set of train workers never changes; they start and work):
+
+    state     what it may get         what changes the state
+    ──────────────────────────────────────────────────────────────────────────────────────────────
+    starting                          Ready ─► ready; in `easyrl eval` ─► working
+    ready     part of an exchange     a full exchange ─► working
+              or an admission         an admission begins ─► joining
+    joining   weights, alone          it has the weights ─► working; it could not ─► ready
+    working   groups, and its part    ─
+              of a full exchange
+    leaving                           it has answered its groups ─► Stop
+    any                               `scale`: its devices are not wanted ─► leaving
+    any                               `_on_lost` ─► lost; its replacement is starting
+
+Weights go from the trainer to the rollout workers in two ways:
+
+    exchange   all that are ready or working, over the full channel, before an iteration
+    admission  one that became ready meanwhile, over a temporary channel with train rank 0
+
+    controller               train rank 0              rollout workers
+    ────────────────────────────────────────────────────────────────────────────
+    InitWeightChannel ─────► join ◄══════════════════► join       if members changed
+    ExchangeWeights ───────► broadcast ══════════════► receive
+    CancelExchange ────────► drop the channel ───────► drop       if one has died
+    ◄── WeightsExchanged, with an error if it failed ──
+
+A process group neither grows nor survives a dead member. So after a death the others drop the
+channel, and the version is sent again over a new one. A rollout worker that neither answers nor
+dies is killed.
+
+`easyrl eval` has rollout workers only: no ring, no weight channel; engines keep the weights that
+they load.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from easyrl import events
+from easyrl.config import Config, ConfigError
+from easyrl.config.devices import DeviceSet
+from easyrl.config.rollout import SamplingChoice
+from easyrl.events import Observer
+from easyrl.rewards.loading import read_sources
+from easyrl.runtime.launchers import Launcher
+from easyrl.runtime.ledger import Ledger
+from easyrl.runtime.placement import Placement, device_name, engines_on
+from easyrl.runtime.resume import Resume
+from easyrl.runtime.supervisor import STOP_SECONDS, Origin, Supervisor, Worker, WorkerFailure
+from easyrl.runtime.watchdog import TICK_SECONDS, Stall, Watchdog
+from easyrl.workers.core_sharing import CoreSharing, IdleBoard, make_idle_board
+from easyrl.workers.settings import WorkerSettings
+
+LAST_CHECKPOINT_SECONDS = 1800.0  # longest time that a stopped run waits for its last checkpoint
+MAX_FAILURES = 3
+"""Exchanges in a row that may fail although nobody died."""
+
+
+class Fleet:
+    ledger: Ledger | None = None
+    """The groups that are handed out now: of an iteration or an evaluation."""
+
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        supervisor: Supervisor,
+        launcher: Launcher,
+        *,
+        log_of: Callable[[str], Path],
+        notify: Observer,
+        resumed: Resume | None = None,
+        sampling: SamplingChoice | None = None,
+    ) -> None:
+        """Start the workers.
+
+        Args:
+            log_of: Path of a worker's log file, by its name.
+            sampling: Sampling settings, if not those of training.
+        """
+        self._config, self._placement, self._supervisor = config, placement, supervisor
+        self._log_of, self._notify, self._launcher = log_of, notify, launcher
+        checkpoint = resumed.checkpoint if resumed is not None else None
+        self._settings: dict[str, Any] = {
+            "sampling": sampling,
+            "store": launcher.store,
+            "sources": read_sources(config),
+            "checkpoint": str(checkpoint) if checkpoint is not None else None,
+            "policy_version": resumed.state.policy_version if resumed is not None else 0,
+        }
+        num_train = placement.train.count
+        board_size = placement.max_rollout_workers + num_train
+        self._board = make_idle_board(board_size) if placement.lends_cores else None
+        self._received: deque[tuple[Worker, events.WorkerEvent]] = deque()
+        self._watchdog = Watchdog(config.runtime.stall_seconds)
+        self._deaths: deque[tuple[float, str]] = deque()  # time, worker and cause
+        self.num_restarts: Counter[str] = Counter()  # by worker
+        self.num_refused = 0  # added workers that did not start
+        self._retiring: list[Worker] = []  # they leave once those that were added are ready
+        self._limits: dict[Worker, tuple[float, str]] = {}  # when to kill a silent worker, and why
+        self._needed: list[Worker] | None = None  # None: all
+        self._deadline = math.inf
+        # The weight exchange. `_members` have the full channel, `_taking_part` the present one.
+        self._generations = count()
+        self._members: list[Worker] = []
+        self._taking_part: list[Worker] = []
+        self._awaited: set[Worker] = set()  # whose answers are missing
+        self._errors: list[str] = []  # of those who have answered
+        self._version = -1  # that all working engines have
+        self._num_failures: Counter[Worker] = Counter()  # failed admissions
+
+        self._devices = dict(enumerate(engines_on(placement.infer, placement)))
+        """Devices by the number of the rollout worker that uses them."""
+        self.rollout = [self._spawn_rollout(number) for number in self._devices]
+        ranks = [self._settings_of("train", rank) for rank in range(num_train)]
+        self.train = launcher.start_train(supervisor, ranks)
+
+    def _settings_of(self, role: str, number: int, **others: Any) -> WorkerSettings:
+        config, placement, board = self._config, self._placement, self._board
+        settings = worker_settings(
+            config,
+            placement,
+            role,
+            number,
+            log_file=str(self._log_of(f"{role}-{number}")),
+            core_sharing=_core_sharing(board, placement, role, number),
+            **self._settings,
+            **others,
+        )
+        if board is not None:
+            board[settings.owner_id] = False  # a dead worker may have been idle
+        return settings
+
+    def _spawn_rollout(self, number: int, origin: Origin = "start") -> Worker:
+        settings = self._settings_of("rollout", number, device_indices=self._indices_of(number))
+        worker = self._launcher.start_rollout(self._supervisor, settings)
+        worker.origin = origin
+        if origin != "start":
+            device = worker.remote_device
+            device = device or device_name(self._placement.accelerator, self._indices_of(number))
+            self._notify(events.WorkerSpawned(time.monotonic(), worker.name, device))
+        return worker
+
+    def _indices_of(self, number: int) -> tuple[int, ...]:
+        """The accelerators of a rollout worker; empty on the CPU."""
+        return self._devices[number] if self._placement.infer.kind != "cpu" else ()
+
+    @property
+    def all(self) -> list[Worker]:
+        return [*self.train, *self.rollout]
+
+    @property
+    def rank0(self) -> Worker:
+        """Train rank 0: the only train worker that receives commands."""
+        return self.train[0]
+
+    def device_of(self, worker: Worker) -> str:
+        placement, number = self._placement, worker.number
+        is_train = worker in self.train
+        indices = placement.indices_of("train", number) if is_train else self._indices_of(number)
+        return worker.remote_device or device_name(placement.accelerator, indices)
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def wait_until_ready(self) -> None:
+        while any(worker.state == "starting" for worker in self.all):
+            self.next_event()
+
+    def next_event(self) -> events.WorkerEvent:
+        """Hand out what workers can take; then wait for the next event that is more than a report
+        of activity, and record it."""
+        self._let_leave()
+        self._hand_out()
+        self._admit()
+        while True:
+            while not self._received:
+                self._receive()
+            worker, event = self._received.popleft()
+            if isinstance(event, events.Note):
+                self._notify(event)
+                continue
+            self._notify(events.FromWorker(worker.name, time.monotonic(), event))
+            if isinstance(event, events.Activity | events.Starting | events.Failed):
+                continue
+            match event:
+                case events.Ready() if worker.state == "starting":
+                    has_weights = worker in self.train or not self.train
+                    worker.state = "working" if has_weights else "ready"
+                case events.WeightsExchanged():
+                    self._on_exchanged(worker, event)
+                case events.Lost():
+                    self._on_lost(worker, event)
+            if self.ledger is not None:
+                self.ledger.on_event(worker.name, event)
+            return event
+
+    def _receive(self) -> None:
+        """Wait for events for at most TICK_SECONDS; kill workers that are silent for too long."""
+        if time.monotonic() > self._deadline:
+            raise WorkerFailure(
+                f"the last checkpoint was not written in {LAST_CHECKPOINT_SECONDS:g} s"
+            )
+        received = self._supervisor.wait(TICK_SECONDS, needed=self._needed)
+        self._received.extend(received)
+        for worker, event in received:
+            self._watchdog.on_event(worker.name, event)
+        answered = {worker for worker, _ in self._received}  # perhaps
+        for worker, (due, reason) in list(self._limits.items()):
+            if time.monotonic() > due and worker not in answered:
+                worker.kill(reason)
+        pids = {w.name: w.local_pid for w in self.all if w.is_placed}
+        match self._watchdog.tick(pids):
+            case Stall(names, cause):
+                self._watchdog.write_stacks(self.all, self._log_of("easyrl"))
+                self._end_stall(names, cause)
+            case str(warning) if warning:
+                self._notify(events.NoEvents(time.monotonic(), warning))
+
+    def _end_stall(self, names: Sequence[str], cause: str) -> None:
+        """Kill the rollout workers that the others wait for. Raises WorkerFailure if it is a train
+        worker, or unknown."""
+        stalled = [worker for worker in self.rollout if worker.name in names]
+        if not names or len(stalled) < len(names):
+            raise WorkerFailure(cause)
+        for worker in stalled:
+            worker.kill(f"was killed after a stall: {cause}")
+
+    def begin_to_stop(self) -> None:
+        """Wait only for the last checkpoint from now on: only the death of a train worker is a
+        failure, and LAST_CHECKPOINT_SECONDS are left."""
+        self._needed, self._deadline = self.train, time.monotonic() + LAST_CHECKPOINT_SECONDS
+
+    def _hand_out(self) -> None:
+        """Send the workers that can work their next groups."""
+        if self.ledger is not None:
+            working = {worker.name: worker for worker in self.rollout if worker.state == "working"}
+            for name, command in self.ledger.take([*working]).items():
+                working[name].send(command)
+
+    # -- a death ----------------------------------------------------------------------------------
+
+    def _on_lost(self, worker: Worker, lost: events.Lost) -> None:
+        """Record everything that the death of a rollout worker changes. Its process is gone, and
+        all its events have been handled. (The death of a train worker ends the run.)
+
+        Raises WorkerFailure after more than `runtime.max_restarts` deaths.
+        """
+        starting, was_leaving = worker.state == "starting", worker.state == "leaving"
+        worker.state = "lost"
+        self._limits.pop(worker, None)
+
+        # The ring: its slots are free again, and nothing more of it arrives. Of two dead workers
+        # one may have died in a move: they are reclaimed together.
+        others = [each for each, event in self._received if isinstance(event, events.Lost)]
+        try:
+            self._launcher.reclaim([each.number for each in (worker, *others)])
+        except TimeoutError as error:  # another worker was stopped in a move
+            raise WorkerFailure(str(error)) from None
+
+        # The ledger: what is not in the ring waits again.
+        if self.ledger is not None:
+            iteration = self.ledger.iteration
+            in_ring = () if iteration is None else self._launcher.delivered(iteration)
+            self.ledger.lost(worker.name, in_ring)
+
+        # The weight exchange: the others must not wait for it.
+        if self._awaited and worker in self._taking_part:
+            self._awaited.discard(worker)
+            self._cancel_exchange()
+            self._end_admission()
+
+        # Its place: empty if it was to leave or has never started, else a replacement's.
+        position = self.rollout.index(worker)
+        is_refused = worker.origin == "added" and starting
+        if was_leaving or is_refused:
+            del self.rollout[position], self._devices[worker.number]
+            self.num_refused += is_refused
+            what = "has left"
+            if is_refused:
+                what = f"{lost.cause} while it started, and is not replaced"
+            self._notify(events.Note(f"{worker.name} {what}\n{lost.traceback}".rstrip()))
+            self._notify(events.WorkerLeft(time.monotonic(), worker.name))
+            return
+        within = self._count_death(worker, lost)
+        self.rollout[position] = self._spawn_rollout(worker.number, "replacement")
+        note = f"{worker.name} {lost.cause}; a new one starts in its place: {within}"
+        self._notify(events.Note(f"{note}\n{lost.traceback}".rstrip()))
+
+    def _count_death(self, worker: Worker, lost: events.Lost) -> str:
+        """Return how many deaths there were of how many that are allowed. Raises WorkerFailure if
+        these were too many."""
+        runtime, now = self._config.runtime, time.monotonic()
+        most, window = runtime.max_restarts, runtime.restart_window_seconds
+        self._deaths.append((now, f"{worker.name} {lost.cause}"))
+        while self._deaths[0][0] < now - window:
+            self._deaths.popleft()
+        if len(self._deaths) > most:
+            lines = [f"{worker.name} {lost.cause}", lost.traceback]
+            for time_, text in list(self._deaths)[-2::-1]:
+                lines.append(f"{now - time_:.0f} s before (runtime.max_restarts={most}): {text}")
+            raise WorkerFailure("\n".join(filter(None, lines)))
+        self.num_restarts[worker.name] += 1
+        return f"{len(self._deaths)} of {most} in {window:g} s (runtime.max_restarts)"
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def exchange(self, policy_version: int, next_event: Callable[[], Any]) -> None:
+        """Broadcast the trainer's weights to all rollout workers that are ready, unless all of them
+        have this version (after an evaluation). A deterministic run waits for replacements.
+
+        `next_event` calls the method of this name.
+        """
+        num_failures = 0
+        while num_failures < MAX_FAILURES:
+            while self._awaited or not self._are_ready():
+                next_event()
+            members = self._able()
+            is_known = policy_version == self._version
+            if is_known and all(worker.state == "working" for worker in members):
+                return
+            self._broadcast(policy_version, members)
+            while self._awaited:
+                next_event()
+            if not self._errors:
+                self._version = policy_version
+                return
+            self._members = []
+            num_failures += not any(worker.state == "lost" for worker in members)
+        raise WorkerFailure(f"weight exchange: {num_failures} attempts failed: {self._errors[0]}")
+
+    def _able(self) -> list[Worker]:
+        return [worker for worker in self.rollout if worker.state in ("ready", "working")]
+
+    def _are_ready(self) -> bool:
+        wanted = [worker for worker in self.rollout if worker.state != "leaving"]
+        is_enough = len(wanted) if self._config.runtime.deterministic else 1
+        return len(self._able()) >= is_enough
+
+    def _broadcast(self, policy_version: int, members: list[Worker]) -> None:
+        if members != self._members:
+            self._members, generation = members, next(self._generations)
+            size = self._placement.engine.tensor_parallel_size
+            world_size = 1 + size * len(members)
+            self.rank0.send(events.InitWeightChannel(0, world_size, generation))
+            for number, worker in enumerate(members):
+                worker.send(events.InitWeightChannel(1 + size * number, world_size, generation))
+        for worker in (self.rank0, *members):
+            worker.send(events.ExchangeWeights(policy_version))
+        self._taking_part, self._errors = members, []
+        self._awaited = {*self.train, *members}
+
+    def _admit(self) -> None:
+        """Send the iteration's policy to the next worker that is ready, if there are groups left
+        and no exchange is going on."""
+        ready = [worker for worker in self.rollout if worker.state == "ready"]
+        has_groups = self.ledger is not None and not self.ledger.is_complete
+        if self._awaited or not ready or not has_groups or self._needed is not None:
+            return
+        worker, generation = ready[0], next(self._generations)
+        world_size = 1 + self._placement.engine.tensor_parallel_size
+        worker.state = "joining"
+        worker.send(events.InitWeightChannel(1, world_size, generation))
+        worker.send(events.ExchangeWeights(self._version))
+        self.rank0.send(events.SendWeights(self._version, world_size, generation))
+        self._taking_part, self._errors = [worker], []
+        self._awaited = {worker, self.rank0}
+
+    def _on_exchanged(self, worker: Worker, event: events.WeightsExchanged) -> None:
+        self._limits.pop(worker, None)
+        self._awaited.discard(worker)
+        if event.error:
+            self._errors.append(f"{worker.name}: {event.error}")
+            self._cancel_exchange()
+        elif worker is self.rank0:
+            self._limit_answers()
+        elif worker.state == "ready":
+            worker.state = "working"
+        self._end_admission()
+
+    def _cancel_exchange(self) -> None:
+        for worker in self._awaited:
+            worker.send(events.CancelExchange())
+        self._limit_answers()
+
+    def _limit_answers(self) -> None:
+        """Kill the rollout workers that do not answer in time: rank 0 has done its part."""
+        for worker in self._awaited.intersection(self.rollout):
+            reason = "was killed: it did not take part in a weight exchange"
+            self._limit(worker, self._config.runtime.timeout_seconds, reason)
+
+    def _limit(self, worker: Worker, seconds: float, reason: str) -> None:
+        self._limits[worker] = time.monotonic() + seconds, reason
+
+    def _end_admission(self) -> None:
+        """Let the worker that was joining work, once it and rank 0 have answered."""
+        joining = [worker for worker in self.rollout if worker.state == "joining"]
+        for worker in joining if not self._awaited else ():
+            worker.state = "ready" if self._errors else "working"
+            self._num_failures[worker] += bool(self._errors)
+            if self._num_failures[worker] == MAX_FAILURES:
+                worker.kill(f"was killed: it could not get the weights: {self._errors[0]}")
+
+    # -- scaling ----------------------------------------------------------------------------------
+
+    @property
+    def infer_devices(self) -> DeviceSet:
+        """The devices of the rollout workers that do not leave."""
+        numbers = [each.number for each in self.rollout if each not in self._going]
+        indices = sorted(index for number in numbers for index in self._devices[number])
+        return replace(self._placement.infer, indices=tuple(indices))
+
+    @property
+    def changing(self) -> list[str]:
+        """Names of the rollout workers that are starting or leaving. One that waits for a place on
+        a cluster may wait for ever, and is not among them."""
+        starting = [worker for worker in self.rollout if _is_starting(worker)]
+        return [worker.name for worker in (*starting, *self._going)]
+
+    @property
+    def _going(self) -> list[Worker]:
+        return [w for w in self.rollout if w.state == "leaving" or w in self._retiring]
+
+    def scale(self, wanted: DeviceSet) -> None:
+        """Start rollout workers on the new devices of `wanted`; then let those on other devices
+        leave. The caller has checked `wanted`. Raises ConfigError, and changes nothing, if a
+        process cannot be started."""
+        engines, before = engines_on(wanted, self._placement), list(self.rollout)
+        most, used = self._placement.max_rollout_workers, {*self._devices.values()}
+        for indices in (engine for engine in engines if engine not in used):
+            number = next(n for n in range(most) if n not in self._devices)
+            self._devices[number] = indices
+            try:
+                self.rollout.append(self._spawn_rollout(number, "added"))
+            except OSError as error:
+                del self._devices[number]
+                self._retiring = self.rollout[len(before) :]
+                self._let_leave()
+                raise ConfigError(f"rollout-{number} cannot be started: {error}") from None
+        self._retiring = [w for w in before if self._devices[w.number] not in engines]
+        self._let_leave()
+
+    def _let_leave(self) -> None:
+        """Let the workers on devices that are not wanted leave once the new ones are ready, or stay
+        if none of those has started. End those that are leaving and have no group."""
+        staying = [worker for worker in self.rollout if worker not in self._retiring]
+        if not any(map(_is_starting, staying)):
+            for worker in self._retiring if staying else ():
+                worker.state = "leaving"
+            self._retiring = []
+        leaving = [worker for worker in self.rollout if worker.state == "leaving"]
+        for worker in leaving if not self._awaited else ():
+            has_groups = self.ledger is not None and self.ledger.num_open(worker.name) > 0
+            if not has_groups and worker not in self._limits:
+                worker.send(events.Stop())
+                self._limit(worker, STOP_SECONDS, "did not stop")
+
+
+def _is_starting(worker: Worker) -> bool:
+    """Return whether the worker starts, and has a place if it is on a cluster."""
+    return worker.state == "starting" and worker.is_placed
+
+
+# -- settings of workers --------------------------------------------------------------------------
+
+
+def _core_sharing(
+    board: IdleBoard | None, placement: Placement, role: str, number: int
+) -> CoreSharing | None:
+    """Let a worker use the cores of every n-th worker of the other role while that one waits."""
+    if board is None:
+        return None
+    owner_id = owner_id_of(placement, role, number)
+    if role == "rollout" and placement.engine.name == "vllm":
+        return CoreSharing(board, owner_id, shared={})
+    if role == "rollout" and number >= placement.num_rollout_workers:
+        return None  # added later: it has no cores of its own
+    other = "train" if role == "rollout" else "rollout"
+    first = owner_id_of(placement, other, 0)
+    others = range(number, placement.num_workers(other), placement.num_workers(role))
+    shared = {first + each: placement.cores_of(other, each) for each in others}
+    return CoreSharing(board, owner_id, shared)
+
+
+def owner_id_of(placement: Placement, role: str, number: int) -> int:
+    """The worker's number in the ring and on the idle board: rollout workers come first."""
+    return number if role == "rollout" else placement.max_rollout_workers + number
+
+
+def worker_settings(
+    config: Config, placement: Placement, role: str, number: int, **others: Any
+) -> WorkerSettings:
+    """Settings of a worker that follow from the placement, and `others`."""
+    is_rollout = role == "rollout"
+    is_cpu = (placement.infer if is_rollout else placement.train).kind == "cpu"
+    others.setdefault("device_indices", () if is_cpu else placement.indices_of(role, number))
+    return WorkerSettings(
+        name=f"{role}-{number}",
+        owner_id=owner_id_of(placement, role, number),
+        config=config,
+        device="cpu" if is_cpu else f"{placement.accelerator}:0",
+        weights_cross_on_cpu=placement.weights_cross_on_cpu,
+        num_threads=placement.num_threads,
+        max_concurrent_groups=placement.max_concurrent_groups,
+        engine=placement.engine.name,
+        tensor_parallel_size=placement.engine.tensor_parallel_size,
+        memory_fraction=placement.memory_fraction(role),
+        cores=placement.cores_of(role, number),
+        rank=0 if is_rollout else number,
+        num_train_ranks=placement.train.count,
+        **others,
+    )

@@ -1,0 +1,302 @@
+"""The book about the groups of an iteration, under any order of reports and deaths."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from easyrl import events
+from easyrl.config import load_config
+from easyrl.runtime.evaluation import answers_of, ledger_of_evaluation
+from easyrl.runtime.ledger import Ledger, State, ledger_of_iteration
+from easyrl.runtime.metrics import iteration_metrics
+from easyrl.types import IndexedPrompt, Prompt
+
+FIRST = 100
+"""Of the stream's prompts the first that an iteration takes."""
+MAX_ROUNDS = 4
+
+
+def open_ledger(*words: str, num_groups: int = 6, num_workers: int = 2) -> Ledger:
+    placement: Any = SimpleNamespace(
+        max_concurrent_groups=2, max_rollout_workers=num_workers, num_rollout_workers=num_workers
+    )
+    config = load_config(words=[f"train.prompts_per_iteration={num_groups}", *words])
+    stream: Any = SimpleNamespace(prompt=lambda index: Prompt(index, "", {}))
+    return ledger_of_iteration(config, placement, 0, stream, FIRST)
+
+
+def report(indexed: IndexedPrompt, *, is_rejected: bool = False, **changes: Any) -> Any:
+    group_index, prompt = indexed
+    fields: dict[str, Any] = {
+        "rewards": [1.0, 1.0] if is_rejected else [0.0, 1.0],
+        "completion_lengths": [3, 5],
+        "num_truncated": 0,
+        "busy_seconds": 0.0,
+        "checksum": prompt.index * 7,
+    }
+    fields |= {"rewards_by_function": [fields["rewards"]], "is_unwanted": is_rejected} | changes
+    return events.GroupScored(0, group_index, prompt.index, is_rejected=is_rejected, **fields)
+
+
+# -- any order of events and deaths ---------------------------------------------------------------
+
+
+class Run:
+    """An iteration with workers and a ring that follow the protocol, in a random order."""
+
+    def __init__(self, ledger: Ledger, num_workers: int, rejected: set[int]) -> None:
+        self.ledger, self.rejected = ledger, rejected
+        self.has: dict[str, dict[int, tuple[int, bool]]] = {
+            f"rollout-{number}": {} for number in range(num_workers)
+        }
+        """Of each worker, its prompts in progress: group index, and whether it may be rejected."""
+        self.known: dict[str, set[int]] = {name: set() for name in self.has}
+        self.reported: dict[str, dict[int, int]] = {name: {} for name in self.has}
+        """Of each worker, what it has reported and not put into the ring."""
+        self.ring: Counter[int] = Counter()  # by group index: also late duplicates
+        self.prompts: dict[int, int] = {}  # of the first group of each index in the ring
+        self.lists: dict[tuple[str, int], list[int]] = {}  # by worker and first prompt
+
+    def hand_out(self) -> None:
+        for name, command in self.ledger.take([*self.has]).items():
+            assert isinstance(command, events.Generate)
+            indices = [prompt.index for _, prompt in command.prompts]
+            others = {each for has in self.has.values() for each in has}
+            assert not others.intersection(indices), "given to two workers"
+            self.has[name] |= {p.index: (i, not command.is_last_round) for i, p in command.prompts}
+            self.known[name] |= command.known.keys()
+            if self.ledger._fixed_workers:
+                before = self.lists.setdefault((name, indices[0]), indices)
+                assert before == indices, "a replacement generates the same list"
+
+    def report(self, name: str, prompt_index: int) -> None:
+        group_index, may_reject = self.has[name].pop(prompt_index)
+        if prompt_index in self.known[name]:
+            self.ledger.on_event(name, events.GroupRecomputed(prompt_index))
+            return
+        is_rejected = may_reject and prompt_index in self.rejected
+        scored = report((group_index, Prompt(prompt_index, "", {})), is_rejected=is_rejected)
+        self.ledger.on_event(name, scored)
+        if not is_rejected:
+            self.reported[name][group_index] = prompt_index
+
+    def put(self, name: str, group_index: int) -> None:
+        prompt_index = self.reported[name].pop(group_index)
+        self.ring[group_index] += 1
+        assert self.prompts.setdefault(group_index, prompt_index) == prompt_index
+
+    def die(self, name: str, *, is_report_lost: bool = False) -> None:
+        """Of a dead worker, the last report may be lost with its node although its group is in the
+        ring."""
+        if is_report_lost and self.has[name]:
+            prompt_index, (group_index, may_reject) = next(iter(self.has[name].items()))
+            is_rejected = may_reject and prompt_index in self.rejected
+            if not is_rejected and prompt_index not in self.known[name]:
+                self.reported[name][group_index] = prompt_index
+                self.put(name, group_index)
+        for own in (self.has[name], self.known[name], self.reported[name]):
+            own.clear()
+        self.ledger.lost(name, {*self.ring})
+
+    def play(self, order: random.Random, death_rate: float) -> None:
+        while not self.ledger.is_complete or any(self.reported.values()):
+            self.hand_out()
+            choices: list[Any] = [(self.report, n, p) for n, has in self.has.items() for p in has]
+            choices += [(self.put, n, g) for n, own in self.reported.items() for g in own]
+            act, name, number = order.choice(choices)
+            if order.random() < death_rate:
+                self.die(name, is_report_lost=order.random() < 0.5)
+            else:
+                act(name, number)
+
+
+@pytest.mark.parametrize("is_deterministic", ["true", "false"])
+@given(st.integers(1, 8), st.integers(1, 3), st.sets(st.integers(FIRST, FIRST + 24)), st.integers())
+@settings(max_examples=300)
+def test_every_group_is_delivered_whatever_dies(
+    is_deterministic: str, num_groups: int, num_workers: int, rejected: set[int], seed: int
+) -> None:
+    """Also: no prompt is with two workers, the prompts depend on the rewards alone, and a
+    deterministic worker's list does not change."""
+    runs = []
+    for death_rate in (0.2, 0.0):
+        words = f"runtime.deterministic={is_deterministic}"
+        ledger = open_ledger(words, num_groups=num_groups, num_workers=num_workers)
+        runs.append(Run(ledger, num_workers, rejected))
+        runs[-1].play(random.Random(seed), death_rate)
+    run, calm = runs
+    ledger = run.ledger
+    assert run.prompts.keys() == set(range(num_groups)), "a group is lost"
+    assert (run.prompts, ledger.next_index) == (calm.prompts, calm.ledger.next_index)
+    ledger.on_event("train-0", events.IterationTrained(0, 1, num_groups, 1, 0.0, {}))
+    assert ledger.is_complete
+    states = Counter(group.state for group in ledger.groups.values())
+    assert states.keys() <= {State.ACCEPTED, State.REJECTED}
+    assert states[State.ACCEPTED] == num_groups
+    assert sorted(report.prompt_index for report in ledger.reports) == [*ledger.groups]
+    if ledger.round < MAX_ROUNDS - 1:  # the next prompts of the stream, without a gap
+        expected = {*range(FIRST, ledger.next_index)} - rejected
+        assert {*run.prompts.values()} == expected
+
+
+# -- single steps ---------------------------------------------------------------------------------
+
+
+def indices(command: Any) -> list[int]:
+    return [prompt.index - FIRST for _, prompt in command.prompts]
+
+
+def answer(ledger: Ledger, worker: str, *numbers: int) -> None:
+    for number in numbers:
+        group = ledger.groups[FIRST + number]
+        ledger.on_event(worker, report((group.index, group.prompt)))
+
+
+WORKERS = ["rollout-0", "rollout-1"]
+
+
+def test_the_faster_worker_gets_more_and_the_groups_of_a_dead_one_come_first() -> None:
+    ledger = open_ledger(num_groups=20)
+    one, two = WORKERS
+    first = ledger.take(WORKERS)
+    assert [indices(first[name]) for name in WORKERS] == [[0, 2, 4], [1, 3, 5]]
+    for number in (1, 3, 5):
+        answer(ledger, two, number)
+    assert indices(ledger.take(WORKERS)[two]) == [6, 7, 8]
+    answer(ledger, one, 0, 2)
+    ledger.lost(one, in_ring={0, 1, 3, 5})  # 2 is reported, and died with its worker
+    answer(ledger, two, 6)
+    assert indices(ledger.take([two])[two]) == [2]
+    assert {name: indices(each) for name, each in ledger.take(WORKERS).items()} == {
+        one: [4, 9, 10]  # the replacement
+    }
+    states = [ledger.groups[FIRST + n].state for n in (0, 6, 7, 11)]
+    assert states == [State.ACCEPTED, State.REPORTED, State.GIVEN, State.WAITING]
+
+
+def test_rejected_groups_get_the_next_prompts_once_their_round_is_over() -> None:
+    ledger = open_ledger(num_groups=4, num_workers=1)
+    (first,) = ledger.take(["rollout-0"]).values()
+    assert isinstance(first, events.Generate) and len(first.prompts) == 4
+    for number in (3, 0, 2, 1):
+        assert ledger.take(["rollout-0"]) == {} and ledger.round == 0
+        ledger.on_event("rollout-0", report(first.prompts[number], is_rejected=number > 1))
+    (second,) = ledger.take(["rollout-0"]).values()
+    assert isinstance(second, events.Generate)
+    assert [(i, prompt.index - FIRST) for i, prompt in second.prompts] == [(2, 4), (3, 5)]
+
+
+def test_a_group_that_the_trainer_has_is_not_replaced() -> None:
+    """Its report was lost with a node, and a second worker's completions have equal rewards."""
+    ledger = open_ledger(num_groups=2)
+    ledger.take(WORKERS)
+    ledger.lost("rollout-1", in_ring={1})
+    assert indices(ledger.take(["rollout-0"])["rollout-0"]) == [1]
+    group = ledger.groups[FIRST + 1]
+    ledger.on_event("rollout-0", report((1, group.prompt), is_rejected=True))
+    answer(ledger, "rollout-0", 0)
+    assert ledger.is_complete and group.state is State.ACCEPTED
+
+
+def test_a_late_duplicate_is_dropped() -> None:
+    ledger = open_ledger(num_groups=2)
+    ledger.take(WORKERS)
+    ledger.lost("rollout-0", in_ring=())
+    ledger.take(["rollout-1"])
+    answer(ledger, "rollout-0", 0)
+    assert ledger.groups[FIRST].state is State.GIVEN
+    answer(ledger, "rollout-1", 0, 0, 1)
+    assert ledger.is_complete and len(ledger.reports) == 2
+
+
+def test_a_deterministic_replacement_gets_whole_lists_one_round_after_the_other() -> None:
+    ledger = open_ledger("runtime.deterministic=true", num_groups=5)
+    one, two = WORKERS
+    assert [indices(each) for each in ledger.take(WORKERS).values()] == [[0, 2, 4], [1, 3]]
+    answer(ledger, two, 1, 3)
+    answer(ledger, one, 0)
+    ledger.lost(one, in_ring={0, 1, 3})
+    (again,) = ledger.take(WORKERS).values()
+    assert isinstance(again, events.Generate)
+    assert (indices(again), again.known) == ([0, 2, 4], {FIRST: 7 * FIRST})
+    last = ledger.groups[FIRST + 4]
+    answer(ledger, one, 2)
+    ledger.on_event(one, report((4, last.prompt), is_rejected=True))
+    assert not ledger.is_complete and ledger.round == 0, "one is generated again"
+    ledger.on_event(one, events.GroupRecomputed(FIRST))
+    assert ledger.round == 1 and indices(ledger.take(WORKERS)[one]) == [5]
+    ledger.lost(one, in_ring={0, 1, 3})  # 2 of round 0 was reported, and is lost as well
+    (again,) = ledger.take(WORKERS).values()
+    assert isinstance(again, events.Generate)
+    assert indices(again) == [0, 2, 4] and {*again.known} == {FIRST, FIRST + 4}
+    answer(ledger, one, 2)
+    for number in (0, 4):
+        assert ledger.take(WORKERS) == {}
+        ledger.on_event(one, events.GroupRecomputed(FIRST + number))
+    assert indices(ledger.take(WORKERS)[one]) == [5]
+
+
+def test_answers_of_an_evaluation_outlive_their_worker() -> None:
+    config = load_config(words=["rollout.num_generations=4"])
+    placement: Any = SimpleNamespace(
+        max_concurrent_groups=2, max_rollout_workers=2, num_rollout_workers=2
+    )
+    problems = [Prompt(index, "", {}) for index in (3, 5, 8, 9)]
+    ledger = ledger_of_evaluation(config, placement, 1, problems, num_samples=6)
+    fleet: Any = SimpleNamespace(ledger=None)
+    given = [[p.index for p in each.prompts] for each in take(ledger)]
+    assert given == [[3, 8], [5, 9]]
+
+    def steps() -> Iterator[events.WorkerEvent]:
+        assert fleet.ledger is ledger
+        for worker, index in ((WORKERS[0], 3), (None, 0), (WORKERS[1], 5), (WORKERS[1], 9)):
+            if worker is None:
+                ledger.lost(WORKERS[0], in_ring=())
+                (again,) = take(ledger)
+                assert [prompt.index for prompt in again.prompts] == [8]
+                continue
+            answer = events.PromptEvaluated(1, index, [1.0])
+            ledger.on_event(worker, answer)
+            yield answer
+        holder = ledger.groups[8].worker
+        last = events.PromptEvaluated(1, 8, [1.0])
+        ledger.on_event(holder, last)
+        yield last
+
+    found = [each.prompt_index for each in answers_of(fleet, ledger, steps().__next__)]
+    assert found == [3, 5, 9, 8] and fleet.ledger is None
+
+
+def take(ledger: Ledger) -> list[Any]:
+    return [*ledger.take(WORKERS).values()]
+
+
+def test_metrics_include_replaced_groups() -> None:
+    ledger = open_ledger(num_groups=2, num_workers=1)
+    (command,) = ledger.take(["rollout-0"]).values()
+    assert isinstance(command, events.Generate)
+    zero, one = command.prompts
+    ledger.on_event("rollout-0", report(one, is_rejected=True, busy_seconds=3.0))
+    ledger.on_event("rollout-0", report(zero, busy_seconds=2.0))  # it had to wait for a slot
+    (command,) = ledger.take(["rollout-0"]).values()
+    assert isinstance(command, events.Generate)
+    equal = {"rewards": [1.0, 1.0], "is_unwanted": True, "busy_seconds": 4.0}
+    ledger.on_event("rollout-0", report(command.prompts[0], **equal))
+    ledger.on_event("train-0", events.IterationTrained(0, 1, 2, 16, 0.0, {}))
+    before = {"num_tokens": 4}
+    metrics = iteration_metrics(ledger, 0, ["score"], before, seconds=2.0, num_devices=2)
+    assert metrics["reward"] == pytest.approx(2.5 / 3)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
+    assert (metrics["groups_replaced"], metrics["groups_not_replaced"]) == (1, 1)
+    assert metrics["replacement_rounds"] == 1
+    assert (metrics["num_tokens"], metrics["num_generated_tokens"]) == (20, 24)
+    assert metrics["perf/tokens_per_second_per_device"] == 4.0
+    assert metrics["perf/infer_seconds"] == 4.0
