@@ -40,8 +40,8 @@ from easyrl.devices import LOOPBACK, network_environment
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part, whole
 from easyrl.types import MicroBatch, RolloutGroup
-from easyrl.workers.batches import EMPTY
 from easyrl.workers.learner import Learner
+from easyrl.workers.packing import EMPTY
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.train import TrainWorker
 from own_workers import make_ring, num_free, settings_on_cpu

@@ -28,7 +28,7 @@ from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part
 from easyrl.model.tri_model import PackedInput, TriModel
 from easyrl.types import MicroBatch
-from easyrl.workers.batches import EMPTY
+from easyrl.workers.packing import EMPTY
 
 # Metric of the iteration -> the sum over its tokens whose mean it is.
 MEANS = {
