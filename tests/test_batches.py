@@ -141,7 +141,7 @@ def batches_of(
         source.ring.close()
 
 
-# -- rollouts and rows -----------------------------------------------------------------------------
+# -- rollouts -----------------------------------------------------------------------------
 
 
 def sequences_of(batch):
@@ -180,22 +180,6 @@ def expected_sequences(groups):
         for where, advantage in zip(group.completion_slices(), group.advantages, strict=True)
         if advantage != 0 and group.loss_mask[where].any()
     ]
-
-
-def test_repeated_prompts_make_a_row_of_whole_sequences():
-    group = make_group(FIRST)
-    shared, repeated = (pack(split_group(group), shares_prompts=shares) for shares in (True, False))
-    num_prompt = len(group.prompt_ids)
-    (_, lengths), *_ = shared.groups
-    assert repeated.groups == [(num_prompt + length, []) for length in lengths]
-    for name in ("targets", "completion_of_token", "advantages", "loss_mask", "rollout_logprobs"):
-        np.testing.assert_array_equal(getattr(repeated, name), getattr(shared, name))
-    starts = np.flatnonzero(repeated.position_ids == 0)
-    for start, (length, _) in zip(starts, repeated.groups, strict=True):
-        assert repeated.position_ids[start : start + length].tolist() == list(range(length))
-        ids = repeated.input_ids[start : start + num_prompt]
-        np.testing.assert_array_equal(ids, group.prompt_ids)
-    np.testing.assert_array_equal(repeated.input_ids[repeated.logits_at + 1], repeated.targets)
 
 
 @pytest.mark.parametrize("zeros", [[], [1, 2]], ids=["three rollouts", "one rollout"])

@@ -95,8 +95,8 @@ def run(engine, submitted):
     finished = []
     while engine.has_work:
         finished += engine.step()
-    assert Counter(group.request.key for group in finished) == Counter(r.key for r in submitted)
-    return {group.request.key: group.completions for group in finished}
+    assert Counter(request.key for request, _ in finished) == Counter(r.key for r in submitted)
+    return {request.key: completions for request, completions in finished}
 
 
 def tokens_of(completions):
@@ -210,7 +210,7 @@ def test_groups_that_arrive_while_others_run_change_no_sample(sampled):
         if waiting:
             engine.submit(waiting.pop(0))
         finished += engine.step()
-    assert tokens_of({g.request.key: g.completions for g in finished}) == sampled
+    assert tokens_of({request.key: completions for request, completions in finished}) == sampled
 
 
 def test_random_numbers_depend_on_seed_key_sample_and_position(sampled):
