@@ -304,8 +304,7 @@ def test_shares_are_in_order_within_the_budget_and_as_even_as_possible(
         for length in completions:
             ids, values = np.zeros(length, np.int32), np.zeros(length, np.float32)
             each = Rollout(index, np.zeros(prompt, np.int32), ids, values, values == 0, 1.0)
-            if len(rows.rows) < num_ranks or rows.fits(each):
-                rows.add(each)
+            rows.add(each, max_rows=num_ranks)
     rollouts = [each for row in rows.rows for each in row]
     shares = share_out(rows, num_ranks)
     assert len(shares) == num_ranks

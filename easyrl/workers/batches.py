@@ -70,14 +70,12 @@ class GroupReader:
         self.num_slots = port.ring.layout.num_slots
         self.num_duplicates = 0  # groups dropped
         self.completion_tokens = 0  # of the groups handed out
-        self._port = port
+        self._config, self._port = config, port
         self._expected = expected
         self._previous = expected[0] - 1, expected[1] - train.updates_per_iteration
         self._previously_taken = {*np.flatnonzero(port.ring.taken == self._previous[0]).tolist()}
         self._wait_for_group = wait_for_group
-        self._is_ordered = config.runtime.deterministic
         self._waits_for_all = config.runtime.schedule == "sync"
-        self._num_groups = train.prompts_per_iteration
         self._prompts: dict[int, int] = {}  # of the groups that have arrived, by group index
         self._arrived: dict[int, Lease] = {}  # those not handed out, in order of arrival
 
@@ -114,9 +112,9 @@ class GroupReader:
 
     def _available(self, update: int) -> int | None:
         """Index of the group to hand out now, if it has arrived."""
-        if self._waits_for_all and len(self._prompts) < self._num_groups:
+        if self._waits_for_all and len(self._prompts) < self._config.train.prompts_per_iteration:
             return None
-        if self._is_ordered:
+        if self._config.runtime.deterministic:
             return self.num_read if self.num_read in self._arrived else None
         of_update = (i for i in self._arrived if i // self.groups_per_update == update)
         return next(of_update, None)
@@ -136,7 +134,7 @@ class GroupReader:
             )
         if self._prompts.get(index) == group.prompt_index:
             return False
-        if index in self._prompts or not 0 <= index < self._num_groups:
+        if index in self._prompts or not 0 <= index < self._config.train.prompts_per_iteration:
             raise RuntimeError(
                 f"group {index} (prompt {group.prompt_index}) has arrived with another "
                 f"prompt in iteration {group.iteration + 1}, or is not one of its groups"
@@ -187,10 +185,10 @@ def micro_steps(
                     mask_truncated=mask_truncated,
                     keep_zero_advantages=config.algorithm.trains_zero_advantages,
                 ):
-                    if len(rows.rows) == num_ranks and not rows.fits(rollout):
+                    if not rows.add(rollout, max_rows=num_ranks):
                         yield packed(rows, leases[:-1])
                         rows, leases = new_rows(), [lease]
-                    rows.add(rollout)
+                        rows.add(rollout)
             if not rows.rows:  # no rollout of these groups has a gradient
                 release(leases)
                 leases = []
@@ -214,24 +212,20 @@ class Rows:
         self.num_tokens = 0
         self._num_free = 0  # tokens of the last row
 
-    def fits(self, rollout: Rollout) -> bool:
-        """Return whether the last row has space for it."""
-        return bool(self.rows) and self._added_by(rollout, self.rows[-1][-1]) <= self._num_free
-
-    def add(self, rollout: Rollout) -> None:
-        previous = None
-        if self.fits(rollout):
-            previous = self.rows[-1][-1]
-        else:
+    def add(self, rollout: Rollout, max_rows: int | None = None) -> bool:
+        """Add a rollout to the last row, or to a new one; return False if that would be one more
+        than `max_rows`."""
+        previous = self.rows[-1][-1] if self.rows else None
+        num_tokens = rollout.num_tokens_behind(previous, shares_prompts=self.shares_prompts)
+        if previous is None or num_tokens > self._num_free:
+            if len(self.rows) == max_rows:
+                return False
             self.rows.append([])
-            self._num_free = self.max_tokens
-        num_added = self._added_by(rollout, previous)
+            self._num_free, num_tokens = self.max_tokens, rollout.num_tokens_behind(None)
         self.rows[-1].append(rollout)
-        self._num_free -= num_added
-        self.num_tokens += num_added
-
-    def _added_by(self, rollout: Rollout, previous: Rollout | None) -> int:
-        return rollout.num_tokens_behind(previous, shares_prompts=self.shares_prompts)
+        self._num_free -= num_tokens
+        self.num_tokens += num_tokens
+        return True
 
 
 def share_out(rows: Rows, num_ranks: int) -> list[list[Rollout]]:
