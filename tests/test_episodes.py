@@ -296,6 +296,28 @@ def test_a_lost_worker_loses_no_episode(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_run_with_environments_is_scaled(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = (*GUESS, "--iterations", "500", "devices.max_rollout_workers=2")
+    process = start(*words, "--output", str(folder), "--infer-devices", "cpu")
+    try:
+        wait_for_line(process, "iteration 1/")
+        request(folder, {"command": "scale", "infer_devices": "cpu:2"})
+        ends = time.monotonic() + 120
+        while [w["state"] for w in request(folder, {"command": "status"})["workers"]].count(
+            "working"
+        ) < 3:
+            assert time.monotonic() < ends
+            time.sleep(0.2)
+        num_done = len(lines_of(folder / "metrics.jsonl"))
+        wait_for_line(process, f"iteration {num_done + 3}/")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert err == ""
+
+
+@pytest.mark.long
 def test_an_evaluation_plays_the_held_out_rows(tmp_path: Path) -> None:
     words = ("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess", "--no-live")
     limits = ("data.max_prompt_length=16", "eval.correct_reward=0.01")
