@@ -53,28 +53,25 @@ def decode_group(message: bytes) -> RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class RemoteRing:
-    """The pipe to its host, which a rollout worker has in place of the ring."""
+    """A rollout worker's access to the ring on another machine, over the pipe to its host. It has
+    the methods of `RingBuffer` and `RingPort` that such a worker calls."""
 
     layout: RingLayout
     pipe: Connection
 
-    def attach(self, owner_id: int) -> RemotePort:
-        return RemotePort(self)
+    def attach(self, owner_id: int) -> RemoteRing:
+        return self
 
-
-class RemotePort:
-    """A rollout worker's access to the ring on another machine; see `RingPort`."""
-
-    def __init__(self, ring: RemoteRing) -> None:
-        self._ring = ring
-        self.writable_fd = ring.pipe.fileno()
+    @property
+    def writable_fd(self) -> int:
+        return self.pipe.fileno()
 
     def put(self, group: RolloutGroup, timeout_seconds: float) -> bool:
         """Send a group; return False if no token came in time. Raises ValueError if the group does
         not fit a slot of the ring."""
-        self._ring.layout.lengths(group)
-        if not self._ring.pipe.poll(timeout_seconds):
+        self.layout.lengths(group)
+        if not self.pipe.poll(timeout_seconds):
             return False
-        self._ring.pipe.recv_bytes()
-        self._ring.pipe.send_bytes(encode_group(group))
+        self.pipe.recv_bytes()
+        self.pipe.send_bytes(encode_group(group))
         return True

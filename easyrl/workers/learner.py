@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -148,20 +147,16 @@ class Learner:
         logprobs, entropy, old_logprobs, ref_logprobs = self._tri_model.logprobs(
             batch, policy_is_old=not self._updates
         )
+        names = "rollout_logprobs", "advantages", "loss_mask", "completion_of_token"
+        arrays = {name: torch.from_numpy(getattr(batch, name)) for name in names}
         return LossInputs(
             logprobs=logprobs,
             old_logprobs=old_logprobs,
-            rollout_logprobs=self._moved(batch.rollout_logprobs),
             ref_logprobs=ref_logprobs,
             entropy=entropy,
-            advantages=self._moved(batch.advantages),
-            loss_mask=self._moved(batch.loss_mask),
-            completion_of_token=self._moved(batch.completion_of_token),
             num_completions=batch.num_completions,
+            **{name: array.to(self.policy.device) for name, array in arrays.items()},
         )
-
-    def _moved(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.policy.device)
 
     def step(self, *, num_completions: int, num_tokens: int) -> None:
         """Step the optimizer with the accumulated gradient over the update's `loss_denominator`.
