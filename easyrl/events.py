@@ -249,7 +249,7 @@ class PromptEvaluated(WorkerEvent):
 class IterationTrained(WorkerEvent):
     iteration: int
     policy_version: int
-    groups_trained: int  # each of them checked to be on-policy (`GroupReader._check`)
+    groups_trained: int  # each of them checked to be on-policy (`GroupReader._accept`)
     completion_tokens: int
     busy_seconds: float
     metrics: Mapping[str, float]

@@ -1,19 +1,54 @@
-"""A ring and settings for workers that a test runs itself, with groups of `test_packing`."""
+"""Groups, a ring and settings for workers that a test runs itself."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from test_packing import LONGEST_COMPLETION, LONGEST_PROMPT, NUM_GENERATIONS
+import numpy as np
 
 from easyrl.channels.ring_buffer import RingBuffer, RingLayout
 from easyrl.config import Config, load_config
 from easyrl.runtime.fleet import Fleet
 from easyrl.runtime.launchers import ProcessLauncher
 from easyrl.runtime.placement import Placement
+from easyrl.types import RolloutGroup
 from easyrl.workers.settings import WorkerSettings
+
+ITERATION, VERSION, FIRST = 4, 9, 40
+VOCABULARY = 31
+NUM_GENERATIONS = 3
+LONGEST_PROMPT, LONGEST_COMPLETION = 9, 12
+
+
+def make_group(index: int, **changes: Any) -> RolloutGroup:
+    """A group that depends on its prompt's index alone, with masked tokens."""
+    rng = np.random.default_rng(index)
+    lengths = rng.integers(1, LONGEST_COMPLETION + 1, NUM_GENERATIONS)
+    tokens = int(lengths.sum())
+    group = RolloutGroup(
+        iteration=ITERATION,
+        policy_version=VERSION,
+        group_index=index - FIRST,
+        prompt_index=index,
+        prompt_ids=rng.integers(3, VOCABULARY, rng.integers(1, LONGEST_PROMPT + 1), dtype=np.int32),
+        completion_lengths=lengths.astype(np.int32),
+        completion_ids=rng.integers(3, VOCABULARY, tokens, dtype=np.int32),
+        rollout_logprobs=-rng.random(tokens, dtype=np.float32),
+        loss_mask=rng.random(tokens) < 0.8,
+        rewards=rng.random(NUM_GENERATIONS, dtype=np.float32),
+        advantages=rng.standard_normal(NUM_GENERATIONS, dtype=np.float32),
+        truncated=np.zeros(NUM_GENERATIONS, dtype=np.bool_),
+    )
+    return dataclasses.replace(group, **changes)
+
+
+def zeroed(group: RolloutGroup, which: list[int]) -> RolloutGroup:
+    advantages = group.advantages.copy()
+    advantages[which] = 0.0
+    return dataclasses.replace(group, advantages=advantages)
 
 
 def make_ring(num_slots: int, num_owners: int = 2, num_groups: int = 64) -> RingBuffer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import combinations_with_replacement
-from multiprocessing import Pipe
 from typing import Any
 
 import numpy as np
@@ -13,41 +12,40 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_packing import (
-    FIRST,
-    GROUPS,
-    ITERATION,
-    NUM_GENERATIONS,
-    VERSION,
-    expected_sequences,
-    make_group,
-    sequences_of,
-    zeroed,
-)
 
 from easyrl.config import Config, load_config
 from easyrl.model.policy import Policy
 from easyrl.types import MicroBatch, RolloutGroup
 from easyrl.workers import batches as batches_module
-from easyrl.workers.batches import (
-    MIN_FILL,
-    PACKED,
-    GroupReader,
-    MicroBatches,
-    RankPipes,
-    Rows,
-    UpdateEnd,
-    share_out,
-)
+from easyrl.workers.batches import MIN_FILL, GroupReader, Rows, UpdateEnd, micro_steps, share_out
 from easyrl.workers.learner import Learner
-from easyrl.workers.packing import Rollout, pack, split_group
-from own_workers import make_ring, num_free
+from easyrl.workers.packing import EMPTY, Rollout, pack, split_group
+from own_workers import (
+    FIRST,
+    ITERATION,
+    NUM_GENERATIONS,
+    VERSION,
+    make_group,
+    make_ring,
+    num_free,
+    zeroed,
+)
 from tiny_models import largest_gradient_gap
 
 torch.set_num_threads(1)
 
-_, NO_CONTROL = Pipe()
-ALONE = RankPipes(0, (), NO_CONTROL, timeout_seconds=1.0)
+GROUPS = st.lists(
+    st.tuples(st.integers(0, 10**6), st.sets(st.integers(0, NUM_GENERATIONS - 1))),
+    min_size=1,
+    max_size=7,
+).map(
+    lambda drawn: [
+        dataclasses.replace(
+            zeroed(make_group(seed), sorted(zeros)), group_index=index, prompt_index=FIRST + index
+        )
+        for index, (seed, zeros) in enumerate(drawn)
+    ]
+)
 
 
 def config_of(num_groups: int, *, max_tokens: int = 10**6, **flags: Any) -> Config:
@@ -87,12 +85,21 @@ class Feed:
         own = config_of(num_groups, **config)
         return GroupReader(own, self.consumer, (ITERATION, VERSION), self.arrive)
 
-    def batches(
-        self, num_groups: int, *, shares_prompts: bool = True, **config: Any
-    ) -> MicroBatches:
-        reader = self.reader(num_groups, **config)
-        own = config_of(num_groups, **config)
-        return MicroBatches(own, reader, ALONE, shares_prompts=shares_prompts)
+    def steps(self, num_groups: int, **how: Any) -> Iterator[MicroBatch | UpdateEnd]:
+        """What one of `num_ranks` ranks gets, or of several one rank's after the other's."""
+        num_ranks, shares = how.pop("num_ranks", 1), how.pop("shares_prompts", True)
+        self.last_reader, config = self.reader(num_groups, **how), config_of(num_groups, **how)
+        for step in micro_steps(
+            config, self.last_reader, num_ranks=num_ranks, shares_prompts=shares
+        ):
+            if isinstance(step, UpdateEnd):
+                yield step
+            else:
+                assert len(step) == num_ranks
+                yield from (batch for batch in step if batch is not EMPTY)
+
+    def batches(self, num_groups: int, **how: Any) -> Iterator[MicroBatch]:
+        return (step for step in self.steps(num_groups, **how) if isinstance(step, MicroBatch))
 
     @property
     def num_free(self) -> int:
@@ -112,10 +119,6 @@ def feed() -> Iterator[Any]:
         each.ring.close()
 
 
-def micro_batches(batches: MicroBatches) -> Iterator[MicroBatch]:
-    return (each for each in batches if isinstance(each, MicroBatch))
-
-
 def batches_of(
     groups: Sequence[RolloutGroup],
     max_tokens: int,
@@ -126,13 +129,11 @@ def batches_of(
     """The micro-batches of these groups, which arrive in this order."""
     source = Feed([groups[i] for i in order or range(len(groups))])
     try:
-        batches = source.batches(len(groups), max_tokens=max_tokens, **how)
-        *found, end = batches
-        masks = [group.loss_mask.sum() for group in groups]
-        assert end == UpdateEnd(num_loss_tokens=sum(masks))
-        assert batches._reader.num_read == len(groups)
+        *found, end = source.steps(len(groups), max_tokens=max_tokens, **how)
+        assert end == UpdateEnd(num_loss_tokens=sum(group.loss_mask.sum() for group in groups))
+        assert source.last_reader.num_read == len(groups)
         tokens = sum(g.num_completion_tokens for g in groups)
-        assert batches._reader.completion_tokens == tokens
+        assert source.last_reader.completion_tokens == tokens
         assert source.num_free == len(groups)  # every slot was freed
         assert all(isinstance(batch, MicroBatch) for batch in found)
         return found  # type: ignore[return-value]
@@ -140,14 +141,100 @@ def batches_of(
         source.ring.close()
 
 
+# -- rollouts -----------------------------------------------------------------------------
+
+
+def sequences_of(batch):
+    """Return what each sequence of a micro-batch is trained on, as the trainer reads it."""
+    found, end = [], 0
+    for prompt_length, completion_lengths in batch.groups:
+        prompt = np.arange(end, end + prompt_length)
+        end += prompt_length
+        for length in completion_lengths:
+            completion = np.arange(end, end + length)
+            end += length
+            mine = batch.completion_of_token == len(found)
+            tokens = np.concatenate([prompt, completion])
+            np.testing.assert_array_equal(batch.position_ids[tokens], np.arange(len(tokens)))
+            # A token is predicted at the position before it: the first one at the prompt's last.
+            np.testing.assert_array_equal(batch.logits_at[mine], tokens[-length - 1 : -1])
+            np.testing.assert_array_equal(batch.input_ids[completion], batch.targets[mine])
+            values = batch.rollout_logprobs[mine].tolist(), batch.loss_mask[mine].tolist()
+            advantages = {*batch.advantages[mine].tolist()}
+            found.append((batch.input_ids[tokens].tolist(), length, *values, advantages))
+    assert end == len(batch.input_ids) == len(batch.position_ids)
+    assert len(found) == batch.num_completions
+    return found
+
+
+def expected_sequences(groups):
+    return [
+        (
+            [*group.prompt_ids.tolist(), *group.completion_ids[where].tolist()],
+            where.stop - where.start,
+            group.rollout_logprobs[where].tolist(),
+            group.loss_mask[where].tolist(),
+            {float(advantage)},
+        )
+        for group in groups
+        for where, advantage in zip(group.completion_slices(), group.advantages, strict=True)
+        if advantage != 0 and group.loss_mask[where].any()
+    ]
+
+
+@pytest.mark.parametrize("zeros", [[], [1, 2]], ids=["three rollouts", "one rollout"])
+def test_micro_batch_has_its_own_memory(zeros):
+    """The ring slots of its rollouts are released and overwritten."""
+    group = zeroed(make_group(FIRST), zeros)
+    arrays = [
+        [value for value in vars_of(each).values() if isinstance(value, np.ndarray)]
+        for each in (group, pack(split_group(group)))
+    ]
+    assert not any(np.shares_memory(a, b) for a in arrays[0] for b in arrays[1])
+
+
+def vars_of(instance):
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "kept"),
+    [
+        ({}, [1, 2]),
+        ({"mask_truncated": True}, [2]),
+        ({"keep_zero_advantages": True}, [0, 1, 2]),
+        ({"mask_truncated": True, "keep_zero_advantages": True}, [0, 2]),
+    ],
+)
+def test_only_rollouts_with_a_gradient_are_trained(keywords, kept):
+    """The first has advantage 0, the second is truncated."""
+    group = dataclasses.replace(
+        make_group(FIRST),
+        advantages=np.array([0.0, 1.0, -1.0], dtype=np.float32),
+        truncated=np.array([False, True, False]),
+    )
+    slices = group.completion_slices()
+    for masked, left in ([], kept), ([2], kept[:-1]):
+        group.loss_mask[:] = True
+        for number in masked:
+            group.loss_mask[slices[number]] = False
+        before = group.loss_mask.copy()
+        got = [rollout.completion_ids.tolist() for rollout in split_group(group, **keywords)]
+        assert got == [group.completion_ids[slices[number]].tolist() for number in left]
+        assert (group.loss_mask == before).all()  # the ring's
+
+
 # -- boundaries of micro-batches -------------------------------------------------------------------
 
 
 @settings(max_examples=60)
-@given(GROUPS, st.integers(1, 150), st.booleans(), st.booleans(), st.randoms())
-def test_every_rollout_is_packed_once_and_within_the_budget(groups, budget, is_exact, sync, random):
+@given(
+    GROUPS, st.integers(1, 150), st.integers(1, 3), st.tuples(*[st.booleans()] * 2), st.randoms()
+)
+def test_every_rollout_is_packed_once_and_within_the_budget(groups, budget, num_ranks, how, random):
+    is_exact, sync = how
     order = random.sample(range(len(groups)), len(groups))
-    how = {"order": order, "deterministic": is_exact, "sync": sync}
+    how = {"order": order, "deterministic": is_exact, "sync": sync, "num_ranks": num_ranks}
     batches = batches_of(groups, budget, **how)
     found = [sequence for batch in batches for sequence in sequences_of(batch)]
     trained = range(len(groups)) if is_exact else order
@@ -164,28 +251,28 @@ def test_a_micro_batch_is_filled_up_to_the_budget(groups):
 
 
 @settings(max_examples=60)
-@given(GROUPS, st.integers(1, 120), st.booleans(), st.randoms())
-def test_deterministic_batches_follow_from_the_groups_alone(groups, budget, sync, random):
+@given(GROUPS, st.integers(1, 120), st.integers(1, 3), st.booleans(), st.randoms())
+def test_deterministic_batches_follow_from_the_groups_alone(
+    groups, budget, num_ranks, sync, random
+):
     """Neither order of arrival nor schedule shows in any array."""
     order = random.sample(range(len(groups)), len(groups))
-    plain = batches_of(groups, budget, deterministic=True)
-    shuffled = batches_of(groups, budget, order=order, deterministic=True, sync=sync)
-    for one, other in zip(plain, shuffled, strict=True):
-        for field in dataclasses.fields(one):
-            a, b = getattr(one, field.name), getattr(other, field.name)
-            if field.name == "groups":
-                assert a == b
-                continue
-            np.testing.assert_array_equal(a, b)
-            assert a.dtype == b.dtype
+    how = {"deterministic": True, "num_ranks": num_ranks}
+    plain = batches_of(groups, budget, **how)
+    for one, other in zip(
+        plain, batches_of(groups, budget, order=order, sync=sync, **how), strict=True
+    ):
+        for name, value in vars_of(one).items():
+            np.testing.assert_equal(getattr(other, name), value)
+            assert name == "groups" or getattr(other, name).dtype == value.dtype
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_groups_without_a_gradient_free_their_slots(feed: Any, deterministic: bool) -> None:
     groups = [zeroed(make_group(FIRST + index), [0, 1, 2]) for index in range(3)]
     source = feed(groups, num_slots=1)
-    batches = source.batches(3, max_tokens=50, deterministic=deterministic)
-    assert list(micro_batches(batches)) == [] and source.num_free == 1
+    batches = source.batches(3, max_tokens=50, deterministic=deterministic, num_ranks=2)
+    assert list(batches) == [] and source.num_free == 1
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
@@ -195,9 +282,43 @@ def test_loss_tokens_count_whether_they_are_computed_or_not(
     """Tokens of truncated completions count only where they are trained."""
     truncated = make_group(FIRST, truncated=np.array([False, True, False]))
     groups = [zeroed(truncated, [0]), make_group(FIRST + 1)]
-    *_, end = feed(groups).batches(2, mask_truncated=mask_truncated)
+    *_, end = feed(groups).steps(2, mask_truncated=mask_truncated)
     masks = [group.trained_mask(mask_truncated=mask_truncated) for group in groups]
     assert end == UpdateEnd(sum(int(mask.sum()) for mask in masks))
+
+
+LENGTHS = st.lists(
+    st.tuples(st.integers(1, 15), st.lists(st.integers(1, 20), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=3,
+)
+"""Of each group its prompt's length and its completions'."""
+
+
+@given(LENGTHS, st.integers(1, 4), st.booleans())
+def test_shares_are_in_order_within_the_budget_and_as_even_as_possible(
+    lengths: list[tuple[int, list[int]]], num_ranks: int, shares_prompts: bool
+) -> None:
+    rows = Rows(40, shares_prompts=shares_prompts)
+    for index, (prompt, completions) in enumerate(lengths):
+        for length in completions:
+            ids, values = np.zeros(length, np.int32), np.zeros(length, np.float32)
+            each = Rollout(index, np.zeros(prompt, np.int32), ids, values, values == 0, 1.0)
+            rows.add(each, max_rows=num_ranks)
+    rollouts = [each for row in rows.rows for each in row]
+    shares = share_out(rows, num_ranks)
+    assert len(shares) == num_ranks
+    assert [id(each) for share in shares for each in share] == [id(each) for each in rollouts]
+
+    def largest(parts: Sequence[Sequence[Rollout]]) -> int:
+        packed = (pack(part, shares_prompts=shares_prompts) for part in parts if part)
+        return max(len(batch.input_ids) for batch in packed)
+
+    best = min(
+        largest([rollouts[a:b] for a, b in zip((0, *cuts), (*cuts, len(rollouts)), strict=True)])
+        for cuts in combinations_with_replacement(range(len(rollouts) + 1), num_ranks - 1)
+    )
+    assert largest(shares) == best <= rows.max_tokens
 
 
 # -- reading and checking --------------------------------------------------------------------------
@@ -218,39 +339,27 @@ SYNC = pytest.mark.parametrize("sync", [False, True])
 
 
 @pytest.mark.parametrize(
-    "stale",
-    [
-        {"policy_version": VERSION - 1},
-        {"policy_version": VERSION + 1},
-        {"iteration": ITERATION - 1},
-    ],
-)
-@IN_ORDER
-@SYNC
-def test_an_off_policy_group_stops_the_run(
-    feed: Any, stale: dict[str, int], deterministic: bool, sync: bool
-) -> None:
-    source = feed([make_group(FIRST), make_group(FIRST + 1, **stale)])
-    with pytest.raises(RuntimeError, match="off-policy"):
-        drain(source.reader(2, deterministic=deterministic, sync=sync), 2)
-
-
-@pytest.mark.parametrize(
     "wrong",
     [
-        pytest.param(make_group(FIRST + 2, group_index=0), id="its replacement"),
+        pytest.param(make_group(FIRST + 1, policy_version=VERSION - 1), id="old policy"),
+        pytest.param(make_group(FIRST + 1, policy_version=VERSION + 1), id="newer policy"),
+        pytest.param(make_group(FIRST + 1, iteration=ITERATION - 1), id="previous iteration"),
         pytest.param(make_group(FIRST, **PREVIOUS), id="of the previous iteration, never taken"),
+        pytest.param(make_group(FIRST + 2, group_index=0), id="replacement of a group that is in"),
         pytest.param(make_group(FIRST + 2), id="above the last index"),
     ],
 )
 @IN_ORDER
-def test_a_group_that_is_not_due_stops_the_run(
-    feed: Any, wrong: RolloutGroup, deterministic: bool
+@SYNC
+def test_an_off_policy_group_or_one_that_is_not_due_stops_the_run(
+    feed: Any, wrong: RolloutGroup, deterministic: bool, sync: bool
 ) -> None:
     """The run stops at once, even if delivery in order would never reach the group."""
     source = feed([make_group(FIRST), wrong, make_group(FIRST + 1)])
-    with pytest.raises(RuntimeError, match=rf"prompt {wrong.prompt_index}\b"):
-        drain(source.reader(2, deterministic=deterministic), 2)
+    is_off_policy = (wrong.iteration, wrong.policy_version) != (ITERATION, VERSION)
+    match = rf"{'off-policy.*' if is_off_policy else ''}prompt {wrong.prompt_index}\b"
+    with pytest.raises(RuntimeError, match=match):
+        drain(source.reader(2, deterministic=deterministic, sync=sync), 2)
 
 
 @IN_ORDER
@@ -269,7 +378,7 @@ def test_late_duplicates_of_this_and_the_previous_iteration_are_dropped_and_coun
     assert source.ring.delivered(ITERATION) == {0, 1}
 
 
-def test_an_update_ends_only_when_each_of_its_groups_was_handed_out_once(feed: Any) -> None:
+def test_an_update_ends_only_when_each_of_its_groups_was_handed_out(feed: Any) -> None:
     reader = feed([make_group(FIRST + index) for index in range(4)]).reader(4, num_updates=2)
     drain(reader, 2)
     reader.finish_update(0)
@@ -289,14 +398,11 @@ def test_sync_hands_nothing_out_before_all_have_arrived(feed: Any, deterministic
 def test_the_first_update_does_not_wait_for_groups_of_the_second(feed: Any) -> None:
     """Half of the groups are enough for the first step; groups of the second wait."""
     source = feed([make_group(FIRST + index) for index in (4, 0, 2, 1, 3, 5)])
-    batches = iter(source.batches(6, num_updates=2, max_tokens=1))
-    sizes = []
-    for batch in batches:
-        if isinstance(batch, UpdateEnd):
-            break
-        sizes.append(batch.num_completions)
+    steps, sizes = source.steps(6, num_updates=2, max_tokens=1), []
+    while isinstance(step := next(steps), MicroBatch):
+        sizes.append(step.num_completions)
     assert len(sizes) == 3 * NUM_GENERATIONS and source.num_waits == 4
-    next(batches)  # of group 4
+    next(steps)  # of group 4
     assert source.num_waits == 4
 
 
@@ -306,7 +412,7 @@ def test_the_first_update_does_not_wait_for_groups_of_the_second(feed: Any) -> N
 def test_periodic_trains_what_has_arrived(feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source = feed([make_group(FIRST + index) for index in range(3)])
     monkeypatch.setattr(batches_module, "MIN_FILL", 0.0)
-    batches = micro_batches(source.batches(3))
+    batches = source.batches(3)
     assert next(batches).num_completions == NUM_GENERATIONS and source.num_waits == 1
     source.arrive()
     source.arrive()
@@ -319,29 +425,31 @@ def test_periodic_waits_while_a_micro_batch_is_small(feed: Any) -> None:
     tokens = [len(group.prompt_ids) + group.num_completion_tokens for group in groups]
     source = feed(groups)
     budget = round((tokens[0] + tokens[1]) / MIN_FILL)
-    batches = micro_batches(source.batches(4, max_tokens=budget))
+    batches = source.batches(4, max_tokens=budget)
     assert next(batches).num_completions == 2 * NUM_GENERATIONS and source.num_waits == 2
     assert sum(batch.num_completions for batch in batches) == 2 * NUM_GENERATIONS
 
 
 def test_periodic_never_waits_while_it_holds_every_slot(feed: Any) -> None:
     source = feed([make_group(FIRST + index) for index in range(5)], num_slots=2)
-    batches = micro_batches(source.batches(5))
-    assert [batch.num_completions // NUM_GENERATIONS for batch in batches] == [2, 2, 1]
+    sizes = [batch.num_completions // NUM_GENERATIONS for batch in source.batches(5)]
+    assert sizes == [2, 2, 1]
 
 
-def test_a_slot_is_free_before_its_micro_batch_is_trained(feed: Any) -> None:
-    """A ring of one slot then takes the next group while this one is trained."""
-    source = feed([make_group(FIRST + index) for index in range(4)], num_slots=1)
-    for _ in source.batches(4):
-        assert source.num_free == 1
-    assert source.num_waits == 4
-
-
-def test_a_group_cut_by_the_budget_keeps_its_slot_until_its_last_rollout(feed: Any) -> None:
-    source = feed([make_group(FIRST)])
-    num_free = [source.num_free for _ in micro_batches(source.batches(1, max_tokens=1))]
-    assert num_free == [0] * (NUM_GENERATIONS - 1) + [1]
+@pytest.mark.parametrize(
+    ("num_groups", "max_tokens", "num_free_slots"),
+    [
+        pytest.param(4, 10**6, [1] * 4, id="taken by the next group while this one is trained"),
+        pytest.param(1, 1, [0, 0, 1], id="kept by a group that is cut, until its last rollout"),
+    ],
+)
+def test_a_slot_is_free_before_its_last_micro_batch_is_trained(
+    feed: Any, num_groups: int, max_tokens: int, num_free_slots: list[int]
+) -> None:
+    source = feed([make_group(FIRST + index) for index in range(num_groups)], num_slots=1)
+    batches = source.batches(num_groups, max_tokens=max_tokens)
+    assert [source.num_free for _ in batches] == num_free_slots
+    assert source.num_waits == num_groups
 
 
 # -- the gradient ---------------------------------------------------------------------------------
@@ -355,21 +463,12 @@ def learner() -> Learner:
     return Learner(policy, Config())
 
 
-def gradient_of(learner: Learner, batches: Sequence[MicroBatch], num_completions: int) -> Any:
-    """One backward per micro-batch, divided by the iteration's count."""
+def gradient_of(learner: Learner, batches: Sequence[MicroBatch]) -> Any:
+    """The sum of one backward per micro-batch."""
     learner._zero_gradients()
     for batch in batches:
         learner.accumulate(batch)
-    named = learner.policy.model.named_parameters()
-    return {name: parameter.grad / num_completions for name, parameter in named}
-
-
-def gradient_one_by_one(learner: Learner, groups: Sequence[RolloutGroup]) -> Any:
-    """Each rollout a sequence of its own, those of advantage 0 included. (`test_updates` compares
-    this with the formula.)"""
-    rollouts = [each for group in groups for each in split_group(group, keep_zero_advantages=True)]
-    batches = [pack([rollout], shares_prompts=False) for rollout in rollouts]
-    return gradient_of(learner, batches, len(groups) * NUM_GENERATIONS)
+    return {name: p.grad.clone() for name, p in learner.policy.model.named_parameters()}
 
 
 @settings(max_examples=12)
@@ -377,8 +476,8 @@ def gradient_one_by_one(learner: Learner, groups: Sequence[RolloutGroup]) -> Any
 def test_the_gradient_is_the_same_in_any_order_and_any_micro_batch(
     learner, groups, budget, how, random
 ):
-    """Prompts shared or not. Rollouts of advantage 0 are not computed, but count in the
-    denominator."""
+    """As of each rollout alone, prompts shared or not. (`test_updates` compares that with the
+    formula.) Rollouts of advantage 0 are not computed."""
     deterministic, shares_prompts = how
     order = random.sample(range(len(groups)), len(groups))
     batches = batches_of(
@@ -386,70 +485,6 @@ def test_the_gradient_is_the_same_in_any_order_and_any_micro_batch(
     )
     if not batches:
         return
-    got = gradient_of(learner, batches, len(groups) * NUM_GENERATIONS)
-    assert largest_gradient_gap(got, gradient_one_by_one(learner, groups)) <= 1e-5
-
-
-# -- shares of the train ranks ---------------------------------------------------------------------
-
-MAX_TOKENS = 40
-
-
-def rollout(slot: int, number: int, num_prompt: int, num_completion: int) -> Rollout:
-    return Rollout(
-        prompt_index=slot,
-        prompt_ids=np.zeros(num_prompt, dtype=np.int32),
-        completion_ids=np.zeros(num_completion, dtype=np.int32),
-        rollout_logprobs=np.zeros(num_completion, dtype=np.float32),
-        loss_mask=np.ones(num_completion, dtype=np.bool_),
-        advantage=1.0,
-        slot=slot,
-        number=number,
-    )
-
-
-LENGTHS = st.lists(
-    st.tuples(st.integers(1, 15), st.lists(st.integers(1, 20), min_size=1, max_size=4)),
-    min_size=1,
-    max_size=3,
-)
-"""Of each group its prompt's length and its completions'."""
-
-
-@given(LENGTHS, st.integers(1, 4), st.booleans())
-def test_shares_are_in_order_within_the_budget_and_as_even_as_possible(
-    lengths: list[tuple[int, list[int]]], num_ranks: int, shares_prompts: bool
-) -> None:
-    rows = Rows(MAX_TOKENS, shares_prompts=shares_prompts)
-    for slot, (prompt, completions) in enumerate(lengths):
-        for number, completion in enumerate(completions):
-            each = rollout(slot, number, prompt, completion)
-            if len(rows.rows) < num_ranks or rows.fits(each):
-                rows.add(each)
-    rollouts = [each for row in rows.rows for each in row]
-    shares = share_out(rows, num_ranks)
-    assert len(shares) == num_ranks
-    assert [(each.slot, each.number) for share in shares for each in share] == [
-        (each.slot, each.number) for each in rollouts
-    ]
-
-    def largest(parts: Sequence[Sequence[Rollout]]) -> int:
-        packed = (pack(part, shares_prompts=shares_prompts) for part in parts if part)
-        return max(len(batch.input_ids) for batch in packed)
-
-    assert largest(shares) <= MAX_TOKENS
-    best = min(
-        largest([rollouts[a:b] for a, b in zip((0, *cuts), (*cuts, len(rollouts)), strict=True)])
-        for cuts in combinations_with_replacement(range(len(rollouts) + 1), num_ranks - 1)
-    )
-    assert largest(shares) == best
-
-
-def test_rank_0_waits_for_each_micro_step() -> None:
-    """Otherwise slots are freed, and overwritten, while another rank still reads them."""
-    pipe, rank_1 = Pipe()
-    ranks = RankPipes(0, [pipe], NO_CONTROL, timeout_seconds=0.2)
-    rank_1.send(PACKED)
-    ranks.finish_packing()
-    with pytest.raises(TimeoutError):
-        ranks.finish_packing()
+    rollouts = [each for group in groups for each in split_group(group, keep_zero_advantages=True)]
+    alone = [pack([rollout], shares_prompts=False) for rollout in rollouts]
+    assert largest_gradient_gap(gradient_of(learner, batches), gradient_of(learner, alone)) <= 1e-5

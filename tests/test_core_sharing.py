@@ -1,11 +1,13 @@
-"""Cores of a worker that waits serve workers of the other role, and go back to it."""
+"""Cores of a worker that waits serve workers of the other role; freed memory is kept."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
+from resource import getpagesize
 from typing import Any, cast
 
 import pytest
@@ -62,12 +64,9 @@ def test_a_worker_uses_the_cores_of_idle_workers_and_gives_them_back(
     board[2] = False
     ours.use_available()
     assert asked[6:] == [[0, 1], 2]
-
-
-def test_unpinned_workers_share_threads(board: IdleBoard, asked: list[Any]) -> None:
     board[1] = True
-    WorkerCores(2, (), CoreSharing(board, 0, {1: ()})).use_available()
-    assert asked == [4]
+    WorkerCores(2, (), CoreSharing(board, 0, {1: ()})).use_available()  # not pinned
+    assert asked[8:] == [4]
 
 
 TURNS = """
@@ -107,8 +106,7 @@ def test_the_users_spin_settings_win() -> None:
 
 
 def test_a_worker_is_busy_again_after_an_interrupted_wait(board: IdleBoard) -> None:
-    worker = WorkerCores(1, (), CoreSharing(board, 1, {}))
-    with pytest.raises(KeyboardInterrupt), worker.idle():
+    with pytest.raises(KeyboardInterrupt), WorkerCores(1, (), CoreSharing(board, 1, {})).idle():
         assert board[1]
         raise KeyboardInterrupt
     assert not board[1]
@@ -181,3 +179,32 @@ def test_the_trainer_looks_for_idle_cores_at_each_layer() -> None:
     row = torch.arange(5)
     policy.forward(row, row, PackedGroups([(5, ())]), row).sum().backward()
     assert len(calls) == 2 * len(policy.blocks)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+PAGE_FAULTS = """
+import resource, sys
+import numpy as np
+from easyrl.processes import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+np.ones(2**23)  # 64 MiB, freed at once
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    np.ones(2**23)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def num_faults(how: str) -> int:
+    command = [sys.executable, "-c", PAGE_FAULTS, how]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_kept_memory_is_used_again_without_page_faults() -> None:
+    pages = 20 * 2**26 // getpagesize()
+    assert num_faults("give-back") > pages / 1024  # huge pages fault once for 512 small ones
+    assert num_faults("keep") < pages / 10_000

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -84,39 +85,12 @@ def tool_run(folder: Path, words: list[str], *arguments: str) -> tuple[str, ...]
     )
 
 
-def test_a_game_is_played_on_policy_and_shown_as_a_conversation(tmp_path: Path) -> None:
-    run = finished(tmp_path / "run", *GUESS, "--iterations", "2")
-    summary, samples = summary_of(run), lines_of(run / "samples.jsonl")
+def on_policy(folder: Path) -> dict[str, Any]:
+    """Return the summary of a run whose groups were all sampled by the policy trained."""
+    summary = summary_of(folder)
     assert summary["groups_off_policy"] == 0
-    metrics = lines_of(run / "metrics.jsonl")
-    assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in metrics)
-    assert all(1 <= line["episodes/turns"] <= 12 for line in metrics)
-    for sample in samples:
-        roles = [message["role"] for message in sample["messages"]]
-        assert roles[:2] == ["user", "assistant"] and set(roles) == {"user", "assistant"}
-        assert sample["ended_by"] in ("done", "length", "max_turns")
-        answers = [message["content"] for message in sample["messages"][2::2]]
-        assert set(answers) <= {"higher", "lower", "yes", "not a number"}
-        assert (sample["reward"] > 0) == (answers[-1:] == ["yes"])
-
-
-def test_tools_are_called_and_their_errors_counted(tmp_path: Path) -> None:
-    words = tool_run(tmp_path, ["one", "three"], "rollout.max_turns=3")
-    run = finished(tmp_path / "run", *words)
-    metrics, samples = lines_of(run / "metrics.jsonl"), lines_of(run / "samples.jsonl")
-    assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in metrics)
-    assert sum(line["tools/calls"] for line in metrics) > sum(
-        line["tools/errors"] for line in metrics
-    )
-    results = [m for sample in samples for m in sample["messages"] if m["role"] == "tool"]
-    contents = [message["content"] for message in results]
-    assert "5" in contents and any("fly" in content for content in contents)
-    for sample in samples:
-        assert sample["messages"][0]["content"] in ("q one", "q three")
-        assert sum(m["role"] == "assistant" for m in sample["messages"]) <= 3
-        good = sum(m["content"] == "5" for m in sample["messages"])
-        word = sample["messages"][0]["content"][2:]
-        assert sample["reward"] == pytest.approx(good + len(word) / 10)
+    assert summary["sampling_logp_difference_max"] < 1e-4
+    return summary
 
 
 def hosts_of(process: subprocess.Popen[str]) -> dict[int, int]:
@@ -130,14 +104,14 @@ def hosts_of(process: subprocess.Popen[str]) -> dict[int, int]:
         time.sleep(0.1)
 
 
-def test_schedules_give_equal_bits_whatever_the_delays_and_kills(tmp_path: Path) -> None:
+def test_a_game_is_on_policy_and_no_bit_depends_on_schedule_delays_or_kills(tmp_path: Path) -> None:
     hashes = set()
     for schedule, workers, delays in (("sync", 1, "0"), ("periodic", 3, "0.03")):
-        run = tmp_path / f"{schedule}-{workers}"
+        run = tmp_path / schedule
         process = start(
-            *(*GUESS, "--output", str(run)),
-            *("--iterations", "2", "--schedule", schedule, "runtime.deterministic=true"),
-            *(f"rollout.environment_workers={workers}", "rollout.max_concurrent_groups=4"),
+            *(*GUESS, "--output", str(run), "--schedule", schedule, "--iterations", "2"),
+            *("runtime.deterministic=true", "rollout.max_concurrent_groups=4"),
+            f"rollout.environment_workers={workers}",
             EASYRL_RANDOM_DELAYS=delays,
         )
         if workers == 3:
@@ -145,8 +119,36 @@ def test_schedules_give_equal_bits_whatever_the_delays_and_kills(tmp_path: Path)
             os.kill(max(hosts_of(process)), signal.SIGKILL)
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, out + err
-        hashes.add(summary_of(run)["weights_sha256"])
+        hashes.add(on_policy(run)["weights_sha256"])
     assert len(hashes) == 1
+    assert all(1 <= line["episodes/turns"] <= 12 for line in lines_of(run / "metrics.jsonl"))
+    for sample in lines_of(run / "samples.jsonl"):
+        roles = [message["role"] for message in sample["messages"]]
+        assert roles[:2] == ["user", "assistant"] and set(roles) == {"user", "assistant"}
+        assert sample["ended_by"] in ("done", "length", "max_turns")
+        answers = [message["content"] for message in sample["messages"][2::2]]
+        assert set(answers) <= {"higher", "lower", "yes", "not a number"}
+        assert (sample["reward"] > 0) == (answers[-1:] == ["yes"])
+
+
+@pytest.mark.long
+def test_tools_are_called_and_their_errors_counted(tmp_path: Path) -> None:
+    words = tool_run(tmp_path, ["one", "three"], "rollout.max_turns=3")
+    run = finished(tmp_path / "run", *words)
+    on_policy(run)
+    metrics = lines_of(run / "metrics.jsonl")
+    calls, errors = (sum(line[f"tools/{name}"] for line in metrics) for name in ("calls", "errors"))
+    assert calls > errors
+    contents = set()
+    for sample in lines_of(run / "samples.jsonl"):
+        messages = sample["messages"]
+        results = [message["content"] for message in messages if message["role"] == "tool"]
+        contents |= {*results}
+        question, word = messages[0]["content"].split()
+        assert question == "q" and word in ("one", "three")
+        assert sum(message["role"] == "assistant" for message in messages) <= 3
+        assert sample["reward"] == pytest.approx(results.count("5") + len(word) / 10)
+    assert "5" in contents and any("fly" in content for content in contents)
 
 
 @pytest.mark.long
@@ -174,6 +176,7 @@ def test_a_broken_environment_is_handled_as_rewards_are(tmp_path: Path, word: st
 UNLUCKY = """
 import os, random, signal, time
 from pathlib import Path
+from typing import Any
 
 
 class Game:
@@ -203,6 +206,7 @@ def once(name):
 """
 
 
+@pytest.mark.long
 def test_slow_and_killed_environments_do_not_end_a_run(tmp_path: Path) -> None:
     (tmp_path / "unlucky.py").write_text(UNLUCKY)
     run = finished(
@@ -214,6 +218,7 @@ def test_slow_and_killed_environments_do_not_end_a_run(tmp_path: Path) -> None:
     assert summary_of(run)["groups_trained"] == 12
 
 
+@pytest.mark.long
 def test_nothing_is_left_when_a_run_is_killed(tmp_path: Path) -> None:
     process = start(*GUESS, "--iterations", "500", "--output", str(tmp_path / "run"))
     hosts, ends = hosts_of(process), time.monotonic() + 60
@@ -228,23 +233,15 @@ def test_nothing_is_left_when_a_run_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("--train-devices", "cpu:2", "model.lora.rank=4"), id="LoRA, two train ranks"),
-        pytest.param(
-            ("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2"),
-            id="dynamic sampling, two updates",
-        ),
-        pytest.param(
-            ("--infer-devices", "cpu:2", "train.eval_every=1", "data.num_held_out=4"),
-            id="two rollout workers, evaluation",
-        ),
+        ("--train-devices", "cpu:2", "model.lora.rank=4"),
+        ("algorithm.dynamic_sampling=true", "train.updates_per_iteration=2"),
+        ("--infer-devices", "cpu:2", "train.eval_every=1", "data.num_held_out=4"),
     ],
+    ids=["LoRA, two train ranks", "dynamic sampling, two updates", "two workers, evaluation"],
 )
 def test_other_features_go_with_environments(tmp_path: Path, words: tuple[str, ...]) -> None:
     run = finished(tmp_path / "run", *GUESS, "--iterations", "2", *words)
-    assert summary_of(run)["groups_off_policy"] == 0
-    assert summary_of(run)["groups_trained"] == 12
-    metrics = lines_of(run / "metrics.jsonl")
-    assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in metrics)
+    assert on_policy(run)["groups_trained"] == 12
 
 
 @pytest.mark.long
@@ -288,6 +285,7 @@ def test_a_run_with_environments_is_scaled(tmp_path: Path) -> None:
     assert err == ""
 
 
+@pytest.mark.long
 def test_an_evaluation_plays_the_held_out_rows(tmp_path: Path) -> None:
     words = ("--model", "tiny-guess", "--dataset", "guess", "--environment", "guess", "--no-live")
     limits = ("data.max_prompt_length=16", "eval.correct_reward=0.01")

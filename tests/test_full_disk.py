@@ -29,6 +29,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.long
 def test_run_on_a_full_disk_ends_with_the_cause_and_a_whole_checkpoint(disk: Path) -> None:
     folder, filler = disk / "run", disk / "filler"
     process = start("--output", str(folder), "--iterations", "1000000", *WORDS)
@@ -47,6 +48,7 @@ def test_run_on_a_full_disk_ends_with_the_cause_and_a_whole_checkpoint(disk: Pat
     assert read_checkpoint(saved).state["num_iterations"] >= 2
 
 
+@pytest.mark.long
 def test_checkpoints_that_do_not_fit_do_not_end_a_run_and_a_model_does(tmp_path: Path) -> None:
     """No file may have more than 2 MiB: neither a checkpoint nor the model can be written."""
     folder, limit = tmp_path / "run", (resource.RLIMIT_FSIZE, (2**21, 2**21))

@@ -174,7 +174,7 @@ def generate(engine, prompts, lengths) -> list:
     finished = []
     while engine.has_work:
         finished += engine.step()
-    completions = [completion for group in finished for completion in group.completions]
+    completions = [completion for _, group in finished for completion in group]
     return [(c.token_ids.tobytes(), c.logprobs.tobytes()) for c in completions]
 
 

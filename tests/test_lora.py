@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,12 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from easyrl.config import ConfigError
 from easyrl.config.model import DType, LoraConfig
 from easyrl.data.hub import resolve_model
-from easyrl.model.attention import PackedGroups
 from easyrl.model.export import export_checkpoint
 from easyrl.model.lora import PARTS, check_lora
 from easyrl.model.policy import Policy
-from easyrl.model.tri_model import PackedInput, TriModel
-from easyrl.types import Weight, WeightPiece
+from easyrl.model.tri_model import TriModel
+from easyrl.types import MicroBatch, Weight, WeightPiece
+from easyrl.workers.packing import Rollout, pack
 from runs import SMALL, finish, lines_of, summary_of, without_timing
 from tiny_models import (
     FAMILIES,
@@ -121,26 +122,29 @@ def test_merged_weights_saved_model_and_saved_adapter_equal_the_policy(
 # -- the trainer ----------------------------------------------------------------------------------
 
 
+def one_sequence() -> MicroBatch:
+    ids = draw_sequences([12])[0].numpy().astype(np.int32)
+    values, mask = np.zeros(11, np.float32), np.ones(11, np.bool_)
+    return pack([Rollout(0, ids[:1], ids[1:], values, mask, 1.0)], shares_prompts=False)
+
+
 def test_reference_is_the_base_model_without_a_copy(tmp_path: Path) -> None:
     path = saved("qwen3", tmp_path)
-    policy = adapted(path)
+    policy, batch = adapted(path), one_sequence()
     models = TriModel(policy, temperature=1.0, has_old=True, has_reference=True)
-    (sequence,) = draw_sequences([12])
-    layout = PackedGroups.of_sequences([12])
-    packed = PackedInput(sequence, torch.arange(12), layout, torch.arange(11), sequence[1:])
     assert models._reference is policy.adapter
-    got = models.logprobs(packed, policy_is_old=True)
+    logprobs, _, _, ref_logprobs = models.logprobs(batch, policy_is_old=True)
     base = Policy.load(str(path))
     expected = TriModel(base, temperature=1.0, has_old=False, has_reference=False)
-    of_base = expected.logprobs(packed, policy_is_old=True).logprobs
-    assert got.ref_logprobs is not None and not got.ref_logprobs.requires_grad
-    torch.testing.assert_close(got.ref_logprobs, of_base.detach(), rtol=0.0, atol=1e-6)
-    assert float((got.logprobs - of_base).detach().abs().max()) > 1e-2
+    of_base = expected.logprobs(batch, policy_is_old=True)[0].detach()
+    assert ref_logprobs is not None and not ref_logprobs.requires_grad
+    torch.testing.assert_close(ref_logprobs, of_base, rtol=0.0, atol=1e-6)
+    assert float((logprobs.detach() - of_base).abs().max()) > 1e-2
     # Afterwards the policy has its adapters again, and they are trained.
-    got.logprobs.sum().backward()
+    logprobs.sum().backward()
     assert all(parameter.grad is not None for parameter in policy.trained_parameters())
-    again = models.logprobs(packed, policy_is_old=True)
-    assert torch.equal(again.logprobs.detach(), got.logprobs.detach())
+    again = models.logprobs(batch, policy_is_old=True)[0]
+    assert torch.equal(again.detach(), logprobs.detach())
 
 
 def test_initial_adapters_change_nothing_and_depend_on_the_seed() -> None:

@@ -43,6 +43,7 @@ def test_three_iterations_at_an_extreme_are_explained(change: dict[str, Any], ca
     assert not warning(skipped, change, change)
 
 
+@pytest.mark.long
 def test_the_warning_appears_once_in_the_output_and_in_the_log(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (tmp_path / "r.py").write_text("def zero(completions, **_): return [0.0] * len(completions)")

@@ -21,10 +21,11 @@ def in_a_shell(line: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param("COMMAND | head -n 1; exit ${PIPESTATUS[0]}", marks=pytest.mark.long),
+        "COMMAND | head -n 1; exit ${PIPESTATUS[0]}",
         "COMMAND 2>&1 | true; exit ${PIPESTATUS[0]}",
         "COMMAND >&- 2>&- <&-",
     ],

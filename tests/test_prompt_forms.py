@@ -266,7 +266,7 @@ def test_variables_reach_the_template_wherever_prompts_become_tokens(tmp_path, t
 
     worker = RolloutWorker.__new__(RolloutWorker)
     submitted: list[GroupRequest] = []
-    worker.config, worker.tokenizer, worker._prompts = of(thinks), tokenizer, {}
+    worker.config, worker.tokenizer, worker._groups = of(thinks), tokenizer, {}
     worker.engine = SimpleNamespace(submit=submitted.append)  # type: ignore[assignment]
-    worker._submit(0, 0, (0, Prompt(0, SUM, {})), 2)
+    worker._submit(0, 0, [(0, Prompt(0, SUM, {}))], 2, {})
     assert submitted[0].prompt_ids == with_it

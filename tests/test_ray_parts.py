@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_packing import FIRST, make_group
 
 from easyrl.channels.messages import encode_group
 from easyrl.config import ConfigError, load_config
@@ -30,7 +29,7 @@ from easyrl.runtime.placement import (
 from easyrl.runtime.ray import cluster as cluster_module
 from easyrl.runtime.ray.cluster import Resources, connect, versions
 from easyrl.runtime.supervisor import Supervisor, Worker
-from own_workers import make_ring
+from own_workers import FIRST, make_group, make_ring
 
 ray_host = pytest.importorskip("easyrl.runtime.ray.host", reason="needs Ray: pip install ray")
 ray_launcher = pytest.importorskip("easyrl.runtime.ray.launcher")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mistakes import TINY
@@ -26,6 +27,7 @@ def flags_of_run(folder: Path, family: str) -> tuple[str, ...]:
     return (*flags, "--reward", f"{folder}/r.py:score", *SMALL, "data.num_held_out=2")
 
 
+@pytest.mark.long
 def test_a_run_says_which_layer_and_engine_and_trainer_agree(tmp_path: Path) -> None:
     code, out, err = finish(
         *flags_of_run(tmp_path, "qwen3_next"),
@@ -44,6 +46,7 @@ def test_a_run_says_which_layer_and_engine_and_trainer_agree(tmp_path: Path) -> 
     assert saved.config.model_type == "qwen3_next"
 
 
+@pytest.mark.long
 def test_sharing_that_only_the_loaded_model_refuses_ends_as_a_users_mistake(tmp_path: Path) -> None:
     """Attention sinks are found when the model first asks for them."""
     flags = flags_of_run(tmp_path, "gpt_oss")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,8 +20,6 @@ import torch
 from test_updates import (  # noqa: F401
     BASE,
     GROUPS,
-    LONGEST_COMPLETION,
-    LONGEST_PROMPT,
     LOSSES,
     NUM_GROUPS,
     SHUFFLED,
@@ -40,8 +38,8 @@ from easyrl.devices import LOOPBACK, network_environment
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part, whole
 from easyrl.types import MicroBatch, RolloutGroup
-from easyrl.workers.batches import EMPTY
 from easyrl.workers.learner import Learner
+from easyrl.workers.packing import EMPTY
 from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.train import TrainWorker
 from own_workers import make_ring, num_free, settings_on_cpu
@@ -167,6 +165,23 @@ def ranks(model: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran
 BUDGETS = ("train.max_tokens_per_micro_batch=19", "train.max_tokens_per_micro_batch=4096")
 
 
+def assert_close(
+    got: Outcome,
+    expected: Any,
+    names: Iterable[str] = ("kl", "loss", "grad_norm"),
+    rel: float = 1e-4,
+) -> None:
+    """The same gradients up to float32, none where none is expected, and the same metrics."""
+    for gradients, others in zip(got.gradients, expected.gradients, strict=True):
+        if any(bool(gradient.any()) for gradient in others.values()):
+            assert largest_gradient_gap(gradients, others) <= 1e-5
+        else:
+            assert not any(bool(gradient.any()) for gradient in gradients.values())
+    for name in names:
+        close = pytest.approx(expected.metrics[name], rel=rel, abs=1e-5, nan_ok=True)
+        assert got.metrics[name] == close, name
+
+
 FEW = ("grpo", "dapo, kl")
 """Tested with any number of updates. The other losses, which `test_updates` tests on one rank, have
 them only in the long tests."""
@@ -190,14 +205,7 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one(
         outcomes = ranks.train(*words, budget, order=SHUFFLED if number == 0 else None)
         for outcome in outcomes:
             assert len(outcome.gradients) == num_updates
-            for got, one in zip(outcome.gradients, expected.gradients, strict=True):
-                if any(bool(gradient.any()) for gradient in one.values()):
-                    assert largest_gradient_gap(got, one) <= 1e-5
-                else:  # the fifth group's
-                    assert not any(bool(gradient.any()) for gradient in got.values())
-            for name, value in expected.metrics.items():
-                close = pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True)
-                assert outcome.metrics[name] == close, name
+            assert_close(outcome, expected, expected.metrics, rel=1e-3)
         assert outcomes[0].metrics == pytest.approx(outcomes[1].metrics, rel=0, nan_ok=True)
 
 
@@ -218,11 +226,9 @@ def test_two_ranks_have_the_gradients_of_one_with_lora(ranks: Ranks, lora: str) 
     words = (*HARDER, *LORA[lora])
     expected = train(*words)
     for outcome in ranks.train(*words, BUDGETS[0], order=SHUFFLED):
-        for got, one in zip(outcome.gradients, expected.gradients, strict=True):
+        for one in expected.gradients:
             assert all(".lora_" in name and bool(one[name].any()) for name in one)
-            assert largest_gradient_gap(got, one) <= 1e-5
-        for name in ("kl", "loss", "grad_norm"):
-            assert outcome.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4), name
+        assert_close(outcome, expected)
 
 
 @pytest.mark.parametrize(
@@ -235,15 +241,8 @@ def test_ranks_that_gather_once_per_update_have_the_gradients_of_others(
     words = (*HARDER, "train.updates_per_iteration=6", BUDGETS[0], *words)
     expected = ranks.train(*words)
     for outcome, other in zip(ranks.train(*words, "train.reshard=false"), expected, strict=True):
-        assert len(outcome.gradients) == 6
-        for got, one in zip(outcome.gradients, other.gradients, strict=True):
-            if any(bool(gradient.any()) for gradient in one.values()):
-                assert largest_gradient_gap(got, one) <= 1e-5
-            else:
-                assert not any(bool(gradient.any()) for gradient in got.values())
-        assert outcome.owned_bytes == other.owned_bytes
-        for name in ("kl", "loss", "grad_norm"):
-            assert outcome.metrics[name] == pytest.approx(other.metrics[name], rel=1e-4), name
+        assert len(outcome.gradients) == 6 and outcome.owned_bytes == other.owned_bytes
+        assert_close(outcome, other)
 
 
 def gathers_and_reductions(ranks: TrainRanks) -> list[dict[str, int]]:
@@ -291,9 +290,8 @@ def test_weights_stored_in_bfloat16_are_sharded_without_loss(
     words = (f"model.path={tmp_path}", *HARDER, *lora)
     expected = train(*words)
     for outcome in ranks.train(*words):
-        for got, one in zip(outcome.gradients, expected.gradients, strict=True):
-            assert all(gradient.dtype == torch.float32 for gradient in got.values())
-            assert largest_gradient_gap(got, one) <= 1e-5
+        assert all(g.dtype == torch.float32 for got in outcome.gradients for g in got.values())
+        assert_close(outcome, expected, ())
 
 
 def test_a_rank_that_dies_while_the_others_load_is_named(
@@ -312,12 +310,6 @@ def test_a_rank_that_dies_while_the_others_load_is_named(
     with pytest.raises(ConnectionError, match="train rank 0 of 1, waiting for the others: "):
         TrainWorker(settings, ring.attach(0), control)
     ring.close()
-
-
-def test_ranks_share_a_micro_step_by_tokens(ranks: Ranks) -> None:
-    outcomes = ranks.train("runtime.schedule=sync")
-    (first,), (second,) = ([len(b.input_ids) for b in outcome.batches] for outcome in outcomes)
-    assert abs(first - second) <= LONGEST_PROMPT + LONGEST_COMPLETION
 
 
 def test_a_rank_without_a_rollout_takes_part_all_the_same(ranks: Ranks) -> None:

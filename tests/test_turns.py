@@ -67,7 +67,7 @@ def play(engine, requests, delay=0):
     groups, waiting, step = {}, [], 0
     while engine.has_work:
         if engine.can_step:
-            groups |= {group.request.key: group.completions for group in engine.step()}
+            groups |= {request.key: completions for request, completions in engine.step()}
         waiting += [(step, turn) for turn in engine.take_turns()]
         ready = [each for each in waiting if each[0] + delay <= step or not engine.can_step]
         waiting = [each for each in waiting if each not in ready]
@@ -140,7 +140,7 @@ def test_waiting_conversations_do_not_stop_others():
     finished = []
     while engine.can_step:
         finished += engine.step()
-    assert [group.request.key for group in finished] == [second.key]
+    assert [request.key for request, _ in finished] == [second.key]
 
 
 def replace_turns(request):

@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from test_packing import NUM_GENERATIONS, VOCABULARY
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
@@ -31,7 +30,7 @@ from easyrl.model.sharding import own_part, whole
 from easyrl.model.tri_model import OtherWeights
 from easyrl.types import MicroBatch, RolloutGroup, Weight
 from easyrl.workers.train import TrainWorker
-from own_workers import make_ring, settings_on_cpu
+from own_workers import NUM_GENERATIONS, VOCABULARY, make_ring, settings_on_cpu
 from tiny_models import largest_gradient_gap, tiny_model
 
 torch.set_num_threads(1)

@@ -117,10 +117,10 @@ class Trained:
     def largest_gap(self, groups: list[FinishedGroup]) -> float:
         """Largest difference between the engine's and the trainer's log-probabilities, in nats."""
         gaps = []
-        for group in groups:
-            for completion in group.completions:
+        for request, completions in groups:
+            for completion in completions:
                 tokens = completion.token_ids.tolist()
-                whole = self.logprobs(list(group.request.prompt_ids), tokens)
+                whole = self.logprobs(list(request.prompt_ids), tokens)
                 expected = whole[range(len(tokens)), tokens]
                 gaps.append((expected - torch.from_numpy(completion.logprobs)).abs().max())
         return float(torch.stack(gaps).max())
@@ -130,11 +130,11 @@ def all_groups(engine: Any) -> list[FinishedGroup]:
     groups: list[FinishedGroup] = []
     while engine.has_work:
         groups += engine.step()
-    return sorted(groups, key=lambda group: group.request.key)
+    return sorted(groups, key=lambda group: group[0].key)
 
 
 def tokens_of(groups: list[FinishedGroup]) -> list[list[list[int]]]:
-    return [[c.token_ids.tolist() for c in group.completions] for group in groups]
+    return [[c.token_ids.tolist() for c in completions] for _, completions in groups]
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -153,7 +153,7 @@ def test_log_probabilities_are_the_trainers_after_every_update(trained: Trained)
         trained.change()
         trained.update()
         groups = trained.generate()
-        assert [len(group.completions) for group in groups] == [4, 4, 4]
+        assert [len(completions) for _, completions in groups] == [4, 4, 4]
         assert trained.largest_gap(groups) <= TOLERANCE
         drawn.append(tokens_of(groups))
     assert drawn[1] != drawn[2]
@@ -264,10 +264,10 @@ def test_log_probabilities_are_of_the_whole_distribution(
 ) -> None:
     groups = truncated.generate(replace(SAMPLING, **changes))
     assert truncated.largest_gap(groups) <= TOLERANCE
-    for group in groups:
-        for completion in group.completions:
+    for request, completions in groups:
+        for completion in completions:
             tokens = completion.token_ids.tolist()
-            whole = truncated.logprobs(list(group.request.prompt_ids), tokens)
+            whole = truncated.logprobs(list(request.prompt_ids), tokens)
             drawn = whole[range(len(tokens)), tokens][:, None]
             more_likely = whole > drawn + 1e-3
             if "top_k" in changes:
@@ -281,13 +281,13 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(
 ) -> None:
     monkeypatch.setattr(truncated.engine, "_is_deterministic", True)  # draws the same tokens again
     whole = truncated.generate(WHOLE)
-    texts = [truncated.tokenizer.decode(c.token_ids) for g in whole for c in g.completions]
+    texts = [truncated.tokenizer.decode(c.token_ids) for _, group in whole for c in group]
     stops = tuple({text[4:6] for text in texts if len(text) > 8})  # two tokens, one per character
     assert stops
     groups = truncated.generate(replace(WHOLE, stop=stops))
     num_stopped = 0
-    for cut_group, whole_group in zip(groups, whole, strict=True):
-        for cut, long in zip(cut_group.completions, whole_group.completions, strict=True):
+    for (_, cut_group), (_, whole_group) in zip(groups, whole, strict=True):
+        for cut, long in zip(cut_group, whole_group, strict=True):
             text = truncated.tokenizer.decode(long.token_ids, skip_special_tokens=True)
             ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
             tokens = long.token_ids.tolist()

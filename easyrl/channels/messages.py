@@ -7,22 +7,19 @@
 A worker has MAX_UNACKNOWLEDGED tokens. It gives one for each group, and gets it back when the group
 is in the ring. So a full ring stops the engines here as it does on one machine.
 
-Nothing is pickled: a message is a line of JSON with numbers, element types and lengths, and then
-the arrays' bytes.
+Nothing is pickled: a message is the group's numbers and the lengths of its arrays, as in the header
+of a slot, and then the arrays' bytes.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from easyrl.channels.ring_buffer import ARRAYS, FIELDS, RingLayout
+from easyrl.channels.ring_buffer import ARRAYS, DIMENSIONS, FIELDS, RingLayout
 from easyrl.types import RolloutGroup
 
 MAX_UNACKNOWLEDGED = 4
@@ -30,68 +27,51 @@ MAX_UNACKNOWLEDGED = 4
 longer than a message does."""
 TOKEN = b"\x01"
 
-Array = npt.NDArray[Any]
-
-
-def encode(numbers: Sequence[int], arrays: Sequence[Array]) -> bytes:
-    """Encode numbers and one-dimensional arrays."""
-    shapes = [(array.dtype.str, len(array)) for array in arrays]
-    header = json.dumps([list(numbers), shapes]).encode() + b"\n"
-    return b"".join([header, *(np.ascontiguousarray(array).tobytes() for array in arrays)])
-
-
-def decode(message: bytes) -> tuple[list[int], list[Array]]:
-    """Return the numbers, and the arrays as read-only views of the message. Raises ValueError if
-    the message is not whole."""
-    offset, arrays = message.index(b"\n") + 1, []
-    try:
-        numbers, shapes = json.loads(message[:offset])
-        for dtype, length in shapes:
-            arrays.append(np.frombuffer(message, np.dtype(dtype), length, offset))
-            offset += arrays[-1].nbytes
-    except (TypeError, RecursionError) as error:
-        raise ValueError(f"expected the header of a message, got {message[:80]!r}") from error
-    if offset != len(message):
-        raise ValueError(f"expected a message of {offset} bytes, got {len(message)}")
-    return numbers, arrays
-
 
 def encode_group(group: RolloutGroup) -> bytes:
-    numbers = [getattr(group, name) for name in FIELDS]
-    return encode(numbers, [getattr(group, name) for name, _, _ in ARRAYS])
+    """Encode a group whose arrays have the element types of a slot (`RingLayout.lengths`)."""
+    lengths = len(group.prompt_ids), group.num_generations, group.num_completion_tokens
+    header = np.array([*(getattr(group, name) for name in FIELDS), *lengths], np.int64)
+    return b"".join(each.tobytes() for each in (header, *(getattr(group, a) for a, _, _ in ARRAYS)))
 
 
 def decode_group(message: bytes) -> RolloutGroup:
-    numbers, arrays = decode(message)
-    names = [name for name, _, _ in ARRAYS]
-    fields: dict[str, Any] = dict(zip((*FIELDS, *names), (*numbers, *arrays), strict=True))
+    """Return the group, whose arrays are read-only views of the message. Raises ValueError if the
+    message is not whole."""
+    names = *FIELDS, *DIMENSIONS
+    header = np.frombuffer(message, np.int64, len(names))
+    fields: dict[str, Any] = dict(zip(names, header.tolist(), strict=True))
+    lengths, offset = {name: fields.pop(name) for name in DIMENSIONS}, header.nbytes
+    sizes = [np.dtype(element).itemsize * lengths[name] for _, element, name in ARRAYS]
+    if min(lengths.values()) < 0 or offset + sum(sizes) != len(message):
+        raise ValueError(f"expected a message with arrays of {lengths}, got {len(message)} bytes")
+    for (name, element, dimension), size in zip(ARRAYS, sizes, strict=True):
+        fields[name] = np.frombuffer(message, element, lengths[dimension], offset)
+        offset += size
     return RolloutGroup(**fields)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteRing:
-    """The pipe to its host, which a rollout worker has in place of the ring."""
+    """A rollout worker's access to the ring on another machine, over the pipe to its host. It has
+    the methods of `RingBuffer` and `RingPort` that such a worker calls."""
 
     layout: RingLayout
     pipe: Connection
 
-    def attach(self, owner_id: int) -> RemotePort:
-        return RemotePort(self)
+    def attach(self, owner_id: int) -> RemoteRing:
+        return self
 
-
-class RemotePort:
-    """A rollout worker's access to the ring on another machine; see `RingPort`."""
-
-    def __init__(self, ring: RemoteRing) -> None:
-        self._ring = ring
-        self.writable_fd = ring.pipe.fileno()
+    @property
+    def writable_fd(self) -> int:
+        return self.pipe.fileno()
 
     def put(self, group: RolloutGroup, timeout_seconds: float) -> bool:
         """Send a group; return False if no token came in time. Raises ValueError if the group does
         not fit a slot of the ring."""
-        self._ring.layout.lengths(group)
-        if not self._ring.pipe.poll(timeout_seconds):
+        self.layout.lengths(group)
+        if not self.pipe.poll(timeout_seconds):
             return False
-        self._ring.pipe.recv_bytes()
-        self._ring.pipe.send_bytes(encode_group(group))
+        self.pipe.recv_bytes()
+        self.pipe.send_bytes(encode_group(group))
         return True

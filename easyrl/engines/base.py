@@ -1,6 +1,6 @@
 """The interface of every engine: groups are submitted whole and returned whole.
 
-    submit(GroupRequest) ──► [waiting] ──► step() · step() · … ──► FinishedGroup
+    submit(GroupRequest) ──► [waiting] ──► step() · step() · … ──► its completions
                                              │  ▲
                                   take_turns ▼  │ resume   (only with `has_turns`)
 
@@ -49,10 +49,8 @@ class GroupRequest:
         return [min(length, left) for length in self.completion_lengths]
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedGroup:
-    request: GroupRequest
-    completions: list[Completion]  # [G], in sample order
+FinishedGroup = tuple[GroupRequest, list[Completion]]
+"""A request and its completions [G], in sample order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -413,5 +413,5 @@ class EmbeddedEngine(PolicyEngine):
         group.completions[sequence.sample_index] = completion
         if len(group.completions) == group.request.num_generations:
             ordered = [group.completions[i] for i in range(group.request.num_generations)]
-            self._finished.append(FinishedGroup(group.request, ordered))
+            self._finished.append((group.request, ordered))
             self.cache.release_slot(group.slot)

@@ -49,7 +49,7 @@ class GenerateEngine(PolicyEngine):
         self.num_prompt_tokens += len(request.prompt_ids)
         self.num_completion_tokens += sum(len(c.token_ids) for c in completions)
         self.num_steps += max(len(c.token_ids) for c in completions)
-        return [FinishedGroup(request, completions)]
+        return [(request, completions)]
 
     def _complete(self, request: GroupRequest, *, use_cache: bool) -> list[Completion]:
         sampling, model = self.sampling, self.policy.model

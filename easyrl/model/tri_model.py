@@ -3,7 +3,7 @@
 A micro-batch is moved and packed once, and the three run on it one after another:
 
                      ┌─ reference's weights (no gradient) ─► ref_logprobs
-    PackedInput ─────┼─ old policy's weights (no gradient) ─► old_logprobs
+    MicroBatch ──────┼─ old policy's weights (no gradient) ─► old_logprobs
                      └─ the policy's own ──────────────────► logprobs, entropy
 
 Only the trained weights of the old policy are kept, and with LoRA the reference is the policy
@@ -17,37 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from easyrl import devices
-from easyrl.model.attention import AttentionLayout
+from easyrl.model.attention import AttentionLayout, PackedGroups
 from easyrl.model.logprobs import chunked_token_logprobs
 from easyrl.model.lora import Adapter
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, is_sharded, own_part
+from easyrl.types import MicroBatch
 
-
-@dataclass(frozen=True, slots=True)
-class PackedInput:
-    """The parts of a micro-batch that the model needs, on the device."""
-
-    input_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64
-    layout: AttentionLayout
-    logits_at: Tensor  # [K] int64: the tokens whose logits predict completion tokens
-    targets: Tensor  # [K] int64: those completion tokens
-
-
-@dataclass(frozen=True, slots=True)
-class TriLogprobs:
-    logprobs: Tensor  # [K], of the policy, with gradient
-    entropy: Tensor  # [K] nats, of the policy; with gradient if asked for
-    old_logprobs: Tensor  # [K], no gradient
-    ref_logprobs: Tensor | None  # [K], no gradient; None without a reference
+Packed = tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]
+"""Parts of a micro-batch on the device: input_ids [T], position_ids [T], the row's layout,
+logits_at [K], targets [K]."""
 
 
 class TriModel:
@@ -85,39 +70,52 @@ class TriModel:
         if self.old is not None:
             self.old.copy_from_policy()
 
-    def logprobs(self, packed: PackedInput, *, policy_is_old: bool) -> TriLogprobs:
-        """Compute log-probabilities at the sampling temperature. `policy_is_old`: the policy has
-        made no step since `keep_old`, so its own log-probabilities are the old policy's."""
+    def logprobs(
+        self, batch: MicroBatch, *, policy_is_old: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return log-probabilities at the sampling temperature: the policy's with gradient, its
+        entropy in nats (with gradient if asked for), the old policy's, and the reference's (None
+        without one), all of them [K].
+
+        `policy_is_old`: the policy has made no step since `keep_old`, so its own log-probabilities
+        are the old policy's.
+        """
         assert policy_is_old or self.old is not None
+        packed = self._packed(batch)
         ref_logprobs = self._run_other(self._reference, packed)
         old_logprobs = None if policy_is_old else self._run_other(self.old, packed)
-        logprobs, entropy = self._forward(packed)
+        logprobs, entropy = self._forward(*packed)
         if old_logprobs is None:
             old_logprobs = logprobs.detach()
-        return TriLogprobs(logprobs, entropy, old_logprobs, ref_logprobs)
+        return logprobs, entropy, old_logprobs, ref_logprobs
+
+    def _packed(self, batch: MicroBatch) -> Packed:
+        policy = self.policy
+        layout = PackedGroups(batch.groups, policy.device, may_use_flex=policy.may_use_flex)
+        arrays = batch.input_ids, batch.position_ids, batch.logits_at, batch.targets
+        ids, positions, at, targets = (torch.from_numpy(x).to(policy.device) for x in arrays)
+        return ids, positions, layout, at, targets
 
     @torch.no_grad()
-    def _run_other(
-        self, weights: OtherWeights | Adapter | None, packed: PackedInput
-    ) -> Tensor | None:
+    def _run_other(self, weights: OtherWeights | Adapter | None, packed: Packed) -> Tensor | None:
         if weights is None:
             return None
         drops = isinstance(weights, OtherWeights) or not self._ranks.keeps_gathered
         if drops:
             self._ranks.drop_gathered()
         with weights.in_place():
-            logprobs: Tensor = self._forward(packed)[0]
+            logprobs: Tensor = self._forward(*packed)[0]
             if drops:
                 self._ranks.drop_gathered()
         return logprobs
 
-    def finish_gradients(self, empty: PackedInput) -> None:
+    def finish_gradients(self, empty: MicroBatch) -> None:
         """Sum the gradients over the ranks if that is still to be done, in the backward pass of a
         micro-batch that adds nothing: when the last one runs, none knows that it is the last."""
         if self._ranks.keeps_gathered:
             root: Any = self._forward
             root.set_requires_gradient_sync(True)
-            logprobs, _ = self._forward(empty)
+            logprobs, _ = self._forward(*self._packed(empty))
             logprobs.backward(torch.zeros_like(logprobs))
             root.set_requires_gradient_sync(False)
             self._ranks.drop_gathered()
@@ -134,14 +132,19 @@ class _Forward(nn.Module):
         self._temperature = temperature
         self._entropy_gradient = entropy_gradient
 
-    def forward(self, packed: PackedInput) -> tuple[Tensor, Tensor]:
-        hidden = self._policy.hidden_states(
-            packed.input_ids, packed.position_ids, packed.layout, at=packed.logits_at
-        )
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: AttentionLayout,
+        logits_at: Tensor,
+        targets: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self._policy.hidden_states(input_ids, position_ids, layout, at=logits_at)
         logprobs, entropy = chunked_token_logprobs(
             self._policy,
             hidden,
-            packed.targets,
+            targets,
             self._temperature,
             entropy_gradient=self._entropy_gradient,
         )

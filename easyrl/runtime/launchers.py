@@ -3,7 +3,6 @@
                  one machine                          Ray cluster
 worker           spawned process                      child process of an actor
 groups           ring in memory that all share        messages to the node of train rank 0
-shares of ranks  slots of the ring                    messages from train rank 0
 process groups   over a file, on loopback             over a TCP store, on the nodes' addresses
 """
 

@@ -154,7 +154,7 @@ def summarize(
         "completion_tokens": num_tokens,
         "generated_tokens": newest.get("num_generated_tokens", 0),
         "groups_trained": state.num_iterations * config.train.prompts_per_iteration,
-        "groups_off_policy": 0,  # one such group ends the run (`GroupReader._check`)
+        "groups_off_policy": 0,  # one such group ends the run (`GroupReader._accept`)
         # None: no group had a gradient.
         "sampling_logp_difference_max": max(
             (each for each in gaps if each is not None), default=None

@@ -140,7 +140,7 @@ class Episodes:
             zero, nothing = np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.bool_)
             request = GroupRequest(key, end.tolist(), len(resets))
             completions = [Completion(end, zero, "stop", nothing) for _ in resets]
-            self._failed.append(FinishedGroup(request, completions))
+            self._failed.append((request, completions))
             return
         first_tokens = [each[num_common:] for each in ids]
         for episode, tokens in zip(group.episodes, first_tokens, strict=True):
@@ -270,12 +270,14 @@ class Episodes:
 
     # -- end --------------------------------------------------------------------------------------
 
-    def finish(self, group: FinishedGroup) -> tuple[Messages, list[Messages]]:
+    def finish(
+        self, key: Key, completions: Sequence[Completion]
+    ) -> tuple[Messages, list[Messages]]:
         """Return the prompt, and the messages of each episode after it, also of turns that were cut
         off."""
-        own = self._groups[group.request.key]
+        own = self._groups[key]
         self._num_open -= 1
-        for episode, completion in zip(own.episodes, group.completions, strict=True):
+        for episode, completion in zip(own.episodes, completions, strict=True):
             rest = completion.token_ids[episode.num_read :].tolist()
             if rest and not own.error:
                 self._read(own, episode, rest)

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -22,13 +21,12 @@ from torch.distributed import ReduceOp
 from easyrl import devices
 from easyrl.algorithm.losses import LossInputs, load_loss
 from easyrl.config import Config, ConfigError
-from easyrl.model.attention import PackedGroups
 from easyrl.model.checkpoint import copy_of_training, read_tensors
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, own_part
-from easyrl.model.tri_model import PackedInput, TriModel
+from easyrl.model.tri_model import TriModel
 from easyrl.types import MicroBatch
-from easyrl.workers.batches import EMPTY
+from easyrl.workers.packing import EMPTY
 
 # Metric of the iteration -> the sum over its tokens whose mean it is.
 MEANS = {
@@ -146,32 +144,18 @@ class Learner:
 
     def _loss_inputs(self, batch: MicroBatch) -> LossInputs:
         """Move a micro-batch to the device and compute the log-probabilities that are needed."""
-        moved = self._moved
-        rollout_logprobs, advantages = moved(batch.rollout_logprobs), moved(batch.advantages)
-        loss_mask, completions = moved(batch.loss_mask), moved(batch.completion_of_token)
-        models = self._tri_model.logprobs(self._packed(batch), policy_is_old=not self._updates)
-        return LossInputs(
-            logprobs=models.logprobs,
-            old_logprobs=models.old_logprobs,
-            rollout_logprobs=rollout_logprobs,
-            ref_logprobs=models.ref_logprobs,
-            entropy=models.entropy,
-            advantages=advantages,
-            loss_mask=loss_mask,
-            completion_of_token=completions,
-            num_completions=batch.num_completions,
+        logprobs, entropy, old_logprobs, ref_logprobs = self._tri_model.logprobs(
+            batch, policy_is_old=not self._updates
         )
-
-    def _moved(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.policy.device)
-
-    def _packed(self, batch: MicroBatch) -> PackedInput:
-        return PackedInput(
-            self._moved(batch.input_ids),
-            self._moved(batch.position_ids),
-            PackedGroups(batch.groups, self.policy.device, may_use_flex=self.policy.may_use_flex),
-            self._moved(batch.logits_at),
-            self._moved(batch.targets),
+        names = "rollout_logprobs", "advantages", "loss_mask", "completion_of_token"
+        arrays = {name: torch.from_numpy(getattr(batch, name)) for name in names}
+        return LossInputs(
+            logprobs=logprobs,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+            entropy=entropy,
+            num_completions=batch.num_completions,
+            **{name: array.to(self.policy.device) for name, array in arrays.items()},
         )
 
     def step(self, *, num_completions: int, num_tokens: int) -> None:
@@ -180,7 +164,7 @@ class Learner:
         A gradient or loss that is not finite is dropped and counted.
         """
         train = self.config.train
-        self._tri_model.finish_gradients(self._packed(EMPTY))
+        self._tri_model.finish_gradients(EMPTY)
         denominator = self._functions.loss_denominator(
             self.config, num_completions=num_completions, num_tokens=num_tokens
         )

@@ -31,10 +31,6 @@ class Rollout:
     rollout_logprobs: Float32  # [R]
     loss_mask: Bool  # [R]
     advantage: float
-    slot: int = -1
-    """Slot of the ring that holds the group; -1: none."""
-    number: int = -1
-    """Position in `split_group` of its group."""
 
     def num_tokens_behind(self, previous: Rollout | None, *, shares_prompts: bool = True) -> int:
         """Tokens that this rollout adds to a row that ends with `previous`: its completion, and its
@@ -47,7 +43,6 @@ class Rollout:
 def split_group(
     group: RolloutGroup,
     *,
-    slot: int = -1,
     mask_truncated: bool = False,
     keep_zero_advantages: bool = False,
 ) -> list[Rollout]:
@@ -58,11 +53,6 @@ def split_group(
     bonus (`keep_zero_advantages`).
     """
     mask = group.trained_mask(mask_truncated=mask_truncated)
-    carries_gradient = [
-        (where, float(advantage))
-        for where, advantage in zip(group.completion_slices(), group.advantages, strict=True)
-        if mask[where].any() and (advantage != 0.0 or keep_zero_advantages)
-    ]
     return [
         Rollout(
             group.prompt_index,
@@ -70,11 +60,10 @@ def split_group(
             group.completion_ids[where],
             group.rollout_logprobs[where],
             mask[where],
-            advantage,
-            slot,
-            number,
+            float(advantage),
         )
-        for number, (where, advantage) in enumerate(carries_gradient)
+        for where, advantage in zip(group.completion_slices(), group.advantages, strict=True)
+        if mask[where].any() and (advantage != 0.0 or keep_zero_advantages)
     ]
 
 
@@ -118,3 +107,9 @@ def pack(rollouts: Sequence[Rollout], *, shares_prompts: bool = True) -> MicroBa
         loss_mask=np.concatenate([r.loss_mask for r in rollouts]),
         advantages=np.repeat(advantages, completion_lengths),
     )
+
+
+_ID = np.zeros(1, np.int32)
+EMPTY = pack([Rollout(-1, _ID, _ID, np.zeros(1, np.float32), np.zeros(1, np.bool_), 0.0)])
+"""Micro-batch of a rank without a rollout. Its one completion token is masked: the loss and its
+gradient are 0, and no metric counts it."""

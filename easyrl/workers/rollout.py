@@ -16,9 +16,10 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from easyrl.channels.ring_buffer import RingPort
 from easyrl.config import Config, ConfigError
 from easyrl.config.rollout import SamplingChoice
 from easyrl.data.chat import render_prompt, text_decoder
-from easyrl.engines.base import Engine, FinishedGroup, GroupRequest
+from easyrl.engines.base import Engine, GroupRequest
 from easyrl.engines.embedded import EmbeddedEngine
 from easyrl.engines.generate import GenerateEngine
 from easyrl.engines.sampling import SamplingSettings
@@ -40,9 +41,11 @@ from easyrl.rewards.pool import POLL_SECONDS, RewardPool, weighted_sum
 from easyrl.rewards.worker import Call, Scored, TrainerState
 from easyrl.types import (
     BrokenInvariant,
+    Completion,
     Float32,
     IndexedPrompt,
     Messages,
+    Prompt,
     RolloutGroup,
 )
 from easyrl.workers.core_sharing import WorkerCores
@@ -57,13 +60,19 @@ Key = tuple[int, int, int]
 group and seeds the sampling of its sequences."""
 
 
-class _Generated(NamedTuple):
-    """A finished group that is being scored."""
+@dataclass(slots=True)
+class _Group:
+    """A group of this worker, from its command until its report."""
 
-    group: FinishedGroup
-    prompt: str  # with the first episode's observation
-    texts: list[str]  # of its completions; of episodes, the conversations
-    started: float  # when its scoring started
+    index: int  # in its iteration
+    prompt: Prompt
+    known: int | None  # checksum of what a dead worker has delivered
+    # Once it is generated and being scored:
+    prompt_ids: Sequence[int] = ()
+    completions: Sequence[Completion] = ()  # [G]
+    text: str = ""  # of the prompt, with the first episode's observation
+    texts: Sequence[str] = ()  # of its completions; of episodes, the conversations
+    scoring_started: float = 0.0
 
 
 class RolloutWorker:
@@ -104,13 +113,11 @@ class RolloutWorker:
         self.policy_version = -1
         self._channel_error = ""  # why the worker is not in the weight channel
         self._deferred: deque[events.Command] = deque()  # received during an exchange
-        self._known: dict[Key, int] = {}  # checksums of groups that a dead worker has delivered
         self._iteration = -1
         self._busy_seconds = 0.0  # of the engine, in this iteration
         self._is_last_round = False
         self._evaluates_with_texts = False
-        self._prompts: dict[Key, IndexedPrompt] = {}
-        self._being_scored: dict[Key, _Generated] = {}
+        self._groups: dict[Key, _Group] = {}
         self._outbox: deque[tuple[RolloutGroup, events.GroupScored | None]] = deque()
         """Groups for the ring, with their reports if these have not been sent."""
 
@@ -171,8 +178,8 @@ class RolloutWorker:
                 if self.engine.can_step and not self._outbox:
                     self._generate()
                 if self.episodes is not None:
-                    for group in self.episodes.advance():
-                        self._score(group)
+                    for finished in self.episodes.advance():
+                        self._score(*finished)
                 for key, scored in self.reward_pool.finished():
                     self._finish_group(cast(Key, key), scored)
                 self._publish()
@@ -189,20 +196,19 @@ class RolloutWorker:
         if self._deferred or (self.engine.can_step and not self._outbox):
             return
         wakers: list[Connection | int] = [self.control, self.reward_pool.fileno()]
-        is_polling, is_short = bool(self._being_scored), False
+        is_scoring, is_short = any(each.completions for each in self._groups.values()), False
         if self.episodes is not None:
             wakers += self.episodes.pool.connections
             is_short = self.episodes.has_work  # `advance` looks for calls that take too long
-            is_polling = is_polling or is_short
         if self._outbox:
             assert self.port is not None
             wakers.append(self.port.writable_fd)
         acts = self.engine.has_work and not self.engine.can_step  # all wait for environments
-        shown_as: events.SpanKind = "score" if self._being_scored or acts else "wait"
+        shown_as: events.SpanKind = "score" if is_scoring or acts else "wait"
         measured = self.timeline.measure("wait", shown_as=shown_as, is_short=is_short)
         with self.cores.idle(), measured:
             # Record one span for all wake-ups: each report resets the watchdog.
-            while not wait(wakers, POLL_SECONDS if is_polling else None):
+            while not wait(wakers, POLL_SECONDS if is_scoring or is_short else None):
                 if self.reward_pool.is_broken or is_short:
                     break
 
@@ -213,17 +219,14 @@ class RolloutWorker:
             case events.ExchangeWeights(version):
                 self._receive_weights(version)
             case events.Generate(iteration, prompts, is_last_round, known):
-                self._known = {(TRAIN, iteration, index): known[index] for index in known}
                 if iteration != self._iteration:
                     self._iteration, self._busy_seconds = iteration, 0.0
                 self._is_last_round = is_last_round  # rounds do not overlap
-                for indexed in prompts:
-                    self._submit(TRAIN, iteration, indexed, self.config.rollout.num_generations)
+                num_generations = self.config.rollout.num_generations
+                self._submit(TRAIN, iteration, prompts, num_generations, known)
             case events.Evaluate(round_, prompts, num_samples, with_texts, known):
-                self._known = {(EVALUATE, round_, index): known[index] for index in known}
                 self._evaluates_with_texts = with_texts
-                for indexed in enumerate(prompts):
-                    self._submit(EVALUATE, round_, indexed, num_samples)
+                self._submit(EVALUATE, round_, list(enumerate(prompts)), num_samples, known)
             case events.Stop():
                 return False
         return True
@@ -237,8 +240,7 @@ class RolloutWorker:
             self._channel_error = str(error)
 
     def _receive_weights(self, version: int) -> None:
-        has_episodes = self.episodes is not None and self.episodes.has_work
-        if self.engine.has_work or has_episodes or self._being_scored or self._outbox:
+        if self._groups or self._outbox:
             raise BrokenInvariant(
                 f"received weights {version} while groups of the old policy are in progress"
             )
@@ -257,16 +259,23 @@ class RolloutWorker:
             self._deferred.append(self.control.recv())
         return any(isinstance(each, events.CancelExchange | events.Stop) for each in self._deferred)
 
-    def _submit(self, kind: int, number: int, indexed: IndexedPrompt, num_generations: int) -> None:
-        _, prompt = indexed
-        key = kind, number, prompt.index
-        self._prompts[key] = indexed
-        if self.episodes is not None:
-            self.episodes.submit(key, prompt, num_generations)
-            return
-        variables = self.config.data.chat_template_kwargs
-        prompt_ids = render_prompt(prompt.content, self.tokenizer, variables)
-        self.engine.submit(GroupRequest(key, prompt_ids, num_generations))
+    def _submit(
+        self,
+        kind: int,
+        number: int,
+        prompts: Sequence[IndexedPrompt],
+        num_generations: int,
+        known: Mapping[int, int],
+    ) -> None:
+        for group_index, prompt in prompts:
+            key = kind, number, prompt.index
+            self._groups[key] = _Group(group_index, prompt, known.get(prompt.index))
+            if self.episodes is not None:
+                self.episodes.submit(key, prompt, num_generations)
+                continue
+            variables = self.config.data.chat_template_kwargs
+            prompt_ids = render_prompt(prompt.content, self.tokenizer, variables)
+            self.engine.submit(GroupRequest(key, prompt_ids, num_generations))
 
     def _generate(self) -> None:
         started = self.timeline.begin("generate")
@@ -285,86 +294,74 @@ class RolloutWorker:
             num_steps=self.engine.num_steps - num_steps,
             num_prompt_tokens=num_prefilled,
         )
-        for group in finished:
-            self._score(group)
+        for request, completions in finished:
+            self._score(request, completions)
 
-    def _score(self, group: FinishedGroup) -> None:
-        """Send a group to the rewards."""
-        key = cast(Key, group.request.key)
-        _, prompt = self._prompts[key]
-        content = prompt.content
-        completions: list[str] | list[Messages]
+    def _score(self, request: GroupRequest, completions: list[Completion]) -> None:
+        """Send a group to the rewards; drop it if a dead worker has delivered it."""
+        key = cast(Key, request.key)
+        group = self._groups[key]
+        content = group.prompt.content
+        answers: list[str] | list[Messages]
         if self.episodes is not None:
-            content, completions = self.episodes.finish(group)
+            content, answers = self.episodes.finish(key, completions)
         else:
-            completions = [self._decode(each.token_ids.tolist()) for each in group.completions]
-        if key in self._known:
-            self._compare(key, group)
+            answers = [self._decode(each.token_ids.tolist()) for each in completions]
+        if group.known is not None:
+            del self._groups[key]
+            if self.episodes is not None:
+                self.episodes.forget(key)
+            if checksum(completions) != group.known:
+                raise BrokenInvariant(
+                    f"group {group.index} of iteration {key[1] + 1} (prompt {group.prompt.index}) "
+                    "was generated again after its worker's death, and differs"
+                )
+            self.control.send(events.GroupRecomputed(group.prompt.index))
             return
-        texts = [_as_text(each) for each in completions]
-        self._being_scored[key] = _Generated(group, _as_text(content), texts, time.monotonic())
+        group.prompt_ids, group.completions = request.prompt_ids, completions
+        group.text, group.texts = _as_text(content), [_as_text(each) for each in answers]
+        group.scoring_started = time.monotonic()
         train = self.config.train
         num_updates = train.iterations * train.updates_per_iteration
-        ids = [each.token_ids[each.loss_mask].tolist() for each in group.completions]
+        ids = [each.token_ids[each.loss_mask].tolist() for each in completions]
         state = TrainerState(self.policy_version, num_updates)
-        call = Call(content, completions, ids, prompt.columns, state)
+        call = Call(content, answers, ids, group.prompt.columns, state)
         elsewhere = None if self.episodes is None else self.episodes.judge(key, call)
         self.reward_pool.submit(key, call, elsewhere)
 
-    def _compare(self, key: Key, group: FinishedGroup) -> None:
-        """Drop a group that a dead worker had delivered, once it is known to be the same."""
-        group_index, prompt = self._prompts.pop(key)
-        if self.episodes is not None:
-            self.episodes.forget(key)
-        if checksum(group) != self._known[key]:
-            raise BrokenInvariant(
-                f"group {group_index} of iteration {key[1] + 1} (prompt {prompt.index}) was "
-                "generated again after its worker's death, and differs"
-            )
-        self.control.send(events.GroupRecomputed(prompt.index))
-
     def _finish_group(self, key: Key, scored: Scored) -> None:
         kind, number, _ = key
-        generated = self._being_scored.pop(key)
-        indexed = self._prompts.pop(key)
-        _, prompt = indexed
-        scoring_seconds = self.timeline.add("score", generated.started)
+        group = self._groups.pop(key)
+        seconds = self.timeline.add("score", group.scoring_started)
         if self.episodes is not None:
             metrics, columns = self.episodes.forget(key)
             scored = scored._replace(
                 metrics=scored.metrics | metrics, columns=scored.columns | columns
             )
-        rewards = np.full(len(generated.texts), np.nan, dtype=np.float32)  # of a skipped one
+        rewards = np.full(len(group.texts), np.nan, dtype=np.float32)  # of a skipped one
         if scored.scores:
             rewards = weighted_sum(scored.scores, self.reward_weights)
         if kind == TRAIN:
-            self._deliver(number, indexed, generated, scored, rewards, seconds=scoring_seconds)
+            self._deliver(number, group, scored, rewards, seconds=seconds)
             return
-        with_texts, completions = self._evaluates_with_texts, generated.group.completions
+        with_texts = self._evaluates_with_texts
         answer = events.PromptEvaluated(
             number,
-            prompt.index,
+            group.prompt.index,
             rewards.tolist(),
             scored.scores,
-            [len(completion.token_ids) for completion in completions],
-            [completion.finish_reason == "length" for completion in completions],
-            prompt=generated.prompt if with_texts else None,
-            completions=generated.texts if with_texts else (),
+            [len(completion.token_ids) for completion in group.completions],
+            [completion.finish_reason == "length" for completion in group.completions],
+            prompt=group.text if with_texts else None,
+            completions=group.texts if with_texts else (),
             columns=scored.columns if with_texts else {},
             errors=scored.errors,
-            checksum=checksum(generated.group),
+            checksum=checksum(group.completions),
         )
         self.control.send(answer)
 
     def _deliver(
-        self,
-        iteration: int,
-        indexed: IndexedPrompt,
-        generated: _Generated,
-        scored: Scored,
-        rewards: Float32,
-        *,
-        seconds: float,
+        self, iteration: int, own: _Group, scored: Scored, rewards: Float32, *, seconds: float
     ) -> None:
         """Put a scored group into the outbox, or reject it. `seconds`: that its scoring took.
 
@@ -373,23 +370,20 @@ class RolloutWorker:
         a group is delivered like all others. Its advantages are exactly 0, so without a KL term or
         entropy bonus it has no gradient, but its completions count in the loss's denominator.
         """
-        algorithm, finished = self.config.algorithm, generated.group
-        completions = finished.completions
-        group_index, prompt = indexed
+        algorithm, completions = self.config.algorithm, own.completions
         is_skipped = not scored.scores
         trained_rewards = np.zeros_like(rewards) if is_skipped else rewards
         has_equal_rewards = bool((trained_rewards == trained_rewards[0]).all())
         is_unwanted = is_skipped or (algorithm.dynamic_sampling and has_equal_rewards)
         is_rejected = is_unwanted and not self._is_last_round
-        tokens = np.concatenate([completion.token_ids for completion in completions])
         group = RolloutGroup(
             iteration=iteration,
             policy_version=self.policy_version,
-            group_index=group_index,
-            prompt_index=prompt.index,
-            prompt_ids=np.array(finished.request.prompt_ids, dtype=np.int32),
+            group_index=own.index,
+            prompt_index=own.prompt.index,
+            prompt_ids=np.array(own.prompt_ids, dtype=np.int32),
             completion_lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int32),
-            completion_ids=tokens,
+            completion_ids=np.concatenate([completion.token_ids for completion in completions]),
             rollout_logprobs=np.concatenate([completion.logprobs for completion in completions]),
             loss_mask=np.concatenate([completion.loss_mask for completion in completions]),
             rewards=trained_rewards,
@@ -398,13 +392,25 @@ class RolloutWorker:
             ),
             truncated=np.array([c.finish_reason == "length" for c in completions]),
         )
-        is_sample = group_index < SAMPLE_GROUPS and not is_rejected
-        numbers = range(len(completions)) if is_sample else [0]
-        samples = self._samples(numbers, generated, scored, rewards, group.advantages)
+        is_sample = own.index < SAMPLE_GROUPS and not is_rejected
+        names = reward_names(self.config)
+        scores = scored.scores or [[None] * len(rewards)] * len(names)  # [] if it is skipped
+        samples = [
+            events.Sample(
+                own.texts[n],
+                float(rewards[n]),
+                float(group.advantages[n]),
+                {name: values[n] for name, values in scored.columns.items()},
+                {name: of_all[n] for name, of_all in zip(names, scores, strict=True)},
+                int(group.completion_lengths[n]),
+                bool(group.truncated[n]),
+            )
+            for n in (range(len(completions)) if is_sample else [0])
+        ]
         report = events.GroupScored(
             iteration=iteration,
-            group_index=group_index,
-            prompt_index=prompt.index,
+            group_index=own.index,
+            prompt_index=own.prompt.index,
             rewards=rewards.tolist(),
             rewards_by_function=scored.scores,
             completion_lengths=group.completion_lengths.tolist(),
@@ -416,40 +422,16 @@ class RolloutWorker:
             is_unwanted=is_unwanted,
             is_rejected=is_rejected,
             logged=scored.metrics,
-            prompt=generated.prompt,
-            columns=prompt.references() if is_sample else {},
+            prompt=own.text,
+            columns=own.prompt.references() if is_sample else {},
             samples=samples if is_sample else (),
             shown=samples[0],
-            checksum=checksum(finished),
+            checksum=checksum(completions),
         )
         if is_rejected:
             self.control.send(report)
         else:
             self._outbox.append((group, report))
-
-    def _samples(
-        self,
-        numbers: Sequence[int],
-        generated: _Generated,
-        scored: Scored,
-        rewards: Float32,
-        advantages: Float32,
-    ) -> list[events.Sample]:
-        """The completions of these numbers as text, with their rewards."""
-        completions, names = generated.group.completions, reward_names(self.config)
-        scores = scored.scores or [[None] * len(rewards)] * len(names)  # [] if it is skipped
-        return [
-            events.Sample(
-                generated.texts[n],
-                float(rewards[n]),
-                float(advantages[n]),
-                {name: values[n] for name, values in scored.columns.items()},
-                {name: of_all[n] for name, of_all in zip(names, scores, strict=True)},
-                len(completions[n].token_ids),
-                completions[n].finish_reason == "length",
-            )
-            for n in numbers
-        ]
 
     def _publish(self) -> None:
         """Put finished groups into the ring while it has free slots.
@@ -471,10 +453,10 @@ class RolloutWorker:
             self._outbox.popleft()
 
 
-def checksum(group: FinishedGroup) -> int:
+def checksum(completions: Sequence[Completion]) -> int:
     """Return the CRC-32 of a group's token ids and log-probabilities."""
     value = 0
-    for completion in group.completions:
+    for completion in completions:
         for array in (completion.token_ids, completion.logprobs):
             value = zlib.crc32(np.ascontiguousarray(array).tobytes(), value)
     return value

@@ -40,7 +40,7 @@ class WorkerSettings:
     engine: Literal["embedded", "vllm"] = "embedded"  # of the rollout workers
     sampling: SamplingChoice | None = None  # None: as in section `rollout`, for training
     tensor_parallel_size: int = 1  # devices of one engine; each is a rank of the weight channel
-    pipes: tuple[Connection, ...] = ()  # between train rank 0 and each other rank (`RankPipes`)
+    pipes: tuple[Connection, ...] = ()  # between train rank 0 and each other rank
     checkpoint: str | None = None  # that a resumed run starts from
     policy_version: int = 0  # of that checkpoint
     sources: Mapping[str, str] | None = None
@@ -48,7 +48,6 @@ class WorkerSettings:
     address: str = LOOPBACK  # of this machine: process groups listen there
     listener: socket | None = None  # where this worker serves `store`; None: it does not
     clock_offset_seconds: float = 0.0  # of the controller's machine's clock to this one's
-    shares_by_message: bool = False  # train ranks have no ring in common (`batches`)
 
     def weight_endpoint(self, rank: int, world_size: int, generation: int = 0) -> WeightEndpoint:
         """This worker's end of the weight channel (`events.InitWeightChannel`)."""

@@ -1,16 +1,18 @@
 """The train worker: groups from the ring, one optimizer step per update, weights to the engines.
 
              ┌─ ExchangeWeights: broadcast policy_version to the rollout workers
-controller ──┼─ TrainIteration:  ring ─► MicroBatches ─► Learner ─► optimizer steps
+controller ──┼─ TrainIteration:  ring ─► micro-batches ─► Learner ─► optimizer steps
              ├─ SaveCheckpoint:  copy of the boundary ─► CheckpointSaver (a thread)
              ├─ SendWeights:     the iteration's policy to one new rollout worker
              └─ SaveModel
 
 `Stop`, `Halt` and `SendWeights` are also obeyed during an iteration, between two micro-batches.
 
-There is one train worker per train device. Rank 0 takes the commands (except `Stop`), leases slots,
-broadcasts weights and publishes files. It sends the other ranks each command and their share of the
-groups (`batches`).
+There is one train worker per train device. Rank 0 takes the commands (except `Stop`), reads the
+ring, broadcasts weights and publishes files. It sends the other ranks each command and their
+micro-batches. They wait on pipes, not on the ranks' process group: a wait for the next group may be
+long, and `Stop` must get through. If a rank dies, the others' pipes raise EOFError or
+ConnectionError; then they end, and the supervisor reports the one that died.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +39,8 @@ from easyrl.model.files import tokenizer_of
 from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, gathered
 from easyrl.processes import keep_freed_memory, maybe_sleep, pin
-from easyrl.workers.batches import Dropped, GroupReader, MicroBatches, RankPipes, UpdateEnd
+from easyrl.types import MicroBatch
+from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
@@ -44,11 +48,15 @@ from easyrl.workers.settings import WorkerSettings
 from easyrl.workers.timeline import Timeline
 
 
+class Dropped(Exception):
+    """The controller has dropped the current iteration."""
+
+
 class TrainWorker:
     def __init__(
         self, settings: WorkerSettings, port: RingPort | None, control: Connection
     ) -> None:
-        """`port` is None on a rank that receives its shares by message."""
+        """Rank 0 alone uses `port`."""
         self.settings = settings
         self.config: Config = settings.config
         self.port = port
@@ -61,11 +69,7 @@ class TrainWorker:
         self.timeline = Timeline(self._send, settings.clock_offset_seconds)
         self._sending = threading.Lock()  # the saver reports from a thread
         self.is_first_rank = settings.rank == 0
-        timeout_seconds = self.config.runtime.timeout_seconds
         user_code.sources.update(settings.sources or {})
-        self.pipes = RankPipes(
-            settings.rank, settings.pipes, control, timeout_seconds, self._waiting
-        )
         self.ranks = self._join_ranks()
         keep = self.config.train.keep_checkpoints
         self.saver = CheckpointSaver(self._report, keep=keep, ranks=self.ranks)
@@ -133,14 +137,29 @@ class TrainWorker:
 
     def _next_command(self) -> events.Command:
         if not self.is_first_rank:
-            command: events.Command = self.pipes.receive()
+            command: events.Command = self._receive()
             return command
         with self.cores.idle():
             command = self._take_command()
         of_rank0 = events.CancelExchange | events.SendWeights | events.Stop
         if not isinstance(command, of_rank0):
-            self.pipes.dispatch(command)
+            self._dispatch(command)
         return command
+
+    def _dispatch(self, message: Any) -> None:
+        """Send `message` to all other ranks (rank 0)."""
+        for pipe in self.settings.pipes:
+            pipe.send(message)
+
+    def _receive(self) -> Any:
+        """Wait for the next message of rank 0, or of the controller, which sends `Stop` to every
+        rank."""
+        sources = [*self.settings.pipes, self.control]
+        ready = wait(sources, timeout=0.0)
+        if not ready:
+            with self._waiting():
+                ready = wait(sources)
+        return (self.control if self.control in ready else self.settings.pipes[0]).recv()
 
     def _take_command(self) -> events.Command:
         if self._deferred:
@@ -256,7 +275,7 @@ class TrainWorker:
             channel, error = self._join_channel(command.world_size, command.generation)
             if not error:
                 if self.is_first_rank:  # now, since the others' waits for it have a bound
-                    self.pipes.dispatch(command)
+                    self._dispatch(command)
                 with learner.old_policy() if is_old else nullcontext():
                     error = self._broadcast(channel, version)
         self._temporary_channel = channel
@@ -281,25 +300,21 @@ class TrainWorker:
         except Dropped:
             self.ranks.drop_gathered()
             if self.is_first_rank:
-                self.pipes.dispatch(events.Halt())
+                self._dispatch(events.Halt())
                 self._send(events.Halted())
 
     def _train(self, iteration: int) -> events.IterationTrained:
-        expected = iteration, self.learner.policy_version
-        reader = GroupReader(self.config, self.port, expected, self._wait_for_group)
-        batches = MicroBatches(
-            self.config,
-            reader,
-            self.pipes,
-            shares_prompts=self.learner.policy.shares_prompts,
-            shares_by_message=self.settings.shares_by_message,
-            check_commands=self._check_commands,
-            send_weights=self._send_weights,
-        )
-        num_completions = reader.groups_per_update * self.config.rollout.num_generations
-        busy_seconds, num_groups = 0.0, 0
+        reader = None
+        if self.is_first_rank:
+            assert self.port is not None
+            expected = iteration, self.learner.policy_version
+            reader = GroupReader(self.config, self.port, expected, self._wait_for_group)
+        train = self.config.train
+        num_groups = train.prompts_per_iteration // train.updates_per_iteration
+        num_completions = num_groups * self.config.rollout.num_generations
+        busy_seconds, num_read = 0.0, 0
         self.learner.begin_iteration(iteration)
-        for batch in batches:
+        for batch in self._received() if reader is None else self._dispatched(reader):
             if isinstance(batch, UpdateEnd):
                 self.cores.use_available()
                 started, counts = time.monotonic(), {}
@@ -312,22 +327,65 @@ class TrainWorker:
                 # Otherwise queued device work counts as waiting, and groups are taken too early.
                 devices.synchronize(self.device)
                 counts = {"num_steps": 1, "num_tokens": len(batch.input_ids)}
-            num_new, num_groups = reader.num_read - num_groups, reader.num_read
-            busy_seconds += self.timeline.add("train", started, num_groups=num_new, **counts)
+            if reader is not None:
+                counts["num_groups"], num_read = reader.num_read - num_read, reader.num_read
+            busy_seconds += self.timeline.add("train", started, **counts)
         self.timeline.report()
         while attention.notes:
             self._report(events.Note(attention.notes.pop()))
-        if reader.num_duplicates:
+        if reader is not None and reader.num_duplicates:
             dropped = f"{reader.num_duplicates} groups that had been delivered before were dropped"
             self._report(events.Note(f"iteration {iteration + 1}: {dropped}"))
         return events.IterationTrained(
             iteration=iteration,
             policy_version=self.learner.policy_version,
-            groups_trained=num_groups,
-            completion_tokens=reader.completion_tokens,
+            groups_trained=num_read,
+            completion_tokens=0 if reader is None else reader.completion_tokens,
             busy_seconds=busy_seconds,
             metrics=self.learner.metrics(),
         )
+
+    def _dispatched(self, reader: GroupReader) -> Iterator[MicroBatch | UpdateEnd]:
+        """Rank 0: send each other rank its micro-batches; yield the own ones, and ends of updates.
+
+        Commands are obeyed while no rank has begun the next micro-step or the optimizer's step, so
+        that no rank waits for another one in vain.
+        """
+        shares_prompts, num_ranks = (
+            self.learner.policy.shares_prompts,
+            self.settings.num_train_ranks,
+        )
+        for step in micro_steps(
+            self.config, reader, num_ranks=num_ranks, shares_prompts=shares_prompts
+        ):
+            self._check_commands()
+            if isinstance(step, UpdateEnd):
+                self._dispatch(step)
+                yield step
+                continue
+            own, *others = step
+            for pipe, batch in zip(self.settings.pipes, others, strict=True):
+                pipe.send(batch)
+            yield own
+
+    def _received(self) -> Iterator[MicroBatch | UpdateEnd]:
+        """Other ranks: receive micro-batches and ends of updates."""
+        num_left = self.config.train.updates_per_iteration
+        while num_left:
+            match self._receive():
+                case MicroBatch() as batch:
+                    yield batch
+                case UpdateEnd() as end:
+                    num_left -= 1
+                    yield end
+                case events.SendWeights() as command:
+                    self._send_weights(command)
+                case events.Halt():
+                    raise Dropped
+                case events.Stop():
+                    raise SystemExit(0)
+                case message:
+                    raise RuntimeError(f"expected a micro-batch or UpdateEnd, got {message!r}")
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -135,7 +135,7 @@ class VllmEngine(Engine):
         self._num_unfinished = 0
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them
         self._finished: SimpleQueue[Any] = SimpleQueue()
-        """A result per request: a group, a turn as (sequence, completion) or an exception."""
+        """Of each request: (request or sequence of turns, its completions), or an exception."""
         self._complete: list[FinishedGroup] = []  # not returned by `step` yet
         self._to_sample: deque[_Sequence] = deque()  # not handed over yet
         self._suspended: dict[tuple[tuple[int, ...], int], _Sequence] = {}  # by group and sample
@@ -223,14 +223,15 @@ class VllmEngine(Engine):
                     raise self._log.end_error()
                 if isinstance(result, BaseException):
                     raise result
-                if isinstance(result, FinishedGroup):
-                    self.num_completion_tokens += sum(len(c.token_ids) for c in result.completions)
-                    self._complete.append(result)
+                asked, completions = result
+                if isinstance(asked, GroupRequest):
+                    self.num_completion_tokens += sum(len(c.token_ids) for c in completions)
+                    self._complete.append((asked, completions))
                 else:
-                    self._end_turn(*result)
+                    self._end_turn(asked, completions[0])
         groups, self._complete = self._complete, []
         self._num_unfinished -= len(groups)
-        self.num_prompt_tokens += sum(len(group.request.prompt_ids) for group in groups)
+        self.num_prompt_tokens += sum(len(request.prompt_ids) for request, _ in groups)
         return groups
 
     # -- turns ----------------------------------------------------------------------------------
@@ -263,7 +264,7 @@ class VllmEngine(Engine):
         )
         if len(ended) == request.num_generations:
             ordered = [completion for _, completion in sorted(self._ended.pop(request.key).items())]
-            self._complete.append(FinishedGroup(request, ordered))
+            self._complete.append((request, ordered))
 
     def _new_sequences(self, request: GroupRequest) -> list[_Sequence]:
         sequences = []
@@ -331,10 +332,7 @@ class VllmEngine(Engine):
             # No update happens while a request is in flight, so this version sampled it.
             now = None if COMPLETIONS_HAVE_VERSIONS else await self._engine.get_weight_version()
             group = [self._completion(completion, now) for completion in completions]
-            if isinstance(asked, _Sequence):
-                self._finished.put((asked, group[0]))
-            else:
-                self._finished.put(FinishedGroup(asked, group))
+            self._finished.put((asked, group))
         except BaseException as error:
             self._finished.put(error)
 

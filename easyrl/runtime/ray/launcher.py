@@ -336,7 +336,6 @@ class RayLauncher:
                 settings,
                 address=facts.address,
                 clock_offset_seconds=offset if abs(offset) > SAME_CLOCK_SECONDS else 0.0,
-                shares_by_message=True,
                 log_file=_absolute(settings.log_file) if facts.sees_folder else None,
                 device_indices=tuple(range(len(settings.device_indices))),
             )
