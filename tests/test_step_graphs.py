@@ -121,6 +121,16 @@ def test_graphs_do_not_read_prompts_that_were_freed(monkeypatch):
     assert engine.cache.prompts_size == size
 
 
+def test_rows_of_very_different_lengths_are_computed_without_graphs(monkeypatch):
+    submitted = requests(draw_prompts(12), 3)
+    expected = run(make_engine(num_rows=8), submitted)
+    recorded_graphs.install(monkeypatch)
+    monkeypatch.setattr(step_graphs, "MAX_PADDING", 20 * 16)
+    engine = make_engine(num_rows=8)
+    assert tokens_of(run(engine, submitted)) == tokens_of(expected)
+    assert 2 < engine.graphs.num_replays < engine.num_steps / 2
+
+
 def fails(function, _):
     try:
         raise RuntimeError("out of memory\nmore")
