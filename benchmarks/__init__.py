@@ -1,1 +1,2 @@
-"""Suites of `easyrl bench` for development, in a checkout of the repository only."""
+"""For development, in a checkout of the repository only: suites of `easyrl bench`, and `make_tiny`,
+which trains the built-in models."""

@@ -497,4 +497,4 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string(name):
             assert short.finish_reason == ("stop" if is_stop else "length")
             num_stopped += length is not None
             lengths.add(length)
-    assert num_stopped > 5 and min(filter(None, lengths)) <= 2
+    assert num_stopped > 5 and (1 in lengths or name != "qwen3")  # also the first token

@@ -121,6 +121,19 @@ def test_graphs_do_not_read_prompts_that_were_freed(monkeypatch):
     assert engine.cache.prompts_size == size
 
 
+def test_rows_of_very_different_lengths_are_computed_without_graphs(monkeypatch):
+    submitted = requests(draw_prompts(12), 3)
+    expected = run(make_engine(num_rows=8), submitted)
+    recorded_graphs.install(monkeypatch)
+    num_replays = []
+    for num_elements in (20 * 16, 1000 * 16):
+        monkeypatch.setattr(step_graphs, "MAX_PADDING", num_elements)
+        engine = make_engine(num_rows=8)
+        assert tokens_of(run(engine, submitted)) == tokens_of(expected)
+        num_replays.append(engine.graphs.num_replays)
+    assert 2 < num_replays[0] < num_replays[1]
+
+
 def fails(function, _):
     try:
         raise RuntimeError("out of memory\nmore")

@@ -104,36 +104,24 @@ class Peer:
 
         WeightChannel._bounded = end
 
-    def endpoint(self, store, rank, world_size, generation=0, **changes):
-        settings = replace(self.settings, name=f"worker-{rank}", store=store)
-        return replace(settings.weight_endpoint(rank, world_size, generation), **changes)
-
-    def join(self, store, rank, world_size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
+    def join(
+        self, store, rank, size, *, generation=0, alone_bytes=ALONE_BYTES, memory=(), **changes
+    ):
+        """`memory`: functions that share and open the memory of the device of both ends."""
         weights_module.ALONE_BYTES = alone_bytes
-        endpoint = self.endpoint(store, rank, world_size, bucket_bytes=bucket_bytes)
-        self.channel = WeightChannel(endpoint, lambda: self.is_cancelled)
-
-    def rejoin(self, store, rank, world_size, generation):
+        if memory:
+            devices.share_memory, devices.open_memory = memory
+            changes["shared_device"] = "cpu"
+        settings = replace(self.settings, name=f"worker-{rank}", store=store)
+        endpoint = settings.weight_endpoint(rank, size, generation)
+        endpoint = replace(endpoint, **({"bucket_bytes": 512} | changes))
         self.is_cancelled, self.full = False, self.channel
-        endpoint = self.endpoint(store, rank, world_size, generation, bucket_bytes=512)
         self.channel = WeightChannel(endpoint, lambda: self.is_cancelled)
+        return self.channel.not_shared_reason
 
     def leave_temporary(self):
         self.channel.close()
         self.channel = self.full
-
-    def join_on_one_device(self, store, rank, share=share_cpu_memory, open_=open_cpu_memory):
-        """The bucket is memory that both ranks see; `share` and `open_` stand for a device's."""
-        devices.share_memory, devices.open_memory = share, open_
-        endpoint = self.endpoint(store, rank, 2, shared_device="cpu", bucket_bytes=512)
-        self.channel = WeightChannel(endpoint)
-        return self.channel.not_shared_reason
-
-    def first_byte(self, value=None):
-        """Set the first byte of the bucket to `value`, if given; return it."""
-        if value is not None:
-            self.channel._buckets[0][0] = value
-        return int(self.channel._buckets[0][0])
 
     def leave(self):
         self.channel = self.full = None
@@ -169,41 +157,42 @@ class Peer:
 def peer_main(control):
     peer = Peer()
     control.send("ready")
-    while (command := control.recv()) is not None:
-        method, arguments = command
+    while True:
+        method, arguments, named = control.recv()
         started = time.monotonic()
         try:
-            answer = getattr(peer, method)(*arguments)
+            answer = getattr(peer, method)(*arguments, **named)
         except Exception as error:
             answer = error
         control.send((answer, time.monotonic() - started))
-    os._exit(0)
 
 
 class Peers:
     """Processes that stay from test to test: importing torch is the slow part."""
 
     def __init__(self):
-        self.store_fds = []
-        self.processes = {}
-        self.controls = {}
+        self.store_fds, self.processes, self.controls = [], {}, {}
 
     def start(self, number):
         """Start those of the first `number` peers that do not live."""
-        fresh = []
-        for n in range(number):
-            if n not in self.processes or not self.processes[n].is_alive():
-                ours, theirs = SPAWN.Pipe()
-                self.processes[n] = SPAWN.Process(target=peer_main, args=(theirs,))
-                self.processes[n].start()
-                theirs.close()
-                self.controls[n] = ours
-                fresh.append(ours)
-        for control in fresh:
-            assert control.poll(START_SECONDS) and control.recv() == "ready"
+        fresh = [n for n in range(number) if n not in self.processes or not self.is_alive(n)]
+        for n in fresh:
+            self.controls[n], theirs = SPAWN.Pipe()
+            self.processes[n] = SPAWN.Process(target=peer_main, args=(theirs,))
+            self.processes[n].start()
+            theirs.close()
+        for n in fresh:
+            assert self.controls[n].poll(START_SECONDS) and self.controls[n].recv() == "ready"
 
-    def command(self, number, method, *arguments):
-        self.controls[number].send((method, arguments))
+    def is_alive(self, number):
+        return self.processes[number].is_alive()
+
+    def kill(self, number):
+        self.processes[number].kill()
+        self.processes[number].join()
+
+    def command(self, number, method, *arguments, **named):
+        self.controls[number].send((method, arguments, named))
 
     def answer(self, number):
         """A peer's answer (an exception is returned) and the seconds it took."""
@@ -237,38 +226,31 @@ class Peers:
         assert received and all(got == expected for got in received)
         return sent
 
-    def join(self, size, bucket_bytes=1024, alone_bytes=ALONE_BYTES):
-        """A new process group of the first `size` peers."""
-        self.start(size)
-        store, how = self.new_store(), (size, bucket_bytes, alone_bytes)
-        self.all(*[("join", store, rank, *how) for rank in range(size)])
-        return store
-
-    def rejoin(self, store, size, generation=1, dead=None):
-        """A process group of the first `size` peers, in a store that was used before."""
+    def join(self, size, store=None, dead=None, reason=None, **how):
+        """Make a process group of the first `size` peers, in a store that was used before or in a
+        new one. `reason`: why they share no memory."""
+        self.start(size if dead is None else 0)
+        store = store or self.new_store()
         living = [number for number in range(size) if number != dead]
         for rank, number in enumerate(living):
-            self.command(number, "rejoin", store, rank, len(living), generation)
-        assert [self.answer(number)[0] for number in living] == [None] * len(living)
+            self.command(number, "join", store, rank, len(living), **how)
+        assert [self.answer(number)[0] for number in living] == [reason] * len(living)
+        return store
 
     def new_store(self):
         """The path of a file for a new process group."""
         self.store_fds.append(os.memfd_create("test-store"))
         return f"/proc/{os.getpid()}/fd/{self.store_fds[-1]}"
 
-    def close(self):
-        for process in self.processes.values():
-            process.kill()
-            process.join()
-        for fd in self.store_fds:
-            os.close(fd)
-
 
 @pytest.fixture(scope="module")
 def processes():
     peers = Peers()
     yield peers
-    peers.close()
+    for number in peers.processes:
+        peers.kill(number)
+    for fd in peers.store_fds:
+        os.close(fd)
 
 
 @pytest.fixture
@@ -276,11 +258,10 @@ def peers(processes):
     """Three living peers that are in no channel."""
     processes.start(3)
     yield processes
-    for number, process in processes.processes.items():
-        if process.is_alive():
-            processes.command(number, "leave")
-            answer, seconds = processes.answer(number)
-            assert answer is None and seconds < 1.0  # a channel, even a broken one, goes at once
+    for number in filter(processes.is_alive, processes.processes):
+        processes.command(number, "leave")
+        answer, seconds = processes.answer(number)
+        assert answer is None and seconds < 1.0  # a channel, even a broken one, goes at once
 
 
 def assert_bounded(outcome, kinds, *words):
@@ -300,14 +281,14 @@ def assert_bounded(outcome, kinds, *words):
 )
 def test_all_receivers_get_the_senders_bytes(peers, bucket_bytes, alone_bytes):
     """Weights larger than a bucket, as large, several in one, and one without a bucket."""
-    peers.join(3, bucket_bytes, alone_bytes)
+    peers.join(3, bucket_bytes=bucket_bytes, alone_bytes=alone_bytes)
     for version, pause_seconds in ((0, 0.0), (1, 0.02), (7, 0.0)):  # a slow receiver, too
         num_bytes = sum(t.nbytes for t in make_weights(version).values())
         assert peers.exchange(version, 3, pause_seconds=pause_seconds) == num_bytes
 
 
 def test_weights_are_sent_in_the_engines_precision_and_gathered_once_in_order(peers):
-    peers.join(2, 48)
+    peers.join(2, bucket_bytes=48)
     (sent, gathered), received = peers.all(("send", 3, SHAPES, torch.bfloat16), ("receive", 3))
     sizes = [tensor.numel() for tensor in make_weights(3).values() if tensor.numel()]
     assert sent == 2 * sum(sizes) and gathered == sizes
@@ -317,7 +298,7 @@ def test_weights_are_sent_in_the_engines_precision_and_gathered_once_in_order(pe
 
 def test_some_weights_may_be_sent_then_others_then_all(peers):
     """Only changed weights are sent; the receivers keep the rest."""
-    peers.join(3, 512)
+    peers.join(3)
     every = peers.exchange(0, 3)
     for version, names in enumerate([["half", "scalar"], ["half", "scalar"], ["counts"]], 1):
         assert 0 < peers.exchange(version, 3, names) < every
@@ -386,14 +367,13 @@ def test_the_wait_for_a_missing_rank_is_bounded(peers, commands, what):
 
 
 def test_the_wait_for_a_receiver_that_stops_half_way_is_bounded(peers):
-    peers.join(3, 256)
+    peers.join(3, bucket_bytes=256)
     peers.command(0, "send", 0)
     peers.command(1, "receive", 0)
     peers.command(2, "receive", 0, 3 * TIMEOUT_SECONDS)
     assert_bounded(peers.answer(0), (TimeoutError, ConnectionError), r"bucket \d+ of \d+")
     peers.answer(1)
-    peers.processes[2].kill()
-    peers.processes[2].join()
+    peers.kill(2)
 
 
 SIZES = [tensor.numel() for tensor in make_weights(0).values() if tensor.numel()]
@@ -411,7 +391,7 @@ AT_ONCE_SECONDS = 0.75 * TIMEOUT_SECONDS
 )
 def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers, dead, what, size):
     """Also of those that do not wait for the dead one. The sender gathers every weight once."""
-    store = peers.join(size, 256)
+    store = peers.join(size, bucket_bytes=256)
     peers.command(dead, "end_at", what, signal.SIGKILL)
     peers.answer(dead)
     for number in range(size):
@@ -425,7 +405,7 @@ def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers,
     if dead:
         peers.command(0, "sizes_gathered")
         assert peers.answer(0)[0] == SIZES
-    peers.rejoin(store, size, dead=dead)
+    peers.join(size, store, dead, generation=1)
     for version in (0, 1):
         peers.exchange(version, size, dead=dead)
 
@@ -433,7 +413,7 @@ def test_a_death_ends_all_others_at_once_and_the_next_generation_delivers(peers,
 @pytest.mark.parametrize("what", ["making the process group", "bucket 7 of .*"])
 def test_a_wait_for_a_stopped_rank_can_be_cancelled(peers, what):
     """It closes no connection."""
-    store = peers.new_store() if what.startswith("making") else peers.join(3, 256)
+    store = peers.new_store() if what.startswith("making") else peers.join(3, bucket_bytes=256)
     peers.command(2, "end_at", what, signal.SIGSTOP)
     peers.answer(2)
     for rank in range(3):
@@ -447,9 +427,8 @@ def test_a_wait_for_a_stopped_rank_can_be_cancelled(peers, what):
     for number in (0, 1):
         error, seconds = peers.answer(number)
         assert isinstance(error, ConnectionError) and seconds < AT_ONCE_SECONDS
-    peers.processes[2].kill()
-    peers.processes[2].join()
-    peers.rejoin(store, 2)
+    peers.kill(2)
+    peers.join(2, store, generation=1)
     peers.exchange(0, 2)
 
 
@@ -457,7 +436,7 @@ def test_a_temporary_channel_of_two_leaves_the_full_one_as_it_is(peers):
     store = peers.join(3)
     peers.exchange(0, 3)
     for generation in (1, 2):
-        peers.rejoin(store, 2, generation)
+        peers.join(2, store, generation=generation)
         peers.exchange(0, 2)
         peers.all(("leave_temporary",), ("leave_temporary",))
         assert peers.exchange(generation, 3) > 0
@@ -465,38 +444,31 @@ def test_a_temporary_channel_of_two_leaves_the_full_one_as_it_is(peers):
 
 # -- one device for both ends ---------------------------------------------------------------------
 
-
-def join_on_one_device(peers, *how):
-    store = peers.new_store()
-    return peers.all(*[("join_on_one_device", store, rank, *how) for rank in range(2)])
+MEMORY = (share_cpu_memory, open_cpu_memory)
+"""They stand for a device's. What crosses otherwise only says whose turn it is."""
 
 
 def test_weights_cross_in_memory_that_both_ranks_see(peers):
-    assert join_on_one_device(peers) == [None, None]
-    for number, value in ((0, 77), (1, None)):
-        peers.command(number, "first_byte", value)
-        assert peers.answer(number)[0] == 77, "one bucket, not two"
     for version in (0, 1, 7):
-        peers.exchange(version, 2, pause_seconds=0.02 * version)  # not filled before it is read
-    assert join_on_one_device(peers) == [None, None]  # the next generation
-    peers.exchange(8, 2)
+        peers.join(2, memory=MEMORY)
+        peers.exchange(version, 2)
+        peers.exchange(version + 1, 2, pause_seconds=0.02)  # not filled before it is read
 
 
-@pytest.mark.parametrize("how", [(refuse, open_cpu_memory), (share_cpu_memory, refuse)])
-def test_memory_that_cannot_be_shared_is_reported_and_weights_are_broadcast(peers, how):
-    assert join_on_one_device(peers, *how)[0] == "invalid device context"
+@pytest.mark.parametrize("memory", [(refuse, open_cpu_memory), (share_cpu_memory, refuse)])
+def test_memory_that_cannot_be_shared_is_reported_and_weights_are_broadcast(peers, memory):
+    peers.join(2, memory=memory, reason="invalid device context")
     peers.exchange(4, 2)
 
 
 def test_on_one_device_every_wait_is_bounded_too(peers):
-    join_on_one_device(peers)
-    peers.all(("send", 0), ("receive", 0))
+    peers.join(2, memory=MEMORY)
+    peers.exchange(0, 2)
     peers.command(1, "receive", 1, TIMEOUT_SECONDS + 1.0)  # it reads for too long
     peers.command(0, "send", 1)
     words = r"until bucket 1 of \d+ is read: .*waited 2\.\d s"
     assert_bounded(peers.answer(0), TimeoutError, words)
-    peers.processes[1].kill()
-    peers.processes[1].join()
+    peers.kill(1)
 
 
 # -- what listens ---------------------------------------------------------------------------------

