@@ -17,7 +17,15 @@ from easyrl.config import Config, load_config
 from easyrl.model.policy import Policy
 from easyrl.types import MicroBatch, RolloutGroup
 from easyrl.workers import batches as batches_module
-from easyrl.workers.batches import MIN_FILL, GroupReader, Rows, UpdateEnd, micro_steps, share_out
+from easyrl.workers.batches import (
+    MIN_FILL,
+    GroupReader,
+    Rows,
+    UpdateEnd,
+    micro_steps,
+    pack_share,
+    share_out,
+)
 from easyrl.workers.learner import Learner
 from easyrl.workers.packing import EMPTY, Rollout, pack, split_group
 from own_workers import (
@@ -94,9 +102,12 @@ class Feed:
         ):
             if isinstance(step, UpdateEnd):
                 yield step
-            else:
-                assert len(step) == num_ranks
-                yield from (batch for batch in step if batch is not EMPTY)
+                continue
+            batch, others = step
+            assert len(others) == num_ranks - 1
+            yield batch
+            packed = (pack_share(share, shares_prompts=shares) for share in others)
+            yield from (batch for batch in packed if batch is not EMPTY)
 
     def batches(self, num_groups: int, **how: Any) -> Iterator[MicroBatch]:
         return (step for step in self.steps(num_groups, **how) if isinstance(step, MicroBatch))

@@ -35,15 +35,9 @@ BOUND_SECONDS = 30.0
 KILLED = -signal.SIGKILL
 
 
-def layout(num_slots=4, num_generations=3, max_prompt=16, max_completion=8, num_owners=8):
-    return RingLayout(
-        num_slots=num_slots,
-        num_generations=num_generations,
-        max_prompt_length=max_prompt,
-        max_completion_length=max_completion,
-        num_owners=num_owners,
-        num_groups=20,
-    )
+def layout(num_slots=4):
+    lengths = {"num_generations": 3, "max_prompt_length": 16, "max_completion_length": 8}
+    return RingLayout(num_slots, **lengths, num_owners=8, num_groups=20)
 
 
 def make_group(index, lengths=None, prompt_length=None):

@@ -9,9 +9,9 @@ controller ──┼─ TrainIteration:  ring ─► micro-batches ─► Learne
 `Stop`, `Halt` and `SendWeights` are also obeyed during an iteration, between two micro-batches.
 
 There is one train worker per train device. Rank 0 takes the commands (except `Stop`), reads the
-ring, broadcasts weights and publishes files. It sends the other ranks each command and their
-micro-batches. They wait on pipes, not on the ranks' process group: a wait for the next group may be
-long, and `Stop` must get through. If a rank dies, the others' pipes raise EOFError or
+ring, broadcasts weights and publishes files. It sends the other ranks each command and their share
+of the rollouts. They wait on pipes, not on the ranks' process group: a wait for the next group may
+be long, and `Stop` must get through. If a rank dies, the others' pipes raise EOFError or
 ConnectionError; then they end, and the supervisor reports the one that died.
 """
 
@@ -40,7 +40,7 @@ from easyrl.model.policy import Policy
 from easyrl.model.sharding import TrainRanks, gathered
 from easyrl.processes import keep_freed_memory, maybe_sleep, pin
 from easyrl.types import MicroBatch
-from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps
+from easyrl.workers.batches import GroupReader, UpdateEnd, micro_steps, pack_share
 from easyrl.workers.core_sharing import WorkerCores
 from easyrl.workers.learner import Learner
 from easyrl.workers.saver import CheckpointSaver
@@ -346,7 +346,7 @@ class TrainWorker:
         )
 
     def _dispatched(self, reader: GroupReader) -> Iterator[MicroBatch | UpdateEnd]:
-        """Rank 0: send each other rank its micro-batches; yield the own ones, and ends of updates.
+        """Rank 0: send each other rank its shares; yield the own micro-batches and ends of updates.
 
         Commands are obeyed while no rank has begun the next micro-step or the optimizer's step, so
         that no rank waits for another one in vain.
@@ -363,18 +363,19 @@ class TrainWorker:
                 self._dispatch(step)
                 yield step
                 continue
-            own, *others = step
-            for pipe, batch in zip(self.settings.pipes, others, strict=True):
-                pipe.send(batch)
-            yield own
+            batch, shares = step
+            for pipe, share in zip(self.settings.pipes, shares, strict=True):
+                pipe.send(share)
+            yield batch
 
     def _received(self) -> Iterator[MicroBatch | UpdateEnd]:
-        """Other ranks: receive micro-batches and ends of updates."""
+        """Other ranks: receive shares and ends of updates."""
         num_left = self.config.train.updates_per_iteration
         while num_left:
             match self._receive():
-                case MicroBatch() as batch:
-                    yield batch
+                case bytes(share):
+                    shares_prompts = self.learner.policy.shares_prompts
+                    yield pack_share(share, shares_prompts=shares_prompts)
                 case UpdateEnd() as end:
                     num_left -= 1
                     yield end
@@ -385,7 +386,7 @@ class TrainWorker:
                 case events.Stop():
                     raise SystemExit(0)
                 case message:
-                    raise RuntimeError(f"expected a micro-batch or UpdateEnd, got {message!r}")
+                    raise RuntimeError(f"expected a share or UpdateEnd, got {message!r}")
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
