@@ -35,7 +35,11 @@ def is_worker(process: psutil.Process) -> bool:
 def started(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A run in its iterations, and all its processes."""
     process = start("--output", str(tmp_path / "run"), *ENDLESS, *arguments)
-    wait_for_line(process, "iteration 2/")
+    try:
+        wait_for_line(process, "iteration 2/", timeout=600)
+    except BaseException:
+        process.kill()
+        raise
     processes = descendants(process.pid)
     assert len([p for p in processes if is_worker(p)]) >= 3  # rollout, train, rewards
     return process, processes

@@ -74,7 +74,7 @@ def test_a_run_that_lost_a_worker_ends_in_the_same_bits(
     """A rollout worker is killed at a random moment of the first iterations."""
     folder, draw = tmp_path / "run", random.Random(seed)
     process = start("--output", str(folder), *WORDS, *WAYS[way], **DELAYS)
-    wait_for_line(process, "held-out accuracy")  # the workers have started
+    wait_for_line(process, "held-out accuracy", timeout=600)  # the workers have started
     number, seconds = draw.randrange(2), draw.uniform(0.0, ITERATIONS / 2)
     time.sleep(seconds)
     workers = psutil.Process(process.pid).children()

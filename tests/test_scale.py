@@ -156,7 +156,6 @@ def test_engines_are_added_to_a_live_run_and_removed_from_it(
     run = tmp_path / "run"
     on_cpu = ("--infer-devices", "cpu", "--train-devices", "cpu", "devices.max_rollout_workers=2")
     process = start("--output", str(run), "--iterations", "100000", *SMALL, *on_cpu, *words)
-    wait_for_line(process, "iteration 2/")
 
     def status() -> tuple[dict[str, str], int]:
         """The states of the rollout workers, and the number of iterations."""
@@ -165,7 +164,7 @@ def test_engines_are_added_to_a_live_run_and_removed_from_it(
         return {each["name"]: each["state"] for each in rollout}, reply["iteration"]
 
     def wait_until(is_so: Callable[[dict[str, str], int], bool]) -> int:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not is_so(*status()):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
@@ -175,6 +174,7 @@ def test_engines_are_added_to_a_live_run_and_removed_from_it(
         request(run, {"command": "scale", "infer_devices": wanted})
 
     try:
+        wait_for_line(process, "iteration 2/", timeout=600)
         with pytest.raises(ValueError, match="max_rollout_workers"):
             scale_to("cpu:3")
         scale_to("cpu:2")

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Literal, Self
@@ -107,8 +106,9 @@ class Worker:
     waits for the controller to read) must not block the controller's only thread.
     """
 
-    def __init__(self, name: str, process: BaseProcess | Any, control: Connection) -> None:
-        """`process` may also be a `ray.launcher.RemoteProcess`, which has its attributes."""
+    def __init__(self, name: str, process: Any, control: Connection) -> None:
+        """`process`: a multiprocessing.Process, or a `ray.launcher.RemoteProcess`, which has its
+        attributes."""
         self.name = name
         self.process = process
         self.control = control
@@ -128,7 +128,8 @@ class Worker:
     @property
     def remote_device(self) -> str:
         """Its node and device on a cluster, or an empty string."""
-        return getattr(self.process, "device", "")
+        device: str = getattr(self.process, "device", "")
+        return device
 
     @property
     def local_pid(self) -> int:
