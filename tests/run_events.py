@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -77,8 +78,13 @@ def run_events(folder: Path, config: Config | None = None) -> list[Event]:
     """All kinds of events, in the order of a run."""
     started = run_started(folder)
     failed = f"reward 'score' failed, for the prompt '2+3=' {HOSTILE}"
-    second = {**METRICS, "iteration": 1, "policy_version": 2, "reward": None, "kl": 0.01}
-    second |= {"entropy": 0.25, "completions/clipped_ratio": 0.125, "eval/accuracy": 0.7}
+    second = {**METRICS, "iteration": 1, "policy_version": 2, "reward": math.nan, "kl": 0.01}
+    second |= {
+        "loss": math.nan,
+        "entropy": 0.25,
+        "completions/clipped_ratio": 0.125,
+        "eval/accuracy": 0.7,
+    }
     second |= {"groups_skipped": 2, "reward_errors": 3, "num_updates_not_finite": 1.0}
     second |= {"rewards/right/mean": 0.75, "rewards/right/std": 0.1}
     second |= {f"rewards/other-{n}/mean": 0.5 for n in range(5)}
@@ -111,6 +117,7 @@ def run_events(folder: Path, config: Config | None = None) -> list[Event]:
         active("train-0", Span("train", 121.6, 185.0)),
         events.EvaluationStarted(185.0, 10),
         events.Evaluated(186.0, 0.7, 10, 0.2, num_iterations=2),
+        events.Evaluated(186.5, math.nan, 10, math.nan, num_iterations=3),
         events.IterationFinished(187.0, second),
         events.WorkerLeft(188.0, "rollout-1"),
         FromWorker("train-0", 188.0, events.CheckpointSaved(2, 0.1, 2**20)),

@@ -6,7 +6,7 @@ from math import isnan
 import numpy as np
 import pytest
 
-from easyrl.evaluation.figures import NUM_RESAMPLES, paired, pass_at_every_k, pass_at_k
+from easyrl.evaluation.figures import NUM_RESAMPLES, paired, pass_at_k
 from easyrl.runtime.metrics import is_correct, mean_and_error
 
 
@@ -18,12 +18,6 @@ def test_pass_at_k_is_the_share_of_choices_with_a_correct_sample(num_samples: in
             choices = [any(choice) for choice in combinations(samples, k)]
             expected = sum(choices) / len(choices)
             assert pass_at_k(num_samples, num_correct, k) == pytest.approx(expected, abs=1e-12)
-
-
-def test_pass_at_k_is_the_mean_over_problems() -> None:
-    correct = np.array([[True, False, False], [False, False, False], [False, True, True]])
-    expected = {"1": 1 / 3, "2": (2 / 3 + 0 + 1) / 3, "3": 2 / 3}
-    assert pass_at_every_k(correct) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_samples", [1, 4])

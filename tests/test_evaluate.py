@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 from easyrl import cli, events
 from easyrl.config import ConfigError, load_config, to_commented_yaml
 from easyrl.config.rollout import SamplingChoice
-from easyrl.data.datasets import with_eval_data
 from easyrl.data.tasks import ARITHMETIC
 from easyrl.evaluation import command
 from easyrl.evaluation.command import check_evaluation
@@ -430,15 +429,6 @@ def test_preset_allows_its_longest_problems(long_tiny: str) -> None:
     for words, expected in ([], 2048), (["data.max_prompt_length=512"], 512):
         made = check_evaluation(load_config(None, flags, ["data.chat=false", *words]))
         assert made.worker_config.data.max_prompt_length == expected
-
-
-@pytest.mark.parametrize(
-    ("dataset", "expected"), [("gsm8k", (None, None)), ("b.jsonl", ("task", "Add."))]
-)
-def test_eval_dataset_that_is_a_preset_uses_its_own_prompt(dataset: str, expected: object) -> None:
-    words = ["data.prompt_column=task", "data.system_prompt=Add.", "data.dataset=a.jsonl"]
-    data = with_eval_data(load_config(words=[*words, f"eval.dataset={dataset}"])).data
-    assert (data.prompt_column, data.system_prompt) == expected
 
 
 # Bad input.

@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from easyrl import cli, events
-from easyrl.observe.samples import columns_of
 from easyrl.runtime.run_folder import sample_line
 
 SAMPLES = [
@@ -63,7 +62,7 @@ TAKEN = ("sample", "problem", "iteration", "rewards", "length", "truncated", "re
 
 
 def test_columns_may_have_any_name(tmp_path: Path) -> None:
-    """Those of the data and of rewards; of an older version they replaced keys of the line."""
+    """Those of the data and of rewards."""
     columns = dict.fromkeys(TAKEN, "text")
     sample = events.Sample("c", 1.0, 0.5, {"rewards": 7, "x": 8}, {"f": 1.0, "g": 0.0}, 3)
     group = events.GroupScored(0, 0, 5, [1.0], [[1.0]], [3], 0, 0.0, prompt="p", columns=columns)
@@ -72,9 +71,6 @@ def test_columns_may_have_any_name(tmp_path: Path) -> None:
     assert line["column/sample"] == "text" and line["column/rewards"] == 7 and line["x"] == 8
     shown = " ".join(call(write(tmp_path / "run", [line])).output.split())
     assert "iteration 1 prompt_index 5 reward 1" in shown and "column/problem text" in shown
-    older = line | {"sample": "text", "rewards": 7, "problem": 8}
-    assert "sample text" in call(write(tmp_path / "older", [older])).output
-    assert columns_of(older | {"iteration": "text"}, 40)[0] == "iteration text"
 
 
 def test_mistakes_are_user_errors(tmp_path: Path) -> None:

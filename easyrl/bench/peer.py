@@ -6,7 +6,7 @@ temperature 1. Models are random and prompts are digits: nothing is downloaded. 
 99 tokens, one of which ends a completion, so lengths are geometric up to the cap. The learning rate
 is 0: every iteration does the same work.
 
-EasyRL runs with its defaults, TRL in a process of its own (`trl_run`) with the settings below. The
+EasyRL runs with its defaults, TRL in a process of its own with the settings below. The
 runs take turns. On NVIDIA GPUs TRL generates with vLLM, on the same devices as it trains and, with
 several devices, also on devices of its own.
 """
@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,12 +29,19 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from easyrl.bench.harness import Row, median_ratio, record, take_turns, write_model_and_prompts
+from easyrl.bench.harness import (
+    Row,
+    median_ratio,
+    record,
+    spread,
+    take_turns,
+    write_model_and_prompts,
+)
 from easyrl.config import ConfigError, load_config
 from easyrl.config.devices import parse_device_set
 from easyrl.devices import accelerator, visible_environment
 from easyrl.formatting import install_command
-from easyrl.processes import num_cores
+from easyrl.processes import die_with_parent, num_cores
 from easyrl.runtime.placement import Placement, resolve_placement
 from easyrl.runtime.self_test_part import random_model
 from easyrl.runtime.supervisor import WorkerFailure, signals_as_interrupts
@@ -85,6 +93,20 @@ ROWS = {
     "mid_short": Work(MID, 16, 8, 12, 256, iterations=3, micro_batches=[16, 64]),
     "mid_long": Work(MID, 8, 16, 256, 64, iterations=3, micro_batches=[16, 64]),
     "mid_1k": Work(MID, 8, 8, 1024, 128, iterations=2, micro_batches=[16]),
+}
+TRL_SETTINGS = {
+    "model_init_kwargs": {"dtype": "float32"},  # weights; `bf16` computes in bfloat16
+    "learning_rate": 0.0,
+    "beta": 0.0,
+    "loss_type": "grpo",
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "gradient_checkpointing": False,
+    "shuffle_dataset": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
 }
 SHOWN_LINES = 20  # of the peer's output, if it fails
 
@@ -229,7 +251,7 @@ def run_trl(
             server = subprocess.Popen(serve, env=seen, stdout=log, stderr=log)
             stack.callback(server.wait)
             stack.callback(server.terminate)
-        program += ["easyrl.bench.trl_run", str(asked)]
+        program += ["easyrl.bench.peer", str(asked)]
         code = subprocess.run(program, env=environment, stdout=log, stderr=log, check=False)
         if code.returncode != 0:
             lines = log_file.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
@@ -238,3 +260,42 @@ def run_trl(
     seconds, num_tokens = measured["ends"][-1] - measured["ends"][0], sum(measured["tokens"][1:])
     print(f"{name}: {seconds / work.iterations:.2f} s per iteration", file=sys.stderr)
     return num_tokens / seconds, num_tokens / (work.num_completions * work.iterations)
+
+
+def train_with_trl(settings: dict[str, Any]) -> None:
+    """Run TRL's trainer in this process. Write the number of completion tokens of each iteration
+    (`tokens`) and the time at which it ended (`ends`, seconds) to the file `result`. The first
+    iteration warms up."""
+    from accelerate.utils import gather_object
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokens: list[int] = []
+    ends: list[float] = []
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        tokens.append(sum(gather_object([sum(map(len, completion_ids))])))
+        return spread(completion_ids)
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    prompts = [json.loads(line) for line in Path(settings["prompts"]).read_text().splitlines()]
+    num_steps = 1 + settings["iterations"]
+    trainer = GRPOTrainer(
+        model=settings["model"],
+        reward_funcs=reward,
+        args=GRPOConfig(**TRL_SETTINGS, **settings["config"], max_steps=num_steps),
+        train_dataset=Dataset.from_list(prompts * num_steps),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        Path(settings["result"]).write_text(json.dumps({"tokens": tokens, "ends": ends}))
+
+
+if __name__ == "__main__":
+    die_with_parent(os.getppid())
+    train_with_trl(json.loads(Path(sys.argv[1]).read_text()))

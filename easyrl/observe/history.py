@@ -94,17 +94,12 @@ class History:
         newest = max(self.series(ACCURACY)[0], default=0)
         ends = {"before": self.lines.get(0, {}), "after": self.lines[newest] if newest else {}}
         config = change_config(self.config, {"train.iterations": len(lines)})
-        summary = summarize(
-            lines,
-            config,
-            SavedState(num_iterations=len(lines)),
-            num_devices=max(1, count_devices(self.devices.values())),
-        )
+        num_devices = max(1, count_devices(self.devices.values()))
+        state = SavedState(num_iterations=len(lines))
+        summary = summarize(lines, config, state, num_devices=num_devices)
         summary |= {f"accuracy_{when}": line.get(ACCURACY) for when, line in ends.items()}
         summary |= {f"error_{when}": line.get(ERROR) for when, line in ends.items()}
-        rewards = {f"reward_{when}": summary[f"reward_{when}"] for when in ("first", "last")}
-        summary |= {**self.summary, **rewards}  # older summaries have other means
-        return dict(result_rows(summary, self.config, self.devices))
+        return dict(result_rows(summary | dict(self.summary), self.config, self.devices))
 
     def _apply(self, event: Event) -> None:
         is_resumed = self.state.run is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -35,41 +34,38 @@ class PlainLines:
     """Print to standard output; why a run failed goes to standard error."""
 
     def __init__(self) -> None:
-        self._folder, self._config = Path(), Config()
-        self._started = 0.0
-        self._devices: Mapping[str, str] = {}
+        self._run: events.RunStarted
         self._shown: set[str] = set()
 
     def __call__(self, event: Event) -> None:
         match event:
-            case events.RunStarted(started, folder, config):
-                self._started, self._folder, self._config = started, folder, config
-                self._devices = event.devices
+            case events.RunStarted(_, folder):
+                self._run = event
                 say(f"run folder {folder}\n{event.description}")
             case FromWorker(_, time, events.Starting(what)):
-                self._say_once(what, f"{what} (after {time - self._started:.1f} s)")
-            case FromWorker(_, _, events.GroupScored() | events.PromptEvaluated() as scored):
-                for error in scored.errors[:1]:
-                    file = self._folder / "reward_errors.jsonl"
-                    about = f"the run continues (reward.on_error); all errors: {file}"
-                    self._say_once("errors", f"{error}\n{about}")
+                self._say_once(what, f"{what} (after {time - self._run.started:.1f} s)")
+            case (
+                FromWorker(event=events.GroupScored(errors=[error, *_]))
+                | FromWorker(event=events.PromptEvaluated(errors=[error, *_]))
+            ):
+                file = self._run.folder / "reward_errors.jsonl"
+                about = f"the run continues (reward.on_error); all errors: {file}"
+                self._say_once("errors", f"{error}\n{about}")
             case FromWorker(_, _, events.CheckpointSaved(version, seconds, num_bytes, "")):
-                iteration = version // self._config.train.updates_per_iteration
-                path = self._folder / CHECKPOINTS / str(version)
+                iteration = version // self._run.config.train.updates_per_iteration
+                path = self._run.folder / CHECKPOINTS / str(version)
                 size = f"{num_bytes / 2**20:,.0f} MiB in {seconds:.1f} s"
                 say(f"checkpoint of iteration {iteration}: {path} ({size})")
-            case events.Evaluated():
-                accuracy = with_error(event.accuracy, event.standard_error)
-                problems = counted(event.num_prompts, "problem")
-                problems += f", {training_sampling(self._config)}"
-                trained = counted(event.num_iterations, "iteration")
-                say(f"held-out accuracy {accuracy} ({problems}) after {trained}")
+            case events.Evaluated(_, accuracy, num_prompts, error, num_iterations):
+                how = f"{counted(num_prompts, 'problem')}, {training_sampling(self._run.config)}"
+                trained = counted(num_iterations, "iteration")
+                say(f"held-out accuracy {with_error(accuracy, error)} ({how}) after {trained}")
             case events.IterationFinished(_, metrics):
                 self._report_iteration(metrics)
             case events.Note(text) | events.NoEvents(_, text) if text:
                 say(safe(text))
             case events.RunFinished(_, summary):
-                say_rich(end_table(summary, self._folder, self._config, self._devices))
+                say_rich(end_table(self._run, summary))
             case events.RunEnded(exit_code, message) if message:
                 print_end(exit_code, message)
 
@@ -81,7 +77,7 @@ class PlainLines:
     def _report_iteration(self, metrics: Mapping[str, Any]) -> None:
         number = metrics["iteration"] + 1
         say(
-            f"iteration {number}/{self._config.train.iterations}  "
+            f"iteration {number}/{self._run.config.train.iterations}  "
             f"reward {shown(metrics['reward'], '.3f')}  "
             f"no spread {shown(metrics.get('frac_reward_zero_std'), '.0%')}  "
             f"length {metrics['completions/mean_length']:.1f}  "
@@ -129,21 +125,18 @@ def print_end(exit_code: int, message: str) -> None:
         say(f"easyrl: {safe(message)}", sys.stderr)
 
 
-def end_table(
-    summary: Mapping[str, Any], folder: Path, config: Config, devices: Mapping[str, str]
-) -> RenderableType:
-    """Return what a finished run reached, at what speed, and the next commands. `devices`: by
-    worker."""
+def end_table(run: events.RunStarted, summary: Mapping[str, Any]) -> RenderableType:
+    """Return what a finished run reached, at what speed, and the next commands."""
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in result_rows(summary, config, devices):
+    for name, value in result_rows(summary, run.config, run.devices):
         table.add_row(name, value)
-    table.add_row("run folder", Text(str(folder)))
-    run = quote(str(folder))
-    commands = [f"easyrl samples {run}", f"easyrl report {run}"]
-    if config.train.keep_checkpoints:
-        commands.append(f"easyrl grpo --resume {run} --iterations {2 * config.train.iterations}")
+    table.add_row("run folder", Text(str(run.folder)))
+    folder, train = quote(str(run.folder)), run.config.train
+    commands = [f"easyrl samples {folder}", f"easyrl report {folder}"]
+    if train.keep_checkpoints:
+        commands.append(f"easyrl grpo --resume {folder} --iterations {2 * train.iterations}")
     lines = [Text(f"  {each}", no_wrap=True, overflow="ignore") for each in commands]
     return Group(Text("finished", "bold green"), table, Text("next commands", "dim"), *lines)
 

@@ -85,11 +85,10 @@ def folded(lines: Iterable[Line]) -> Iterator[tuple[Line, int]]:
 def columns_of(line: Line, max_length: int) -> list[str]:
     """Names with values of all columns but the texts, and of several reward functions. Iterations
     and samples are counted from 1."""
-    rewards = line.get("rewards")  # a column of any type in an older folder
-    functions = rewards if isinstance(rewards, dict) and len(rewards) > 1 else {}  # one: reward
+    functions = line.get("rewards", {})
     columns = []
-    for name, value in {**line, **functions, **line}.items():
-        shown = value + 1 if name in ("iteration", "sample") and isinstance(value, int) else value
+    for name, value in {**line, **(functions if len(functions) > 1 else {}), **line}.items():
+        shown = value + 1 if name in ("iteration", "sample") else value
         text = f"{shown:.3g}" if isinstance(shown, float) else str(shown)
         if name not in LEFT_OUT and (name != "truncated" or value):
             columns.append(printable(f"{name} {shorten(text, max_length)}"))

@@ -109,10 +109,10 @@ class TraceWriter:
             _shorten(path, MAX_BYTES)  # cuts off an incomplete last line
         self._file = path.open("ab", buffering=0)
         self._clock = time.time() - time.monotonic()
-        self._processes = {worker: number for number, worker in enumerate(run.devices, start=1)}
+        self._processes = {}
         self._name("process", "controller", pid=CONTROLLER)
-        for worker in self._processes:
-            self._name_worker(worker, run.devices[worker])
+        for worker, device in run.devices.items():
+            self._name_worker(worker, device)
 
     def _name_worker(self, worker: str, device: str) -> None:
         process = self._processes.setdefault(worker, len(self._processes) + 1)

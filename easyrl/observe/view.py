@@ -189,7 +189,7 @@ def _end_table(state: RunState) -> RenderableType | None:
     has_failed = state.ended is not None and state.ended.exit_code != 0
     if state.run is None or state.summary is None or has_failed:
         return None
-    return end_table(state.summary, state.run.folder, state.run.config, state.run.devices)
+    return end_table(state.run, state.summary)
 
 
 # -- the picture ----------------------------------------------------------------------------------

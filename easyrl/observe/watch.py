@@ -56,20 +56,15 @@ def watch(folder: Path, *, live: bool) -> int:
 
 def follow(files: RunFiles) -> Iterator[Event]:
     """Yield the events of a run until it ends. Ends of commands that were resumed are left out."""
-    end, is_alive, found = None, True, list(files.read())
+    end, is_alive, waited = None, True, 0.0
     # A command that resumes the run locks it seconds before its first event.
-    for _ in range(int(RESUME_SECONDS / POLL_SECONDS)):
-        if not (isinstance(found[-1], events.RunEnded) and is_locked(files.folder)):
-            break
-        time.sleep(POLL_SECONDS)
-        found += files.read()
-    while (is_alive and end is None) or _may_start_again(files, end):
+    while (is_alive and (end is None or waited < RESUME_SECONDS)) or _may_start_again(files, end):
         is_alive = is_locked(files.folder)  # before the last read, so that nothing is missed
-        for event in [*found, *files.read()]:
+        for event in files.read():
             end = event if isinstance(event, events.RunEnded) else None
             if end is None:
                 yield event
-        found = []
+        waited += POLL_SECONDS
         time.sleep(POLL_SECONDS)
     summary = files.folder / "summary.json"
     if end is None and summary.is_file():  # the trace's end is lost: the disk was full
